@@ -1,0 +1,68 @@
+"""The seam to whatever generates: token ids in, token ids out, with log-probabilities and a version per token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from msgspec import Struct
+
+from millstream.types import Completion, Request, RequestKey, Weights
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    slots: int = 128
+    """Requests decoded at the same time; more wait in the engine's queue."""
+    prefill_tokens: int = 4096
+    """Prompt tokens computed in one forward pass."""
+
+    def __post_init__(self) -> None:
+        if self.slots < 1 or self.prefill_tokens < 1:
+            raise ValueError("slots and prefill_tokens must be at least 1")
+
+
+class EngineStats(NamedTuple):
+    running: int
+    waiting: int
+    tokens_generated: int
+    requests_finished: int
+
+
+class Engine(Protocol):
+    """Generates for many requests at once.
+
+    Promises: `generate` queues its request before it first suspends, so that requests started in an order join in that
+    order. It returns one log-probability per token, under the distribution the token was really sampled from, and the
+    version of the weights that sampled it. `version` never falls. A request's tokens depend on its seed, on its prompt, and
+    on the weights; on the requests beside it only in the last bits of floating point.
+    """
+
+    name: str
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample the next token."""
+        ...
+
+    async def generate(self, request: Request) -> Completion:
+        """Blocks until the request stops, reaches its length, or is aborted. Raises `EngineError` if the engine breaks."""
+        ...
+
+    async def abort(self, key: RequestKey) -> None:
+        """The request's `generate` returns what it has, with `Finish.ABORT`. Unknown or finished keys are ignored."""
+        ...
+
+    async def pause(self) -> None:
+        """No token is sampled after this returns, until `resume`. Nothing is lost; requests may still be queued."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def load(self, version: int, weights: Weights) -> None:
+        """Swap the weights between two decode steps, requests in flight going on. Works while paused, too."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None:
+        """Stop; requests in flight end as aborted."""
+        ...

@@ -1,0 +1,174 @@
+"""Rewards: plain functions of a task and a completion, sync or async, called with a time limit.
+
+A reward that raises, hangs, or returns something that is not a finite number fails its rollout with `RewardFailed`; the
+run goes on. Functions are named by a name of this file, by `package.module:function`, or by `file.py:function`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import math
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from millstream.errors import ConfigError, RewardFailed
+from millstream.types import Task
+
+Reward = Callable[[Task, str], float | Awaitable[float]]
+
+
+def exact_match(task: Task, completion: str) -> float:
+    """1 if the completion, without surrounding space, is the task's answer."""
+    return float(completion.strip() == (task.answer or "").strip())
+
+
+BUILT_IN: dict[str, Reward] = {"exact_match": exact_match}
+
+
+class RewardConfig(Struct, frozen=True, kw_only=True):
+    function: str = "exact_match"
+    """A name of `millstream.env.rewards`, `package.module:function`, or `file.py:function`."""
+    weight: float = 1.0
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0 or not math.isfinite(self.weight):
+            raise ValueError("timeout_s must be above 0 and weight a finite number")
+
+
+class Scorer:
+    """The weighted sum of several rewards."""
+
+    def __init__(self, rewards: Sequence[tuple[Reward, RewardConfig]]) -> None:
+        self._rewards = [(_Timed(function, config), config.weight) for function, config in rewards]
+
+    async def score(self, task: Task, completion: str) -> float:
+        return sum([weight * await timed(task, completion) for timed, weight in self._rewards])
+
+
+class _Timed:
+    """One reward under its time limit: a coroutine on the event loop, a plain function on a thread of its own."""
+
+    def __init__(self, function: Reward, config: RewardConfig) -> None:
+        self._function, self._config = function, config
+        self._threads = None if inspect.iscoroutinefunction(function) else DaemonThreads()
+
+    async def __call__(self, task: Task, completion: str) -> float:
+        name = self._config.function
+        try:
+            async with asyncio.timeout(self._config.timeout_s) as limit:
+                if self._threads is None:
+                    value: Any = self._function(task, completion)
+                else:
+                    value = await self._threads.call(lambda: self._function(task, completion))
+                if inspect.isawaitable(value):
+                    value = await value
+        except TimeoutError as error:
+            if not limit.expired():
+                raise RewardFailed(f"reward {name} raised TimeoutError: {error}") from error
+            raise RewardFailed(
+                f"reward {name} took longer than {self._config.timeout_s:g} s; reward.timeout_s sets the limit"
+            ) from error
+        except Exception as error:  # the border to the user's code: any error fails this rollout, and only it
+            raise RewardFailed(f"reward {name} raised {type(error).__name__}: {error}") from error
+        return _number(value, name)
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise RewardFailed(f"reward {name} returned {value!r}: expected one number") from error
+    if not math.isfinite(number):
+        raise RewardFailed(f"reward {name} returned {number}: expected a finite number")
+    return number
+
+
+class DaemonThreads:
+    """Threads for calls that may never return: they neither hold back the next call nor the end of the program."""
+
+    def __init__(self, most: int = 16) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]]
+        self._jobs = queue.SimpleQueue()
+        self._most, self._idle, self._lost = most, 0, 0
+        self._num_threads = 0
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def answer(value: Any, error: BaseException | None) -> None:
+            loop.call_soon_threadsafe(_settle, done, value, error)
+
+        if self._num_threads - self._lost < self._most:
+            self._num_threads += 1
+            threading.Thread(target=self._work, daemon=True, name="reward").start()
+        self._jobs.put((function, answer))
+        try:
+            return await done
+        except asyncio.CancelledError:
+            self._lost += 1  # its thread may hang for ever: another takes its place
+            raise
+
+    def _work(self) -> None:
+        while True:
+            function, answer = self._jobs.get()
+            try:
+                value = function()
+            except BaseException as error:  # handed to the caller, who decides
+                answer(None, error)
+            else:
+                answer(value, None)
+
+
+def _settle(done: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(value)
+    else:
+        done.set_exception(error)
+
+
+def find(name: str) -> Reward:
+    """The function that a config names. Raises `ConfigError` that says what was looked for, and where."""
+    module_name, colon, function_name = name.rpartition(":")
+    if not colon:
+        if name in BUILT_IN:
+            return BUILT_IN[name]
+        raise ConfigError(
+            f"no reward {name!r}: use {', '.join(BUILT_IN)}, or file.py:function, or package.module:function for one of your own"
+        )
+    module = _module_from(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{module_name} has no function {function_name!r}")
+    reward: Reward = function
+    return reward
+
+
+def _module_from(name: str) -> Any:
+    if not name.endswith(".py"):
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"cannot import {name}: {error}") from error
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"no file {path} (looked for it from {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the border to the user's code: said as a config error, with its cause
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,74 @@
+"""Every error that Millstream raises on purpose. A message says what was found, what was expected, and what to type.
+
+MillstreamError
+├── ConfigError            a config file, a key, a value, or a combination that is refused
+│   └── DataError          a data set that cannot be read; names the file and the line
+├── ModelError             a checkpoint or an architecture that the engine or the learner cannot use
+├── EngineError            an engine broke; the run cannot go on without it
+├── RolloutError           one rollout failed: recorded as data, retried, never a crash
+│   ├── EnvironmentFailed      the environment raised
+│   ├── RewardFailed           the reward raised, or returned something that is not a finite number
+│   └── RolloutTimeout         the episode ran past its time limit
+├── LearnerError           the learner broke, or its gradient is not finite
+├── WeightsError           weights that arrived are not those that were published
+├── StoreError             a row, a column or a lease that is not there; a cell written twice
+│   └── StreamEnded            nothing more will ever come for this claim
+├── StallError             a wait ran past its deadline; names who waits, for what, and since when
+└── InvariantError         a promise of the design is broken: the run stops, whatever the cost
+    ├── LagError               a rollout older than the bound was about to be trained
+    └── Deadlock               (virtual clock) nothing can ever happen again
+"""
+
+from __future__ import annotations
+
+
+class MillstreamError(Exception):
+    """The root: `except MillstreamError` catches what Millstream raises, and nothing else."""
+
+
+class ConfigError(MillstreamError): ...
+
+
+class DataError(ConfigError): ...
+
+
+class ModelError(MillstreamError): ...
+
+
+class EngineError(MillstreamError): ...
+
+
+class RolloutError(MillstreamError): ...
+
+
+class EnvironmentFailed(RolloutError): ...
+
+
+class RewardFailed(RolloutError): ...
+
+
+class RolloutTimeout(RolloutError): ...
+
+
+class LearnerError(MillstreamError): ...
+
+
+class WeightsError(MillstreamError): ...
+
+
+class StoreError(MillstreamError): ...
+
+
+class StreamEnded(StoreError): ...
+
+
+class StallError(MillstreamError): ...
+
+
+class InvariantError(MillstreamError): ...
+
+
+class LagError(InvariantError): ...
+
+
+class Deadlock(InvariantError): ...

@@ -1,0 +1,55 @@
+"""The seam to whatever trains: rows in, gradients accumulated as they come, one division at the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from millstream.types import Metrics, TrainRow, Weights
+
+
+class LearnerConfig(Struct, frozen=True, kw_only=True):
+    learning_rate: float = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: hold the rate, or let it fall to 0 at the last step."""
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 8192
+    """Tokens computed in one forward and backward pass; bounds the memory."""
+    mini_batches: int = 1
+    """Optimizer steps a batch. Above 1 the proximal policy stays that of the batch's start, and clips begin to act."""
+
+    def __post_init__(self) -> None:
+        if self.learning_rate <= 0 or self.max_grad_norm <= 0:
+            raise ValueError("learning_rate and max_grad_norm must be above 0")
+        if self.mini_batches < 1 or self.micro_batch_tokens < 1 or self.warmup_steps < 0 or self.weight_decay < 0:
+            raise ValueError("mini_batches and micro_batch_tokens must be at least 1, warmup_steps and weight_decay 0")
+
+
+class Learner(Protocol):
+    """Promises: any split and order of a batch's rows into calls of `accumulate` gives the same gradient, to float
+    tolerance, and the same order gives the same bits. Methods are called one at a time. May raise `LearnerError`."""
+
+    async def begin_batch(self) -> None:
+        """From here on the proximal policy is the weights as they are now."""
+        ...
+
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        """Add the unnormalised gradient of these rows."""
+        ...
+
+    async def step(self) -> Metrics:
+        """Divide by the whole batch, clip, update, forget the gradient. Without rows the weights stay as they are."""
+        ...
+
+    async def weights(self) -> Weights:
+        """A copy that later steps do not change."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write the model so that others can load it."""
+        ...

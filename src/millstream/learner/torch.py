@@ -1,0 +1,211 @@
+"""The learner of one device: packed micro-batches, unnormalised accumulation, one division and clip at the step, AdamW.
+
+All work runs on one thread of its own, so that training neither blocks the event loop nor the engine.
+Shapes: N tokens of the micro-batch, M of them trained, R rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from millstream.errors import LearnerError
+from millstream.learner import LearnerConfig
+from millstream.model.attention import Packed
+from millstream.model.load import save_model
+from millstream.model.objective import LossInputs, Objective
+from millstream.types import Metrics, TrainRow, Weights
+
+T = TypeVar("T")
+
+
+def learning_rate_share(config: LearnerConfig, step: int, num_steps: int | None) -> float:
+    """The share of the learning rate at an optimizer step, the first being 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant" or num_steps is None:
+        return 1.0
+    left = 1 - min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
+    return left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+
+
+class TorchLearner:
+    """See `millstream.learner.Learner` for the promises."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LearnerConfig,
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        num_steps: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.model = model.train()
+        self._config, self._objective, self._temperature = config, objective, temperature
+        self._num_optimizer_steps = None if num_steps is None else num_steps * config.mini_batches
+        self._tokenizer = tokenizer
+        self._device = next(model.parameters()).device
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+        )
+        self._proximal = copy.deepcopy(model).eval() if config.mini_batches > 1 else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
+        self._num_steps_done = 0
+        self._start_sums()
+
+    def _start_sums(self) -> None:
+        self._units = 0.0
+        self._tokens = 0
+        self._sums: dict[str, float] = {}
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def begin_batch(self) -> None:
+        if self._proximal is not None:
+            await self._run(self._remember)
+
+    @torch.no_grad()
+    def _remember(self) -> None:
+        assert self._proximal is not None
+        torch._foreach_copy_(list(self._proximal.parameters()), list(self.model.parameters()))
+
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        await self._run(lambda: self._accumulate(rows))
+
+    def _accumulate(self, rows: Sequence[TrainRow]) -> None:
+        batch = _Rows(rows, self._device)
+        if not batch.num_trained:
+            return
+        logprobs_M = self._logprobs(self.model, batch)
+        with torch.no_grad():
+            proximal_M = logprobs_M.detach() if self._proximal is None else self._logprobs(self._proximal, batch)
+        inputs = LossInputs(logprobs_M, batch.behaviour_M, proximal_M, batch.advantages_M, batch.row_M)
+        result = self._objective.token_loss(inputs)
+        weights_R = self._objective.row_weights(batch.counts_R)
+        loss = (result.loss_N * weights_R[batch.row_M]).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._units += float(self._objective.units(batch.counts_R))
+        self._tokens += batch.num_trained
+        self._add(loss=loss.detach(), **result.metrics, **_distance(inputs))
+
+    def _add(self, **sums: Tensor) -> None:
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+
+    def _logprobs(self, model: PreTrainedModel, batch: _Rows) -> Tensor:
+        """Log-probabilities of the trained tokens, at the sampling temperature; logits exist for these tokens only."""
+        out = model(
+            input_ids=batch.tokens_N[None],
+            position_ids=batch.packed.position_ids,
+            use_cache=False,
+            context=batch.packed,
+            logits_to_keep=batch.before_M,
+        )
+        logits_MV = out.logits[0].float() / self._temperature
+        return torch.log_softmax(logits_MV, dim=-1).gather(1, batch.targets_M[:, None])[:, 0]
+
+    async def logprobs(self, rows: Sequence[TrainRow]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """The policy's log-probabilities of each row's trained tokens, as it is now."""
+
+        @torch.no_grad()
+        def compute() -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+            batch = _Rows(rows, self._device)
+            flat = self._logprobs(self.model, batch).cpu().numpy()
+            return np.split(flat, np.cumsum(batch.counts_R.cpu().numpy().astype(int))[:-1])
+
+        return await self._run(compute)
+
+    async def step(self) -> Metrics:
+        return await self._run(self._step)
+
+    def _step(self) -> Metrics:
+        if not self._units:
+            self._start_sums()
+            return {}
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        torch._foreach_div_(gradients, self._units)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
+        if not math.isfinite(norm):
+            raise LearnerError(
+                f"the gradient of optimizer step {self._num_steps_done} is {norm}: set learner.learning_rate lower"
+            )
+        share = learning_rate_share(self._config, self._num_steps_done, self._num_optimizer_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.learning_rate * share
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        metrics = {name: value / self._tokens for name, value in self._sums.items()}
+        metrics["loss"] = self._sums["loss"] / self._units
+        metrics |= {"grad_norm": norm, "learning_rate": self._config.learning_rate * share}
+        self._num_steps_done += 1
+        self._start_sums()
+        return metrics
+
+    async def weights(self) -> Weights:
+        return await self._run(lambda: {name: p.detach().clone() for name, p in self.model.named_parameters()})
+
+    def state(self) -> dict[str, Any]:
+        """All that `load_state` needs to go on as if nothing had happened; to be taken between two batches."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "num_steps_done": self._num_steps_done,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._num_steps_done = state["num_steps_done"]
+
+    def save(self, path: Path) -> None:
+        save_model(self.model, self._tokenizer, path)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class _Rows:
+    """The rows of a micro-batch as flat tensors. A trained token is predicted from the position before it."""
+
+    def __init__(self, rows: Sequence[TrainRow], device: torch.device) -> None:
+        lengths = [len(row.tokens) for row in rows]
+        masks = [row.loss_mask for row in rows]
+        if any(mask[0] for mask in masks):
+            raise LearnerError("the first token of a row cannot be trained: nothing comes before it")
+        mask_N = np.concatenate(masks)
+        trained_M = np.flatnonzero(mask_N)
+        self.num_trained = len(trained_M)
+        self.packed = Packed(lengths, device)
+
+        def on_device(array: np.ndarray[Any, Any]) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        tokens_N = np.concatenate([row.tokens for row in rows]).astype(np.int64)
+        self.tokens_N = on_device(tokens_N)
+        self.before_M = on_device(trained_M - 1)
+        self.targets_M = on_device(tokens_N[trained_M])
+        self.behaviour_M = on_device(np.concatenate([row.logprobs for row in rows])[trained_M])
+        self.advantages_M = on_device(np.concatenate([row.advantages for row in rows])[trained_M])
+        self.row_M = on_device(np.repeat(np.arange(len(rows)), lengths)[trained_M])
+        self.counts_R = on_device(np.array([mask.sum() for mask in masks], dtype=np.float32))
+
+
+@torch.no_grad()
+def _distance(x: LossInputs) -> dict[str, Tensor]:
+    """How far the policy has moved from the one that sampled, summed over tokens: k3 of mu against th, and the ratio."""
+    log_ratio_N = (x.logprobs_N - x.behaviour_N).clamp(-20, 20)
+    return {"behaviour_kl": (log_ratio_N.exp() - log_ratio_N - 1).sum(), "ratio": log_ratio_N.exp().sum()}

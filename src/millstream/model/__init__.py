@@ -1,0 +1,5 @@
+"""What the engine and the learner share of transformers: loading, saving, and attention over packed rows.
+
+Models are used through transformers' attention interface; no model's code is copied. Imports torch: only the two torch
+stations and `runtime.build` import this package.
+"""

@@ -1,0 +1,80 @@
+"""Hugging Face checkpoints in and out, and a machine set up so that two parts of one process do not fight for it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from millstream.errors import ModelError
+from millstream.model.attention import NAME
+
+FEW_CORES = 8
+
+
+def set_up_cpu() -> None:
+    """One torch thread per part where cores are few, and no oneDNN on ARM.
+
+    With the default of one thread per core an engine and a learner in one process collapse (346 tokens/s against 9,408 on
+    two cores). oneDNN costs 55 microseconds a matrix product on aarch64, four times the product itself in a small model.
+    """
+    if (os.cpu_count() or 1) <= FEW_CORES:
+        torch.set_num_threads(1)
+    if platform.machine() == "aarch64":
+        torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+
+
+def load_model(path: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A causal LM with our attention, from a folder or a hub name."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=NAME, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"no causal language model in {path}: {error}") from error
+    return prepare(model).to(device)
+
+
+def new_model(config: Any, *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model with random weights. The same config and seed give the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return prepare(AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype))
+
+
+def prepare(model: Any) -> PreTrainedModel:
+    """No dropout anywhere: the log-probabilities of a row must not depend on chance."""
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
+        if getattr(model.config, name, 0.0):
+            setattr(model.config, name, 0.0)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
+            module.attention_dropout = 0.0
+    return model
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(
+            f"no tokenizer in {path}: {error}. Save one beside the model with tokenizer.save_pretrained({str(path)!r})"
+        ) from error
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """The most tokens that the model's positions were made for; None if its config does not say."""
+    text_config = model.config.get_text_config()
+    return getattr(text_config, "max_position_embeddings", None)
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:
+    """A checkpoint that `AutoModelForCausalLM.from_pretrained` loads."""
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)

@@ -1,0 +1,124 @@
+"""From a config to parts: the one place where implementations are chosen. Imports torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from msgspec import Struct, field
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from millstream.algo import recipe
+from millstream.clock import Clock
+from millstream.engine.torch import TorchEngine
+from millstream.env import toy
+from millstream.env.rewards import Scorer, find
+from millstream.env.single_turn import SingleTurn
+from millstream.errors import ModelError
+from millstream.events import EventSink
+from millstream.learner import LearnerConfig
+from millstream.learner.torch import TorchLearner
+from millstream.model.load import load_model, load_tokenizer
+from millstream.model.objective import Objective
+from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
+from millstream.runtime.admission import full_budget
+from millstream.runtime.config import ModelConfig, RunConfig
+from millstream.runtime.pipeline import STORE_TASKS, Algorithm
+from millstream.store.memory import MemoryStore
+from millstream.types import Sampling, Task
+
+
+class Text(Struct, frozen=True, kw_only=True, eq=False):
+    """Between text and tokens, for one tokenizer."""
+
+    tokenizer: PreTrainedTokenizerBase
+    _encoded: dict[str, list[int]] = field(default_factory=dict)
+
+    def encode(self, task: Task) -> list[int]:
+        """The prompt as the model expects it. The members of a group ask for the same one: it is encoded once."""
+        if task.id not in self._encoded:
+            if len(self._encoded) >= 4096:
+                self._encoded.clear()
+            self._encoded[task.id] = self._encode(task)
+        return self._encoded[task.id]
+
+    def _encode(self, task: Task) -> list[int]:
+        """A chat goes through the model's template, a string as it is."""
+        if isinstance(task.prompt, str):
+            return list(self.tokenizer(task.prompt).input_ids)
+        messages = [{"role": message.role, "content": message.content} for message in task.prompt]
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def encode_answer(self, task: Task) -> list[int]:
+        """The gold answer, ended."""
+        ids = self.tokenizer(task.answer or "", add_special_tokens=False).input_ids
+        return [*ids, self.tokenizer.eos_token_id]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def build_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if config.tiny is not None:
+        tiny = config.tiny
+        tokenizer = character_tokenizer(toy.ALPHABET)
+        shape = TinyShape(hidden=tiny.hidden, layers=tiny.layers, heads=tiny.heads, context=tiny.context)
+        return tiny_model(shape, tokenizer, seed=seed), tokenizer
+    path = config.path or ""
+    tokenizer = load_tokenizer(path)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer in {path} has no end token: a rollout could never stop by itself")
+    return load_model(path), tokenizer
+
+
+def build_sampling(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    return Sampling(
+        max_tokens=config.rollout.max_tokens,
+        temperature=config.rollout.temperature,
+        stop=(tokenizer.eos_token_id,),
+    )
+
+
+def build_environment(config: RunConfig, text: Text) -> SingleTurn:
+    scorer = Scorer([(find(reward.function), reward) for reward in config.reward])
+    return SingleTurn(encode=text.encode, decode=text.decode, scorer=scorer)
+
+
+def build_engine(config: RunConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink) -> TorchEngine:
+    """The engine has a copy of the model of its own: it is changed by `load` alone."""
+    return TorchEngine(copy.deepcopy(model), config.engine, clock=clock, sink=sink)
+
+
+def build_learner(
+    config: RunConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    learner: LearnerConfig,
+    objective: Objective,
+    num_steps: int | None,
+) -> TorchLearner:
+    return TorchLearner(
+        model,
+        learner,
+        objective,
+        temperature=config.rollout.temperature,
+        num_steps=num_steps,
+        tokenizer=tokenizer,
+    )
+
+
+def build_store(config: RunConfig) -> MemoryStore:
+    """Room for every rollout that may be in flight or taken: with less the pipeline would wait for itself."""
+    budget = config.pipeline.budget or full_budget(config.pipeline.groups_per_step, config.pipeline.max_lag)
+    return MemoryStore(STORE_TASKS, capacity_rows=budget * config.rollout.group_size)
+
+
+def build_algorithm(config: RunConfig, sampling: Sampling) -> Algorithm:
+    return Algorithm(
+        advantage=recipe.advantage_function(config.algorithm),
+        sampling=sampling,
+        micro_batch_tokens=config.learner.micro_batch_tokens,
+        mini_batches=config.learner.mini_batches,
+    )

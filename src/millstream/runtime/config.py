@@ -1,0 +1,80 @@
+"""The whole config of a run: one table per component, each defined beside its component. Light: imports no torch."""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+
+from millstream.algo import AlgorithmConfig, check
+from millstream.engine import EngineConfig
+from millstream.env.data import DataConfig
+from millstream.env.rewards import RewardConfig
+from millstream.errors import ConfigError
+from millstream.learner import LearnerConfig
+from millstream.runtime.pipeline import PipelineConfig, RolloutConfig
+
+
+class TinyConfig(Struct, frozen=True, kw_only=True):
+    """A model made on the spot: characters of the toy tasks for tokens, random weights from the run's seed."""
+
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    context: int = 64
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    path: str | None = None
+    """A Hugging Face checkpoint: a folder, or a name on the hub."""
+    tiny: TinyConfig | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("set either path (a checkpoint) or a [model.tiny] table (a model made on the spot)")
+
+
+class WarmupConfig(Struct, frozen=True, kw_only=True):
+    """Supervised steps on the gold answers before reinforcement learning begins."""
+
+    max_steps: int = 400
+    batch_size: int = 64
+    learning_rate: float = 3e-3
+    stop_at: float = 0.2
+    """Sampled accuracy at which it ends."""
+    check_every: int = 10
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 1 or self.batch_size < 1 or self.check_every < 1 or self.learning_rate <= 0:
+            raise ValueError("max_steps, batch_size and check_every must be at least 1, learning_rate above 0")
+
+
+class RunConfig(Struct, frozen=True, kw_only=True):
+    model: ModelConfig
+    data: DataConfig
+    seed: int = 0
+    run_dir: str | None = None
+    """Where the run's folder is made. None: runs/NAME-NUMBER, after the config file."""
+    reward: tuple[RewardConfig, ...] = field(default_factory=lambda: (RewardConfig(),))
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    warmup: WarmupConfig | None = None
+
+
+def check_run(config: RunConfig) -> None:
+    """What no single component can see: combinations that are wrong. Raises `ConfigError` that says what to set."""
+    check(
+        config.algorithm,
+        max_lag=config.pipeline.max_lag,
+        group_size=config.rollout.group_size,
+        temperature=config.rollout.temperature,
+    )
+    groups, minis = config.pipeline.groups_per_step, config.learner.mini_batches
+    if groups % minis:
+        raise ConfigError(
+            f"learner.mini_batches = {minis} does not divide pipeline.groups_per_step = {groups}: "
+            "every optimizer step takes the same number of groups"
+        )
+    if not config.reward:
+        raise ConfigError("no [[reward]] table: without a reward there is nothing to learn")

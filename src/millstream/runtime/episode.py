@@ -1,0 +1,77 @@
+"""One rollout on its way: collects, token by token, what was shown, what was sampled, by which version, how likely.
+
+Tokens in, tokens out: what was sampled is what is trained; nothing is ever decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+
+from millstream.errors import EnvironmentFailed
+from millstream.seeds import request_seed
+from millstream.types import Completion, Finish, Request, RequestKey, Rollout, Sampling, Task
+
+Generate = Callable[[Request], Awaitable[Completion]]
+
+
+class Episode:
+    """The `Context` of an environment. `role` keeps the seeds of training and evaluation apart."""
+
+    def __init__(
+        self, task: Task, key: RequestKey, *, generate: Generate, sampling: Sampling, run_seed: int, role: str
+    ) -> None:
+        self.task = task
+        self.seed = request_seed(run_seed, f"{role}/environment", key)
+        self._key, self._generate, self._sampling = key, generate, sampling
+        self._run_seed, self._role = run_seed, role
+        self._turns: list[Completion] = []
+        self._tokens: list[int] = []
+        self._mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+
+    async def generate(self, tokens: Sequence[int]) -> Completion:
+        self._append(tokens, [0.0] * len(tokens), [-1] * len(tokens), is_sampled=False)
+        key = RequestKey(
+            group_id=self._key.group_id, member=self._key.member, attempt=self._key.attempt, turn=len(self._turns)
+        )
+        request = Request(
+            key=key,
+            tokens=tuple(self._tokens),
+            sampling=self._sampling,
+            seed=request_seed(self._run_seed, self._role, key),
+        )
+        completion = await self._generate(request)
+        self._append(completion.tokens, completion.logprobs, completion.versions, is_sampled=True)
+        self._turns.append(completion)
+        return completion
+
+    def _append(
+        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, is_sampled: bool
+    ) -> None:
+        self._tokens.extend(tokens)
+        self._mask.extend([is_sampled] * len(tokens))
+        self._logprobs.extend(logprobs)
+        self._versions.extend(versions)
+
+    def finish(self, reward: float) -> Rollout:
+        """The rollout, with its reward. Fails if the environment never let the model speak."""
+        sampled = [version for version in self._versions if version >= 0]
+        if not sampled:
+            raise EnvironmentFailed(
+                "the environment ended without a token sampled: call context.generate at least once"
+            )
+        return Rollout(
+            group_id=self._key.group_id,
+            member=self._key.member,
+            attempt=self._key.attempt,
+            start_version=min(sampled),
+            reward=float(reward),
+            finish=self._turns[-1].finish if self._turns else Finish.ABORT,
+            tokens=np.array(self._tokens, dtype=np.int32),
+            loss_mask=np.array(self._mask, dtype=np.bool_),
+            logprobs=np.array(self._logprobs, dtype=np.float32),
+            versions=np.array(self._versions, dtype=np.int32),
+        )

@@ -1,0 +1,54 @@
+"""Accuracy on held-out tasks, beside training: takes no budget, pauses nothing, and says which version it measured."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from millstream.clock import Clock
+from millstream.env import Environment
+from millstream.errors import RolloutError
+from millstream.events import Evaluated, EventSink
+from millstream.runtime.episode import Episode
+from millstream.runtime.router import Router
+from millstream.types import Completion, Request, RequestKey, Sampling, Task
+
+
+async def evaluate(
+    name: str,
+    router: Router,
+    environment: Environment,
+    tasks: Sequence[Task],
+    sampling: Sampling,
+    *,
+    clock: Clock,
+    sink: EventSink,
+    seed: int,
+    member: int = 0,
+) -> Evaluated:
+    """The mean reward of one rollout a task. A rollout that fails counts 0. `member` keeps concurrent evaluations apart."""
+    versions: set[int] = set()
+
+    async def generate(request: Request) -> Completion:
+        completion = await router.generate(request, floor=0)
+        versions.update(completion.versions)
+        return completion
+
+    async def one(index: int, task: Task) -> float:
+        key = RequestKey(group_id=-1 - index, member=member)
+        episode = Episode(task, key, generate=generate, sampling=sampling, run_seed=seed, role=f"eval/{name}")
+        try:
+            return await environment.rollout(episode)
+        except RolloutError:
+            return 0.0
+
+    rewards = await asyncio.gather(*(one(index, task) for index, task in enumerate(tasks)))
+    result = Evaluated(
+        at=clock.now(),
+        name=name,
+        version=versions.pop() if len(versions) == 1 else None,
+        accuracy=sum(rewards) / max(1, len(rewards)),
+        num_tasks=len(rewards),
+    )
+    sink.emit(result)
+    return result

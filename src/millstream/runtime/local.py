@@ -1,0 +1,203 @@
+"""The local runtime: one process, everything in it. An engine thread, a learner thread, and the event loop between them.
+
+Steps of a run: model, data, warm-up (if asked for), evaluation, reinforcement learning, evaluation, the saved model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct, structs
+
+from millstream.algo import recipe
+from millstream.clock import RealClock
+from millstream.config import to_toml
+from millstream.engine.torch import TorchEngine
+from millstream.env.data import DataSet, in_order, read
+from millstream.errors import ConfigError
+from millstream.events import Evaluated, EventSink, RunEnded, RunStarted
+from millstream.events.sinks import JsonlSink, MemorySink, Tee
+from millstream.events.summary import Summary, summarise
+from millstream.learner import LearnerConfig
+from millstream.learner.torch import TorchLearner
+from millstream.model.load import set_up_cpu
+from millstream.runtime import build
+from millstream.runtime.config import RunConfig, WarmupConfig, check_run
+from millstream.runtime.evaluate import evaluate
+from millstream.runtime.pipeline import Parts, Pipeline
+from millstream.runtime.router import Router
+from millstream.runtime.warmup import gold_row, warm_up
+from millstream.types import Sampling, Task, Weights
+from millstream.weights.local import LocalChannel
+
+ENCODED_EVENTS = "events.jsonl"
+
+
+class RunResult(Struct, frozen=True, kw_only=True):
+    """What a run has to show. Accuracies are mean rewards on the held-out tasks; None if there are none."""
+
+    run_dir: str
+    accuracy_before: float | None
+    accuracy_after: float | None
+    greedy_before: float | None
+    greedy_after: float | None
+    summary: Summary
+
+
+def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "run") -> RunResult:
+    """Run a config from beginning to end in this process."""
+    check_run(config)
+    set_up_cpu()
+    run_dir = make_run_dir(config, name)
+    (run_dir / "config.toml").write_text(to_toml(config))
+    return asyncio.run(_Run(config, run_dir, sinks).run())
+
+
+def make_run_dir(config: RunConfig, name: str) -> Path:
+    if config.run_dir is not None:
+        path = Path(config.run_dir)
+        if (path / ENCODED_EVENTS).exists():
+            raise ConfigError(f"{path} holds a run already: choose another run_dir, or remove it")
+    else:
+        number = 1
+        while (path := Path("runs") / f"{name}-{number}").exists():
+            number += 1
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
+    return path
+
+
+class _Run:
+    def __init__(self, config: RunConfig, run_dir: Path, sinks: Sequence[EventSink]) -> None:
+        self._config, self._dir = config, run_dir
+        self._clock, self._memory = RealClock(), MemorySink()
+        self._file = JsonlSink(run_dir / ENCODED_EVENTS)
+        self._sink = Tee([self._file, self._memory, *sinks])
+
+    async def run(self) -> RunResult:
+        config, seed = self._config, self._config.seed
+        data = read(config.data, seed=seed)
+        model, tokenizer = build.build_model(config.model, seed=seed)
+        self._text = build.Text(tokenizer=tokenizer)
+        self._environment = build.build_environment(config, self._text)
+        self._sampling = build.build_sampling(config, tokenizer)
+        engine = build.build_engine(config, model, clock=self._clock, sink=self._sink)
+        self._router = Router([engine])
+        try:
+            if config.warmup is not None:
+                learner = build.build_learner(
+                    config,
+                    model,
+                    tokenizer,
+                    learner=LearnerConfig(learning_rate=config.warmup.learning_rate),
+                    objective=recipe.supervised(),
+                    num_steps=None,
+                )
+                await self._warm_up(learner, engine, data, config.warmup)
+            before = await self._evaluate("before", data.held_out)
+            learner = build.build_learner(
+                config,
+                model,
+                tokenizer,
+                learner=config.learner,
+                objective=recipe.objective(config.algorithm, max_tokens=config.rollout.max_tokens),
+                num_steps=config.pipeline.steps,
+            )
+            await self._reinforce(learner, engine, data)
+            after = await self._evaluate("after", data.held_out)
+        finally:
+            await engine.close()
+        learner.save(self._dir / "model")
+        return self._finish(before, after)
+
+    async def _warm_up(self, learner: TorchLearner, engine: TorchEngine, data: DataSet, config: WarmupConfig) -> None:
+        probe = data.train[:128]
+
+        async def accuracy_of(weights: Weights) -> float:
+            await engine.load(0, weights)
+            return (await self._evaluate_once("warmup", probe, self._sampling)).accuracy
+
+        await warm_up(
+            learner,
+            data.train,
+            lambda task: gold_row(self._text.encode(task), self._text.encode_answer(task)),
+            accuracy_of,
+            config,
+            seed=self._config.seed,
+            on_progress=lambda step, accuracy: None,
+        )
+        await engine.load(0, await learner.weights())
+        learner.close()
+
+    async def _evaluate(self, when: str, tasks: Sequence[Task]) -> tuple[float, float] | None:
+        """Sampled as in training, and greedy."""
+        if not tasks:
+            return None
+        sampled = await self._evaluate_once(f"sampled {when}", tasks, self._sampling)
+        greedy = await self._evaluate_once(f"greedy {when}", tasks, structs.replace(self._sampling, temperature=0.0))
+        return sampled.accuracy, greedy.accuracy
+
+    async def _evaluate_once(self, name: str, tasks: Sequence[Task], sampling: Sampling) -> Evaluated:
+        return await evaluate(
+            name,
+            self._router,
+            self._environment,
+            tasks,
+            sampling,
+            clock=self._clock,
+            sink=self._sink,
+            seed=self._config.seed,
+        )
+
+    async def _reinforce(self, learner: TorchLearner, engine: TorchEngine, data: DataSet) -> None:
+        config = self._config
+        parts = Parts(
+            engines=(engine,),
+            environment=self._environment,
+            learner=learner,
+            store=build.build_store(config),
+            channel=LocalChannel(),
+            clock=self._clock,
+            sink=self._sink,
+        )
+        pipeline = Pipeline(
+            parts,
+            in_order(data.train, seed=config.seed, shuffle=config.data.shuffle),
+            build.build_algorithm(config, self._sampling),
+            config=config.pipeline,
+            rollout=config.rollout,
+            seed=config.seed,
+        )
+        self._sink.emit(
+            RunStarted(
+                at=self._clock.now(),
+                seed=config.seed,
+                groups_per_step=config.pipeline.groups_per_step,
+                group_size=config.rollout.group_size,
+                max_lag=config.pipeline.max_lag,
+                lag_bound=pipeline.admission.bound,
+                budget=pipeline.admission.budget,
+            )
+        )
+        await pipeline.run()
+        self._sink.emit(RunEnded(at=self._clock.now(), outcome="finished", version=pipeline.admission.version))
+
+    def _finish(self, before: tuple[float, float] | None, after: tuple[float, float] | None) -> RunResult:
+        result = RunResult(
+            run_dir=str(self._dir),
+            accuracy_before=before and before[0],
+            accuracy_after=after and after[0],
+            greedy_before=before and before[1],
+            greedy_after=after and after[1],
+            summary=summarise(self._memory.events),
+        )
+        flat = {**structs.asdict(result), **structs.asdict(result.summary)}
+        del flat["summary"]
+        (self._dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(flat), indent=2) + b"\n")
+        self._file.close()
+        return result

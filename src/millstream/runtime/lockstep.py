@@ -1,0 +1,49 @@
+"""The gate of synchronous training (max_lag = 0): makes the composition of decode batches depend on ids, never on timing.
+
+Requests wait at the gate until every living rollout waits there and nothing else can move: no group is being settled, and
+no other prompt may enter. Then all of them reach the engines at once, in the order of their keys. Rewards may take
+as long as they like; retries, replacements and later turns travel with the next opening. With that, a step at max_lag = 0
+is bit for bit what a plain generate-then-train loop computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from millstream.runtime.router import Router
+from millstream.runtime.waits import Pulse
+from millstream.types import RequestKey
+
+
+class Gate:
+    def __init__(self, router: Router, pulse: Pulse) -> None:
+        self._router, self._pulse = router, pulse
+        self._waiting: dict[RequestKey, asyncio.Future[None]] = {}
+
+    async def pass_through(self, key: RequestKey) -> None:
+        """Wait for the next opening. What the caller does up to its next suspension is done in the order of keys."""
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = opened
+        self._pulse.notify()
+        try:
+            await opened
+        finally:
+            self._waiting.pop(key, None)
+
+    @property
+    def num_waiting(self) -> int:
+        return len({(key.group_id, key.member) for key in self._waiting})
+
+    async def keep(self, is_quiet: Callable[[int], bool]) -> None:
+        """Open whenever somebody waits and `is_quiet(number of rollouts waiting)` says that nothing else can move."""
+        while True:
+            await self._pulse.until(lambda: bool(self._waiting) and is_quiet(self.num_waiting))
+            for engine in self._router.engines:
+                await engine.pause()
+            for key in sorted(self._waiting):
+                self._waiting[key].set_result(None)
+            self._waiting.clear()
+            await asyncio.sleep(0)  # every caller runs once, in that order, and queues its request
+            for engine in self._router.engines:
+                await engine.resume()

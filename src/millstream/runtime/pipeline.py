@@ -1,0 +1,527 @@
+"""The path of one group, top to bottom: prompt, rollouts, rewards, advantages, micro-batches, step, weights, next prompt.
+
+    tasks ──► feed ──► roll_out ×n ──► settle ──► train ──► publish ──► sync ×engines
+               ▲          │  ▲            │         │                      │
+               │        store.put     store.write  store.claim             │
+               └──── admission ◄── remove (filtered) ◄── take, step ◄──────┘ (engine versions)
+
+Every loop says what it consumes, what it produces, what it waits for and who ends that wait. Guarantees: no rollout is
+trained later than the lag bound allows (`admission`); every admitted group leaves exactly once, by name; every wait has
+an owner; with max_lag = 0 the result depends on ids and seeds alone (`lockstep`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+from msgspec import Struct
+
+from millstream.algo.advantages import Rewards, has_signal
+from millstream.clock import Clock
+from millstream.engine import Engine
+from millstream.env import Environment
+from millstream.errors import (
+    EngineError,
+    InvariantError,
+    LagError,
+    MillstreamError,
+    RolloutTimeout,
+    StallError,
+    StreamEnded,
+)
+from millstream.events import (
+    Event,
+    EventSink,
+    GroupAdmitted,
+    GroupLeft,
+    GroupTaken,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutStarted,
+    Span,
+    Stepped,
+    WeightsLoaded,
+    WeightsPublished,
+)
+from millstream.learner import Learner
+from millstream.learner.packing import Packer
+from millstream.runtime.admission import Admission, Place
+from millstream.runtime.episode import Episode
+from millstream.runtime.lockstep import Gate
+from millstream.runtime.router import Router
+from millstream.runtime.waits import Pulse, Waits
+from millstream.store import Lease, Row, Store
+from millstream.types import Completion, Fate, Metrics, Request, RequestKey, Rollout, Sampling, Task, TrainRow
+from millstream.weights import WeightChannel
+
+T = TypeVar("T")
+Advantage = Callable[[Rewards], Rewards]
+SETTLE, TRAIN = "settle", "train"
+STORE_TASKS = {
+    SETTLE: ("reward", "tokens"),
+    TRAIN: ("tokens", "loss_mask", "logprobs", "start_version", "advantages"),
+}
+"""What each consumer reads: the columns of a `Rollout`, and `advantages`, which settling adds."""
+
+
+class RolloutConfig(Struct, frozen=True, kw_only=True):
+    group_size: int = 8
+    """Rollouts of one prompt; each is a request of its own."""
+    max_tokens: int = 256
+    """Tokens that one turn may sample."""
+    temperature: float = 1.0
+    retries: int = 1
+    """How often a failed rollout is tried again before its group goes on without it."""
+    min_group_size: int = 2
+    """A group with fewer survivors fails, by name."""
+    timeout_s: float = 600.0
+    """For one whole rollout, its reward included."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1 or self.retries < 0 or self.timeout_s <= 0:
+            raise ValueError("max_tokens must be at least 1, retries at least 0, timeout_s above 0")
+        if not 1 <= self.min_group_size <= self.group_size:
+            raise ValueError("min_group_size must be between 1 and group_size")
+
+
+class PipelineConfig(Struct, frozen=True, kw_only=True):
+    steps: int = 100
+    groups_per_step: int = 16
+    max_lag: float = 1.0
+    """The asynchronous ratio: how many versions old a rollout's start may be when it is trained. 0 is synchronous."""
+    budget: int | None = None
+    """Groups in flight. None: floor((1 + max_lag) * groups_per_step). Less leaves room to pass a straggler."""
+    filter_zero_signal: bool = True
+    """Replace groups whose rewards are all equal: they have no gradient."""
+    max_replaced_per_step: int | None = None
+    """Groups a step may replace before places stay empty. None: 8 * groups_per_step."""
+    stall_s: float = 30.0
+    """A wait this long is reported."""
+    deadline_s: float = 1800.0
+    """A wait for an engine or the learner this long ends the run with an error that names it."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.groups_per_step < 1 or self.max_lag < 0:
+            raise ValueError("steps and groups_per_step must be at least 1, max_lag at least 0")
+        if self.budget is not None and self.budget < self.groups_per_step:
+            raise ValueError(
+                f"budget = {self.budget} is below groups_per_step = {self.groups_per_step}: no batch fills"
+            )
+        if self.stall_s <= 0 or self.deadline_s <= 0:
+            raise ValueError("stall_s and deadline_s must be above 0")
+
+
+class Parts(Struct, frozen=True, kw_only=True, eq=False):
+    """What a pipeline is made of: one of each seam."""
+
+    engines: tuple[Engine, ...]
+    environment: Environment
+    learner: Learner
+    store: Store
+    channel: WeightChannel
+    clock: Clock
+    sink: EventSink
+
+
+class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
+    """What the pipeline needs to know of learning."""
+
+    advantage: Advantage
+    sampling: Sampling
+    micro_batch_tokens: int
+    mini_batches: int = 1
+
+
+class Pipeline:
+    """One run. `tasks` yields (epoch, task) in the order of training; it is read one ahead, as room appears."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        tasks: Iterable[tuple[int, Task]],
+        algorithm: Algorithm,
+        *,
+        config: PipelineConfig,
+        rollout: RolloutConfig,
+        seed: int,
+    ) -> None:
+        self._parts, self._algorithm = parts, algorithm
+        self._tasks: Iterator[tuple[int, Task]] = iter(tasks)
+        self._config, self._rollout, self._seed = config, rollout, seed
+        self.admission = Admission(
+            groups_per_step=config.groups_per_step,
+            max_lag=config.max_lag,
+            budget=config.budget,
+            num_steps=config.steps,
+        )
+        self.waits = Waits(clock=parts.clock, sink=parts.sink, stall_s=config.stall_s, deadline_s=config.deadline_s)
+        self._store, self._learner, self._channel = parts.store, parts.learner, parts.channel
+        self._router, self._pulse = Router(parts.engines), Pulse()
+        self._gate = Gate(self._router, self._pulse) if self.admission.is_in_order else None
+        self._living: dict[int, int] = {}
+        self._num_unsettled = 0
+        self._vacant: set[int] = set()
+        self._num_replaced = 0
+        self._num_failed_in_a_row = 0
+        self._last_failure = ""
+        self._is_fed = False
+
+    async def run(self) -> None:
+        """Train to the last step, or to the end of the data. Raises the error that stopped it, if one did."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                loops = [self.feed(tasks), self.settle(), *(self.sync(engine) for engine in self._parts.engines)]
+                if self._gate is not None:
+                    loops.append(self._gate.keep(self._is_quiet))
+                running = [tasks.create_task(loop) for loop in loops]
+                await self.train()
+                await self.waits.on("the run", "every engine to load the last version", self._engines_at_the_end())
+                for task in running:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from errors
+
+    # ---- 1. feed: consumes tasks; produces groups -----------------------------------------------------------------
+
+    async def feed(self, tasks: asyncio.TaskGroup) -> None:
+        """Waits for room under the lag bound; `train` (a step), `settle` (a replacement) and `sync` make it."""
+        for group_id, (epoch, task) in enumerate(self._tasks):
+            room = self._pulse.until(self._start_for_next)
+            start = await self.waits.on("feed", "room under the lag bound", room, has_deadline=False)
+            place = self.admission.admit(group_id, start)
+            self._living[group_id] = self._rollout.group_size
+            self._emit(
+                GroupAdmitted(
+                    at=self._now(),
+                    group_id=group_id,
+                    task_id=task.id,
+                    epoch=epoch,
+                    start_version=place.start,
+                    deadline=place.deadline,
+                )
+            )
+            for member in range(self._rollout.group_size):
+                tasks.create_task(self.roll_out(group_id, member, task, place))
+        self._is_fed = True
+        self._end_if_drained()
+
+    def _start_for_next(self) -> int | None:
+        """The oldest serving version that a new group may start at: the older, the more engines may serve it."""
+        return next((v for v in self._router.serving_versions() if self.admission.may_admit(v)), None)
+
+    # ---- 2. roll out: consumes one place of a group; produces a row in the store ----------------------------------
+
+    async def roll_out(self, group_id: int, member: int, task: Task, place: Place) -> None:
+        """One member, independent of all others. Waits for its environment, at most `timeout_s` an attempt."""
+        for attempt in range(1 + self._rollout.retries):
+            key = RequestKey(group_id=group_id, member=member, attempt=attempt)
+            rollout = await self._attempt(key, task, place)
+            if rollout is not None:
+                put = self._store.put(group_id, {name: getattr(rollout, name) for name in rollout.__struct_fields__})
+                await self.waits.on(f"group {group_id}", "room in the store", put)
+                break
+        self._living[group_id] -= 1
+        if not self._living[group_id]:
+            del self._living[group_id]
+            self._num_unsettled += 1
+            self._store.close_group(group_id)
+        self._pulse.notify()
+
+    async def _attempt(self, key: RequestKey, task: Task, place: Place) -> Rollout | None:
+        """One attempt; None if it failed, which is data and not a crash."""
+        began = self._now()
+        self._emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
+
+        async def generate(request: Request) -> Completion:
+            return await self._generate(request, place)
+
+        episode = Episode(
+            task, key, generate=generate, sampling=self._algorithm.sampling, run_seed=self._seed, role="train"
+        )
+        try:
+            async with asyncio.timeout(self._rollout.timeout_s) as limit:
+                reward = await self._parts.environment.rollout(episode)
+            rollout = episode.finish(reward)
+        except (EngineError, InvariantError, StallError):
+            raise
+        except TimeoutError as error:
+            late = RolloutTimeout(f"no reward after {self._rollout.timeout_s:g} s; rollout.timeout_s sets the limit")
+            self._record_failure(key, late if limit.expired() else error)
+            return None
+        except Exception as error:  # whatever an environment or a reward raises is a failed rollout
+            self._record_failure(key, error)
+            return None
+        self._emit(
+            RolloutEnded(
+                at=self._now(),
+                group_id=key.group_id,
+                member=key.member,
+                attempt=key.attempt,
+                reward=rollout.reward,
+                num_tokens=len(rollout.tokens),
+                num_sampled=int(rollout.loss_mask.sum()),
+                start_version=rollout.start_version,
+                end_version=int(rollout.versions.max()),
+                finish=rollout.finish,
+                seconds=self._now() - began,
+            )
+        )
+        return rollout
+
+    def _record_failure(self, key: RequestKey, error: Exception) -> None:
+        self._last_failure = f"{type(error).__name__}: {error}"
+        self._emit(
+            RolloutFailed(
+                at=self._now(),
+                group_id=key.group_id,
+                member=key.member,
+                attempt=key.attempt,
+                error=type(error).__name__,
+                message=str(error),
+                is_final=key.attempt == self._rollout.retries,
+            )
+        )
+
+    async def _generate(self, request: Request, place: Place) -> Completion:
+        """One turn, on an engine that is not older than the group's start."""
+        owner = f"group {request.key.group_id} member {request.key.member}"
+        if self._gate is not None:
+            gate = self._gate.pass_through(request.key)
+            await self.waits.on(owner, "the other rollouts of the step", gate, has_deadline=False)  # they have timeouts
+        if self.admission.version > place.deadline:
+            raise LagError(f"{owner} is overdue: deadline {place.deadline}, version {self.admission.version}")
+        turn = self._router.generate(request, floor=place.start)
+        return await self.waits.on(owner, f"turn {request.key.turn}", turn, has_deadline=False)  # has rollout.timeout_s
+
+    def _is_quiet(self, num_waiting: int) -> bool:
+        """Whether nothing but the gate can move: see `lockstep`."""
+        is_full = self._is_fed or self._start_for_next() is None
+        return is_full and not self._num_unsettled and num_waiting == sum(self._living.values())
+
+    # ---- 3. settle: consumes closed groups; produces advantages, or sets the group aside --------------------------
+
+    async def settle(self) -> None:
+        """Waits for a closed group; the last member of a group closes it."""
+        while True:
+            claim = self._store.claim(SETTLE)
+            try:
+                lease = await self.waits.on("settle", "a finished group", claim, has_deadline=False)
+            except StreamEnded:
+                return
+            rewards_G = np.array([row.columns["reward"] for row in _by_member(lease)], dtype=np.float64)
+            fate = self._judge(rewards_G)
+            if fate is Fate.TRAINED:
+                self._write_advantages(lease, self._algorithm.advantage(rewards_G))
+                self._store.acknowledge(lease)
+            else:
+                self._set_aside(lease, rewards_G, fate)
+            self._num_unsettled -= 1
+            self._end_if_drained()
+            self._pulse.notify()
+
+    def _judge(self, rewards_G: Rewards) -> Fate:
+        if len(rewards_G) < self._rollout.min_group_size:
+            self._count_failed_group()
+            return Fate.FAILED
+        self._num_failed_in_a_row = 0
+        if self._config.filter_zero_signal and not has_signal(rewards_G):
+            return Fate.FILTERED
+        return Fate.TRAINED
+
+    def _count_failed_group(self) -> None:
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row >= self._config.groups_per_step:
+            raise MillstreamError(
+                f"{self._num_failed_in_a_row} groups in a row failed, a whole batch: nothing is left to train on. "
+                f"The last failure was {self._last_failure}"
+            )
+
+    def _write_advantages(self, lease: Lease, advantages_G: Rewards) -> None:
+        for row, advantage in zip(_by_member(lease), advantages_G, strict=True):
+            per_token = np.full(len(row.columns["tokens"]), advantage, dtype=np.float32)
+            self._store.write(row.row_id, {"advantages": per_token})
+
+    def _set_aside(self, lease: Lease, rewards_G: Rewards, fate: Fate) -> None:
+        """A group without signal, or without members: replaced within the step's budget; past it, its place stays empty."""
+        limit = self._config.max_replaced_per_step
+        limit = 8 * self._config.groups_per_step if limit is None else limit
+        is_replaced = not self._is_fed and self._num_replaced < limit
+        if is_replaced or self._is_fed:
+            self._num_replaced += 1
+            self._store.acknowledge(lease)
+            self._store.drop_group(lease.group_id)
+            self.admission.remove(lease.group_id)
+        else:
+            self._vacant.add(lease.group_id)
+            self._write_advantages(lease, np.zeros(len(rewards_G)))
+            self._store.acknowledge(lease)
+        self._leave(lease.group_id, fate, rewards_G, is_replaced=is_replaced)
+
+    def _leave(self, group_id: int, fate: Fate, rewards_G: Rewards, *, is_replaced: bool = False) -> None:
+        mean = float(rewards_G.mean()) if len(rewards_G) else 0.0
+        self._emit(
+            GroupLeft(
+                at=self._now(),
+                group_id=group_id,
+                fate=fate,
+                is_replaced=is_replaced,
+                num_members=len(rewards_G),
+                mean_reward=mean,
+            )
+        )
+
+    def _end_if_drained(self) -> None:
+        """No prompt is left and no group is outstanding: whoever waits for a group waits in vain."""
+        if self._is_fed and not self.admission.outstanding:
+            self._store.finish()
+
+    # ---- 4. train: consumes settled groups; produces versions -----------------------------------------------------
+
+    async def train(self) -> None:
+        """Batch after batch, until the last step or the end of the data."""
+        while not self.admission.is_finished and await self._train_batch():
+            pass
+
+    async def _train_batch(self) -> bool:
+        """One batch: gradients accumulate while the rest of it is still being generated. False if nothing was left.
+
+        Waits for groups that the admission rule lets through; `settle` brings them."""
+        began, leases, rows = self._now(), list[Lease](), list[TrainRow]()
+        await self._learn("begin_batch", self._learner.begin_batch())
+        packer, metrics = Packer(self._algorithm.micro_batch_tokens), Metrics()
+        groups_per_mini_batch = self._config.groups_per_step // self._algorithm.mini_batches
+        while not self.admission.is_batch_full:
+            claim = self._store.claim(TRAIN, self.admission.choose)
+            try:
+                lease = await self.waits.on("train", "a complete group", claim, has_deadline=False)  # rollouts time out
+            except StreamEnded:
+                break
+            leases.append(lease)
+            for row in self._take(lease):
+                rows.append(row)
+                await self._accumulate(packer.add(row))
+            if self.admission.taken % groups_per_mini_batch == 0:
+                await self._accumulate(packer.flush())
+                metrics = await self._learn("step", self._learner.step()) or metrics
+        if not leases:
+            return False
+        await self._accumulate(packer.flush())
+        if not self.admission.is_batch_full:
+            metrics = await self._learn("step", self._learner.step()) or metrics
+        await self._finish_batch(leases, rows, metrics, began)
+        return True
+
+    def _take(self, lease: Lease) -> list[TrainRow]:
+        """The group joins the batch. The last line of defence: its rollouts are fresh enough, or the run stops."""
+        place, version = self.admission.take(lease.group_id), self.admission.version
+        self._end_if_drained()
+        if lease.group_id in self._vacant:
+            return []
+        rows = _by_member(lease)
+        oldest = min(row.columns["start_version"] for row in rows)
+        if oldest < place.start or version - oldest > self.admission.bound:
+            raise LagError(
+                f"group {lease.group_id} was admitted at version {place.start} and has a rollout that started at "
+                f"{oldest}; it was about to be trained at {version} with a bound of {self.admission.bound}"
+            )
+        self._emit(
+            GroupTaken(
+                at=self._now(),
+                group_id=lease.group_id,
+                version=version,
+                lag=version - oldest,
+                num_rollouts=len(rows),
+            )
+        )
+        return [TrainRow(**{name: row.columns[name] for name in TrainRow.__struct_fields__}) for row in rows]
+
+    async def _accumulate(self, rows: Sequence[TrainRow]) -> None:
+        if rows:
+            tokens = sum(len(row.tokens) for row in rows)
+            await self._learn("accumulate", self._learner.accumulate(rows), tokens)
+
+    async def _learn(self, what: str, work: Awaitable[T], num_tokens: int = 0) -> T:
+        began = self._now()
+        result = await self.waits.on("train", f"the learner to {what}", work)
+        now = self._now()
+        self._emit(Span(at=now, worker="learner", what=what, seconds=now - began, num_tokens=num_tokens))
+        return result
+
+    async def _finish_batch(self, leases: list[Lease], rows: list[TrainRow], metrics: Metrics, began: float) -> None:
+        """The version rises, the rows are done with, the weights go out."""
+        trained = [lease for lease in leases if lease.group_id not in self._vacant]
+        version = self.admission.step()
+        self._num_replaced = 0
+        for lease in leases:
+            self._store.acknowledge(lease)
+            self._vacant.discard(lease.group_id)
+        for lease in trained:
+            self._leave(lease.group_id, Fate.TRAINED, np.array([row.columns["reward"] for row in _by_member(lease)]))
+        self._emit(
+            Stepped(
+                at=self._now(),
+                version=version,
+                num_groups=len(trained),
+                num_rows=len(rows),
+                num_tokens=sum(len(row.tokens) for row in rows),
+                seconds=self._now() - began,
+                metrics=metrics,
+            )
+        )
+        await self._publish(version)
+
+    # ---- 5. publish and sync: consume versions; produce engines that serve them -----------------------------------
+
+    async def _publish(self, version: int) -> None:
+        began = self._now()
+        weights = await self._learn("copy weights", self._learner.weights())
+        await self.waits.on("train", f"version {version} to be published", self._channel.publish(version, weights))
+        self._emit(WeightsPublished(at=self._now(), version=version, seconds=self._now() - began))
+        self._pulse.notify()
+
+    async def sync(self, engine: Engine) -> None:
+        """One engine takes the newest weights, between two of its decode steps, whenever it is ready for them.
+
+        Waits for a version newer than the engine's; `train` publishes it."""
+        owner = f"sync of {engine.name}"
+        while True:
+            newer = self._pulse.until(lambda: self._channel.version > engine.version)
+            await self.waits.on(owner, "a newer version", newer, has_deadline=False)
+            version, weights = await self._channel.fetch()
+            began = self._now()
+            await self.waits.on(owner, f"{engine.name} to load version {version}", engine.load(version, weights))
+            self._emit(WeightsLoaded(at=self._now(), engine=engine.name, version=version, seconds=self._now() - began))
+            self._pulse.notify()
+
+    async def _engines_at_the_end(self) -> None:
+        await self._pulse.until(lambda: self._router.serving_versions()[0] == self._channel.version)
+
+    # ---- small things ---------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return self._parts.clock.now()
+
+    def _emit(self, event: Event) -> None:
+        self._parts.sink.emit(event)
+
+
+def _by_member(lease: Lease) -> list[Row]:
+    """In the order of members, not in that of arrival."""
+    return sorted(lease.rows, key=lambda row: row.columns["member"])
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The cause, out of a group: an error of ours if there is one."""
+    leaves = list(_leaves(errors))
+    return next((error for error in leaves if isinstance(error, MillstreamError)), leaves[0])
+
+
+def _leaves(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in errors.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

@@ -1,0 +1,82 @@
+"""Every wait has an owner, a name for what it waits for, and a deadline. Nothing polls.
+
+A wait that lasts shows in `active()` (the terminal view reads it), becomes a `Stalled` event after `stall_s`, and past its
+deadline a `StallError` that names the culprit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeVar
+
+from millstream.clock import Clock
+from millstream.errors import StallError
+from millstream.events import EventSink, Stalled
+
+T = TypeVar("T")
+
+
+class Wait(NamedTuple):
+    owner: str
+    what: str
+    since: float
+
+
+class Waits:
+    def __init__(self, *, clock: Clock, sink: EventSink, stall_s: float, deadline_s: float) -> None:
+        self._clock, self._sink = clock, sink
+        self._stall_s, self._deadline_s = stall_s, deadline_s
+        self._active: dict[int, Wait] = {}
+        self._next = 0
+
+    async def on(self, owner: str, what: str, awaitable: Awaitable[T], *, has_deadline: bool = True) -> T:
+        """Await under a name. Without a deadline the wait depends on another that has one (say which, in a comment)."""
+        wait, number = Wait(owner, what, self._clock.now()), self._next
+        self._next += 1
+        self._active[number] = wait
+        alarm = asyncio.get_running_loop().call_later(self._stall_s, self._report, wait)
+        limit = asyncio.timeout(self._deadline_s if has_deadline else None)
+        try:
+            async with limit:
+                return await awaitable
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise StallError(
+                f"{owner} has waited {self._deadline_s:g} s for {what}; pipeline.deadline_s sets the limit"
+            ) from error
+        finally:
+            alarm.cancel()
+            del self._active[number]
+
+    def _report(self, wait: Wait) -> None:
+        now = self._clock.now()
+        self._sink.emit(Stalled(at=now, owner=wait.owner, what=wait.what, seconds=now - wait.since))
+
+    def active(self) -> list[Wait]:
+        """What everybody waits for now, the longest wait first."""
+        return sorted(self._active.values(), key=lambda wait: wait.since)
+
+
+class Pulse:
+    """Wakes those who wait for a condition on shared state; whoever changes the state calls `notify`."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Future[None], None] = {}
+
+    def notify(self) -> None:
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def until(self, condition: Callable[[], T | None]) -> T:
+        """What the condition returns as soon as that is neither None nor False."""
+        while (value := condition()) is None or value is False:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting[waiter] = None
+            try:
+                await waiter
+            finally:
+                del self._waiting[waiter]
+        return value

@@ -1,0 +1,114 @@
+"""The nouns. Frozen structs that know nothing of queues, engines or torch; every other module speaks in them.
+
+Glossary: Task (an item of the data set), Turn (one model call in a rollout), Rollout (one trajectory), Group (n rollouts
+of one prompt), Batch (what one optimizer step consumes), Version (+1 per batch), Lag (trainer version minus the version a
+rollout started with). Arrays are numpy, one entry per token, in the order of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+
+Weights = Mapping[str, Any]
+"""Named tensors, as a learner gives them out and an engine takes them in. Opaque to everything in between."""
+
+Metrics = dict[str, float]
+"""The one string-keyed dictionary that crosses module borders."""
+
+
+class Message(Struct, frozen=True, kw_only=True):
+    role: str
+    content: str
+
+
+class Task(Struct, frozen=True, kw_only=True):
+    """One item of the data set. `data` carries every other field of the record, for the reward to read."""
+
+    id: str
+    prompt: str | tuple[Message, ...]
+    answer: str | None = None
+    """The gold answer, where the data set has one; None where the reward does not need it."""
+    data: dict[str, Any] = {}
+
+
+class RequestKey(Struct, frozen=True, kw_only=True, order=True):
+    """Who asks: orders requests and seeds them, so that neither depends on timing."""
+
+    group_id: int
+    member: int
+    attempt: int = 0
+    turn: int = 0
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy; the log-probabilities are then those of temperature 1."""
+    stop: tuple[int, ...] = ()
+    """Token ids that end a turn. The one that ended it is the last token of the completion."""
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    key: RequestKey
+    tokens: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+
+
+class Finish(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """What an engine sampled: token by token, the log-probability it was sampled with and the version that did it."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: Finish
+
+
+class Rollout(Struct, frozen=True, kw_only=True, eq=False):
+    """One finished trajectory. `logprobs` is 0 and `versions` is -1 where the mask is False (nothing was sampled there)."""
+
+    group_id: int
+    member: int
+    attempt: int
+    start_version: int
+    reward: float
+    finish: Finish
+    tokens: Tokens
+    loss_mask: Mask
+    logprobs: Floats
+    versions: Tokens
+
+
+class TrainRow(Struct, frozen=True, kw_only=True, eq=False):
+    """A rollout as the learner sees it: no group, no reward, no version; only tokens, mask, behaviour and advantages."""
+
+    tokens: Tokens
+    loss_mask: Mask
+    logprobs: Floats
+    advantages: Floats
+
+
+class Fate(StrEnum):
+    """How a group leaves. Every admitted group has exactly one."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    """Its rewards carry no signal. It was replaced by a new prompt, or, past the step's budget, its place stayed empty."""
+    FAILED = "failed"
+    """Fewer members than the smallest group survived their retries."""
