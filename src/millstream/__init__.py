@@ -1,0 +1,31 @@
+"""Millstream: post-training of language models by asynchronous reinforcement learning, with bounded staleness.
+
+    from millstream import RunConfig, train
+    result = train(RunConfig(...))
+
+Importing the package is light: torch is loaded by `train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from millstream.errors import MillstreamError
+from millstream.runtime.config import RunConfig
+
+if TYPE_CHECKING:
+    from millstream.events import EventSink
+    from millstream.runtime.local import RunResult
+
+__version__ = "0.1.0"
+
+
+def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "run") -> RunResult:
+    """Run a config from beginning to end in this process; its events also go to `sinks`."""
+    from millstream.runtime import local
+
+    return local.train(config, sinks=sinks, name=name)
+
+
+__all__ = ["MillstreamError", "RunConfig", "__version__", "train"]

@@ -145,7 +145,7 @@ def find(name: str) -> Reward:
         if name in BUILT_IN:
             return BUILT_IN[name]
         raise ConfigError(
-            f"no reward {name!r}: use {', '.join(BUILT_IN)}, or file.py:function, or package.module:function for one of your own"
+            f"no reward {name!r}: use {', '.join(BUILT_IN)}, or one of your own: file.py:function or package.module:function"
         )
     module = _module_from(module_name)
     function = getattr(module, function_name, None)

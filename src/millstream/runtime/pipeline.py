@@ -53,7 +53,7 @@ from millstream.runtime.episode import Episode
 from millstream.runtime.lockstep import Gate
 from millstream.runtime.router import Router
 from millstream.runtime.waits import Pulse, Waits
-from millstream.store import Lease, Row, Store
+from millstream.store import Lease, Reads, Row, Store
 from millstream.types import Completion, Fate, Metrics, Request, RequestKey, Rollout, Sampling, Task, TrainRow
 from millstream.weights import WeightChannel
 
@@ -61,8 +61,8 @@ T = TypeVar("T")
 Advantage = Callable[[Rewards], Rewards]
 SETTLE, TRAIN = "settle", "train"
 STORE_TASKS = {
-    SETTLE: ("reward", "tokens"),
-    TRAIN: ("tokens", "loss_mask", "logprobs", "start_version", "advantages"),
+    SETTLE: Reads(("reward", "tokens")),
+    TRAIN: Reads(("tokens", "loss_mask", "logprobs", "start_version", "advantages"), after=(SETTLE,)),
 }
 """What each consumer reads: the columns of a `Rollout`, and `advantages`, which settling adds."""
 
@@ -163,6 +163,7 @@ class Pipeline:
         self._gate = Gate(self._router, self._pulse) if self.admission.is_in_order else None
         self._living: dict[int, int] = {}
         self._num_unsettled = 0
+        self._taken: dict[int, Place] = {}
         self._vacant: set[int] = set()
         self._num_replaced = 0
         self._num_failed_in_a_row = 0
@@ -351,9 +352,9 @@ class Pipeline:
         is_replaced = not self._is_fed and self._num_replaced < limit
         if is_replaced or self._is_fed:
             self._num_replaced += 1
-            self._store.acknowledge(lease)
-            self._store.drop_group(lease.group_id)
+            self._store.drop(lease)
             self.admission.remove(lease.group_id)
+            self._store.wake()  # the order that `train` may take groups in has changed
         else:
             self._vacant.add(lease.group_id)
             self._write_advantages(lease, np.zeros(len(rewards_G)))
@@ -394,7 +395,7 @@ class Pipeline:
         packer, metrics = Packer(self._algorithm.micro_batch_tokens), Metrics()
         groups_per_mini_batch = self._config.groups_per_step // self._algorithm.mini_batches
         while not self.admission.is_batch_full:
-            claim = self._store.claim(TRAIN, self.admission.choose)
+            claim = self._store.claim(TRAIN, self._choose_and_take)
             try:
                 lease = await self.waits.on("train", "a complete group", claim, has_deadline=False)  # rollouts time out
             except StreamEnded:
@@ -414,9 +415,17 @@ class Pipeline:
         await self._finish_batch(leases, rows, metrics, began)
         return True
 
+    def _choose_and_take(self, ready: Iterable[int]) -> int | None:
+        """The group that the admission rule lets through joins the batch in the same moment: a choice that waited for the
+        event loop could be overtaken by a new admission."""
+        group_id = self.admission.choose(ready)
+        if group_id is not None:
+            self._taken[group_id] = self.admission.take(group_id)
+        return group_id
+
     def _take(self, lease: Lease) -> list[TrainRow]:
-        """The group joins the batch. The last line of defence: its rollouts are fresh enough, or the run stops."""
-        place, version = self.admission.take(lease.group_id), self.admission.version
+        """The rows of a group that joined the batch. The last line of defence: they are fresh enough, or the run stops."""
+        place, version = self._taken.pop(lease.group_id), self.admission.version
         self._end_if_drained()
         if lease.group_id in self._vacant:
             return []

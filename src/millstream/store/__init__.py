@@ -14,7 +14,14 @@ from msgspec import Struct
 
 Columns = Mapping[str, Any]
 Choose = Callable[[Iterable[int]], int | None]
-"""Which of the ready groups (given in the order they were opened) to hand out; None to wait for another."""
+"""Which of the ready groups (the longest ready first) to hand out; None to wait. What it returns is handed out at once."""
+
+
+class Reads(NamedTuple):
+    """What a task needs: columns of every row of the group, and tasks that must have acknowledged the group before."""
+
+    columns: tuple[str, ...]
+    after: tuple[str, ...] = ()
 
 
 class Row(Struct, frozen=True, kw_only=True, eq=False):
@@ -62,10 +69,6 @@ class Store(Protocol):
         """No more rows will come: the group may be claimed. A group closed without a row is claimable, and empty."""
         ...
 
-    def drop_group(self, group_id: int) -> None:
-        """Forget a group that no task shall see any more."""
-        ...
-
     async def claim(self, task: str, choose: Choose | None = None, *, expires_s: float | None = None) -> Lease:
         """One whole group, by default the oldest ready one. Raises `StreamEnded` after `finish`, when none is left."""
         ...
@@ -75,14 +78,20 @@ class Store(Protocol):
         ...
 
     def finish(self) -> None:
-        """No more groups will come: claims that nothing can serve end with `StreamEnded` instead of waiting."""
+        """No more groups will come: a claim ends with `StreamEnded` once every group is done with or on lease."""
         ...
 
     def acknowledge(self, lease: Lease) -> None:
         """The task is done with these rows: it never sees them again. Freed when every task is done."""
         ...
 
-    def give_back(self, lease: Lease) -> None: ...
+    def drop(self, lease: Lease) -> None:
+        """Forget the group: no task shall see it any more."""
+        ...
+
+    def give_back(self, lease: Lease) -> None:
+        """Not done: whoever claims next gets it."""
+        ...
 
     def snapshot(self) -> Saved: ...
 

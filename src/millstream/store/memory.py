@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from millstream.errors import StoreError, StreamEnded
-from millstream.store import Choose, Columns, Lease, Row, Saved, StoreStats
+from millstream.store import Choose, Columns, Lease, Reads, Row, Saved, StoreStats
 
 
 class _Group:
@@ -30,10 +30,10 @@ def _oldest(ready: Iterable[int]) -> int | None:
 
 
 class MemoryStore:
-    """See `millstream.store.Store` for the promises. `tasks` maps each task to the columns that it reads."""
+    """See `millstream.store.Store` for the promises."""
 
-    def __init__(self, tasks: Mapping[str, Sequence[str]], *, capacity_rows: int) -> None:
-        self._tasks = {task: tuple(columns) for task, columns in tasks.items()}
+    def __init__(self, tasks: Mapping[str, Reads], *, capacity_rows: int) -> None:
+        self._tasks = dict(tasks)
         self._capacity = capacity_rows
         self._groups: dict[int, _Group] = {}
         self._rows: dict[int, Row] = {}
@@ -82,15 +82,6 @@ class MemoryStore:
         group.is_closed = True
         self._refresh(group_id)
 
-    def drop_group(self, group_id: int) -> None:
-        group = self._groups.pop(group_id, None)
-        if group is None:
-            raise StoreError(f"group {group_id} is not in the store")
-        if group.leased:
-            self._groups[group_id] = group
-            raise StoreError(f"group {group_id} is on lease to {', '.join(sorted(group.leased))}: acknowledge it first")
-        self._forget(group_id, group)
-
     # ---- consumers ---------------------------------------------------------------------------------------------------
 
     async def claim(self, task: str, choose: Choose | None = None, *, expires_s: float | None = None) -> Lease:
@@ -130,8 +121,16 @@ class MemoryStore:
         group.acknowledged.add(lease.task)
         if len(group.acknowledged) == len(self._tasks):
             self._forget(lease.group_id, self._groups.pop(lease.group_id))
+        else:
+            self._refresh(lease.group_id)
         if self._is_finished:
             self.wake()
+
+    def drop(self, lease: Lease) -> None:
+        group = self._end(lease)
+        if group.leased:
+            raise StoreError(f"group {lease.group_id} is on lease to {', '.join(sorted(group.leased))}, too")
+        self._forget(lease.group_id, self._groups.pop(lease.group_id))
 
     def give_back(self, lease: Lease) -> None:
         self._end(lease)
@@ -157,12 +156,13 @@ class MemoryStore:
     def _refresh(self, group_id: int) -> None:
         """Work out for which tasks this group is ready now."""
         group = self._groups[group_id]
-        for task, columns in self._tasks.items():
+        for task, reads in self._tasks.items():
             is_ready = (
                 group.is_closed
                 and task not in group.leased
                 and task not in group.acknowledged
-                and all(column in row.columns for row in group.rows for column in columns)
+                and group.acknowledged.issuperset(reads.after)
+                and all(column in row.columns for row in group.rows for column in reads.columns)
             )
             if is_ready:
                 self._ready[task].setdefault(group_id)
@@ -190,7 +190,7 @@ class MemoryStore:
             self._end_claims(task)
 
     def _may_still_come(self, task: str) -> bool:
-        return any(task not in group.acknowledged for group in self._groups.values())
+        return any(task not in group.acknowledged | group.leased for group in self._groups.values())
 
     def _end_claims(self, task: str) -> None:
         claims, self._claims[task] = self._claims[task], deque()

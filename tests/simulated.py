@@ -1,0 +1,179 @@
+"""A run of the production pipeline on the virtual clock, and what must be true of every such run."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from millstream.algo.advantages import grpo
+from millstream.clock import VirtualClock, run_virtual
+from millstream.env import Environment
+from millstream.events import GroupAdmitted, GroupLeft, GroupTaken, RolloutEnded, Stepped
+from millstream.events.sinks import MemorySink
+from millstream.runtime.admission import full_budget
+from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig, RolloutConfig
+from millstream.sim.parts import Draw, SimEngine, SimEnvironment, SimLearner, constant, lognormal, uniform
+from millstream.store.memory import MemoryStore
+from millstream.types import Fate, Sampling, Task
+from millstream.weights.local import LocalChannel
+
+
+class World(Struct, frozen=True, kw_only=True):
+    """Everything that may vary in a simulated run."""
+
+    steps: int = 8
+    groups_per_step: int = 2
+    group_size: int = 2
+    max_lag: float = 1.0
+    budget: int | None = None
+    num_tasks: int | None = None
+    num_engines: int = 1
+    slots: int = 8
+    num_turns: int = 1
+    tail: float = 1.0
+    mean_tokens: float = 30.0
+    latency: float = 0.0
+    failure: float = 0.0
+    success: float = 0.5
+    retries: int = 1
+    load: float = 0.0
+    train_token_s: float = 1e-4
+    max_replaced_per_step: int | None = None
+    filter_zero_signal: bool = True
+    mini_batches: int = 1
+    deadline_s: float = 1e6
+    seed: int = 0
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    sink: MemorySink
+    pipeline: Pipeline
+    store: MemoryStore
+    learner: SimLearner
+    engines: tuple[SimEngine, ...]
+    seconds: float
+
+
+def tasks(world: World) -> Iterator[tuple[int, Task]]:
+    numbers = itertools.count() if world.num_tasks is None else range(world.num_tasks)
+    for number in numbers:
+        yield 0, Task(id=f"task-{number}", prompt="?")
+
+
+def simulate(world: World, *, environment: Environment | None = None, num_tokens: Draw | None = None) -> Outcome:
+    """Run to the end. Raises whatever stops the run: a `LagError`, a `Deadlock`, a `StallError`, ..."""
+    return run_virtual(_simulate(world, environment, num_tokens))
+
+
+async def _simulate(world: World, environment: Environment | None, num_tokens: Draw | None) -> Outcome:
+    sink, learner = MemorySink(), SimLearner(token_s=world.train_token_s, seed=world.seed)
+    budget = world.budget or full_budget(world.groups_per_step, world.max_lag)
+    store = MemoryStore(STORE_TASKS, capacity_rows=budget * world.group_size)
+    engines = tuple(
+        SimEngine(
+            name=f"engine-{number}",
+            slots=world.slots,
+            num_tokens=num_tokens or lognormal(world.mean_tokens, world.tail),
+            load_s=uniform(0, world.load) if world.load else constant(0.0),
+            seed=world.seed,
+        )
+        for number in range(world.num_engines)
+    )
+    parts = Parts(
+        engines=engines,
+        environment=environment
+        or SimEnvironment(
+            num_turns=world.num_turns,
+            latency_s=uniform(0, world.latency) if world.latency else constant(0.0),
+            failure=world.failure,
+            success=world.success,
+        ),
+        learner=learner,
+        store=store,
+        channel=LocalChannel(),
+        clock=VirtualClock(),
+        sink=sink,
+    )
+    pipeline = Pipeline(
+        parts,
+        tasks(world),
+        Algorithm(
+            advantage=grpo,
+            sampling=Sampling(max_tokens=2000),
+            micro_batch_tokens=128,
+            mini_batches=world.mini_batches,
+        ),
+        config=PipelineConfig(
+            steps=world.steps,
+            groups_per_step=world.groups_per_step,
+            max_lag=world.max_lag,
+            budget=world.budget,
+            filter_zero_signal=world.filter_zero_signal,
+            max_replaced_per_step=world.max_replaced_per_step,
+            deadline_s=world.deadline_s,
+        ),
+        rollout=RolloutConfig(group_size=world.group_size, retries=world.retries),
+        seed=world.seed,
+    )
+    await pipeline.run()
+    return Outcome(
+        sink=sink,
+        pipeline=pipeline,
+        store=store,
+        learner=learner,
+        engines=engines,
+        seconds=asyncio.get_running_loop().time(),
+    )
+
+
+def check(world: World, outcome: Outcome) -> None:
+    """The guarantees, read off the events alone: nothing too old, nothing lost, nothing twice, memory bounded."""
+    sink = outcome.sink
+    starts: dict[int, list[int]] = {}
+    for ended in sink.of(RolloutEnded):
+        starts.setdefault(ended.group_id, []).append(ended.start_version)
+    for taken in sink.of(GroupTaken):
+        oldest = min(starts[taken.group_id])
+        assert taken.version - oldest <= math.ceil(world.max_lag), f"{taken} with a rollout that started at {oldest}"
+        assert taken.num_rollouts == len(starts[taken.group_id]), "a rollout was lost or doubled between end and training"
+
+    admitted = Counter(event.group_id for event in sink.of(GroupAdmitted))
+    left = Counter(event.group_id for event in sink.of(GroupLeft))
+    assert admitted == left, "every admitted group leaves exactly once"
+    assert set(admitted.values()) <= {1}
+    trained = {event.group_id for event in sink.of(GroupLeft) if event.fate is Fate.TRAINED}
+    assert trained == {event.group_id for event in sink.of(GroupTaken)}
+    assert outcome.learner.num_rows == sum(len(starts[group_id]) for group_id in trained)
+
+    steps = sink.of(Stepped)
+    assert [step.version for step in steps] == list(range(1, len(steps) + 1))
+    assert sum(step.num_groups for step in steps) == len(trained)
+    if world.num_tasks is None:
+        assert len(steps) == world.steps
+    assert all(engine.version == len(steps) for engine in outcome.engines)
+
+    assert outcome.store.stats().rows == 0, "rows were left in the store"
+    assert outcome.pipeline.admission.outstanding == 0
+    assert not outcome.pipeline.waits.active(), "somebody still waits"
+    _check_in_flight(world, sink)
+
+
+def _check_in_flight(world: World, sink: MemorySink) -> None:
+    """Groups admitted and neither stepped nor set aside never exceed the budget."""
+    budget = world.budget or full_budget(world.groups_per_step, world.max_lag)
+    in_flight: set[int] = set()
+    vacant: set[int] = set()
+    for event in sink.events:
+        match event:
+            case GroupAdmitted():
+                in_flight.add(event.group_id)
+                assert len(in_flight | vacant) <= budget
+            case GroupLeft(fate=Fate.TRAINED) | GroupLeft(is_replaced=True):
+                in_flight.discard(event.group_id)
+            case GroupLeft():
+                in_flight.discard(event.group_id)
