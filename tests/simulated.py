@@ -167,13 +167,10 @@ def _check_in_flight(world: World, sink: MemorySink) -> None:
     """Groups admitted and neither stepped nor set aside never exceed the budget."""
     budget = world.budget or full_budget(world.groups_per_step, world.max_lag)
     in_flight: set[int] = set()
-    vacant: set[int] = set()
     for event in sink.events:
         match event:
             case GroupAdmitted():
                 in_flight.add(event.group_id)
-                assert len(in_flight | vacant) <= budget
-            case GroupLeft(fate=Fate.TRAINED) | GroupLeft(is_replaced=True):
-                in_flight.discard(event.group_id)
+                assert len(in_flight) <= budget
             case GroupLeft():
                 in_flight.discard(event.group_id)

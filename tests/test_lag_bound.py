@@ -36,7 +36,7 @@ worlds = st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=600)
 @given(world=worlds)
 def test_in_any_world_no_rollout_is_too_old_none_is_lost_none_is_doubled_and_nothing_hangs(world: World) -> None:
     try:
