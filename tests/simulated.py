@@ -140,7 +140,9 @@ def check(world: World, outcome: Outcome) -> None:
     for taken in sink.of(GroupTaken):
         oldest = min(starts[taken.group_id])
         assert taken.version - oldest <= math.ceil(world.max_lag), f"{taken} with a rollout that started at {oldest}"
-        assert taken.num_rollouts == len(starts[taken.group_id]), "a rollout was lost or doubled between end and training"
+        assert taken.num_rollouts == len(starts[taken.group_id]), (
+            "a rollout was lost or doubled between end and training"
+        )
 
     admitted = Counter(event.group_id for event in sink.of(GroupAdmitted))
     left = Counter(event.group_id for event in sink.of(GroupLeft))

@@ -1,0 +1,347 @@
+"""The engine against transformers itself: the same tokens, the same log-probabilities, whatever joins, leaves or is swapped."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+from msgspec import structs
+from tiny import CONFIGS, VOCABULARY, make, plain, prompts, request
+
+from millstream.clock import RealClock
+from millstream.engine import EngineConfig
+from millstream.engine.batching import Batcher
+from millstream.engine.sampling import sample
+from millstream.engine.torch import TorchEngine
+from millstream.errors import EngineError, ModelError
+from millstream.events import Span
+from millstream.events.sinks import MemorySink
+from millstream.types import Completion, Finish, RequestKey, Sampling
+
+
+def drain(batcher: Batcher, done: dict[int, Completion]) -> None:
+    while batcher.has_work:
+        done.update((key.group_id, completion) for key, completion in batcher.step())
+
+
+@torch.no_grad()
+def teacher_forced(model: torch.nn.Module, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> torch.Tensor:
+    """Log-probabilities of the tokens in one plain forward pass."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    logprobs = torch.log_softmax(model(ids).logits[0].float(), -1)
+    at = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
+    return logprobs[at, torch.tensor(tokens)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_output_is_that_of_generate_with_joins_and_aborts_in_between(name: str) -> None:
+    model = make(name)
+    twin, batcher, rng = plain(model), Batcher(model, num_slots=4, prefill_tokens=32), random.Random(0)
+    asked = {n: request(n, p, max_tokens=rng.randint(4, 24), temperature=0) for n, p in enumerate(prompts(16))}
+    done: dict[int, Completion] = {}
+    aborted: list[int] = []
+    for number, one in asked.items():  # ragged prompts join while others are anywhere in their answer
+        batcher.add(one)
+        for _ in range(rng.randint(0, 3)):
+            if batcher.has_work:
+                done.update((key.group_id, completion) for key, completion in batcher.step())
+        if number % 5 == 4:
+            ((key, completion),) = batcher.abort(asked[number - 1].key) or [(one.key, None)]
+            if completion is not None:
+                done[key.group_id] = completion
+                aborted.append(key.group_id)
+    drain(batcher, done)
+    assert aborted and done.keys() == asked.keys()
+    for number, one in asked.items():
+        tokens = done[number].tokens
+        assert done[number].finish is (Finish.ABORT if number in aborted else Finish.LENGTH)
+        if number not in aborted:
+            assert len(tokens) == one.sampling.max_tokens
+        if tokens:
+            out = twin.generate(
+                torch.tensor([one.tokens]),
+                attention_mask=torch.ones(1, len(one.tokens), dtype=torch.long),
+                max_new_tokens=len(tokens),
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            assert tuple(out[0, len(one.tokens) :].tolist()) == tokens, f"request {number}"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_log_probabilities_are_those_of_a_teacher_forced_forward(name: str) -> None:
+    model = make(name)
+    twin, batcher = plain(model), Batcher(model, num_slots=3)
+    asked = prompts(8)
+    for number, prompt in enumerate(asked):
+        batcher.add(request(number, prompt, max_tokens=20))
+    done: dict[int, Completion] = {}
+    drain(batcher, done)
+    for number, prompt in enumerate(asked):
+        expected = teacher_forced(twin, prompt, done[number].tokens)
+        assert torch.allclose(torch.tensor(done[number].logprobs), expected, atol=1e-4)
+
+
+def test_after_a_swap_in_flight_every_token_has_the_log_probability_of_the_version_recorded_for_it() -> None:
+    """The cache of earlier tokens is kept: a token's reference is the new weights over the old keys and values, which a
+    second batcher computes from scratch by swapping at the same token."""
+    old, new = make("qwen3", seed=0), make("qwen3", seed=1)
+    weights = {name: p.detach().clone() for name, p in new.named_parameters()}
+    prompt = prompts(1)[0]
+    batcher = Batcher(make("qwen3", seed=0), num_slots=2)
+    batcher.add(request(0, prompt, max_tokens=10))
+    batcher.add(request(1, prompts(2)[1], max_tokens=30))
+    done: dict[int, Completion] = {}
+    for _ in range(4):
+        done.update((key.group_id, completion) for key, completion in batcher.step())
+    batcher.load(7, weights)
+    drain(batcher, done)
+    completion = done[0]
+    assert completion.versions == (0,) * 4 + (7,) * 6
+    before = teacher_forced(plain(old), prompt, completion.tokens)[:4]
+    assert torch.allclose(torch.tensor(completion.logprobs[:4]), before, atol=1e-4)
+
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=old.config)
+    with torch.no_grad():  # the old model fills the cache up to the swap, the new one goes on over it
+        plain(old)(torch.tensor([[*prompt, *completion.tokens[:3]]]), past_key_values=cache)
+        expected = []
+        twin = plain(new)
+        for at in range(4, 10):
+            logits = twin(torch.tensor([[completion.tokens[at - 1]]]), past_key_values=cache).logits[0, -1]
+            expected.append(float(torch.log_softmax(logits, -1)[completion.tokens[at]]))
+    assert torch.allclose(torch.tensor(completion.logprobs[4:]), torch.tensor(expected), atol=1e-4)
+
+
+def test_a_request_joined_after_a_swap_never_sees_a_cache_of_older_weights() -> None:
+    new = make("llama", seed=1)
+    batcher, prompt = Batcher(make("llama", seed=0), num_slots=2), prompts(1)[0]
+    done: dict[int, Completion] = {}
+    batcher.add(request(0, prompt))
+    drain(batcher, done)
+    batcher.load(1, {name: p.detach().clone() for name, p in new.named_parameters()})
+    batcher.add(request(1, prompt))
+    drain(batcher, done)
+    expected = teacher_forced(plain(new), prompt, done[1].tokens)
+    assert torch.allclose(torch.tensor(done[1].logprobs), expected, atol=1e-4)
+
+
+def test_a_requests_tokens_depend_on_its_seed_and_not_on_its_company() -> None:
+    asked = prompts(12)
+    alone: dict[int, Completion] = {}
+    for number, prompt in enumerate(asked):
+        batcher = Batcher(make("llama"), num_slots=1)
+        batcher.add(request(number, prompt))
+        drain(batcher, alone)
+    together: dict[int, Completion] = {}
+    batcher = Batcher(make("llama"), num_slots=12)
+    for number, prompt in enumerate(asked):
+        batcher.add(request(number, prompt))
+    drain(batcher, together)
+    assert {n: c.tokens for n, c in alone.items()} == {n: c.tokens for n, c in together.items()}
+
+
+def test_the_members_of_a_group_share_one_prompt_computation_and_still_differ() -> None:
+    batcher, prompt = Batcher(make("llama"), num_slots=8), prompts(1)[0]
+    for member in range(8):
+        batcher.add(structs.replace(request(0, prompt), key=RequestKey(group_id=0, member=member), seed=member))
+    done: dict[RequestKey, Completion] = {}
+    while batcher.has_work:
+        done.update(batcher.step())
+    assert len({completion.tokens for completion in done.values()}) == 8
+    twin = plain(make("llama"))
+    for completion in done.values():
+        expected = teacher_forced(twin, prompt, completion.tokens)
+        assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-4)
+
+
+def test_a_stop_token_ends_a_request_and_is_its_last_token() -> None:
+    batcher = Batcher(make("llama"), num_slots=4)
+    for number, prompt in enumerate(prompts(20)):
+        one = request(number, prompt, max_tokens=100)
+        batcher.add(structs.replace(one, sampling=Sampling(max_tokens=100, stop=tuple(range(20)))))
+    done: dict[int, Completion] = {}
+    drain(batcher, done)
+    stopped = [completion for completion in done.values() if completion.finish is Finish.STOP]
+    assert len(stopped) >= 15
+    assert all(c.tokens[-1] < 20 and all(token >= 20 for token in c.tokens[:-1]) for c in stopped)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_sampling_frequencies_fit_the_distribution_and_its_log_probabilities(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 12, generator=generator)
+    uniforms = torch.rand(20_000, generator=generator, dtype=torch.float64).tolist()
+    tokens, logprobs = sample(logits.expand(20_000, -1), [temperature] * 20_000, uniforms)
+    probabilities = torch.softmax(logits[0] / temperature, -1)
+    counts = torch.bincount(torch.tensor(tokens), minlength=12)
+    chi_square = float(((counts - 20_000 * probabilities) ** 2 / (20_000 * probabilities)).sum())
+    assert chi_square < 31.3, "above the 99.9% quantile of chi-square with 11 degrees of freedom"
+    assert torch.allclose(torch.tensor(logprobs), probabilities.log()[torch.tensor(tokens)], atol=1e-5)
+
+
+def test_a_token_of_probability_zero_is_never_sampled() -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
+    tokens, _ = sample(logits.expand(3, -1), [1.0] * 3, [0.0, 0.5, 1 - 1e-16])
+    assert tokens == [1, 3, 3]
+
+
+def test_a_request_that_cannot_run_is_refused_with_what_to_set() -> None:
+    batcher = Batcher(make("llama"), num_slots=1)
+    with pytest.raises(EngineError, match=r"context of 256.*rollout\.max_tokens"):
+        batcher.add(request(0, tuple([5] * 250), max_tokens=7))
+    with pytest.raises(EngineError, match="empty"):
+        batcher.add(request(0, ()))
+
+
+def test_a_model_without_the_attention_interface_is_refused() -> None:
+    from transformers import MambaConfig
+
+    from millstream.model.load import new_model
+
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises((ModelError, ValueError, TypeError)):
+        batcher = Batcher(new_model(config, seed=0), num_slots=1)
+        batcher.add(request(0, (4, 5)))
+        batcher.step()
+
+
+# ---- the engine on its thread ------------------------------------------------------------------------------------------
+
+
+def engine(slots: int = 8, sink: MemorySink | None = None) -> TorchEngine:
+    return TorchEngine(make("llama"), EngineConfig(slots=slots), clock=RealClock(), sink=sink or MemorySink())
+
+
+def test_many_requests_at_once_get_what_each_would_get_alone() -> None:
+    async def program() -> None:
+        e = engine(slots=4)
+        asked = [request(number, prompt) for number, prompt in enumerate(prompts(20))]
+        together = await asyncio.gather(*(e.generate(one) for one in asked))
+        alone = [await e.generate(one) for one in asked[:5]]
+        assert [c.tokens for c in together[:5]] == [c.tokens for c in alone]
+        assert e.stats().requests_finished == 25 and e.stats().running == 0
+        await e.close()
+
+    asyncio.run(program())
+
+
+def test_an_aborted_request_returns_what_it_has() -> None:
+    async def program() -> None:
+        e = engine()
+        long = asyncio.ensure_future(e.generate(request(0, (4, 5, 6), max_tokens=200)))
+        while e.stats().tokens_generated < 5:
+            await asyncio.sleep(0.001)
+        await e.abort(request(0, (4,)).key)
+        completion = await long
+        assert completion.finish is Finish.ABORT and 5 <= len(completion.tokens) < 200
+        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions)
+        await e.abort(RequestKey(group_id=99, member=0))  # unknown: ignored
+        await e.close()
+
+    asyncio.run(program())
+
+
+def test_a_cancelled_request_frees_its_slot() -> None:
+    async def program() -> None:
+        e = engine(slots=1)
+        first = asyncio.ensure_future(e.generate(request(0, (4, 5, 6), max_tokens=250)))
+        while not e.stats().running:
+            await asyncio.sleep(0.001)
+        first.cancel()
+        second = await asyncio.wait_for(e.generate(request(1, (7, 8), max_tokens=3)), 10)
+        assert len(second.tokens) == 3
+        await e.close()
+
+    asyncio.run(program())
+
+
+def test_a_paused_engine_samples_nothing_takes_requests_and_weights_and_goes_on() -> None:
+    async def program() -> None:
+        e = engine()
+        flight = asyncio.ensure_future(e.generate(request(0, (4, 5, 6), max_tokens=100)))
+        while e.stats().tokens_generated < 3:
+            await asyncio.sleep(0.001)
+        await e.pause()
+        count = e.stats().tokens_generated
+        later = asyncio.ensure_future(e.generate(request(1, (7, 8, 9), max_tokens=5)))
+        await e.load(3, {name: p.detach().clone() for name, p in make("llama", seed=3).named_parameters()})
+        await asyncio.sleep(0.1)
+        assert e.stats().tokens_generated == count and e.version == 3
+        await e.resume()
+        assert (await later).versions == (3,) * 5
+        versions = (await flight).versions
+        assert versions[0] == 0 and versions[-1] == 3 and versions == tuple(sorted(versions))
+        await e.close()
+
+    asyncio.run(program())
+
+
+def test_requests_queued_while_paused_join_in_the_order_they_were_started() -> None:
+    async def program() -> list[tuple[float, ...]]:
+        e = engine(slots=3)
+        await e.pause()
+        flights = [asyncio.ensure_future(e.generate(request(n, p))) for n, p in enumerate(prompts(9))]
+        await asyncio.sleep(0)
+        await e.resume()
+        completions = await asyncio.gather(*flights)
+        await e.close()
+        return [completion.logprobs for completion in completions]
+
+    assert asyncio.run(program()) == asyncio.run(program()), "bit for bit"
+
+
+def test_weights_that_do_not_fit_or_go_backwards_are_refused_and_change_nothing() -> None:
+    async def program() -> None:
+        e = engine()
+        with pytest.raises(EngineError, match="do not fit"):
+            await e.load(1, {"nonsense": torch.zeros(1)})
+        await e.load(5, {name: p.detach().clone() for name, p in make("llama").named_parameters()})
+        with pytest.raises(EngineError, match="versions never fall"):
+            await e.load(4, {})
+        assert e.version == 5
+        await e.close()
+
+    asyncio.run(program())
+
+
+def test_a_broken_engine_tells_everybody_who_waits_and_everybody_who_comes_later() -> None:
+    async def program() -> None:
+        e = engine()
+        e._batcher._model.forward = None  # type: ignore[assignment, method-assign]
+        with pytest.raises(EngineError, match="engine broke: TypeError"):
+            await asyncio.wait_for(e.generate(request(0, (4, 5))), 10)
+        with pytest.raises(EngineError, match="engine broke"):
+            await e.generate(request(1, (4, 5)))
+
+    asyncio.run(program())
+
+
+def test_closing_an_engine_ends_what_is_in_flight_as_aborted() -> None:
+    async def program() -> None:
+        e = engine()
+        flight = asyncio.ensure_future(e.generate(request(0, (4, 5, 6), max_tokens=200)))
+        while not e.stats().running:
+            await asyncio.sleep(0.001)
+        await e.close()
+        assert (await flight).finish is Finish.ABORT
+        with pytest.raises(EngineError):
+            await e.generate(request(1, (4, 5)))
+
+    asyncio.run(program())
+
+
+def test_work_is_reported_as_spans() -> None:
+    async def program() -> MemorySink:
+        sink = MemorySink()
+        e = engine(sink=sink)
+        await e.generate(request(0, (4, 5, 6), max_tokens=50))
+        await e.close()
+        return sink
+
+    spans = asyncio.run(program()).of(Span)
+    assert sum(span.num_tokens for span in spans) == 50 and all(span.seconds > 0 for span in spans)
