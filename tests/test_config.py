@@ -1,0 +1,104 @@
+"""Configs: unknown keys fail with the nearest name, wrong values say where, and no option is dead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from millstream.config import load, to_toml
+from millstream.errors import ConfigError
+from millstream.runtime.config import RunConfig, check_run
+
+ROOT = Path(__file__).parent.parent
+MINIMAL = '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n'
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[pipelin]\nsteps = 1", r"unknown key pipelin\. Did you mean pipeline\?"),
+        ("[pipeline]\nmaxlag = 1", r"unknown key pipeline\.maxlag\. Did you mean max_lag\?"),
+        ("[rollout]\nxyz = 1", r"unknown key rollout\.xyz\. Known here: group_size, max_tokens"),
+        ("[rollout]\ntop_p = 0.9", r"rollout\.top_p is refused: training needs the log-probability"),
+        ('[pipeline]\nsteps = "many"', r"pipeline\.steps: expected `int`, got `str`"),
+        ("[pipeline]\nsteps = 0", r"pipeline: steps and groups_per_step must be at least 1"),
+        ("[pipeline]\nbudget = 3", r"budget = 3 is below groups_per_step = 16"),
+        ('[algorithm]\nloss = "grpo"', r"algorithm\.loss: invalid enum value 'grpo'"),
+        ("[[reward]]\nfunktion = 'f'", r"unknown key reward\[0\]\.funktion\. Did you mean function\?"),
+        ("[engine]\nslots = 0", r"engine: slots and prefill_tokens must be at least 1"),
+        ("= 3", "is not TOML"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place_and_a_way_out(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(written(tmp_path, MINIMAL + text), RunConfig)
+
+
+@pytest.mark.parametrize("text", ["", '[model]\npath="m"\n[model.tiny]\n[data]\npath="d"', '[model]\n[data]\npath="d"'])
+def test_a_model_and_data_must_be_named_and_only_once(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"model|data"):
+        load(written(tmp_path, text), RunConfig)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read nowhere\.toml: No such file"):
+        load(Path("nowhere.toml"), RunConfig)
+
+
+def test_overrides_change_one_key_and_are_checked_like_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL)
+    config = load(path, RunConfig, ["pipeline.max_lag=2", "data.path=other.jsonl", "rollout.temperature = 0.7"])
+    assert (config.pipeline.max_lag, config.data.path, config.rollout.temperature) == (2, "other.jsonl", 0.7)
+    with pytest.raises(ConfigError, match="Did you mean max_lag"):
+        load(path, RunConfig, ["pipeline.maxlag=2"])
+    with pytest.raises(ConfigError, match="expected KEY=VALUE"):
+        load(path, RunConfig, ["pipeline.max_lag"])
+    with pytest.raises(ConfigError, match="seed is not a table"):
+        load(path, RunConfig, ["seed=1", "seed.x=2"])
+
+
+def test_the_resolved_config_reads_back_as_the_same_config(tmp_path: Path) -> None:
+    config = load(ROOT / "recipes/demo.toml", RunConfig, ["reward=[{weight=2.0},{function='a.py:f'}]"])
+    assert load(written(tmp_path, to_toml(config)), RunConfig) == config
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_is_valid(recipe: Path) -> None:
+    check_run(load(recipe, RunConfig))
+
+
+def test_combinations_that_no_component_sees_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mini_batches = 3 does not divide pipeline\.groups_per_step = 16"):
+        check_run(load(written(tmp_path, MINIMAL + "[learner]\nmini_batches = 3"), RunConfig))
+    with pytest.raises(ConfigError, match="no off-policy correction"):
+        check_run(load(written(tmp_path, MINIMAL + '[algorithm]\nloss = "reinforce"'), RunConfig))
+    with pytest.raises(ConfigError, match="without a reward"):
+        check_run(load(written(tmp_path, "reward = []\n" + MINIMAL), RunConfig))
+
+
+def keys(kind: type[Struct], place: str = "") -> Iterator[tuple[str, str]]:
+    from millstream.config import _structs
+
+    for field in msgspec.structs.fields(kind):
+        yield f"{place}{field.name}", field.name
+        for struct in _structs(field.type):
+            yield from keys(struct, f"{place}{field.name}.")
+
+
+def test_every_key_is_read_by_the_package() -> None:
+    """No dead options: each key is read as an attribute somewhere outside the checks of its own struct."""
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    without_checks = re.sub(r"def __post_init__.*?(?=\n\n\n|\n\n    def |\Z)", "", source, flags=re.S)
+    for place, name in keys(RunConfig):
+        assert re.search(rf"\.{name}\b(?! *=[^=])", without_checks), f"nothing reads {place}"

@@ -1,0 +1,187 @@
+"""Data sets and rewards: every mistake is named, none is fatal that need not be."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millstream.env import toy
+from millstream.env.data import DataConfig, in_order, read
+from millstream.env.rewards import DaemonThreads, RewardConfig, Scorer, exact_match, find
+from millstream.env.single_turn import SingleTurn
+from millstream.errors import ConfigError, DataError, RewardFailed
+from millstream.types import Completion, Finish, Task
+
+TASK = Task(id="1", prompt="2+2=", answer="4", data={"level": 3})
+
+
+def data(tmp_path: Path, *lines: object, **config: Any) -> DataConfig:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return DataConfig(path=str(path), **{"holdout": 0, **config})
+
+
+def test_a_record_becomes_a_task_with_its_other_fields_for_the_reward(tmp_path: Path) -> None:
+    config = data(tmp_path, {"question": "2+2=", "answer": 4, "level": 3}, prompt_key="question")
+    assert read(config, seed=0).train == (TASK,)
+
+
+def test_chat_prompts_are_kept_as_messages(tmp_path: Path) -> None:
+    (task,) = read(data(tmp_path, {"prompt": [{"role": "user", "content": "hi"}]}), seed=0).train
+    assert not isinstance(task.prompt, str) and task.prompt[0].content == "hi" and task.answer is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([{"prompt": "a"}, "{oops"], r"data\.jsonl, line 2: not JSON"),
+        ([[1, 2]], r"line 1: expected an object, got list"),
+        ([{"question": "a"}], r"line 1: no key 'prompt' among 'question': set data\.prompt_key"),
+        ([{"prompt": ""}], r"line 1: the prompt must be a non-empty string"),
+        ([{"prompt": [{"content": "x"}]}], r"line 1: a chat prompt is a list of objects with role and content"),
+        ([], "has no tasks"),
+        (["", "  "], "has no tasks"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, lines: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(data(tmp_path, *lines), seed=0)
+
+
+def test_a_missing_file_and_a_holdout_that_takes_everything_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read data\.path = nowhere\.jsonl: No such file"):
+        read(DataConfig(path="nowhere.jsonl"), seed=0)
+    with pytest.raises(DataError, match=r"Set data\.holdout lower"):
+        read(data(tmp_path, {"prompt": "a"}, holdout=1), seed=0)
+
+
+def test_the_holdout_is_chosen_by_seed_and_never_trained(tmp_path: Path) -> None:
+    config = data(tmp_path, *({"prompt": f"p{i}"} for i in range(50)), holdout=10)
+    first, again, other = (read(config, seed=seed) for seed in (1, 1, 2))
+    assert first == again and first.held_out != other.held_out
+    assert len(first.held_out) == 10 and not {t.id for t in first.held_out} & {t.id for t in first.train}
+
+
+def test_every_epoch_has_every_task_once_in_an_order_of_its_own() -> None:
+    tasks = toy.make("sort_digits", 20, seed=0)
+    first = list(itertools.islice(in_order(tasks, seed=3, shuffle=True), 40))
+    assert first == list(itertools.islice(in_order(tasks, seed=3, shuffle=True), 40))
+    epochs = [[task.id for epoch, task in first if epoch == number] for number in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(task.id for task in tasks) and epochs[0] != epochs[1]
+    assert [t.id for _, t in itertools.islice(in_order(tasks, seed=3, shuffle=False), 20)] == [t.id for t in tasks]
+
+
+@pytest.mark.parametrize("name", toy.TASKS)
+def test_the_gold_answer_of_every_toy_task_scores_one(name: str) -> None:
+    tasks = toy.make(name, 200, seed=1)
+    assert len({task.prompt for task in tasks}) == len(tasks) == 200
+    assert all(exact_match(task, task.answer or "") == 1.0 for task in tasks)
+    assert all(set(str(task.prompt) + str(task.answer)) <= set(toy.ALPHABET) for task in tasks)
+
+
+def test_an_unknown_toy_task_is_an_error_that_lists_them() -> None:
+    with pytest.raises(ConfigError, match="choose one of sort_digits"):
+        toy.make("sort_numbers", 1, seed=0)
+
+
+# ---- rewards -----------------------------------------------------------------------------------------------------------
+
+
+def score(function: Any, *, timeout_s: float = 5.0, weight: float = 1.0) -> float:
+    config = RewardConfig(function="mine", timeout_s=timeout_s, weight=weight)
+    return asyncio.run(Scorer([(function, config)]).score(TASK, "4"))
+
+
+def test_plain_and_async_functions_are_called_with_task_and_completion() -> None:
+    async def slow(task: Task, completion: str) -> float:
+        await asyncio.sleep(0.001)
+        return float(completion == task.answer)
+
+    assert score(slow) == 1.0
+    assert score(lambda task, completion: task.data["level"], weight=0.5) == 1.5
+
+
+def test_several_rewards_add_up_with_their_weights() -> None:
+    scorer = Scorer([(exact_match, RewardConfig(weight=2.0)), (lambda t, c: -1, RewardConfig(weight=0.5))])
+    assert asyncio.run(scorer.score(TASK, " 4\n")) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda t, c: 1 / 0, "reward mine raised ZeroDivisionError"),
+        (lambda t, c: float("nan"), "returned nan: expected a finite number"),
+        (lambda t, c: [1.0, 2.0], r"returned \[1.0, 2.0\]: expected one number"),
+        (lambda t, c: None, "returned None: expected one number"),
+        (lambda t, c: time.sleep(60), r"took longer than 0\.2 s; reward\.timeout_s"),
+    ],
+)
+def test_a_reward_that_breaks_fails_its_rollout_and_says_how(function: Any, message: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RewardFailed, match=message):
+        score(function, timeout_s=0.2)
+    assert time.monotonic() - began < 10
+
+
+def test_calls_that_hang_hold_back_nobody_else() -> None:
+    async def program() -> None:
+        threads = DaemonThreads(most=2)
+        hung = [asyncio.ensure_future(threads.call(lambda: time.sleep(60))) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        for call in hung:
+            call.cancel()
+        await asyncio.gather(*hung, return_exceptions=True)
+        assert await asyncio.wait_for(threads.call(lambda: 7), 5) == 7
+
+    asyncio.run(program())
+
+
+def test_a_reward_is_found_by_name_module_or_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def reward(task, completion):\n    return 0.25\n")
+    assert find("exact_match") is exact_match
+    assert find("millstream.env.rewards:exact_match") is exact_match
+    assert find(f"{path}:reward")(TASK, "") == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exact_mach", "no reward 'exact_mach': use exact_match"),
+        ("no.such.module:f", "cannot import no.such.module"),
+        ("nowhere.py:f", r"no file nowhere\.py"),
+        ("millstream.env.rewards:nothing", "has no function 'nothing'"),
+    ],
+)
+def test_a_reward_that_is_not_there_is_a_config_error(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find(name)
+
+
+def test_a_reward_file_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import nothing_of_the_kind\n")
+    with pytest.raises(ConfigError, match="ModuleNotFoundError"):
+        find(f"{path}:f")
+
+
+def test_the_single_turn_environment_shows_the_prompt_and_scores_the_answer() -> None:
+    class Context:
+        task, seed = TASK, 0
+
+        async def generate(self, tokens: list[int]) -> Completion:
+            assert tokens == [1, 2, 3]
+            return Completion(tokens=(4, 9), logprobs=(0.0, 0.0), versions=(0, 0), finish=Finish.STOP)
+
+    environment = SingleTurn(
+        encode=lambda task: [1, 2, 3],
+        decode=lambda tokens: str(tokens[0]),
+        scorer=Scorer([(exact_match, RewardConfig())]),
+    )
+    assert asyncio.run(environment.rollout(Context())) == 1.0

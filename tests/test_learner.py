@@ -1,0 +1,293 @@
+"""The learner: streaming does not change the gradient, log-probabilities are exact, checkpoints load anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import CONFIGS, VOCABULARY, make, plain
+
+from millstream.algo import AlgorithmConfig, recipe
+from millstream.errors import LearnerError
+from millstream.learner import LearnerConfig
+from millstream.learner.packing import Packer
+from millstream.learner.torch import TorchLearner, learning_rate_share
+from millstream.types import TrainRow
+
+AGGREGATIONS = ["token_mean", "sequence_mean", "fixed_length"]
+
+
+def rows(count: int, seed: int = 0) -> list[TrainRow]:
+    """Ragged rows with gaps in their masks, as several turns make them; one has no trained token at all."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        length = int(rng.integers(3, 24))
+        mask = rng.random(length) < (0.0 if number == 3 else 0.6)
+        mask[0] = False
+        made.append(
+            TrainRow(
+                tokens=rng.integers(3, VOCABULARY, length).astype(np.int32),
+                loss_mask=mask,
+                logprobs=np.where(mask, -5 * rng.random(length), 0).astype(np.float32),
+                advantages=np.full(length, rng.normal(), dtype=np.float32),
+            )
+        )
+    return made
+
+
+def learner(algorithm: AlgorithmConfig | None = None, config: LearnerConfig | None = None, name: str = "qwen3",
+            temperature: float = 1.0, num_steps: int | None = None) -> TorchLearner:  # fmt: skip
+    objective = recipe.objective(algorithm or AlgorithmConfig(), max_tokens=16)
+    return TorchLearner(make(name), config or LearnerConfig(), objective, temperature=temperature, num_steps=num_steps)
+
+
+def gradient(one: TorchLearner, micro_batches: list[list[TrainRow]]) -> torch.Tensor:
+    """The gradient that the step would apply: accumulated over the micro-batches, divided once."""
+
+    async def accumulate() -> None:
+        await one.begin_batch()
+        for micro_batch in micro_batches:
+            await one.accumulate(micro_batch)
+
+    one.model.zero_grad()
+    one._start_sums()
+    asyncio.run(accumulate())
+    flat = torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None])
+    return flat / one._units
+
+
+@pytest.mark.parametrize("loss", ["truncated_is", "decoupled_ppo", "ppo"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_any_split_and_order_of_rows_gives_the_gradient_of_the_whole_batch(aggregation: str, loss: str) -> None:
+    one, batch = learner(AlgorithmConfig(aggregation=aggregation, loss=loss)), rows(12)  # type: ignore[arg-type]
+    whole = gradient(one, [batch])
+    assert whole.norm() > 1e-3
+
+    @settings(max_examples=12)
+    @given(order=st.permutations(range(12)), cuts=st.sets(st.integers(1, 11)))
+    def holds(order: list[int], cuts: set[int]) -> None:
+        edges = [0, *sorted(cuts), 12]
+        split = [[batch[i] for i in order[a:b]] for a, b in zip(edges, edges[1:], strict=False)]
+        found = gradient(one, split)
+        assert torch.allclose(found, whole, atol=2e-5 * float(whole.abs().max()), rtol=1e-3)
+
+    holds()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_gradient_is_that_of_the_formula_written_out_plainly(aggregation: str) -> None:
+    """An independent twin: padded, one row at a time, by the library's own attention, whole-batch mean at the end."""
+    algorithm = AlgorithmConfig(aggregation=aggregation, loss="truncated_is")  # type: ignore[arg-type]
+    one, batch = learner(algorithm, temperature=0.7), rows(6)
+    found = gradient(one, [batch])
+    twin = plain(one.model)
+    terms, tokens, sequences = [], 0, 0
+    for row in batch:
+        mask = torch.from_numpy(row.loss_mask)[1:]
+        if not mask.any():
+            continue
+        ids = torch.from_numpy(row.tokens).long()
+        logprobs = torch.log_softmax(twin(ids[None]).logits[0, :-1] / 0.7, -1).gather(1, ids[1:, None])[:, 0]
+        ratio = (logprobs - torch.from_numpy(row.logprobs)[1:]).exp().detach().clamp(max=1)
+        loss = (-ratio * torch.from_numpy(row.advantages)[1:] * logprobs)[mask].sum()
+        terms.append(loss / mask.sum() if aggregation == "sequence_mean" else loss)
+        tokens, sequences = tokens + int(mask.sum()), sequences + 1
+    divisor = {"token_mean": tokens, "sequence_mean": sequences, "fixed_length": sequences * 16}[aggregation]
+    (sum(terms) / divisor).backward()  # type: ignore[union-attr]
+    expected = torch.cat([p.grad.flatten() for p in twin.parameters() if p.grad is not None])
+    assert torch.allclose(found, expected, atol=1e-5 * float(expected.abs().max()) + 1e-7, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_of_packed_rows_are_those_of_each_row_alone(name: str, temperature: float) -> None:
+    one, batch = learner(name=name, temperature=temperature), rows(8)
+    twin = plain(one.model)
+    found = asyncio.run(one.logprobs(batch))
+    for row, logprobs in zip(batch, found, strict=True):
+        ids = torch.from_numpy(row.tokens).long()
+        with torch.no_grad():
+            all_logprobs = torch.log_softmax(twin(ids[None]).logits[0] / temperature, -1)
+        trained = np.flatnonzero(row.loss_mask)
+        expected = all_logprobs[trained - 1, ids[trained]].numpy()
+        assert np.allclose(logprobs, expected, atol=1e-4)
+
+
+def test_masked_tokens_and_rows_without_trained_tokens_change_nothing() -> None:
+    one, batch = learner(), rows(4)
+    with_empty, without = gradient(one, [batch]), gradient(one, [batch[:3]])
+    assert torch.allclose(with_empty, without, atol=1e-7)
+
+
+def test_a_step_divides_by_the_batch_clips_and_moves_the_weights() -> None:
+    async def program() -> None:
+        one = learner(config=LearnerConfig(learning_rate=1e-3, max_grad_norm=1e-6))
+        before = await one.weights()
+        await one.begin_batch()
+        await one.accumulate(rows(6))
+        metrics = await one.step()
+        after = await one.weights()
+        assert metrics["grad_norm"] > 1e-6 and metrics["learning_rate"] == 1e-3 and np.isfinite(metrics["loss"])
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+
+    asyncio.run(program())
+
+
+def test_published_weights_are_a_copy_and_a_step_without_rows_changes_nothing() -> None:
+    async def program() -> None:
+        one = learner(config=LearnerConfig(learning_rate=0.1, weight_decay=0.1))
+        first = await one.weights()
+        kept = copy.deepcopy(dict(first))
+        assert await one.step() == {}
+        await one.accumulate(rows(4))
+        await one.step()
+        assert all(torch.equal(first[name], kept[name]) for name in kept)
+
+    asyncio.run(program())
+
+
+def test_with_several_mini_batches_the_proximal_policy_stays_that_of_the_batchs_start() -> None:
+    """After the first optimizer step th differs from prox, and only then can the clip of decoupled PPO act."""
+
+    async def program() -> None:
+        config = LearnerConfig(learning_rate=0.05, mini_batches=2)
+        one = learner(AlgorithmConfig(loss="decoupled_ppo"), config)
+        batch = rows(8)
+        on_policy = [
+            TrainRow(tokens=r.tokens, loss_mask=r.loss_mask, logprobs=r.logprobs, advantages=np.sign(r.advantages))
+            for r in batch
+        ]
+        await one.begin_batch()
+        await one.accumulate(on_policy)
+        first = await one.step()
+        await one.accumulate(on_policy)
+        second = await one.step()
+        assert first["clipped_share"] == 0.0
+        assert second["clipped_share"] > 0.1
+        await one.begin_batch()
+        await one.accumulate(on_policy)
+        assert (await one.step())["clipped_share"] == 0.0, "a new batch, a new proximal policy"
+
+    asyncio.run(program())
+
+
+def test_with_one_step_a_batch_the_clip_of_decoupled_ppo_never_acts() -> None:
+    async def program() -> None:
+        one = learner(AlgorithmConfig(loss="decoupled_ppo"), LearnerConfig(learning_rate=0.05))
+        for _ in range(3):
+            await one.begin_batch()
+            await one.accumulate(rows(8))
+            assert (await one.step())["clipped_share"] == 0.0
+
+    asyncio.run(program())
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_says_what_to_set() -> None:
+    async def program() -> None:
+        one = learner()
+        (row, *_) = rows(1)
+        bad = TrainRow(
+            tokens=row.tokens,
+            loss_mask=row.loss_mask,
+            logprobs=row.logprobs,
+            advantages=np.full(len(row.tokens), np.nan, dtype=np.float32),
+        )
+        await one.accumulate([bad])
+        with pytest.raises(LearnerError, match=r"learner\.learning_rate"):
+            await one.step()
+
+    asyncio.run(program())
+
+
+def test_a_row_that_trains_its_first_token_is_refused() -> None:
+    (row, *_) = rows(1)
+    mask = row.loss_mask.copy()
+    mask[0] = True
+    bad = TrainRow(tokens=row.tokens, loss_mask=mask, logprobs=row.logprobs, advantages=row.advantages)
+    with pytest.raises(LearnerError, match="first token"):
+        asyncio.run(learner().accumulate([bad]))
+
+
+def test_the_saved_model_is_a_hugging_face_checkpoint_with_the_same_outputs(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from millstream.model.load import load_model
+    from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
+
+    tokenizer = character_tokenizer("0123456789>")
+    model = tiny_model(TinyShape(hidden=32, layers=2, heads=4, context=32), tokenizer, seed=0)
+    one = TorchLearner(model, LearnerConfig(), recipe.supervised(), tokenizer=tokenizer)
+    one.save(tmp_path / "model")
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "model")("31>").input_ids])
+    assert ids.tolist() == [[6, 4, 13]]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        expected = plain(model)(ids).logits
+        assert torch.allclose(loaded(ids).logits, expected, atol=1e-5)
+    again = load_model(tmp_path / "model")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def test_a_learner_goes_on_from_its_state_bit_for_bit() -> None:
+    async def train(one: TorchLearner, steps: range) -> None:
+        for step in steps:
+            await one.begin_batch()
+            await one.accumulate(rows(6, seed=step))
+            await one.step()
+
+    config = LearnerConfig(learning_rate=1e-2, schedule="cosine", warmup_steps=2)
+    whole, first = learner(config=config, num_steps=6), learner(config=config, num_steps=6)
+    asyncio.run(train(whole, range(6)))
+    asyncio.run(train(first, range(3)))
+    second = learner(config=config, num_steps=6)
+    second.load_state(copy.deepcopy(first.state()))
+    asyncio.run(train(second, range(3, 6)))
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True))
+
+
+def test_the_schedule_warms_up_and_falls() -> None:
+    def shares(**settings: object) -> list[float]:
+        config = LearnerConfig(**settings)  # type: ignore[arg-type]
+        return [round(learning_rate_share(config, step, 10), 3) for step in range(10)]
+
+    assert shares() == [1.0] * 10
+    assert shares(warmup_steps=3)[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert shares(schedule="linear") == [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+    cosine = shares(schedule="cosine")
+    assert cosine[0] == 1.0 and cosine[5] == 0.5 and cosine == sorted(cosine, reverse=True)
+
+
+def test_micro_batches_fill_their_budget_and_keep_the_order() -> None:
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 40) for _ in range(200)]
+    packer, packed = Packer(128), []
+    for number, length in enumerate(lengths):
+        row = TrainRow(
+            tokens=np.full(length, number, dtype=np.int32),
+            loss_mask=np.zeros(length, dtype=np.bool_),
+            logprobs=np.zeros(length, dtype=np.float32),
+            advantages=np.zeros(length, dtype=np.float32),
+        )
+        packed.append(packer.add(row))
+    packed.append(packer.flush())
+    packed = [micro_batch for micro_batch in packed if micro_batch]
+    assert [int(row.tokens[0]) for micro_batch in packed for row in micro_batch] == list(range(200))
+    sizes = [sum(len(row.tokens) for row in micro_batch) for micro_batch in packed]
+    assert max(sizes) <= 128 and sum(sizes[:-1]) / (128 * (len(sizes) - 1)) > 0.8
+    assert packer.flush() == []
+
+
+def test_a_row_above_the_budget_goes_alone() -> None:
+    packer = Packer(10)
+    (small, large) = sorted(rows(2), key=lambda row: len(row.tokens))
+    assert packer.add(small) == []
+    assert packer.add(large) == [small]
+    assert packer.flush() == [large]

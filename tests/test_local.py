@@ -1,0 +1,98 @@
+"""Real runs in one process: small, but with the real engine, learner, command line and run folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from millstream.cli.main import app
+from millstream.events import GroupTaken, Span
+from millstream.events.sinks import read_events
+
+ROOT = Path(__file__).parent.parent
+DEMO = str(ROOT / "recipes/demo.toml")
+SHORT = ["--set", "pipeline.steps=6", "--set", "warmup.max_steps=60", "--set", "data.holdout=32", "--set", "pipeline.groups_per_step=4"]  # fmt: skip
+
+
+def run(tmp_path: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["train", *arguments, "--set", f"run_dir={tmp_path / 'run'}"])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_a_short_run_leaves_a_folder_that_says_everything(tmp_path: Path, max_lag: int) -> None:
+    output = run(tmp_path, DEMO, *SHORT, "--set", f"pipeline.max_lag={max_lag}")
+    assert "accuracy, sampled" in output and "run folder" in output
+    folder = tmp_path / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 6 and summary["groups_trained"] == 24 and summary["lag_max"] <= max_lag
+    assert {"accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "overlap_share"} <= summary.keys()
+    events = list(read_events(folder / "events.jsonl"))
+    assert sum(isinstance(event, GroupTaken) for event in events) == 24
+    assert {event.what for event in events if isinstance(event, Span)} >= {"generate", "accumulate", "step"}
+    again = run(tmp_path / "again", str(folder / "config.toml"), *SHORT)
+    assert "accuracy, sampled" in again
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert model.generate(**tokenizer("31254>", return_tensors="pt"), max_new_tokens=4).shape[1] > 6
+
+
+def test_a_saved_model_can_be_trained_further_on_a_file_of_ones_own(tmp_path: Path) -> None:
+    run(tmp_path / "a", DEMO, *SHORT)
+    (tmp_path / "mine.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"{i:05d}>", "answer": "".join(sorted(f"{i:05d}"))}) for i in range(40))
+    )
+    (tmp_path / "mine.py").write_text("def reward(task, completion):\n    return len(completion) == len(task.answer)\n")
+    (tmp_path / "mine.toml").write_text(
+        f"""
+[model]
+path = "{tmp_path}/a/run/model"
+[data]
+path = "{tmp_path}/mine.jsonl"
+holdout = 8
+[[reward]]
+function = "{tmp_path}/mine.py:reward"
+[rollout]
+max_tokens = 8
+group_size = 4
+[pipeline]
+steps = 3
+groups_per_step = 2
+max_lag = 2
+"""
+    )
+    assert "accuracy, sampled" in run(tmp_path / "b", str(tmp_path / "mine.toml"))
+
+
+def test_a_dry_run_prints_the_resolved_config_and_runs_nothing(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["train", DEMO, "--dry-run", "--set", "pipeline.max_lag=3"])
+    assert result.exit_code == 0 and "max_lag = 3" in result.output and "group_size" in result.output
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("pipeline.maxlag=1", "Did you mean max_lag?"),
+        ("data.toy=sort", "choose one of"),
+        ("rollout.max_tokens=100", "context of 64"),
+        ("reward=[{function='nowhere.py:f'}]", "no file nowhere.py"),
+    ],
+)
+def test_a_mistake_ends_with_one_clear_message_and_exit_code_1(tmp_path: Path, override: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["train", DEMO, *SHORT, "--set", override, "--set", f"run_dir={tmp_path / 'run'}"])
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split()), result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
+    run(tmp_path, DEMO, *SHORT)
+    result = CliRunner().invoke(app, ["train", DEMO, *SHORT, "--set", f"run_dir={tmp_path / 'run'}"])
+    assert result.exit_code == 1 and "holds a run already" in " ".join(result.output.split())
