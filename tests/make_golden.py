@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from millstream.sim.parts import uniform
 from simulated import World, simulate
 from test_pipeline import GOLDEN
-
-from millstream.sim.parts import uniform
 
 if __name__ == "__main__":
     for max_lag in (0, 0.5, 2):

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from msgspec import structs
-from tiny import CONFIGS, VOCABULARY, make, plain, prompts, request
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.batching import Batcher
+from millstream.engine.process import ProcessHost
 from millstream.engine.sampling import sample
 from millstream.engine.torch import TorchEngine
 from millstream.errors import EngineError, ModelError
 from millstream.events import Span
 from millstream.events.sinks import MemorySink
+from millstream.runtime.build import build_engine
 from millstream.types import Completion, Finish, RequestKey, Sampling
+from tiny import CONFIGS, VOCABULARY, make, plain, prompts, request
 
 
 def drain(batcher: Batcher, done: dict[int, Completion]) -> None:
@@ -210,14 +217,22 @@ def test_a_model_without_the_attention_interface_is_refused() -> None:
         batcher.step()
 
 
-# ---- the engine on its thread ------------------------------------------------------------------------------------------
+# ---- the engine as the pipeline sees it: on a thread, and in a process of its own ------------------------------------------
 
 
-def engine(slots: int = 8, sink: MemorySink | None = None) -> TorchEngine:
-    return TorchEngine(make("llama"), EngineConfig(slots=slots), clock=RealClock(), sink=sink or MemorySink())
+MakeEngine = Callable[..., TorchEngine]
 
 
-def test_many_requests_at_once_get_what_each_would_get_alone() -> None:
+@pytest.fixture(params=["thread", "process"])
+def engine(request: pytest.FixtureRequest) -> MakeEngine:
+    def make_engine(slots: int = 8, sink: MemorySink | None = None) -> TorchEngine:
+        config = EngineConfig(slots=slots, process=request.param == "process")
+        return build_engine(config, make("llama"), clock=RealClock(), sink=sink or MemorySink())
+
+    return make_engine
+
+
+def test_many_requests_at_once_get_what_each_would_get_alone(engine: MakeEngine) -> None:
     async def program() -> None:
         e = engine(slots=4)
         asked = [request(number, prompt) for number, prompt in enumerate(prompts(20))]
@@ -230,7 +245,7 @@ def test_many_requests_at_once_get_what_each_would_get_alone() -> None:
     asyncio.run(program())
 
 
-def test_an_aborted_request_returns_what_it_has() -> None:
+def test_an_aborted_request_returns_what_it_has(engine: MakeEngine) -> None:
     async def program() -> None:
         e = engine()
         long = asyncio.ensure_future(e.generate(request(0, (4, 5, 6), max_tokens=200)))
@@ -246,7 +261,7 @@ def test_an_aborted_request_returns_what_it_has() -> None:
     asyncio.run(program())
 
 
-def test_a_cancelled_request_frees_its_slot() -> None:
+def test_a_cancelled_request_frees_its_slot(engine: MakeEngine) -> None:
     async def program() -> None:
         e = engine(slots=1)
         first = asyncio.ensure_future(e.generate(request(0, (4, 5, 6), max_tokens=250)))
@@ -260,7 +275,7 @@ def test_a_cancelled_request_frees_its_slot() -> None:
     asyncio.run(program())
 
 
-def test_a_paused_engine_samples_nothing_takes_requests_and_weights_and_goes_on() -> None:
+def test_a_paused_engine_samples_nothing_takes_requests_and_weights_and_goes_on(engine: MakeEngine) -> None:
     async def program() -> None:
         e = engine()
         flight = asyncio.ensure_future(e.generate(request(0, (4, 5, 6), max_tokens=100)))
@@ -281,7 +296,7 @@ def test_a_paused_engine_samples_nothing_takes_requests_and_weights_and_goes_on(
     asyncio.run(program())
 
 
-def test_requests_queued_while_paused_join_in_the_order_they_were_started() -> None:
+def test_requests_queued_while_paused_join_in_the_order_they_were_started(engine: MakeEngine) -> None:
     async def program() -> list[tuple[float, ...]]:
         e = engine(slots=3)
         await e.pause()
@@ -295,7 +310,7 @@ def test_requests_queued_while_paused_join_in_the_order_they_were_started() -> N
     assert asyncio.run(program()) == asyncio.run(program()), "bit for bit"
 
 
-def test_weights_that_do_not_fit_or_go_backwards_are_refused_and_change_nothing() -> None:
+def test_weights_that_do_not_fit_or_go_backwards_are_refused_and_change_nothing(engine: MakeEngine) -> None:
     async def program() -> None:
         e = engine()
         with pytest.raises(EngineError, match="do not fit"):
@@ -309,19 +324,30 @@ def test_weights_that_do_not_fit_or_go_backwards_are_refused_and_change_nothing(
     asyncio.run(program())
 
 
-def test_a_broken_engine_tells_everybody_who_waits_and_everybody_who_comes_later() -> None:
+def break_it(engine: TorchEngine) -> str:
+    """A model that raises, or a process that is killed; what the error then says."""
+    if isinstance(engine._host, ProcessHost):
+        engine._host._child.kill()
+        return "engine broke: its process ended with exit code -9"
+    engine._host._batcher._model.forward = None  # type: ignore[attr-defined]
+    return "engine broke: TypeError"
+
+
+def test_a_broken_engine_tells_everybody_who_waits_and_everybody_who_comes_later(engine: MakeEngine) -> None:
     async def program() -> None:
         e = engine()
-        e._batcher._model.forward = None  # type: ignore[assignment, method-assign]
-        with pytest.raises(EngineError, match="engine broke: TypeError"):
-            await asyncio.wait_for(e.generate(request(0, (4, 5))), 10)
-        with pytest.raises(EngineError, match="engine broke"):
+        expected = break_it(e)
+        with pytest.raises(EngineError, match=expected):
+            await asyncio.wait_for(e.generate(request(0, (4, 5), max_tokens=200)), 30)
+        with pytest.raises(EngineError, match=expected):
             await e.generate(request(1, (4, 5)))
+        with pytest.raises(EngineError, match=expected):
+            await e.pause()
 
     asyncio.run(program())
 
 
-def test_closing_an_engine_ends_what_is_in_flight_as_aborted() -> None:
+def test_closing_an_engine_ends_what_is_in_flight_as_aborted(engine: MakeEngine) -> None:
     async def program() -> None:
         e = engine()
         flight = asyncio.ensure_future(e.generate(request(0, (4, 5, 6), max_tokens=200)))
@@ -335,7 +361,7 @@ def test_closing_an_engine_ends_what_is_in_flight_as_aborted() -> None:
     asyncio.run(program())
 
 
-def test_work_is_reported_as_spans() -> None:
+def test_work_is_reported_as_spans(engine: MakeEngine) -> None:
     async def program() -> MemorySink:
         sink = MemorySink()
         e = engine(sink=sink)
@@ -345,3 +371,42 @@ def test_work_is_reported_as_spans() -> None:
 
     spans = asyncio.run(program()).of(Span)
     assert sum(span.num_tokens for span in spans) == 50 and all(span.seconds > 0 for span in spans)
+
+
+def test_a_thread_and_a_process_give_the_same_bits() -> None:
+    async def program(is_process: bool) -> list[Completion]:
+        config = EngineConfig(slots=3, process=is_process)
+        e = build_engine(config, make("gemma2"), clock=RealClock(), sink=MemorySink())
+        await e.load(2, {name: p.detach().clone() for name, p in make("gemma2", seed=2).named_parameters()})
+        await e.pause()
+        flights = [asyncio.ensure_future(e.generate(request(n, p))) for n, p in enumerate(prompts(9))]
+        await asyncio.sleep(0)
+        await e.resume()
+        completions = await asyncio.gather(*flights)
+        await e.close()
+        return completions
+
+    assert asyncio.run(program(False)) == asyncio.run(program(True))
+
+
+def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from tiny import make
+from millstream.engine import EngineConfig
+from millstream.engine.process import ProcessHost
+host = ProcessHost(make("llama"), EngineConfig())
+print(host._child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    out = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    child = Path(f"/proc/{int(out.stdout)}/stat")
+    for _ in range(300):
+        if not child.exists() or " Z " in child.read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError("the engine's process outlived its parent")

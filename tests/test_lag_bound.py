@@ -7,11 +7,11 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import World, check, simulate
 
 from millstream.errors import LagError
 from millstream.runtime import pipeline
 from millstream.runtime.admission import Admission
+from simulated import World, check, simulate
 
 worlds = st.builds(
     World,

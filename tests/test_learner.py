@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import random
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import CONFIGS, VOCABULARY, make, plain
 
 from millstream.algo import AlgorithmConfig, recipe
 from millstream.errors import LearnerError
@@ -20,6 +20,7 @@ from millstream.learner import LearnerConfig
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner, learning_rate_share
 from millstream.types import TrainRow
+from tiny import CONFIGS, VOCABULARY, make, plain
 
 AGGREGATIONS = ["token_mean", "sequence_mean", "fixed_length"]
 
@@ -75,7 +76,7 @@ def test_any_split_and_order_of_rows_gives_the_gradient_of_the_whole_batch(aggre
     @given(order=st.permutations(range(12)), cuts=st.sets(st.integers(1, 11)))
     def holds(order: list[int], cuts: set[int]) -> None:
         edges = [0, *sorted(cuts), 12]
-        split = [[batch[i] for i in order[a:b]] for a, b in zip(edges, edges[1:], strict=False)]
+        split = [[batch[i] for i in order[a:b]] for a, b in itertools.pairwise(edges)]
         found = gradient(one, split)
         assert torch.allclose(found, whole, atol=2e-5 * float(whole.abs().max()), rtol=1e-3)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import World, simulate
 
 from millstream.events.sinks import JsonlSink, read_events
 from millstream.events.summary import intersect, merge, summarise, total
+from simulated import World, simulate
 
 ROOT = Path(__file__).parent.parent
 

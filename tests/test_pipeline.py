@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import pytest
-from simulated import World, check, simulate
 
 from millstream.env import Context
 from millstream.errors import EngineError, MillstreamError, StallError
@@ -24,6 +23,7 @@ from millstream.events import (
 )
 from millstream.sim.parts import SimEngine, SimEnvironment, SimLearner, constant, uniform
 from millstream.types import Fate
+from simulated import World, check, simulate
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -203,7 +203,7 @@ def test_a_learner_that_never_steps_is_named_by_the_stall(monkeypatch: pytest.Mo
         await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(SimLearner, "step", hang)
-    with pytest.raises(StallError, match="train has waited .* for the learner to step"):
+    with pytest.raises(StallError, match=r"train has waited .* for the learner to step"):
         simulate(World(deadline_s=50.0))
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tiny import make
 
 from millstream.algo import AlgorithmConfig, recipe
 from millstream.algo.advantages import grpo, has_signal
@@ -26,11 +25,13 @@ from millstream.events.sinks import MemorySink
 from millstream.learner import LearnerConfig
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
+from millstream.runtime.build import build_engine
 from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig, RolloutConfig
 from millstream.seeds import request_seed
 from millstream.store.memory import MemoryStore
 from millstream.types import Completion, Fate, Request, RequestKey, Sampling, Task, TrainRow, Weights
 from millstream.weights.local import LocalChannel
+from tiny import make
 
 STEPS, GROUPS, MEMBERS, SLOTS, SEED = 10, 4, 4, 6, 5
 SAMPLING = Sampling(max_tokens=12, stop=(3, 4, 5))
@@ -51,8 +52,9 @@ def tasks() -> Iterator[Task]:
         yield Task(id=str(number), prompt="")
 
 
-def parts() -> tuple[TorchEngine, TorchLearner]:
-    engine = TorchEngine(make("qwen3"), EngineConfig(slots=SLOTS), clock=RealClock(), sink=MemorySink())
+def parts(*, is_process: bool = False) -> tuple[TorchEngine, TorchLearner]:
+    config = EngineConfig(slots=SLOTS, process=is_process)
+    engine = build_engine(config, make("qwen3"), clock=RealClock(), sink=MemorySink())
     return engine, TorchLearner(
         make("qwen3"), LEARNER, recipe.objective(AlgorithmConfig(), max_tokens=12), num_steps=STEPS
     )
@@ -130,8 +132,8 @@ class DelayedReward:
         return reward(completion)
 
 
-async def pipeline(delay_seed: int, sink: MemorySink, max_lag: float = 0) -> Weights:
-    engine, learner = parts()
+async def pipeline(delay_seed: int, sink: MemorySink, *, max_lag: float = 0, is_process: bool = False) -> Weights:
+    engine, learner = parts(is_process=is_process)
     run = Pipeline(
         Parts(
             engines=(engine,),
@@ -156,7 +158,8 @@ async def pipeline(delay_seed: int, sink: MemorySink, max_lag: float = 0) -> Wei
 @pytest.mark.parametrize("delay_seed", range(3))
 def test_ten_steps_at_max_lag_zero_give_the_weights_of_a_plain_loop_bit_for_bit(delay_seed: int) -> None:
     sink = MemorySink()
-    ours, plain = asyncio.run(pipeline(delay_seed, sink)), asyncio.run(plain_loop())
+    ours = asyncio.run(pipeline(delay_seed, sink, is_process=delay_seed == 2))
+    plain = asyncio.run(plain_loop())
     assert len(sink.of(GroupTaken)) == STEPS * GROUPS
     assert Fate.FILTERED in {event.fate for event in sink.of(GroupLeft)}, "replacements are part of what is compared"
     assert all(torch.equal(ours[name], plain[name]) for name in plain)

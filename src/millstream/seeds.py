@@ -12,9 +12,12 @@ from millstream.types import RequestKey
 
 def derive_seed(run_seed: int, *names: int | str) -> int:
     """A 63-bit seed for this name path; stable across processes, platforms and Python versions."""
-    digest = blake2b("/".join(map(repr, (run_seed, *names))).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return _digest("/".join(map(repr, (run_seed, *names))).encode())
 
 
 def request_seed(run_seed: int, role: str, key: RequestKey) -> int:
-    return derive_seed(run_seed, role, key.group_id, key.member, key.attempt, key.turn)
+    return _digest(f"{run_seed}/{role}/{key.group_id}/{key.member}/{key.attempt}/{key.turn}".encode())
+
+
+def _digest(name: bytes) -> int:
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little") >> 1

@@ -15,6 +15,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     prefill_tokens: int = 4096
     """Prompt tokens computed in one forward pass."""
 
+    process: bool | None = None
+    """Whether the engine has a process of its own. None: on a CPU with several cores, where the interpreter's lock would
+    slow both sides down."""
+
     def __post_init__(self) -> None:
         if self.slots < 1 or self.prefill_tokens < 1:
             raise ValueError("slots and prefill_tokens must be at least 1")

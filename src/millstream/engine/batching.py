@@ -74,7 +74,7 @@ class Batcher:
         self._device = next(model.parameters()).device
         self._num_slots = num_slots
         self._prefill_tokens = prefill_tokens
-        self._context_length = context_length(model)
+        self._max_length = context_length(model)
         self._cache = SlotCache(num_slots)
         self._waiting: deque[InFlight] = deque()
         self._running: list[InFlight] = []
@@ -93,21 +93,8 @@ class Batcher:
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
-    def check(self, request: Request) -> None:
-        """Raises `EngineError` for a request that can never run."""
-        length = len(request.tokens) + request.sampling.max_tokens
-        if not request.tokens:
-            raise EngineError(f"{request.key}: the prompt is empty")
-        if request.sampling.max_tokens < 1:
-            raise EngineError(f"{request.key}: max_tokens must be at least 1")
-        if self._context_length is not None and length > self._context_length:
-            raise EngineError(
-                f"{request.key}: a prompt of {len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} "
-                f"exceed the model's context of {self._context_length}: set rollout.max_tokens lower, or drop the prompt"
-            )
-
     def add(self, request: Request) -> None:
-        self.check(request)
+        check_request(request, self._max_length)
         self._waiting.append(InFlight(request))
 
     def abort(self, key: RequestKey) -> Finished:
@@ -120,6 +107,10 @@ class Batcher:
                 self._leave(slot)
                 return [(key, flight.completion())]
         return []
+
+    def abort_all(self) -> Finished:
+        keys = [flight.request.key for flight in (*self._running, *self._waiting)]
+        return [finished for key in keys for finished in self.abort(key)]
 
     @torch.inference_mode()
     def load(self, version: int, weights: Weights) -> None:
@@ -193,6 +184,20 @@ class Batcher:
         for flight, token, logprob in zip(flights, tokens, logprobs, strict=True):
             flight.append(token, logprob, self.version)
         self.tokens_generated += len(flights)
+
+
+def check_request(request: Request, max_length: int | None) -> None:
+    """Raises `EngineError` for a request that can never run. None: the model sets no limit."""
+    length = len(request.tokens) + request.sampling.max_tokens
+    if not request.tokens:
+        raise EngineError(f"{request.key}: the prompt is empty")
+    if request.sampling.max_tokens < 1:
+        raise EngineError(f"{request.key}: max_tokens must be at least 1")
+    if max_length is not None and length > max_length:
+        raise EngineError(
+            f"{request.key}: a prompt of {len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} "
+            f"exceed the model's context of {max_length}: set rollout.max_tokens lower, or drop the prompt"
+        )
 
 
 class SlotCache:

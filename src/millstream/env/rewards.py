@@ -14,6 +14,7 @@ import math
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class DaemonThreads:
     def __init__(self, most: int = 16) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]]
         self._jobs = queue.SimpleQueue()
-        self._most, self._idle, self._lost = most, 0, 0
+        self._most, self._lost = most, 0
         self._num_threads = 0
 
     async def call(self, function: Callable[[], Any]) -> Any:
@@ -106,7 +107,8 @@ class DaemonThreads:
         done: asyncio.Future[Any] = loop.create_future()
 
         def answer(value: Any, error: BaseException | None) -> None:
-            loop.call_soon_threadsafe(_settle, done, value, error)
+            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
+                loop.call_soon_threadsafe(_settle, done, value, error)
 
         if self._num_threads - self._lost < self._most:
             self._num_threads += 1

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 
+import torch
 from msgspec import Struct, field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo import recipe
 from millstream.clock import Clock
-from millstream.engine.torch import TorchEngine
+from millstream.engine import EngineConfig
+from millstream.engine.process import ProcessHost
+from millstream.engine.torch import Host, ThreadHost, TorchEngine
 from millstream.env import toy
 from millstream.env.rewards import Scorer, find
 from millstream.env.single_turn import SingleTurn
-from millstream.errors import ModelError
+from millstream.errors import ConfigError, ModelError
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
-from millstream.model.load import load_model, load_tokenizer
+from millstream.model.load import context_length, load_model, load_tokenizer
 from millstream.model.objective import Objective
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.runtime.admission import full_budget
@@ -60,16 +64,24 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
 
 
 def build_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    device, dtype = choose_device(config.device), getattr(torch, config.dtype)
     if config.tiny is not None:
         tiny = config.tiny
         tokenizer = character_tokenizer(toy.ALPHABET)
         shape = TinyShape(hidden=tiny.hidden, layers=tiny.layers, heads=tiny.heads, context=tiny.context)
-        return tiny_model(shape, tokenizer, seed=seed), tokenizer
+        return tiny_model(shape, tokenizer, seed=seed).to(device=device, dtype=dtype), tokenizer
     path = config.path or ""
     tokenizer = load_tokenizer(path)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer in {path} has no end token: a rollout could never stop by itself")
-    return load_model(path), tokenizer
+    return load_model(path, device=device, dtype=dtype), tokenizer
+
+
+def choose_device(asked: str) -> str:
+    has_gpu = torch.cuda.is_available()
+    if asked == "cuda" and not has_gpu:
+        raise ConfigError('model.device = "cuda", and torch sees no GPU here: set model.device = "cpu"')
+    return asked if asked != "auto" else "cuda" if has_gpu else "cpu"
 
 
 def build_sampling(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
@@ -85,9 +97,13 @@ def build_environment(config: RunConfig, text: Text) -> SingleTurn:
     return SingleTurn(encode=text.encode, decode=text.decode, scorer=scorer)
 
 
-def build_engine(config: RunConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink) -> TorchEngine:
+def build_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink) -> TorchEngine:
     """The engine has a copy of the model of its own: it is changed by `load` alone."""
-    return TorchEngine(copy.deepcopy(model), config.engine, clock=clock, sink=sink)
+    is_process = config.process
+    if is_process is None:
+        is_process = model.device.type == "cpu" and (os.cpu_count() or 1) > 1
+    host: Host = ProcessHost(model, config) if is_process else ThreadHost(copy.deepcopy(model), config)
+    return TorchEngine(host, max_length=context_length(model), clock=clock, sink=sink)
 
 
 def build_learner(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct, field
 
 from millstream.algo import AlgorithmConfig, check
@@ -26,6 +28,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     path: str | None = None
     """A Hugging Face checkpoint: a folder, or a name on the hub."""
     tiny: TinyConfig | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.tiny is None):

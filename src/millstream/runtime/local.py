@@ -6,6 +6,7 @@ Steps of a run: model, data, warm-up (if asked for), evaluation, reinforcement l
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, in_order, read
 from millstream.errors import ConfigError
 from millstream.events import Evaluated, EventSink, RunEnded, RunStarted
-from millstream.events.sinks import JsonlSink, MemorySink, Tee
+from millstream.events.sinks import JsonlSink, Tee, read_events
 from millstream.events.summary import Summary, summarise
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
@@ -75,9 +76,9 @@ def make_run_dir(config: RunConfig, name: str) -> Path:
 class _Run:
     def __init__(self, config: RunConfig, run_dir: Path, sinks: Sequence[EventSink]) -> None:
         self._config, self._dir = config, run_dir
-        self._clock, self._memory = RealClock(), MemorySink()
+        self._clock = RealClock()
         self._file = JsonlSink(run_dir / ENCODED_EVENTS)
-        self._sink = Tee([self._file, self._memory, *sinks])
+        self._sink = Tee([self._file, *sinks])
 
     async def run(self) -> RunResult:
         config, seed = self._config, self._config.seed
@@ -86,7 +87,7 @@ class _Run:
         self._text = build.Text(tokenizer=tokenizer)
         self._environment = build.build_environment(config, self._text)
         self._sampling = build.build_sampling(config, tokenizer)
-        engine = build.build_engine(config, model, clock=self._clock, sink=self._sink)
+        engine = build.build_engine(config.engine, model, clock=self._clock, sink=self._sink)
         self._router = Router([engine])
         try:
             if config.warmup is not None:
@@ -184,20 +185,22 @@ class _Run:
                 budget=pipeline.admission.budget,
             )
         )
+        gc.collect()
+        gc.freeze()  # what the libraries made at import is here to stay: no need to walk over it again and again
         await pipeline.run()
         self._sink.emit(RunEnded(at=self._clock.now(), outcome="finished", version=pipeline.admission.version))
 
     def _finish(self, before: tuple[float, float] | None, after: tuple[float, float] | None) -> RunResult:
+        self._file.close()
         result = RunResult(
             run_dir=str(self._dir),
             accuracy_before=before and before[0],
             accuracy_after=after and after[0],
             greedy_before=before and before[1],
             greedy_after=after and after[1],
-            summary=summarise(self._memory.events),
+            summary=summarise(read_events(self._dir / ENCODED_EVENTS)),
         )
         flat = {**structs.asdict(result), **structs.asdict(result.summary)}
         del flat["summary"]
         (self._dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(flat), indent=2) + b"\n")
-        self._file.close()
         return result

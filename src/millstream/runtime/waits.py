@@ -36,7 +36,14 @@ class Waits:
         self._next += 1
         self._active[number] = wait
         alarm = asyncio.get_running_loop().call_later(self._stall_s, self._report, wait)
-        limit = asyncio.timeout(self._deadline_s if has_deadline else None)
+        try:
+            return await (self._within_deadline(wait, awaitable) if has_deadline else awaitable)
+        finally:
+            alarm.cancel()
+            del self._active[number]
+
+    async def _within_deadline(self, wait: Wait, awaitable: Awaitable[T]) -> T:
+        limit = asyncio.timeout(self._deadline_s)
         try:
             async with limit:
                 return await awaitable
@@ -44,11 +51,8 @@ class Waits:
             if not limit.expired():
                 raise
             raise StallError(
-                f"{owner} has waited {self._deadline_s:g} s for {what}; pipeline.deadline_s sets the limit"
+                f"{wait.owner} has waited {self._deadline_s:g} s for {wait.what}; pipeline.deadline_s sets the limit"
             ) from error
-        finally:
-            alarm.cancel()
-            del self._active[number]
 
     def _report(self, wait: Wait) -> None:
         now = self._clock.now()

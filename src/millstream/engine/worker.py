@@ -1,0 +1,152 @@
+"""The loop that decodes, wherever it runs: on a thread of this process or in a process of its own.
+
+Commands are carried out between two decode steps, in the order they were given; what came of them, and every request that
+ended, goes back in reports. Commands and reports are plain structs: the same in memory and on the wire.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from msgspec import Struct
+
+from millstream.engine.batching import Batcher
+from millstream.errors import EngineError
+from millstream.types import Completion, Request, RequestKey, Weights
+
+SPAN_S = 0.25
+"""The longest stretch of work that is reported as one."""
+
+
+class Add(Struct, frozen=True, tag=True, array_like=True):
+    request: Request
+
+
+class Abort(Struct, frozen=True, tag=True, array_like=True):
+    number: int
+    key: RequestKey
+
+
+class Pause(Struct, frozen=True, tag=True, array_like=True):
+    number: int
+
+
+class Resume(Struct, frozen=True, tag=True, array_like=True):
+    number: int
+
+
+class Load(Struct, frozen=True, tag=True, array_like=True):
+    """The weights themselves come by the link: by reference, or in shared memory."""
+
+    number: int
+    version: int
+
+
+class Close(Struct, frozen=True, tag=True, array_like=True):
+    """What is in flight ends as aborted, and the worker stops."""
+
+
+Command = Add | Abort | Pause | Resume | Load | Close
+
+
+class Report(Struct, array_like=True):
+    finished: list[tuple[RequestKey, Completion]]
+    done: list[tuple[int, str | None]]
+    """Numbers of the commands that were carried out, each with an error or None."""
+    running: int = 0
+    waiting: int = 0
+    tokens_generated: int = 0
+    spans: list[tuple[float, int]] = []
+    """Stretches of decoding that ended now: seconds, and tokens generated."""
+    broken: str | None = None
+    """Why the worker can never go on, if it cannot."""
+
+
+class Link(Protocol):
+    """The worker's end of the line."""
+
+    def receive(self, *, block: bool) -> list[Command]:
+        """The commands that have come; with `block`, at least one. `Close` if the other end is gone."""
+        ...
+
+    def send(self, report: Report) -> None: ...
+
+    def weights(self) -> Weights:
+        """What a `Load` is about."""
+        ...
+
+
+class Worker:
+    def __init__(self, batcher: Batcher, link: Link) -> None:
+        self._batcher, self._link = batcher, link
+        self._is_paused = self._is_closed = False
+        self._began: float | None = None
+        self._tokens_at_begin = 0
+        self._report = Report([], [])
+
+    def run(self) -> None:
+        try:
+            while not self._is_closed:
+                self._turn()
+        except Exception as error:  # the border of the worker: whoever waits must hear of it
+            self._report.broken = f"{type(error).__name__}: {error}"
+            self._send()
+
+    def _turn(self) -> None:
+        is_idle = self._is_paused or not self._batcher.has_work
+        if is_idle:
+            self._end_span()
+            self._send_if_any()
+        for command in self._link.receive(block=is_idle):
+            self._obey(command)
+        if self._batcher.has_work and not self._is_paused and not self._is_closed:
+            self._decode()
+        self._send_if_any()
+
+    def _decode(self) -> None:
+        if self._began is None:
+            self._began, self._tokens_at_begin = time.monotonic(), self._batcher.tokens_generated
+        self._report.finished += self._batcher.step()
+        if time.monotonic() - self._began >= SPAN_S:
+            self._end_span()
+
+    def _end_span(self) -> None:
+        if self._began is not None:
+            tokens = self._batcher.tokens_generated - self._tokens_at_begin
+            self._report.spans.append((time.monotonic() - self._began, tokens))
+            self._began = None
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Add():
+                self._batcher.add(command.request)
+            case Abort():
+                self._report.finished += self._batcher.abort(command.key)
+                self._report.done.append((command.number, None))
+            case Pause() | Resume():
+                self._is_paused = isinstance(command, Pause)
+                self._report.done.append((command.number, None))
+            case Load():
+                self._report.done.append((command.number, self._load(command.version)))
+            case Close():
+                self._is_closed = True
+                self._end_span()
+                self._report.finished += self._batcher.abort_all()
+
+    def _load(self, version: int) -> str | None:
+        try:
+            self._batcher.load(version, self._link.weights())
+        except EngineError as error:
+            return str(error)
+        return None
+
+    def _send_if_any(self) -> None:
+        if self._report.finished or self._report.done or self._report.spans:
+            self._send()
+
+    def _send(self) -> None:
+        report, self._report = self._report, Report([], [])
+        report.running, report.waiting = self._batcher.running, self._batcher.waiting
+        report.tokens_generated = self._batcher.tokens_generated
+        self._link.send(report)
