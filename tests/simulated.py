@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from msgspec import Struct
 
@@ -16,7 +16,15 @@ from millstream.env import Environment
 from millstream.events import GroupAdmitted, GroupLeft, GroupTaken, RolloutEnded, Stepped
 from millstream.events.sinks import MemorySink
 from millstream.runtime.admission import full_budget
-from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig, RolloutConfig
+from millstream.runtime.pipeline import (
+    STORE_TASKS,
+    AfterStep,
+    Algorithm,
+    Parts,
+    Pipeline,
+    PipelineConfig,
+    RolloutConfig,
+)
 from millstream.sim.parts import Draw, SimEngine, SimEnvironment, SimLearner, constant, lognormal, uniform
 from millstream.store.memory import MemoryStore
 from millstream.types import Fate, Sampling, Task
@@ -65,12 +73,25 @@ def tasks(world: World) -> Iterator[tuple[int, Task]]:
         yield 0, Task(id=f"task-{number}", prompt="?")
 
 
-def simulate(world: World, *, environment: Environment | None = None, num_tokens: Draw | None = None) -> Outcome:
+def simulate(
+    world: World,
+    *,
+    environment: Environment | None = None,
+    num_tokens: Draw | None = None,
+    after_step: AfterStep | None = None,
+    on_pipeline: Callable[[Pipeline], None] = lambda pipeline: None,
+) -> Outcome:
     """Run to the end. Raises whatever stops the run: a `LagError`, a `Deadlock`, a `StallError`, ..."""
-    return run_virtual(_simulate(world, environment, num_tokens))
+    return run_virtual(_simulate(world, environment, num_tokens, after_step, on_pipeline))
 
 
-async def _simulate(world: World, environment: Environment | None, num_tokens: Draw | None) -> Outcome:
+async def _simulate(
+    world: World,
+    environment: Environment | None,
+    num_tokens: Draw | None,
+    after_step: AfterStep | None,
+    on_pipeline: Callable[[Pipeline], None],
+) -> Outcome:
     sink, learner = MemorySink(), SimLearner(token_s=world.train_token_s, seed=world.seed)
     budget = world.budget or full_budget(world.groups_per_step, world.max_lag)
     store = MemoryStore(STORE_TASKS, capacity_rows=budget * world.group_size)
@@ -119,7 +140,9 @@ async def _simulate(world: World, environment: Environment | None, num_tokens: D
         ),
         rollout=RolloutConfig(group_size=world.group_size, retries=world.retries),
         seed=world.seed,
+        after_step=after_step,
     )
+    on_pipeline(pipeline)
     await pipeline.run()
     return Outcome(
         sink=sink,

@@ -18,9 +18,11 @@ from millstream.events import (
     RolloutFailed,
     Span,
     Stalled,
+    Status,
     Stepped,
     decode,
 )
+from millstream.runtime.pipeline import Pipeline
 from millstream.sim.parts import SimEngine, SimEnvironment, SimLearner, constant, uniform
 from millstream.types import Fate
 from simulated import World, check, simulate
@@ -243,3 +245,39 @@ def test_fixed_latencies_give_a_schedule_that_can_be_worked_out_by_hand() -> Non
     world = World(steps=2, groups_per_step=2, max_lag=0, filter_zero_signal=False, train_token_s=0.0)
     outcome = simulate(world, num_tokens=constant(10))
     assert [round(step.at, 6) for step in outcome.sink.of(Stepped)] == [0.2, 0.4]
+
+
+def test_what_comes_after_a_step_has_the_engines_to_itself_when_training_is_synchronous() -> None:
+    is_idle: dict[float, list[bool]] = {0: [], 1: []}
+    for max_lag, found in is_idle.items():
+        pipelines: list[Pipeline] = []
+
+        async def after_step(version: int) -> None:
+            await asyncio.sleep(0.2)
+            found.append(pipelines[0].status().requests_running == 0)
+
+        world = World(steps=10, max_lag=max_lag)
+        check(world, simulate(world, after_step=after_step, on_pipeline=pipelines.append))
+        assert len(found) == 10
+    assert all(is_idle[0]), "nothing else runs"
+    assert not all(is_idle[1]), "it runs beside training"
+
+
+def test_the_status_says_how_full_everything_is_and_what_everybody_waits_for() -> None:
+    seen: list[Status] = []
+    holder: list[Pipeline] = []
+
+    class Watched(SimEnvironment):
+        async def rollout(self, context: Context) -> float:
+            reward = await super().rollout(context)
+            seen.append(holder[0].status())
+            return reward
+
+    world = World(steps=3, groups_per_step=2, group_size=3, max_lag=1, slots=2)
+    simulate(world, environment=Watched(), on_pipeline=holder.append)
+    status = seen[len(seen) // 2]
+    assert status.requests_running <= 2 and status.requests_waiting > 0
+    assert status.groups_outstanding + status.groups_taken <= status.budget == 4
+    waits = {wait.owner: wait for wait in status.waits}
+    assert waits["rollouts"].what == "the engine" and waits["rollouts"].count > 1
+    assert waits["feed"].what == "room under the lag bound" and "settle" in waits

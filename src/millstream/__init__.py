@@ -28,4 +28,11 @@ def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "ru
     return local.train(config, sinks=sinks, name=name)
 
 
-__all__ = ["MillstreamError", "RunConfig", "__version__", "train"]
+def evaluate(config: RunConfig) -> tuple[float, float]:
+    """The mean reward of the config's model on its held-out tasks: sampled as in training, and greedy."""
+    from millstream.runtime import local
+
+    return local.evaluate_model(config)
+
+
+__all__ = ["MillstreamError", "RunConfig", "__version__", "evaluate", "train"]

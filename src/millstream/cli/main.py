@@ -1,22 +1,32 @@
-"""`millstream train RUN.toml`: read the config, run it, show it. Exit code 0, or 1 with a message that says what to type."""
+"""The commands: train, eval, trace, init. Exit code 0, or 1 with a message that says what to type. No logic."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
+from msgspec import structs
 from rich.console import Console
 
+import millstream
 from millstream import config as configs
 from millstream.cli.show import Lines, result_table
-from millstream.errors import MillstreamError
+from millstream.cli.template import TEMPLATE
+from millstream.cli.view import View
+from millstream.errors import ConfigError, MillstreamError
+from millstream.events.sinks import read_events
+from millstream.events.trace import perfetto
 from millstream.runtime.config import RunConfig, check_run
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help=__doc__
-)
+if TYPE_CHECKING:
+    from millstream.runtime.local import RunResult
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 console, errors = Console(), Console(stderr=True)
 
 
@@ -25,38 +35,119 @@ def main() -> None:
     """Millstream: asynchronous reinforcement learning for language models."""
 
 
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key: --set pipeline.max_lag=2")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
+
+
 @app.command()
 def train(
     path: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The config of the run.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key: --set pipeline.max_lag=2")
-    ] = None,
+    overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and print the resolved config; run nothing.")
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the end.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model by reinforcement learning."""
-    try:
+    with said():
         config = configs.load(path, RunConfig, overrides or [])
         check_run(config)
         if dry_run:
             console.out(configs.to_toml(config), end="", highlight=False)
             return
-        _train(config, path.stem)
+        result = _train(config, path.stem, is_quiet=quiet or as_json)
+        if as_json:
+            console.out(msgspec.json.encode(result).decode(), highlight=False)
+        else:
+            _show_result(result)
+
+
+def _train(config: RunConfig, name: str, *, is_quiet: bool) -> RunResult:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    steps = config.pipeline.steps
+    if is_quiet:
+        return millstream.train(config, name=name)
+    if not console.is_terminal:
+        return millstream.train(config, name=name, sinks=[Lines(console, num_steps=steps)])
+    with View(console, num_steps=steps) as view:
+        return millstream.train(config, name=name, sinks=[view])
+
+
+def _show_result(result: RunResult) -> None:
+    console.print(result_table(result))
+    model = f"{result.run_dir}/model"
+    console.print(f"run folder    {result.run_dir}", highlight=False)
+    console.print(f"saved model   {model}", highlight=False)
+    console.print("\nWhat to type next:", style="bold")
+    for command, what in (
+        (f"millstream trace {result.run_dir}", "writes a timeline for ui.perfetto.dev"),
+        (f"millstream eval {result.run_dir}/config.toml --model {model}", "measures the saved model again"),
+        ("millstream init mine.toml", "a commented config for data, a reward and a model of your own"),
+    ):
+        console.print(f"  {command:60} [dim]{what}[/]", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def trace(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, live or dead.")],
+) -> None:
+    """Write RUN/trace.json, a timeline of every worker, for ui.perfetto.dev."""
+    with said():
+        events = run_dir / "events.jsonl"
+        if not events.is_file():
+            raise ConfigError(f"{run_dir} is not a run folder: it has no events.jsonl")
+        target = run_dir / "trace.json"
+        target.write_bytes(msgspec.json.encode(perfetto(read_events(events))))
+        console.print(f"wrote {target}: open it at https://ui.perfetto.dev", highlight=False)
+
+
+@app.command(name="eval")
+def evaluate(
+    path: Annotated[Path, typer.Argument(metavar="RUN.toml", help="A config: its data, reward and sampling are used.")],
+    model: Annotated[str | None, typer.Option("--model", help="Another checkpoint than the config's.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model on the held-out tasks: sampled as in training, and greedy."""
+    with said():
+        config = configs.load(path, RunConfig, overrides or [])
+        if model is not None:
+            config = structs.replace(config, model=structs.replace(config.model, path=model, tiny=None))
+        check_run(config)
+        sampled, greedy = millstream.evaluate(config)
+        if as_json:
+            console.out(msgspec.json.encode({"accuracy": sampled, "greedy": greedy}).decode(), highlight=False)
+        else:
+            console.print(f"accuracy, sampled  {sampled:.3f}\naccuracy, greedy   {greedy:.3f}", highlight=False)
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The file to write.")] = Path("run.toml"),
+) -> None:
+    """Write a commented config for data, a reward and a model of your own."""
+    with said():
+        if path.exists():
+            raise ConfigError(f"{path} exists already: choose another name")
+        path.write_text(TEMPLATE)
+        console.print(f"wrote {path}. Fill in the model and the data, then: millstream train {path}", highlight=False)
+
+
+@contextmanager
+def said() -> Iterator[None]:
+    """An error of ours ends with one message and exit code 1, Ctrl-C with a word and exit code 130."""
+    try:
+        yield
     except MillstreamError as error:
         errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
         errors.out(str(error), highlight=False)
         raise typer.Exit(1) from error
-
-
-def _train(config: RunConfig, name: str) -> None:
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from millstream.runtime import local  # torch: not for --help or --dry-run
-
-    result = local.train(config, sinks=[Lines(console, num_steps=config.pipeline.steps)], name=name)
-    console.print(result_table(result))
-    console.print(f"run folder    {result.run_dir}")
-    console.print(f"saved model   {result.run_dir}/model")
+    except KeyboardInterrupt:
+        errors.print("stopped by Ctrl-C; the run folder keeps what was done so far")
+        raise typer.Exit(130) from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a person sees: lines while it runs, a table when it is done. Reads events, as everything that shows does."""
+"""What a person sees without a terminal, and at the end: plain lines, and a table. Reads events and nothing else."""
 
 from __future__ import annotations
 
@@ -7,48 +7,43 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from millstream.events import Evaluated, Event, GroupTaken, RolloutEnded, RolloutFailed, Stalled, Stepped
+from millstream.events import Evaluated, Event, RolloutFailed, Stalled, Stepped, WarmedUp
+from millstream.events.metrics import StepMetrics
 
 if TYPE_CHECKING:
     from millstream.runtime.local import RunResult
 
 
 class Lines:
-    """Plain lines: one every few seconds, and one for whatever is out of the ordinary."""
+    """One line every few seconds, and one for whatever is out of the ordinary."""
 
     EVERY_S = 5.0
 
     def __init__(self, console: Console, *, num_steps: int) -> None:
         self._console, self._num_steps = console, num_steps
-        self._shown_at = 0.0
-        self._rewards: list[float] = []
-        self._lags: list[int] = []
+        self._metrics = StepMetrics()
+        self._shown_at = float("-inf")
 
     def emit(self, event: Event) -> None:
+        row = self._metrics.add(event)
         match event:
-            case RolloutEnded():
-                self._rewards.append(event.reward)
-            case GroupTaken():
-                self._lags.append(event.lag)
+            case WarmedUp() if event.at - self._shown_at >= self.EVERY_S:
+                self._say(event.at, f"warm-up step {event.step}: sampled accuracy {event.accuracy:.3f}")
+                self._shown_at = event.at
             case Stepped() if event.at - self._shown_at >= self.EVERY_S or event.version == self._num_steps:
-                self._show(event)
-            case Evaluated():
+                assert row is not None
+                self._say(
+                    event.at,
+                    f"step {event.version}/{self._num_steps}  reward {row['reward']:.3f}  lag {row['lag_mean']:.2f}  "
+                    f"{row['rollouts_per_s']:.0f} rollouts/s  {row['tokens_per_s']:.0f} tokens/s",
+                )
+                self._shown_at = event.at
+            case Evaluated() if event.name != "warmup":
                 self._say(event.at, f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks")
             case Stalled():
                 self._say(event.at, f"{event.owner} has waited {event.seconds:.0f} s for {event.what}")
             case RolloutFailed() if event.is_final:
                 self._say(event.at, f"group {event.group_id} goes on without member {event.member}: {event.message}")
-
-    def _show(self, event: Stepped) -> None:
-        reward = sum(self._rewards) / max(1, len(self._rewards))
-        lag = sum(self._lags) / max(1, len(self._lags))
-        per_s = len(self._rewards) / max(event.at - self._shown_at, 1e-9)
-        self._say(
-            event.at,
-            f"step {event.version}/{self._num_steps}  reward {reward:.3f}  lag {lag:.2f}  rollouts/s {per_s:.0f}",
-        )
-        self._shown_at = event.at
-        self._rewards, self._lags = [], []
 
     def _say(self, at: float, text: str) -> None:
         self._console.out(f"[{at:7.1f} s] {text}", highlight=False)
@@ -69,7 +64,7 @@ def result_table(result: RunResult) -> Table:
         ("seconds of training", f"{summary.seconds:.1f}"),
         ("steps", str(summary.steps)),
         ("rollouts trained", str(summary.rollouts_trained)),
-        ("rollouts/s", f"{summary.rollouts_per_s:.0f}"),
+        ("rollouts/s trained", f"{summary.rollouts_per_s:.0f}"),
         ("tokens/s generated", f"{summary.tokens_per_s:.0f}"),
         ("groups admitted", str(summary.groups_admitted)),
         ("trained, filtered, failed", f"{summary.groups_trained}, {summary.groups_filtered}, {summary.groups_failed}"),

@@ -127,6 +127,35 @@ class Stalled(Event, frozen=True, kw_only=True):
     seconds: float
 
 
+class WaitNow(Struct, frozen=True, kw_only=True):
+    owner: str
+    what: str
+    seconds: float
+    count: int = 1
+    """Rollouts that wait for the same thing are counted together."""
+
+
+class Status(Event, frozen=True, kw_only=True):
+    """What the run is doing, about once a second: how full everything is, and what everybody waits for."""
+
+    requests_running: int
+    requests_waiting: int
+    rows_in_store: int
+    groups_outstanding: int
+    groups_taken: int
+    budget: int
+    waits: list[WaitNow]
+
+
+class WarmedUp(Event, frozen=True, kw_only=True):
+    """Progress of the supervised warm-up."""
+
+    step: int
+    max_steps: int
+    accuracy: float
+    stop_at: float
+
+
 class Evaluated(Event, frozen=True, kw_only=True):
     """`version` is the engine's; None if the weights changed while it ran (a mixed evaluation)."""
 
@@ -154,6 +183,8 @@ AnyEvent = (
     | WeightsLoaded
     | Span
     | Stalled
+    | Status
+    | WarmedUp
     | Evaluated
     | RunEnded
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from millstream.events import AnyEvent, Event, EventSink, decode, encode
+from millstream.events.metrics import StepMetrics
 
 E_ = TypeVar("E_", bound=Event)
 
@@ -59,6 +61,23 @@ class JsonlSink:
         self._closing.set()
         self._writer.join()
         self.flush()
+        self._file.close()
+
+
+class MetricsSink:
+    """Writes `metrics.jsonl`: a line a step."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", buffering=1)
+        self._metrics = StepMetrics()
+
+    def emit(self, event: Event) -> None:
+        row = self._metrics.add(event)
+        if row is not None:
+            self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
         self._file.close()
 
 

@@ -52,6 +52,19 @@ class WarmupConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("max_steps, batch_size and check_every must be at least 1, learning_rate above 0")
 
 
+class EvaluationConfig(Struct, frozen=True, kw_only=True):
+    """On the held-out tasks. Before and after training it is sampled and greedy; while training runs, sampled."""
+
+    every_steps: int | None = None
+    """None: only before and after."""
+    tasks: int | None = None
+    """None: all of data.holdout."""
+
+    def __post_init__(self) -> None:
+        if (self.every_steps is not None and self.every_steps < 1) or (self.tasks is not None and self.tasks < 1):
+            raise ValueError("every_steps and tasks must be at least 1")
+
+
 class RunConfig(Struct, frozen=True, kw_only=True):
     model: ModelConfig
     data: DataConfig
@@ -64,6 +77,7 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     warmup: WarmupConfig | None = None
 
 

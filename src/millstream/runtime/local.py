@@ -19,8 +19,8 @@ from millstream.config import to_toml
 from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, in_order, read
 from millstream.errors import ConfigError
-from millstream.events import Evaluated, EventSink, RunEnded, RunStarted
-from millstream.events.sinks import JsonlSink, Tee, read_events
+from millstream.events import Evaluated, EventSink, RunEnded, RunStarted, WarmedUp
+from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events
 from millstream.events.summary import Summary, summarise
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
@@ -34,7 +34,8 @@ from millstream.runtime.warmup import gold_row, warm_up
 from millstream.types import Sampling, Task, Weights
 from millstream.weights.local import LocalChannel
 
-ENCODED_EVENTS = "events.jsonl"
+EVENTS = "events.jsonl"
+STATUS_S = 1.0
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
@@ -57,10 +58,35 @@ def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "ru
     return asyncio.run(_Run(config, run_dir, sinks).run())
 
 
+def evaluate_model(config: RunConfig) -> tuple[float, float]:
+    """Accuracy of the config's model on its held-out tasks: sampled, and greedy. Leaves no run folder."""
+    set_up_cpu()
+    data = read(config.data, seed=config.seed)
+    if not data.held_out:
+        raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
+    model, tokenizer = build.build_model(config.model, seed=config.seed)
+    clock, sink = RealClock(), Tee([])
+    environment = build.build_environment(config, build.Text(tokenizer=tokenizer))
+    sampling = build.build_sampling(config, tokenizer)
+
+    async def measure() -> tuple[float, float]:
+        engine = build.build_engine(structs.replace(config.engine, process=False), model, clock=clock, sink=sink)
+        results = [
+            await evaluate(
+                name, Router([engine]), environment, data.held_out, how, clock=clock, sink=sink, seed=config.seed
+            )
+            for name, how in (("sampled", sampling), ("greedy", structs.replace(sampling, temperature=0.0)))
+        ]
+        await engine.close()
+        return results[0].accuracy, results[1].accuracy
+
+    return asyncio.run(measure())
+
+
 def make_run_dir(config: RunConfig, name: str) -> Path:
     if config.run_dir is not None:
         path = Path(config.run_dir)
-        if (path / ENCODED_EVENTS).exists():
+        if (path / EVENTS).exists():
             raise ConfigError(f"{path} holds a run already: choose another run_dir, or remove it")
     else:
         number = 1
@@ -77,12 +103,15 @@ class _Run:
     def __init__(self, config: RunConfig, run_dir: Path, sinks: Sequence[EventSink]) -> None:
         self._config, self._dir = config, run_dir
         self._clock = RealClock()
-        self._file = JsonlSink(run_dir / ENCODED_EVENTS)
-        self._sink = Tee([self._file, *sinks])
+        self._file = JsonlSink(run_dir / EVENTS)
+        self._metrics = MetricsSink(run_dir / "metrics.jsonl")
+        self._sink = Tee([self._file, self._metrics, *sinks])
 
     async def run(self) -> RunResult:
         config, seed = self._config, self._config.seed
         data = read(config.data, seed=seed)
+        self._held_out = data.held_out[: config.evaluation.tasks]
+        self._evaluating = asyncio.Lock()
         model, tokenizer = build.build_model(config.model, seed=seed)
         self._text = build.Text(tokenizer=tokenizer)
         self._environment = build.build_environment(config, self._text)
@@ -100,7 +129,7 @@ class _Run:
                     num_steps=None,
                 )
                 await self._warm_up(learner, engine, data, config.warmup)
-            before = await self._evaluate("before", data.held_out)
+            before = await self._evaluate("before")
             learner = build.build_learner(
                 config,
                 model,
@@ -110,7 +139,7 @@ class _Run:
                 num_steps=config.pipeline.steps,
             )
             await self._reinforce(learner, engine, data)
-            after = await self._evaluate("after", data.held_out)
+            after = await self._evaluate("after")
         finally:
             await engine.close()
         learner.save(self._dir / "model")
@@ -130,18 +159,34 @@ class _Run:
             accuracy_of,
             config,
             seed=self._config.seed,
-            on_progress=lambda step, accuracy: None,
+            on_progress=lambda step, accuracy: self._sink.emit(
+                WarmedUp(
+                    at=self._clock.now(),
+                    step=step,
+                    max_steps=config.max_steps,
+                    accuracy=accuracy,
+                    stop_at=config.stop_at,
+                )
+            ),
         )
         await engine.load(0, await learner.weights())
         learner.close()
 
-    async def _evaluate(self, when: str, tasks: Sequence[Task]) -> tuple[float, float] | None:
+    async def _evaluate(self, when: str) -> tuple[float, float] | None:
         """Sampled as in training, and greedy."""
+        tasks, greedily = self._held_out, structs.replace(self._sampling, temperature=0.0)
         if not tasks:
             return None
         sampled = await self._evaluate_once(f"sampled {when}", tasks, self._sampling)
-        greedy = await self._evaluate_once(f"greedy {when}", tasks, structs.replace(self._sampling, temperature=0.0))
+        greedy = await self._evaluate_once(f"greedy {when}", tasks, greedily)
         return sampled.accuracy, greedy.accuracy
+
+    async def _evaluate_beside(self, version: int) -> None:
+        """While training runs: one evaluation at a time."""
+        every = self._config.evaluation.every_steps
+        if every is not None and version % every == 0 and version < self._config.pipeline.steps and self._held_out:
+            async with self._evaluating:
+                await self._evaluate_once(f"step {version}", self._held_out, self._sampling)
 
     async def _evaluate_once(self, name: str, tasks: Sequence[Task], sampling: Sampling) -> Evaluated:
         return await evaluate(
@@ -173,6 +218,7 @@ class _Run:
             config=config.pipeline,
             rollout=config.rollout,
             seed=config.seed,
+            after_step=self._evaluate_beside if config.evaluation.every_steps is not None else None,
         )
         self._sink.emit(
             RunStarted(
@@ -187,18 +233,29 @@ class _Run:
         )
         gc.collect()
         gc.freeze()  # what the libraries made at import is here to stay: no need to walk over it again and again
-        await pipeline.run()
+        watch = asyncio.create_task(self._watch(pipeline))
+        try:
+            await pipeline.run()
+        finally:
+            watch.cancel()
         self._sink.emit(RunEnded(at=self._clock.now(), outcome="finished", version=pipeline.admission.version))
+
+    async def _watch(self, pipeline: Pipeline) -> None:
+        """Says about once a second what the run is doing."""
+        while True:
+            self._sink.emit(pipeline.status())
+            await asyncio.sleep(STATUS_S)
 
     def _finish(self, before: tuple[float, float] | None, after: tuple[float, float] | None) -> RunResult:
         self._file.close()
+        self._metrics.close()
         result = RunResult(
             run_dir=str(self._dir),
             accuracy_before=before and before[0],
             accuracy_after=after and after[0],
             greedy_before=before and before[1],
             greedy_after=after and after[1],
-            summary=summarise(read_events(self._dir / ENCODED_EVENTS)),
+            summary=summarise(read_events(self._dir / EVENTS)),
         )
         flat = {**structs.asdict(result), **structs.asdict(result.summary)}
         del flat["summary"]

@@ -13,8 +13,8 @@ an owner; with max_lag = 0 the result depends on ids and seeds alone (`lockstep`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -42,7 +42,9 @@ from millstream.events import (
     RolloutFailed,
     RolloutStarted,
     Span,
+    Status,
     Stepped,
+    WaitNow,
     WeightsLoaded,
     WeightsPublished,
 )
@@ -59,6 +61,8 @@ from millstream.weights import WeightChannel
 
 T = TypeVar("T")
 Advantage = Callable[[Rewards], Rewards]
+AfterStep = Callable[[int], Coroutine[Any, Any, None]]
+"""Called with every new version; beside training, or, when that is synchronous, between two steps."""
 SETTLE, TRAIN = "settle", "train"
 STORE_TASKS = {
     SETTLE: Reads(("reward", "tokens")),
@@ -136,7 +140,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Pipeline:
-    """One run. `tasks` yields (epoch, task) in the order of training; it is read one ahead, as room appears."""
+    """One run. `tasks` yields (epoch, task) in the order of training; it is read one ahead, as room appears. `after_step`
+    (an evaluation, say) may use the engines: it takes no budget and holds nothing up."""
 
     def __init__(
         self,
@@ -147,7 +152,9 @@ class Pipeline:
         config: PipelineConfig,
         rollout: RolloutConfig,
         seed: int,
+        after_step: AfterStep | None = None,
     ) -> None:
+        self._after_step, self._is_held = after_step, False
         self._parts, self._algorithm = parts, algorithm
         self._tasks: Iterator[tuple[int, Task]] = iter(tasks)
         self._config, self._rollout, self._seed = config, rollout, seed
@@ -178,7 +185,7 @@ class Pipeline:
                 if self._gate is not None:
                     loops.append(self._gate.keep(self._is_quiet))
                 running = [tasks.create_task(loop) for loop in loops]
-                await self.train()
+                await self.train(tasks)
                 await self.waits.on("the run", "every engine to load the last version", self._engines_at_the_end())
                 for task in running:
                     task.cancel()
@@ -211,6 +218,8 @@ class Pipeline:
 
     def _start_for_next(self) -> int | None:
         """The oldest serving version that a new group may start at: the older, the more engines may serve it."""
+        if self._is_held:
+            return None
         return next((v for v in self._router.serving_versions() if self.admission.may_admit(v)), None)
 
     # ---- 2. roll out: consumes one place of a group; produces a row in the store ----------------------------------
@@ -295,7 +304,7 @@ class Pipeline:
         if self.admission.version > place.deadline:
             raise LagError(f"{owner} is overdue: deadline {place.deadline}, version {self.admission.version}")
         turn = self._router.generate(request, floor=place.start)
-        return await self.waits.on(owner, f"turn {request.key.turn}", turn, has_deadline=False)  # has rollout.timeout_s
+        return await self.waits.on(owner, "the engine", turn, has_deadline=False)  # has rollout.timeout_s
 
     def _is_quiet(self, num_waiting: int) -> bool:
         """Whether nothing but the gate can move: see `lockstep`."""
@@ -381,10 +390,23 @@ class Pipeline:
 
     # ---- 4. train: consumes settled groups; produces versions -----------------------------------------------------
 
-    async def train(self) -> None:
+    async def train(self, tasks: asyncio.TaskGroup) -> None:
         """Batch after batch, until the last step or the end of the data."""
         while not self.admission.is_finished and await self._train_batch():
-            pass
+            if self._after_step is None:
+                continue
+            if self._gate is None:
+                tasks.create_task(self._after_step(self.admission.version))
+            else:
+                await self._between_steps(self._after_step)
+
+    async def _between_steps(self, after_step: AfterStep) -> None:
+        """Synchronous training: what comes after a step has the engines to itself, so that it changes no batch."""
+        at_version = self._engines_at_the_end()
+        await self.waits.on("train", "every engine to load the new version", at_version)
+        await after_step(self.admission.version)
+        self._is_held = False
+        self._pulse.notify()
 
     async def _train_batch(self) -> bool:
         """One batch: gradients accumulate while the rest of it is still being generated. False if nothing was left.
@@ -480,6 +502,7 @@ class Pipeline:
                 metrics=metrics,
             )
         )
+        self._is_held = self._gate is not None and self._after_step is not None
         await self._publish(version)
 
     # ---- 5. publish and sync: consume versions; produce engines that serve them -----------------------------------
@@ -507,6 +530,29 @@ class Pipeline:
 
     async def _engines_at_the_end(self) -> None:
         await self._pulse.until(lambda: self._router.serving_versions()[0] == self._channel.version)
+
+    # ---- what it is doing, for those who watch --------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """How full everything is and what everybody waits for; rollouts are counted together."""
+        now, engines = self._now(), [engine.stats() for engine in self._parts.engines]
+        waits: dict[tuple[str, str], WaitNow] = {}
+        for wait in self.waits.active():
+            is_rollout = wait.owner.startswith("group ")
+            owner, what = "rollouts" if is_rollout else wait.owner, wait.what
+            seen = waits.get((owner, what))
+            seconds, count = (seen.seconds, seen.count + 1) if seen else (now - wait.since, 1)
+            waits[owner, what] = WaitNow(owner=owner, what=what, seconds=seconds, count=count)
+        return Status(
+            at=now,
+            requests_running=sum(stats.running for stats in engines),
+            requests_waiting=sum(stats.waiting for stats in engines),
+            rows_in_store=self._store.stats().rows,
+            groups_outstanding=self.admission.outstanding,
+            groups_taken=self.admission.taken,
+            budget=self.admission.budget,
+            waits=list(waits.values()),
+        )
 
     # ---- small things ---------------------------------------------------------------------------------------------
 

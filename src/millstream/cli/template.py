@@ -1,0 +1,39 @@
+"""What `millstream init` writes: the few keys that a first run needs, each with a word on it."""
+
+TEMPLATE = """\
+# A Millstream run: `millstream train THIS_FILE`. Every key can be changed on the command line: --set pipeline.max_lag=2
+# `--dry-run` prints all keys with their values.
+
+seed = 0
+
+[model]
+path = "path/to/model"            # a Hugging Face checkpoint with its tokenizer: a folder, or a name on the hub
+
+[data]
+path = "data.jsonl"               # one object a line
+prompt_key = "prompt"             # a string, or a list of {role, content} messages
+answer_key = "answer"             # what the reward compares with; optional
+holdout = 256                     # tasks set aside for evaluation
+
+[[reward]]
+function = "exact_match"          # or one of your own: "my_reward.py:reward", with  def reward(task, completion) -> float
+timeout_s = 30.0
+
+[rollout]
+group_size = 8                    # rollouts of each prompt
+max_tokens = 256                  # tokens of an answer, at most
+temperature = 1.0
+
+[pipeline]
+steps = 100
+groups_per_step = 16              # prompts a step: 16 x 8 rollouts
+max_lag = 1                       # how stale a sample may be, in versions; 0 is synchronous
+
+[algorithm]
+advantage = "grpo"                # or "dr_grpo"
+loss = "truncated_is"             # or "decoupled_ppo", "ppo"
+
+[learner]
+learning_rate = 1e-6
+micro_batch_tokens = 8192         # lower it if memory runs out
+"""

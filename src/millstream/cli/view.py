@@ -1,0 +1,172 @@
+"""The live terminal view: where the run is, how well it does, how stale its samples are, and what every part waits for.
+
+It reads events and nothing else. Where there is no terminal, `show.Lines` takes its place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from millstream.events import (
+    Evaluated,
+    Event,
+    GroupTaken,
+    RolloutFailed,
+    RunStarted,
+    Stalled,
+    Status,
+    Stepped,
+    WaitNow,
+    WarmedUp,
+)
+from millstream.events.metrics import StepMetrics
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+RECENT = 20
+"""Steps that the rates and the reward shown are averaged over."""
+
+
+class View:
+    """An event sink that draws. Use as a context manager."""
+
+    def __init__(self, console: Console, *, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._metrics = StepMetrics()
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self._rewards: list[float] = []
+        self._lags: dict[int, int] = {}
+        self._accuracies: list[str] = []
+        self._notes: deque[str] = deque(maxlen=3)
+        self._status: Status | None = None
+        self._started: RunStarted | None = None
+        self._phase = "loading the model and the data"
+        self._version, self._now, self._num_failed = 0, 0.0, 0
+        self._live = Live(self, console=console, refresh_per_second=4, transient=False)
+
+    def __enter__(self) -> View:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+
+    def emit(self, event: Event) -> None:
+        self._now = max(self._now, event.at)
+        row = self._metrics.add(event)
+        match event:
+            case WarmedUp():
+                self._phase = (
+                    f"supervised warm-up: step {event.step}, accuracy {event.accuracy:.2f} of {event.stop_at:.2f}"
+                )
+            case RunStarted():
+                self._phase, self._started = "reinforcement learning", event
+            case Stepped() if row is not None:
+                self._version = event.version
+                self._recent.append(row)
+                self._rewards.append(row["reward"])
+            case GroupTaken():
+                self._lags[event.lag] = self._lags.get(event.lag, 0) + 1
+            case Status():
+                self._status = event
+            case Evaluated() if event.name != "warmup":
+                self._accuracies.append(f"{event.name} {event.accuracy:.3f}")
+            case Stalled():
+                self._notes.append(f"{event.owner} has waited {event.seconds:.0f} s for {event.what}")
+            case RolloutFailed():
+                self._num_failed += 1
+                self._notes.append(f"{self._num_failed} failed rollouts; the last: {event.message}")
+
+    # ---- drawing -------------------------------------------------------------------------------------------------------
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [self._progress(), self._numbers()]
+        if self._status is not None:
+            parts += [Text(), self._waits(self._status)]
+        parts += [Text(note, style="yellow") for note in self._notes]
+        return Panel(Group(*parts), title="[bold]millstream[/]", subtitle=self._phase, border_style="cyan")
+
+    def _progress(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 1), expand=True)
+        for ratio in (None, 1, None):
+            grid.add_column(ratio=ratio)
+        grid.add_row(
+            Text(f"step {self._version}/{self._num_steps}", style="bold"),
+            ProgressBar(total=self._num_steps, completed=self._version),
+            Text(self._time_left()),
+        )
+        return grid
+
+    def _time_left(self) -> str:
+        begun = self._started.at if self._started else self._now
+        if not self._version:
+            return f"{_clock(self._now)} so far"
+        left = (self._now - begun) / self._version * (self._num_steps - self._version)
+        return f"{_clock(self._now)} so far, {_clock(left)} left"
+
+    def _numbers(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim")
+        grid.add_column()
+        reward = f"{self._mean('reward'):.3f}  [green]{sparkline(self._rewards)}[/]" if self._rewards else "-"
+        grid.add_row("reward", reward)
+        grid.add_row("accuracy", ", ".join(self._accuracies) or "-")
+        speed = f"{self._mean('rollouts_per_s'):.0f} rollouts/s, {self._mean('tokens_per_s'):.0f} tokens/s"
+        grid.add_row("speed", speed if self._recent else "-")
+        lags = "  ".join(f"{lag}: {count}" for lag, count in sorted(self._lags.items()))
+        bound = "" if self._started is None else f"  (never above {self._started.lag_bound})"
+        grid.add_row("groups by lag", (lags or "-") + bound)
+        if self._status is not None:
+            s = self._status
+            grid.add_row(
+                "in flight",
+                f"{s.groups_outstanding + s.groups_taken} of {s.budget} groups; {s.requests_running} requests decoding, "
+                f"{s.requests_waiting} queued; {s.rows_in_store} rows in the store",
+            )
+        return grid
+
+    def _mean(self, name: str) -> float:
+        values: list[float] = [row[name] for row in self._recent]
+        return sum(values) / max(1, len(values))
+
+    def _waits(self, status: Status) -> RenderableType:
+        grid = Table.grid(padding=(0, 1))
+        for wait in sorted(status.waits, key=_order):
+            grid.add_row(
+                Text(f"{_who(wait)}", style="bold"), Text(f"waiting for {wait.what}"), Text(_since(wait), style="dim")
+            )
+        return grid
+
+
+def _who(wait: WaitNow) -> str:
+    return wait.owner if wait.owner != "rollouts" else f"{wait.count} rollouts"
+
+
+def _order(wait: WaitNow) -> tuple[int, str]:
+    places = ["feed", "rollouts", "settle", "train"]
+    return (places.index(wait.owner) if wait.owner in places else len(places), wait.what)
+
+
+def _since(wait: WaitNow) -> str:
+    return f"since {wait.seconds:.0f} s" if wait.seconds >= 1 else ""
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """The course of a value from 0 to its greatest, in blocks."""
+    if not values:
+        return ""
+    size = max(1, -(-len(values) // width))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    top = max(max(means), 1e-9)
+    return "".join(BLOCKS[max(0, min(len(BLOCKS) - 1, int(mean / top * (len(BLOCKS) - 1))))] for mean in means)
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -1,0 +1,67 @@
+"""`metrics.jsonl`: one line a step, with everything that one would plot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millstream.events import Evaluated, Event, GroupLeft, GroupTaken, RolloutEnded, RolloutFailed, Span, Stepped
+from millstream.types import Fate
+
+
+class StepMetrics:
+    """Collects between two steps; `add` gives the row of a step when its event comes."""
+
+    def __init__(self) -> None:
+        self._last_at = 0.0
+        self._accuracy: dict[str, float] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._rewards: list[float] = []
+        self._lengths: list[int] = []
+        self._lags: list[int] = []
+        self._tokens = self._failed = self._filtered = 0
+
+    def add(self, event: Event) -> dict[str, Any] | None:
+        match event:
+            case RolloutEnded():
+                self._rewards.append(event.reward)
+                self._lengths.append(event.num_sampled)
+            case RolloutFailed():
+                self._failed += 1
+            case GroupTaken():
+                self._lags.append(event.lag)
+            case GroupLeft(fate=Fate.FILTERED):
+                self._filtered += 1
+            case Span(what="generate"):
+                self._tokens += event.num_tokens
+            case Evaluated():
+                self._accuracy[f"accuracy {event.name}"] = event.accuracy
+            case Stepped():
+                return self._row(event)
+        return None
+
+    def _row(self, event: Stepped) -> dict[str, Any]:
+        seconds = max(event.at - self._last_at, 1e-9)
+        row = {
+            "step": event.version,
+            "at": event.at,
+            "reward": _mean(self._rewards),
+            "length": _mean(self._lengths),
+            "lag_mean": _mean(self._lags),
+            "lag_max": max(self._lags, default=0),
+            "rollouts_per_s": len(self._rewards) / seconds,
+            "tokens_per_s": self._tokens / seconds,
+            "groups": event.num_groups,
+            "rollouts_failed": self._failed,
+            "groups_filtered": self._filtered,
+            **event.metrics,
+            **self._accuracy,
+        }
+        self._last_at, self._accuracy = event.at, {}
+        self._reset()
+        return row
+
+
+def _mean(values: list[float] | list[int]) -> float:
+    return sum(values) / len(values) if values else 0.0

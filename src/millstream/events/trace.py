@@ -1,0 +1,80 @@
+"""A run as a Perfetto trace: open trace.json at ui.perfetto.dev or in chrome://tracing.
+
+One track for each engine, the learner and the sync of weights; one for every rollout slot in use; counters for lag and queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from millstream.events import Event, GroupTaken, RolloutEnded, Span, Status, Stepped, WeightsLoaded
+
+WORKERS, ROLLOUTS = 1, 2
+"""The two groups of tracks."""
+
+
+def perfetto(events: Iterable[Event]) -> dict[str, list[dict[str, Any]]]:
+    """The Chrome trace format, which Perfetto reads: complete events ("X"), counters ("C") and names ("M")."""
+    return {"traceEvents": [*_names(), *_tracks(list(events))]}
+
+
+def _names() -> Iterator[dict[str, Any]]:
+    for process, name in ((WORKERS, "workers"), (ROLLOUTS, "rollouts")):
+        yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+
+
+def _tracks(events: list[Event]) -> Iterator[dict[str, Any]]:
+    slots = _Slots()
+    workers: dict[str, int] = {}
+    for event in events:
+        match event:
+            case Span():
+                yield from _worker(workers, event.worker)
+                args: dict[str, Any] = {"tokens": event.num_tokens}
+                yield _complete(event.what, WORKERS, workers[event.worker], event.at, event.seconds, args)
+            case WeightsLoaded():
+                name = f"load into {event.engine}"
+                yield from _worker(workers, name)
+                yield _complete(f"version {event.version}", WORKERS, workers[name], event.at, event.seconds, {})
+            case RolloutEnded():
+                args = {"reward": event.reward, "tokens": event.num_sampled, "start version": event.start_version}
+                slot = slots.take(event.at - event.seconds, event.at)
+                yield _complete(f"group {event.group_id}", ROLLOUTS, slot, event.at, event.seconds, args)
+            case GroupTaken():
+                yield _counter("lag of the group taken", event.at, event.lag)
+            case Status():
+                yield _counter("requests running", event.at, event.requests_running)
+                yield _counter("rows in the store", event.at, event.rows_in_store)
+            case Stepped():
+                yield _counter("version", event.at, event.version)
+
+
+def _worker(workers: dict[str, int], name: str) -> Iterator[dict[str, Any]]:
+    if name not in workers:
+        workers[name] = len(workers) + 1
+        yield {"ph": "M", "name": "thread_name", "pid": WORKERS, "tid": workers[name], "args": {"name": name}}
+
+
+def _complete(name: str, process: int, track: int, end: float, seconds: float, args: dict[str, Any]) -> dict[str, Any]:
+    begin = (end - seconds) * 1e6
+    return {"ph": "X", "name": name, "pid": process, "tid": track, "ts": begin, "dur": seconds * 1e6, "args": args}
+
+
+def _counter(name: str, at: float, value: float) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": WORKERS, "tid": 0, "ts": at * 1e6, "args": {"value": value}}
+
+
+class _Slots:
+    """The lowest track that is free over a stretch of time: rollouts that overlap lie on different tracks."""
+
+    def __init__(self) -> None:
+        self._taken: list[list[tuple[float, float]]] = []
+
+    def take(self, begin: float, end: float) -> int:
+        for number, track in enumerate(self._taken):
+            if all(end <= other_begin or begin >= other_end for other_begin, other_end in track[-64:]):
+                track.append((begin, end))
+                return number + 1
+        self._taken.append([(begin, end)])
+        return len(self._taken)
