@@ -54,6 +54,31 @@ def test_a_bad_line_is_named(tmp_path: Path, lines: list[Any], message: str) -> 
         read(data(tmp_path, *lines), seed=0)
 
 
+def test_a_parquet_file_is_read_like_a_jsonl_file(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "data.parquet"
+    chat = [{"role": "user", "content": "hi"}]
+    parquet.write_table(pyarrow.table({"question": [chat], "answer": [4], "level": [3]}), path)
+    (task,) = read(DataConfig(path=str(path), prompt_key="question", holdout=0), seed=0).train
+    assert not isinstance(task.prompt, str) and task.prompt[0].content == "hi"
+    assert (task.answer, task.data) == ("4", {"level": 3})
+    path.write_text("no parquet")
+    with pytest.raises(DataError, match="is not a Parquet file"):
+        read(DataConfig(path=str(path), holdout=0), seed=0)
+
+
+def test_a_data_set_of_the_datasets_library_is_read_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c", "answer": "d"}\n')
+    tasks = read(DataConfig(name=str(tmp_path / "mine"), holdout=0), seed=0).train
+    assert [(task.prompt, task.answer) for task in tasks] == [("a", "b"), ("c", "d")]
+    with pytest.raises(DataError, match="datasets cannot load"):
+        read(DataConfig(name=str(tmp_path / "nowhere"), holdout=0), seed=0)
+
+
 def test_a_missing_file_and_a_holdout_that_takes_everything_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read data\.path = nowhere\.jsonl: No such file"):
         read(DataConfig(path="nowhere.jsonl"), seed=0)

@@ -25,7 +25,7 @@ def run(tmp_path: Path, *arguments: str) -> str:
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_a_short_run_leaves_a_folder_that_says_everything(tmp_path: Path, max_lag: int) -> None:
-    output = run(tmp_path, DEMO, *SHORT, "--set", f"pipeline.max_lag={max_lag}")
+    output = run(tmp_path, DEMO, *SHORT, "--set", f"pipeline.max_lag={max_lag}", "--set", "evaluation.every_steps=3")
     assert "accuracy, sampled" in output and "run folder" in output
     folder = tmp_path / "run"
     summary = json.loads((folder / "summary.json").read_text())
@@ -42,6 +42,14 @@ def test_a_short_run_leaves_a_folder_that_says_everything(tmp_path: Path, max_la
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     assert model.generate(**tokenizer("31254>", return_tensors="pt"), max_new_tokens=4).shape[1] > 6
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6] and "accuracy step 3" in {
+        k for row in metrics for k in row
+    }
+    measured = CliRunner().invoke(
+        app, ["eval", str(folder / "config.toml"), "--model", str(folder / "model"), "--json", *SHORT]
+    )
+    assert json.loads(measured.output)["greedy"] == pytest.approx(summary["greedy_after"], abs=0.04)
 
 
 def test_a_saved_model_can_be_trained_further_on_a_file_of_ones_own(tmp_path: Path) -> None:
@@ -69,6 +77,11 @@ max_lag = 2
 """
     )
     assert "accuracy, sampled" in run(tmp_path / "b", str(tmp_path / "mine.toml"))
+
+
+def test_json_output_is_json_and_nothing_else(tmp_path: Path) -> None:
+    result = json.loads(run(tmp_path, DEMO, *SHORT, "--json"))
+    assert result["summary"]["steps"] == 6 and Path(result["run_dir"]).is_dir()
 
 
 def test_a_dry_run_prints_the_resolved_config_and_runs_nothing(tmp_path: Path) -> None:

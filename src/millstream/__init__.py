@@ -11,8 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from millstream.algo import AlgorithmConfig
+from millstream.engine import EngineConfig
+from millstream.env.data import DataConfig
+from millstream.env.rewards import RewardConfig
 from millstream.errors import MillstreamError
-from millstream.runtime.config import RunConfig
+from millstream.learner import LearnerConfig
+from millstream.runtime.config import EvaluationConfig, ModelConfig, RunConfig, TinyConfig, WarmupConfig
+from millstream.runtime.pipeline import PipelineConfig, RolloutConfig
 
 if TYPE_CHECKING:
     from millstream.events import EventSink
@@ -35,4 +41,21 @@ def evaluate(config: RunConfig) -> tuple[float, float]:
     return local.evaluate_model(config)
 
 
-__all__ = ["MillstreamError", "RunConfig", "__version__", "evaluate", "train"]
+__all__ = [
+    "AlgorithmConfig",
+    "DataConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "LearnerConfig",
+    "MillstreamError",
+    "ModelConfig",
+    "PipelineConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TinyConfig",
+    "WarmupConfig",
+    "__version__",
+    "evaluate",
+    "train",
+]

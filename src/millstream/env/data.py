@@ -1,14 +1,14 @@
 """Data sets as lists of tasks, and the order they are trained in.
 
-A JSONL file has one object a line; its prompt is a string or a list of {role, content} messages. Every error names the
-file and the line. The order of an epoch comes from the seed alone.
+A record has a prompt, a string or a list of {role, content} messages; every other field is there for the reward to read. Every
+error names the file and the line. What is held out, and the order of an epoch, come from the seed alone.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,18 @@ from millstream.errors import DataError
 from millstream.seeds import derive_seed
 from millstream.types import Message, Task
 
+Record = tuple[str, Any]
+"""Where it came from, in words, and what it is."""
+NEEDS_EXTRA = "pip install 'millstream[data]'"
+
 
 class DataConfig(Struct, frozen=True, kw_only=True):
     path: str | None = None
-    """A JSONL file."""
+    """A JSONL file (.jsonl) or a Parquet file (.parquet)."""
+    name: str | None = None
+    """A data set of the `datasets` library: a name on the hub, or a folder that it can load."""
+    split: str = "train"
+    """Of the `datasets` data set."""
     toy: str | None = None
     """A task that is made on the spot, such as "sort_digits"."""
     toy_size: int = 4096
@@ -33,8 +41,10 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        if (self.path is None) == (self.toy is None):
-            raise ValueError("set either path (a JSONL file) or toy (a built-in task)")
+        if sum(source is not None for source in (self.path, self.name, self.toy)) != 1:
+            raise ValueError(
+                "set one of path (a JSONL or Parquet file), name (of `datasets`) and toy (a built-in task)"
+            )
         if self.holdout < 0 or self.toy_size < 1:
             raise ValueError("holdout must be at least 0 and toy_size at least 1")
 
@@ -45,10 +55,16 @@ class DataSet(Struct, frozen=True, kw_only=True):
 
 
 def read(config: DataConfig, *, seed: int) -> DataSet:
-    tasks = toy.make(config.toy, config.toy_size, seed) if config.toy else read_jsonl(Path(config.path or ""), config)
+    source = config.path or config.name or config.toy
+    if config.toy is not None:
+        tasks = toy.make(config.toy, config.toy_size, seed)
+    else:
+        tasks = [_task(record, config, number) for number, record in enumerate(_records(config), start=1)]
+    if not tasks:
+        raise DataError(f"{source} has no tasks: expected records with a {config.prompt_key!r}")
     if len(tasks) <= config.holdout:
         raise DataError(
-            f"{config.path or config.toy} has {len(tasks)} tasks and data.holdout = {config.holdout} sets them all "
+            f"{source} has {len(tasks)} tasks and data.holdout = {config.holdout} sets them all "
             "aside: nothing is left to train on. Set data.holdout lower"
         )
     order = list(range(len(tasks)))
@@ -70,40 +86,71 @@ def in_order(tasks: Sequence[Task], *, seed: int, shuffle: bool) -> Iterator[tup
         epoch += 1
 
 
-def read_jsonl(path: Path, config: DataConfig) -> list[Task]:
+def _records(config: DataConfig) -> Iterable[Record]:
+    if config.name is not None:
+        return _hub_records(config.name, config.split)
+    path = Path(config.path or "")
+    if not path.is_file():
+        raise DataError(f"cannot read data.path = {path}: No such file (looked for it from {Path.cwd()})")
+    return _parquet_records(path) if path.suffix == ".parquet" else _jsonl_records(path)
+
+
+def _jsonl_records(path: Path) -> Iterator[Record]:
     try:
-        text = path.read_text()
+        lines = path.read_text().splitlines()
     except OSError as error:
         raise DataError(f"cannot read data.path = {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
-    tasks = [
-        _task(line, f"{path}, line {number}", config, number)
-        for number, line in enumerate(text.splitlines(), start=1)
-        if line.strip()
-    ]
-    if not tasks:
-        raise DataError(f"{path} has no tasks: expected one JSON object a line")
-    return tasks
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                yield where, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{where}: not JSON: {error}") from error
 
 
-def _task(line: str, where: str, config: DataConfig, number: int) -> Task:
+def _parquet_records(path: Path) -> Iterator[Record]:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected an object, got {type(record).__name__}")
-    if config.prompt_key not in record:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"reading {path} needs pyarrow: {NEEDS_EXTRA}") from error
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} is not a Parquet file: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, row {number}", row
+
+
+def _hub_records(name: str, split: str) -> Iterator[Record]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"data.name = {name!r} needs the datasets library: {NEEDS_EXTRA}") from error
+    try:
+        rows = datasets.load_dataset(name, split=split)
+    except Exception as error:  # the border to a library that raises many kinds: said as one, with its cause
+        raise DataError(f"datasets cannot load {name!r}, split {split!r}: {type(error).__name__}: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{name}, {split} row {number}", row
+
+
+def _task(record: Record, config: DataConfig, number: int) -> Task:
+    where, fields = record
+    if not isinstance(fields, Mapping):
+        raise DataError(f"{where}: expected an object, got {type(fields).__name__}")
+    if config.prompt_key not in fields:
         raise DataError(
-            f"{where}: no key {config.prompt_key!r} among {', '.join(map(repr, record))}: set data.prompt_key"
+            f"{where}: no key {config.prompt_key!r} among {', '.join(map(repr, fields))}: set data.prompt_key"
         )
-    answer = record.get(config.answer_key)
+    answer = fields.get(config.answer_key)
     return Task(
-        id=str(record.get("id", number)),
-        prompt=_prompt(record[config.prompt_key], where),
+        id=str(fields.get("id", number)),
+        prompt=_prompt(fields[config.prompt_key], where),
         answer=None if answer is None else str(answer),
-        data={key: value for key, value in record.items() if key not in (config.prompt_key, config.answer_key)},
+        data={key: value for key, value in fields.items() if key not in (config.prompt_key, config.answer_key)},
     )
 
 
