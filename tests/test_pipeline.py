@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from millstream.env import Context
 from millstream.errors import EngineError, MillstreamError, StallError
@@ -24,7 +26,7 @@ from millstream.events import (
 )
 from millstream.runtime.pipeline import Pipeline
 from millstream.sim.parts import SimEngine, SimEnvironment, SimLearner, constant, uniform
-from millstream.types import Fate
+from millstream.types import Completion, Fate, Request
 from simulated import World, check, simulate
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -87,7 +89,7 @@ def test_past_its_retries_a_member_is_left_out_and_its_group_goes_on() -> None:
 
 
 def test_when_every_rollout_fails_the_run_ends_at_once_and_says_why() -> None:
-    with pytest.raises(MillstreamError, match=r"2 groups in a row failed.*RuntimeError: the world broke"):
+    with pytest.raises(MillstreamError, match=r"8 groups in a row failed.*RuntimeError: the world broke"):
         simulate(World(group_size=2), environment=FailsFor({0, 1}))
 
 
@@ -111,6 +113,119 @@ def test_an_environment_that_never_generates_is_told_so() -> None:
 
     with pytest.raises(MillstreamError, match=r"call context\.generate"):
         simulate(World(), environment=Silent())
+
+
+def test_an_environment_that_is_cancelled_from_inside_fails_its_rollout_and_hangs_nothing() -> None:
+    class Cancelled(FailsFor):
+        async def rollout(self, context: Context) -> float:
+            await context.generate([1])
+            if context._key.member == 0:  # type: ignore[attr-defined]
+                raise asyncio.CancelledError
+            return float(context._key.member % 2)  # type: ignore[attr-defined]
+
+    for max_lag in (0, 1):
+        outcome = simulate(World(group_size=4, max_lag=max_lag, retries=0), environment=Cancelled(set()))
+        assert all(taken.num_rollouts == 3 for taken in outcome.sink.of(GroupTaken))
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_finite_number_is_a_failed_rollout_by_name(reward: float) -> None:
+    class Odd:
+        async def rollout(self, context: Context) -> float:
+            await context.generate([1])
+            return reward if context._key.member == 0 else float(context._key.member % 2)  # type: ignore[attr-defined]
+
+    outcome = simulate(World(group_size=4, retries=0), environment=Odd())
+    assert all(taken.num_rollouts == 3 for taken in outcome.sink.of(GroupTaken))
+    assert "expected a finite number" in outcome.sink.of(RolloutFailed)[0].message
+
+
+def test_two_turns_at_once_are_refused_as_the_environments_mistake() -> None:
+    class Impatient:
+        async def rollout(self, context: Context) -> float:
+            await asyncio.gather(context.generate([1]), context.generate([2]))
+            return 1.0
+
+    with pytest.raises(MillstreamError, match="take turns"):
+        simulate(World(), environment=Impatient())
+
+
+def test_a_single_failed_group_does_not_end_a_run_of_one_group_a_step() -> None:
+    class FirstFails:
+        async def rollout(self, context: Context) -> float:
+            await context.generate([1])
+            if context.task.id == "task-0":
+                raise RuntimeError("the world broke")
+            return float(context._key.member % 2)  # type: ignore[attr-defined]
+
+    world = World(groups_per_step=1, retries=0)
+    check(world, simulate(world, environment=FirstFails()))
+
+
+def test_waiting_at_the_gate_is_not_counted_as_the_rollouts_own_time() -> None:
+    """One rollout takes almost its whole time limit between two turns; those who wait for it do not fail."""
+
+    class TwoTurns:
+        async def rollout(self, context: Context) -> float:
+            await context.generate([1])
+            if context._key.member == 0:  # type: ignore[attr-defined]
+                await asyncio.sleep(550)
+            await context.generate([1])
+            await asyncio.sleep(100 if context._key.member else 0)  # type: ignore[attr-defined]
+            return float(context._key.member % 2)  # type: ignore[attr-defined]
+
+    outcome = simulate(World(steps=2, max_lag=0), environment=TwoTurns())
+    assert not outcome.sink.of(RolloutFailed)
+
+
+class Delayed:
+    """Outcomes come from the rollout's seed, delays from another one: they differ from run to run."""
+
+    def __init__(self, delays: random.Random, *, num_turns: int = 2) -> None:
+        self.delays, self.num_turns = delays, num_turns
+
+    async def rollout(self, context: Context) -> float:
+        rng = random.Random(context.seed)
+        for _ in range(self.num_turns):
+            await context.generate([1, 2])
+            await asyncio.sleep(self.delays.random() * 5)
+            if rng.random() < 0.1:
+                raise RuntimeError("the world broke")
+        return float(rng.random() < 0.5)
+
+
+def routes(world: World, delays: int) -> dict[str, list[str]]:
+    """Which engine served which request."""
+    served: dict[str, list[str]] = {}
+    original = SimEngine.generate
+
+    async def generate(self: SimEngine, request: Request) -> Completion:
+        served.setdefault(self.name, []).append(f"{request.key}")
+        return await original(self, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimEngine, "generate", generate)
+        simulate(world, environment=Delayed(random.Random(delays)))
+    return served
+
+
+def test_synchronous_training_sends_the_same_requests_to_the_same_engines_whatever_the_timing() -> None:
+    world = World(steps=6, max_lag=0, num_engines=3, groups_per_step=4)
+    slow = structs.replace(world, load=5.0, train_token_s=1e-2)
+    assert routes(world, delays=1) == routes(world, delays=2) == routes(slow, delays=3)
+
+
+def test_synchronous_training_decides_by_ids_which_place_stays_empty() -> None:
+    def fates(world: World) -> list[tuple[int, Fate, bool]]:
+        left = simulate(world).sink.of(GroupLeft)
+        return sorted((event.group_id, event.fate, event.is_replaced) for event in left)
+
+    quick = World(
+        steps=8, max_lag=0, groups_per_step=4, max_replaced_per_step=1, failure=0.2, retries=0, mini_batches=2
+    )
+    slow = structs.replace(quick, latency=5.0, slots=2)
+    assert fates(quick) == fates(slow)
+    assert any(not replaced for _, fate, replaced in fates(quick) if fate is not Fate.TRAINED)
 
 
 class Rewards:

@@ -66,20 +66,17 @@ def run_virtual(program: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the virtual clock to its end. Raises what it raises, or `Deadlock`."""
     loop = _VirtualLoop()
     try:
-        main = loop.create_task(program)
-        try:
-            return loop.run_until_complete(main)
-        except Deadlock:
-            _cancel_all(loop)
-            raise
+        return loop.run_until_complete(loop.create_task(program))
     finally:
+        _cancel_all(loop)
         loop.close()
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    """Unwind what a deadlock left behind, so that its coroutines do not warn on their way out."""
+    """Unwind what was left behind, so that its coroutines do not warn on their way out."""
     pending = asyncio.all_tasks(loop)
     for task in pending:
         task.cancel()
-    with suppress(Deadlock):  # a task that refuses to be cancelled is dropped with its loop
-        loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+    if pending:
+        with suppress(Deadlock):  # a task that refuses to be cancelled is dropped with its loop
+            loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))

@@ -6,6 +6,7 @@ MillstreamError
 ├── ModelError             a checkpoint or an architecture that the engine or the learner cannot use
 ├── EngineError            an engine broke; the run cannot go on without it
 ├── RolloutError           one rollout failed: recorded as data, retried, never a crash
+│   ├── RequestRefused         a request that can never run: an empty prompt, or one beyond the model's context
 │   ├── EnvironmentFailed      the environment raised
 │   ├── RewardFailed           the reward raised, or returned something that is not a finite number
 │   └── RolloutTimeout         the episode ran past its time limit
@@ -39,6 +40,9 @@ class EngineError(MillstreamError): ...
 
 
 class RolloutError(MillstreamError): ...
+
+
+class RequestRefused(RolloutError): ...
 
 
 class EnvironmentFailed(RolloutError): ...

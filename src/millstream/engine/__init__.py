@@ -48,7 +48,8 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: Request) -> Completion:
-        """Blocks until the request stops, reaches its length, or is aborted. Raises `EngineError` if the engine breaks."""
+        """Blocks until the request stops, reaches its length, or is aborted. Raises `EngineError` if the engine
+        breaks, `RequestRefused` for a request that can never run."""
         ...
 
     async def abort(self, key: RequestKey) -> None:

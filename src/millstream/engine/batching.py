@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millstream.engine.sampling import sample
-from millstream.errors import EngineError, ModelError
+from millstream.errors import EngineError, ModelError, RequestRefused
 from millstream.model.attention import Packed, Rule, scores, within_window
 from millstream.model.load import context_length
 from millstream.types import Completion, Finish, Request, RequestKey, Weights
@@ -187,14 +187,14 @@ class Batcher:
 
 
 def check_request(request: Request, max_length: int | None) -> None:
-    """Raises `EngineError` for a request that can never run. None: the model sets no limit."""
+    """Raises `RequestRefused` for a request that can never run. None: the model sets no limit."""
     length = len(request.tokens) + request.sampling.max_tokens
     if not request.tokens:
-        raise EngineError(f"{request.key}: the prompt is empty")
+        raise RequestRefused(f"{request.key}: the prompt is empty")
     if request.sampling.max_tokens < 1:
-        raise EngineError(f"{request.key}: max_tokens must be at least 1")
+        raise RequestRefused(f"{request.key}: max_tokens must be at least 1")
     if max_length is not None and length > max_length:
-        raise EngineError(
+        raise RequestRefused(
             f"{request.key}: a prompt of {len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} "
             f"exceed the model's context of {max_length}: set rollout.max_tokens lower, or drop the prompt"
         )

@@ -5,6 +5,7 @@ Tokens in, tokens out: what was sampled is what is trained; nothing is ever deco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
@@ -26,6 +27,7 @@ class Episode:
         self.seed = request_seed(run_seed, f"{role}/environment", key)
         self._key, self._generate, self._sampling = key, generate, sampling
         self._run_seed, self._role = run_seed, role
+        self._is_generating = False
         self._turns: list[Completion] = []
         self._tokens: list[int] = []
         self._mask: list[bool] = []
@@ -33,6 +35,8 @@ class Episode:
         self._versions: list[int] = []
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
+        if self._is_generating:
+            raise EnvironmentFailed("context.generate was called while another turn was being sampled: take turns")
         self._append(tokens, [0.0] * len(tokens), [-1] * len(tokens), is_sampled=False)
         key = RequestKey(
             group_id=self._key.group_id, member=self._key.member, attempt=self._key.attempt, turn=len(self._turns)
@@ -43,7 +47,9 @@ class Episode:
             sampling=self._sampling,
             seed=request_seed(self._run_seed, self._role, key),
         )
+        self._is_generating = True
         completion = await self._generate(request)
+        self._is_generating = False
         self._append(completion.tokens, completion.logprobs, completion.versions, is_sampled=True)
         self._turns.append(completion)
         return completion
@@ -58,6 +64,8 @@ class Episode:
 
     def finish(self, reward: float) -> Rollout:
         """The rollout, with its reward. Fails if the environment never let the model speak."""
+        if not math.isfinite(reward):
+            raise EnvironmentFailed(f"the environment returned a reward of {reward}: expected a finite number")
         sampled = [version for version in self._versions if version >= 0]
         if not sampled:
             raise EnvironmentFailed(

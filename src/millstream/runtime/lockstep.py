@@ -12,13 +12,13 @@ import asyncio
 from collections.abc import Callable
 
 from millstream.runtime.router import Router
-from millstream.runtime.waits import Pulse
+from millstream.runtime.waits import Pulse, Waits
 from millstream.types import RequestKey
 
 
 class Gate:
-    def __init__(self, router: Router, pulse: Pulse) -> None:
-        self._router, self._pulse = router, pulse
+    def __init__(self, router: Router, pulse: Pulse, waits: Waits) -> None:
+        self._router, self._pulse, self._waits = router, pulse, waits
         self._waiting: dict[RequestKey, asyncio.Future[None]] = {}
 
     async def pass_through(self, key: RequestKey) -> None:
@@ -35,15 +35,16 @@ class Gate:
     def num_waiting(self) -> int:
         return len({(key.group_id, key.member) for key in self._waiting})
 
-    async def keep(self, is_quiet: Callable[[int], bool]) -> None:
-        """Open whenever somebody waits and `is_quiet(number of rollouts waiting)` says that nothing else can move."""
+    async def keep(self, is_quiet: Callable[[], bool]) -> None:
+        """Open whenever somebody waits and nothing else can move."""
         while True:
-            await self._pulse.until(lambda: bool(self._waiting) and is_quiet(self.num_waiting))
+            await self._pulse.until(lambda: bool(self._waiting) and is_quiet())
             for engine in self._router.engines:
-                await engine.pause()
+                await self._waits.on("the gate", f"{engine.name} to pause", engine.pause())
             for key in sorted(self._waiting):
-                self._waiting[key].set_result(None)
+                if not self._waiting[key].done():
+                    self._waiting[key].set_result(None)
             self._waiting.clear()
             await asyncio.sleep(0)  # every caller runs once, in that order, and queues its request
             for engine in self._router.engines:
-                await engine.resume()
+                await self._waits.on("the gate", f"{engine.name} to resume", engine.resume())

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec import Struct
 
-from millstream.algo.advantages import Rewards, has_signal
+from millstream.algo.advantages import Rewards
 from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.env import Environment
 from millstream.errors import (
     EngineError,
+    EnvironmentFailed,
     InvariantError,
     LagError,
     MillstreamError,
@@ -54,16 +55,17 @@ from millstream.runtime.admission import Admission, Place
 from millstream.runtime.episode import Episode
 from millstream.runtime.lockstep import Gate
 from millstream.runtime.router import Router
+from millstream.runtime.settle import TASK as SETTLE
+from millstream.runtime.settle import Advantage, Rules, Settler, by_member
 from millstream.runtime.waits import Pulse, Waits
-from millstream.store import Lease, Reads, Row, Store
+from millstream.store import Lease, Reads, Store
 from millstream.types import Completion, Fate, Metrics, Request, RequestKey, Rollout, Sampling, Task, TrainRow
 from millstream.weights import WeightChannel
 
 T = TypeVar("T")
-Advantage = Callable[[Rewards], Rewards]
 AfterStep = Callable[[int], Coroutine[Any, Any, None]]
 """Called with every new version; beside training, or, when that is synchronous, between two steps."""
-SETTLE, TRAIN = "settle", "train"
+TRAIN = "train"
 STORE_TASKS = {
     SETTLE: Reads(("reward", "tokens")),
     TRAIN: Reads(("tokens", "loss_mask", "logprobs", "start_version", "advantages"), after=(SETTLE,)),
@@ -167,23 +169,37 @@ class Pipeline:
         self.waits = Waits(clock=parts.clock, sink=parts.sink, stall_s=config.stall_s, deadline_s=config.deadline_s)
         self._store, self._learner, self._channel = parts.store, parts.learner, parts.channel
         self._router, self._pulse = Router(parts.engines), Pulse()
-        self._gate = Gate(self._router, self._pulse) if self.admission.is_in_order else None
+        self._gate = Gate(self._router, self._pulse, self.waits) if self.admission.is_in_order else None
         self._living: dict[int, int] = {}
-        self._num_unsettled = 0
         self._taken: dict[int, Place] = {}
-        self._vacant: set[int] = set()
-        self._num_replaced = 0
-        self._num_failed_in_a_row = 0
-        self._last_failure = ""
-        self._is_fed = False
+        self._settler = Settler(
+            self._rules(),
+            store=self._store,
+            admission=self.admission,
+            waits=self.waits,
+            pulse=self._pulse,
+            leave=self._leave,
+        )
+
+    def _rules(self) -> Rules:
+        groups, replaced = self._config.groups_per_step, self._config.max_replaced_per_step
+        return Rules(
+            advantage=self._algorithm.advantage,
+            min_group_size=self._rollout.min_group_size,
+            filter_zero_signal=self._config.filter_zero_signal,
+            max_replaced=8 * groups if replaced is None else replaced,
+            max_failed_in_a_row=max(8, groups),
+        )
 
     async def run(self) -> None:
         """Train to the last step, or to the end of the data. Raises the error that stopped it, if one did."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                loops = [self.feed(tasks), self.settle(), *(self.sync(engine) for engine in self._parts.engines)]
+                in_order = self._gate is not None
+                loops = [self.feed(tasks), self._settler.settle(in_order=in_order)]
+                loops += [self.sync(engine) for engine in self._parts.engines]
                 if self._gate is not None:
-                    loops.append(self._gate.keep(self._is_quiet))
+                    loops += [self._gate.keep(self._is_quiet), self._settler.set_aside_in_order(self._is_still)]
                 running = [tasks.create_task(loop) for loop in loops]
                 await self.train(tasks)
                 await self.waits.on("the run", "every engine to load the last version", self._engines_at_the_end())
@@ -198,7 +214,7 @@ class Pipeline:
         """Waits for room under the lag bound; `train` (a step), `settle` (a replacement) and `sync` make it."""
         for group_id, (epoch, task) in enumerate(self._tasks):
             room = self._pulse.until(self._start_for_next)
-            start = await self.waits.on("feed", "room under the lag bound", room, has_deadline=False)
+            start = await self.waits.on("feed", "room under the lag bound", room, has_deadline=False, has_alarm=False)
             place = self.admission.admit(group_id, start)
             self._living[group_id] = self._rollout.group_size
             self._emit(
@@ -213,13 +229,14 @@ class Pipeline:
             )
             for member in range(self._rollout.group_size):
                 tasks.create_task(self.roll_out(group_id, member, task, place))
-        self._is_fed = True
-        self._end_if_drained()
+        self._settler.is_fed = True
+        self._settler.end_if_drained()
+        self._pulse.notify()
 
     def _start_for_next(self) -> int | None:
         """The oldest serving version that a new group may start at: the older, the more engines may serve it."""
-        if self._is_held:
-            return None
+        if self._is_held or (self._gate is not None and not self._are_engines_alike()):
+            return None  # synchronous: no rollout starts before every engine has the new weights
         return next((v for v in self._router.serving_versions() if self.admission.may_admit(v)), None)
 
     # ---- 2. roll out: consumes one place of a group; produces a row in the store ----------------------------------
@@ -236,8 +253,7 @@ class Pipeline:
         self._living[group_id] -= 1
         if not self._living[group_id]:
             del self._living[group_id]
-            self._num_unsettled += 1
-            self._store.close_group(group_id)
+            self._settler.close(group_id)
         self._pulse.notify()
 
     async def _attempt(self, key: RequestKey, task: Task, place: Place) -> Rollout | None:
@@ -246,17 +262,25 @@ class Pipeline:
         self._emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
 
         async def generate(request: Request) -> Completion:
+            await self._pass_gate(request.key, limit)
             return await self._generate(request, place)
 
         episode = Episode(
             task, key, generate=generate, sampling=self._algorithm.sampling, run_seed=self._seed, role="train"
         )
+        limit = asyncio.timeout(self._rollout.timeout_s)
         try:
-            async with asyncio.timeout(self._rollout.timeout_s) as limit:
+            async with limit:
                 reward = await self._parts.environment.rollout(episode)
             rollout = episode.finish(reward)
         except (EngineError, InvariantError, StallError):
             raise
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if own is not None and own.cancelling():
+                raise  # the run is ending
+            self._record_failure(key, EnvironmentFailed("the environment was cancelled from inside"))
+            return None
         except TimeoutError as error:
             late = RolloutTimeout(f"no reward after {self._rollout.timeout_s:g} s; rollout.timeout_s sets the limit")
             self._record_failure(key, late if limit.expired() else error)
@@ -282,7 +306,7 @@ class Pipeline:
         return rollout
 
     def _record_failure(self, key: RequestKey, error: Exception) -> None:
-        self._last_failure = f"{type(error).__name__}: {error}"
+        self._settler.last_failure = f"{type(error).__name__}: {error}"
         self._emit(
             RolloutFailed(
                 at=self._now(),
@@ -297,80 +321,38 @@ class Pipeline:
 
     async def _generate(self, request: Request, place: Place) -> Completion:
         """One turn, on an engine that is not older than the group's start."""
-        owner = f"group {request.key.group_id} member {request.key.member}"
-        if self._gate is not None:
-            gate = self._gate.pass_through(request.key)
-            await self.waits.on(owner, "the other rollouts of the step", gate, has_deadline=False)  # they have timeouts
+        owner = _owner(request.key)
         if self.admission.version > place.deadline:
             raise LagError(f"{owner} is overdue: deadline {place.deadline}, version {self.admission.version}")
         turn = self._router.generate(request, floor=place.start)
-        return await self.waits.on(owner, "the engine", turn, has_deadline=False)  # has rollout.timeout_s
+        # rollout.timeout_s is its deadline
+        return await self.waits.on(owner, "the engine", turn, has_deadline=False, has_alarm=False)
 
-    def _is_quiet(self, num_waiting: int) -> bool:
+    async def _pass_gate(self, key: RequestKey, limit: asyncio.Timeout) -> None:
+        """Synchronous training: wait for the others. The time spent here does not count as the rollout's own."""
+        if self._gate is None:
+            return
+        loop, deadline = asyncio.get_running_loop(), limit.when()
+        left = None if deadline is None else deadline - loop.time()
+        limit.reschedule(None)
+        others = self._gate.pass_through(key)
+        what = "the other rollouts of the step"  # which have their timeouts
+        await self.waits.on(_owner(key), what, others, has_deadline=False, has_alarm=False)
+        limit.reschedule(None if left is None else loop.time() + left)
+
+    def _is_still(self) -> bool:
+        """Whether every living rollout waits at the gate."""
+        return self._gate is not None and self._gate.num_waiting == sum(self._living.values())
+
+    def _is_quiet(self) -> bool:
         """Whether nothing but the gate can move: see `lockstep`."""
-        is_full = self._is_fed or self._start_for_next() is None
-        return is_full and not self._num_unsettled and num_waiting == sum(self._living.values())
+        is_full = self._settler.is_fed or self._start_for_next() is None
+        return is_full and not self._settler.num_unsettled and self._is_still()
 
-    # ---- 3. settle: consumes closed groups; produces advantages, or sets the group aside --------------------------
+    # ---- 3. settle: consumes closed groups; produces advantages, or sets the group aside: see `runtime.settle` --------
 
-    async def settle(self) -> None:
-        """Waits for a closed group; the last member of a group closes it."""
-        while True:
-            claim = self._store.claim(SETTLE)
-            try:
-                lease = await self.waits.on("settle", "a finished group", claim, has_deadline=False)
-            except StreamEnded:
-                return
-            rewards_G = np.array([row.columns["reward"] for row in _by_member(lease)], dtype=np.float64)
-            fate = self._judge(rewards_G)
-            if fate is Fate.TRAINED:
-                self._write_advantages(lease, self._algorithm.advantage(rewards_G))
-                self._store.acknowledge(lease)
-            else:
-                self._set_aside(lease, rewards_G, fate)
-            self._num_unsettled -= 1
-            self._end_if_drained()
-            self._pulse.notify()
-
-    def _judge(self, rewards_G: Rewards) -> Fate:
-        if len(rewards_G) < self._rollout.min_group_size:
-            self._count_failed_group()
-            return Fate.FAILED
-        self._num_failed_in_a_row = 0
-        if self._config.filter_zero_signal and not has_signal(rewards_G):
-            return Fate.FILTERED
-        return Fate.TRAINED
-
-    def _count_failed_group(self) -> None:
-        self._num_failed_in_a_row += 1
-        if self._num_failed_in_a_row >= self._config.groups_per_step:
-            raise MillstreamError(
-                f"{self._num_failed_in_a_row} groups in a row failed, a whole batch: nothing is left to train on. "
-                f"The last failure was {self._last_failure}"
-            )
-
-    def _write_advantages(self, lease: Lease, advantages_G: Rewards) -> None:
-        for row, advantage in zip(_by_member(lease), advantages_G, strict=True):
-            per_token = np.full(len(row.columns["tokens"]), advantage, dtype=np.float32)
-            self._store.write(row.row_id, {"advantages": per_token})
-
-    def _set_aside(self, lease: Lease, rewards_G: Rewards, fate: Fate) -> None:
-        """A group without signal, or without members: replaced within the step's budget; past it, its place stays empty."""
-        limit = self._config.max_replaced_per_step
-        limit = 8 * self._config.groups_per_step if limit is None else limit
-        is_replaced = not self._is_fed and self._num_replaced < limit
-        if is_replaced or self._is_fed:
-            self._num_replaced += 1
-            self._store.drop(lease)
-            self.admission.remove(lease.group_id)
-            self._store.wake()  # the order that `train` may take groups in has changed
-        else:
-            self._vacant.add(lease.group_id)
-            self._write_advantages(lease, np.zeros(len(rewards_G)))
-            self._store.acknowledge(lease)
-        self._leave(lease.group_id, fate, rewards_G, is_replaced=is_replaced)
-
-    def _leave(self, group_id: int, fate: Fate, rewards_G: Rewards, *, is_replaced: bool = False) -> None:
+    def _leave(self, group_id: int, fate: Fate, rewards_G: Rewards, is_replaced: bool = False) -> None:
+        """The one place where a group's fate is told."""
         mean = float(rewards_G.mean()) if len(rewards_G) else 0.0
         self._emit(
             GroupLeft(
@@ -382,11 +364,6 @@ class Pipeline:
                 mean_reward=mean,
             )
         )
-
-    def _end_if_drained(self) -> None:
-        """No prompt is left and no group is outstanding: whoever waits for a group waits in vain."""
-        if self._is_fed and not self.admission.outstanding:
-            self._store.finish()
 
     # ---- 4. train: consumes settled groups; produces versions -----------------------------------------------------
 
@@ -414,7 +391,7 @@ class Pipeline:
         Waits for groups that the admission rule lets through; `settle` brings them."""
         began, leases, rows = self._now(), list[Lease](), list[TrainRow]()
         await self._learn("begin_batch", self._learner.begin_batch())
-        packer, metrics = Packer(self._algorithm.micro_batch_tokens), Metrics()
+        packer, metrics = Packer(self._algorithm.micro_batch_tokens), list[Metrics]()
         groups_per_mini_batch = self._config.groups_per_step // self._algorithm.mini_batches
         while not self.admission.is_batch_full:
             claim = self._store.claim(TRAIN, self._choose_and_take)
@@ -428,13 +405,13 @@ class Pipeline:
                 await self._accumulate(packer.add(row))
             if self.admission.taken % groups_per_mini_batch == 0:
                 await self._accumulate(packer.flush())
-                metrics = await self._learn("step", self._learner.step()) or metrics
+                metrics.append(await self._learn("step", self._learner.step()))
         if not leases:
             return False
         await self._accumulate(packer.flush())
         if not self.admission.is_batch_full:
-            metrics = await self._learn("step", self._learner.step()) or metrics
-        await self._finish_batch(leases, rows, metrics, began)
+            metrics.append(await self._learn("step", self._learner.step()))
+        await self._finish_batch(leases, rows, _mean(metrics), began)
         return True
 
     def _choose_and_take(self, ready: Iterable[int]) -> int | None:
@@ -448,10 +425,10 @@ class Pipeline:
     def _take(self, lease: Lease) -> list[TrainRow]:
         """The rows of a group that joined the batch. The last line of defence: they are fresh enough, or the run stops."""
         place, version = self._taken.pop(lease.group_id), self.admission.version
-        self._end_if_drained()
-        if lease.group_id in self._vacant:
+        self._settler.end_if_drained()
+        if lease.group_id in self._settler.vacant:
             return []
-        rows = _by_member(lease)
+        rows = by_member(lease)
         oldest = min(row.columns["start_version"] for row in rows)
         if oldest < place.start or version - oldest > self.admission.bound:
             raise LagError(
@@ -483,14 +460,14 @@ class Pipeline:
 
     async def _finish_batch(self, leases: list[Lease], rows: list[TrainRow], metrics: Metrics, began: float) -> None:
         """The version rises, the rows are done with, the weights go out."""
-        trained = [lease for lease in leases if lease.group_id not in self._vacant]
+        trained = [lease for lease in leases if lease.group_id not in self._settler.vacant]
         version = self.admission.step()
-        self._num_replaced = 0
+        self._settler.begin_batch()
         for lease in leases:
             self._store.acknowledge(lease)
-            self._vacant.discard(lease.group_id)
+            self._settler.vacant.discard(lease.group_id)
         for lease in trained:
-            self._leave(lease.group_id, Fate.TRAINED, np.array([row.columns["reward"] for row in _by_member(lease)]))
+            self._leave(lease.group_id, Fate.TRAINED, np.array([row.columns["reward"] for row in by_member(lease)]))
         self._emit(
             Stepped(
                 at=self._now(),
@@ -521,15 +498,19 @@ class Pipeline:
         owner = f"sync of {engine.name}"
         while True:
             newer = self._pulse.until(lambda: self._channel.version > engine.version)
-            await self.waits.on(owner, "a newer version", newer, has_deadline=False)
+            await self.waits.on(owner, "a newer version", newer, has_deadline=False, has_alarm=False)
             version, weights = await self._channel.fetch()
             began = self._now()
             await self.waits.on(owner, f"{engine.name} to load version {version}", engine.load(version, weights))
             self._emit(WeightsLoaded(at=self._now(), engine=engine.name, version=version, seconds=self._now() - began))
             self._pulse.notify()
 
+    def _are_engines_alike(self) -> bool:
+        """Whether every engine serves the newest version."""
+        return self._router.serving_versions() == [self._channel.version]
+
     async def _engines_at_the_end(self) -> None:
-        await self._pulse.until(lambda: self._router.serving_versions()[0] == self._channel.version)
+        await self._pulse.until(self._are_engines_alike)
 
     # ---- what it is doing, for those who watch --------------------------------------------------------------------
 
@@ -563,9 +544,14 @@ class Pipeline:
         self._parts.sink.emit(event)
 
 
-def _by_member(lease: Lease) -> list[Row]:
-    """In the order of members, not in that of arrival."""
-    return sorted(lease.rows, key=lambda row: row.columns["member"])
+def _mean(metrics: Sequence[Metrics]) -> Metrics:
+    """Over the mini-batches of a batch; one without rows says nothing."""
+    names = dict.fromkeys(name for some in metrics for name in some)
+    return {name: float(np.mean([some[name] for some in metrics if name in some])) for name in names}
+
+
+def _owner(key: RequestKey) -> str:
+    return f"group {key.group_id} member {key.member}"
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

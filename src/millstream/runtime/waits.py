@@ -30,16 +30,20 @@ class Waits:
         self._active: dict[int, Wait] = {}
         self._next = 0
 
-    async def on(self, owner: str, what: str, awaitable: Awaitable[T], *, has_deadline: bool = True) -> T:
-        """Await under a name. Without a deadline the wait depends on another that has one (say which, in a comment)."""
+    async def on(
+        self, owner: str, what: str, awaitable: Awaitable[T], *, has_deadline: bool = True, has_alarm: bool = True
+    ) -> T:
+        """Await under a name. Without a deadline the wait depends on another that has one. Without an alarm it shows among
+        the active ones only: it is in the nature of the work that it may be long."""
         wait, number = Wait(owner, what, self._clock.now()), self._next
         self._next += 1
         self._active[number] = wait
-        alarm = asyncio.get_running_loop().call_later(self._stall_s, self._report, wait)
+        alarm = asyncio.get_running_loop().call_later(self._stall_s, self._report, wait) if has_alarm else None
         try:
             return await (self._within_deadline(wait, awaitable) if has_deadline else awaitable)
         finally:
-            alarm.cancel()
+            if alarm is not None:
+                alarm.cancel()
             del self._active[number]
 
     async def _within_deadline(self, wait: Wait, awaitable: Awaitable[T]) -> T:

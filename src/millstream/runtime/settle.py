@@ -1,0 +1,147 @@
+"""What becomes of a finished group: advantages, or set aside. Every group that comes in leaves exactly once, by name.
+
+A group without signal, or with too few members left, is replaced by a new prompt within the step's budget of replacements; past
+it, its place in the batch stays empty, and it waits for its turn like any other. When training is synchronous, groups are set
+aside only when nothing else moves, in the order of their ids: which of them is replaced then depends on ids, never on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from millstream.algo.advantages import Rewards, has_signal
+from millstream.errors import MillstreamError, StreamEnded
+from millstream.runtime.admission import Admission
+from millstream.runtime.waits import Pulse, Waits
+from millstream.store import Lease, Row, Store
+from millstream.types import Fate
+
+TASK = "settle"
+Advantage = Callable[[Rewards], Rewards]
+Leave = Callable[[int, Fate, Rewards, bool], None]
+"""(group id, fate, rewards, whether it is replaced): tells the world that a group has left."""
+
+
+class Rules(NamedTuple):
+    advantage: Advantage
+    min_group_size: int
+    filter_zero_signal: bool
+    max_replaced: int
+    max_failed_in_a_row: int
+
+
+class Aside(NamedTuple):
+    lease: Lease
+    rewards_G: Rewards
+    fate: Fate
+
+
+class Settler:
+    def __init__(
+        self, rules: Rules, *, store: Store, admission: Admission, waits: Waits, pulse: Pulse, leave: Leave
+    ) -> None:
+        self._rules, self._leave = rules, leave
+        self._store, self._admission, self._waits, self._pulse = store, admission, waits, pulse
+        self._waiting: list[Aside] = []
+        self._num_replaced = self._num_failed_in_a_row = 0
+        self.num_unsettled = 0
+        """Groups that are closed and whose fate is open."""
+        self.vacant: set[int] = set()
+        """Groups whose place stays empty."""
+        self.is_fed = False
+        """No prompt is left: nothing can be replaced any more."""
+        self.last_failure = ""
+
+    def close(self, group_id: int) -> None:
+        """The last member of a group is done."""
+        self.num_unsettled += 1
+        self._store.close_group(group_id)
+
+    def begin_batch(self) -> None:
+        self._num_replaced = 0
+
+    async def settle(self, *, in_order: bool) -> None:
+        """Consumes closed groups; produces advantages. Waits for a closed group; the last member of a group closes it."""
+        while True:
+            claim = self._store.claim(TASK)
+            try:
+                lease = await self._waits.on("settle", "a finished group", claim, has_deadline=False, has_alarm=False)
+            except StreamEnded:
+                return
+            rewards_G = np.array([row.columns["reward"] for row in by_member(lease)], dtype=np.float64)
+            fate = self._judge(rewards_G)
+            if fate is Fate.TRAINED:
+                self._write_advantages(lease, self._rules.advantage(rewards_G))
+                self._store.acknowledge(lease)
+                self._settled()
+            elif in_order:
+                self._waiting.append(Aside(lease, rewards_G, fate))
+                self._pulse.notify()
+            else:
+                self._set_aside(Aside(lease, rewards_G, fate))
+
+    async def set_aside_in_order(self, is_still: Callable[[], bool]) -> None:
+        """Synchronous training: waits until no rollout moves (`is_still`) and every other group is settled."""
+        while True:
+            await self._pulse.until(
+                lambda: bool(self._waiting) and len(self._waiting) == self.num_unsettled and is_still()
+            )
+            waiting, self._waiting = sorted(self._waiting, key=lambda aside: aside.lease.group_id), []
+            for aside in waiting:
+                self._set_aside(aside)
+
+    def _judge(self, rewards_G: Rewards) -> Fate:
+        if len(rewards_G) < self._rules.min_group_size:
+            return Fate.FAILED
+        self._num_failed_in_a_row = 0
+        if self._rules.filter_zero_signal and not has_signal(rewards_G):
+            return Fate.FILTERED
+        return Fate.TRAINED
+
+    def _set_aside(self, aside: Aside) -> None:
+        lease, rewards_G, fate = aside
+        if fate is Fate.FAILED:
+            self._count_failure()
+        stays_empty = not self.is_fed and self._num_replaced >= self._rules.max_replaced
+        if stays_empty:
+            self.vacant.add(lease.group_id)
+            self._write_advantages(lease, np.zeros(len(rewards_G)))
+            self._store.acknowledge(lease)
+        else:
+            self._num_replaced += 1
+            self._store.drop(lease)
+            self._admission.remove(lease.group_id)
+            self._store.wake()  # the order that `train` may take groups in has changed
+        self._leave(lease.group_id, fate, rewards_G, not stays_empty and not self.is_fed)
+        self._settled()
+
+    def _count_failure(self) -> None:
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row >= self._rules.max_failed_in_a_row:
+            raise MillstreamError(
+                f"{self._num_failed_in_a_row} groups in a row failed: nothing is left to train on. "
+                f"The last failure was {self.last_failure}"
+            )
+
+    def _write_advantages(self, lease: Lease, advantages_G: Rewards) -> None:
+        for row, advantage in zip(by_member(lease), advantages_G, strict=True):
+            per_token = np.full(len(row.columns["tokens"]), advantage, dtype=np.float32)
+            self._store.write(row.row_id, {"advantages": per_token})
+
+    def _settled(self) -> None:
+        self.num_unsettled -= 1
+        self.end_if_drained()
+        self._pulse.notify()
+
+    def end_if_drained(self) -> None:
+        """No prompt is left and no group is outstanding: whoever waits for a group waits in vain."""
+        if self.is_fed and not self._admission.outstanding:
+            self._store.finish()
+
+
+def by_member(lease: Lease) -> list[Row]:
+    """In the order of members, not in that of arrival."""
+    return sorted(lease.rows, key=lambda row: row.columns["member"])
