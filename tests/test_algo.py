@@ -167,6 +167,14 @@ def test_correcting_twice_is_refused(loss: str) -> None:
     refuse("corrects twice", loss=loss, correction="truncate")
 
 
+def test_several_optimizer_steps_a_batch_need_a_loss_that_sees_the_policy_move() -> None:
+    for correction in ("none", "truncate"):
+        config = AlgorithmConfig(loss="reinforce", correction=correction)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="off policy from the second one on"):
+            check(config, max_lag=0, group_size=8, temperature=1, mini_batches=2)
+    check(AlgorithmConfig(loss="decoupled_ppo"), max_lag=2, group_size=8, temperature=1, mini_batches=2)
+
+
 def test_a_group_of_one_and_greedy_rollouts_are_refused() -> None:
     refuse("takes two", group_size=1)
     refuse(r"Set rollout\.temperature", temperature=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 
 from millstream.env import toy
 from millstream.env.data import DataConfig, in_order, read
-from millstream.env.rewards import DaemonThreads, RewardConfig, Scorer, exact_match, find
+from millstream.env.rewards import RewardConfig, Scorer, exact_match, find
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, RewardFailed
+from millstream.threads import DaemonThreads
 from millstream.types import Completion, Finish, Task
 
 TASK = Task(id="1", prompt="2+2=", answer="4", data={"level": 3})
@@ -156,15 +158,44 @@ def test_a_reward_that_breaks_fails_its_rollout_and_says_how(function: Any, mess
 
 def test_calls_that_hang_hold_back_nobody_else() -> None:
     async def program() -> None:
-        threads = DaemonThreads(most=2)
-        hung = [asyncio.ensure_future(threads.call(lambda: time.sleep(60))) for _ in range(2)]
-        await asyncio.sleep(0.05)
-        for call in hung:
-            call.cancel()
-        await asyncio.gather(*hung, return_exceptions=True)
+        threads = DaemonThreads("test", most=2)
+        hung = [threads.call(lambda: time.sleep(60), timeout_s=0.05) for _ in range(2)]
+        assert all(isinstance(e, TimeoutError) for e in await asyncio.gather(*hung, return_exceptions=True))
         assert await asyncio.wait_for(threads.call(lambda: 7), 5) == 7
 
     asyncio.run(program())
+
+
+def test_the_time_limit_of_a_reward_does_not_count_the_queue_for_a_thread() -> None:
+    def slow(task: Task, completion: str) -> float:
+        time.sleep(0.05)
+        return 1.0
+
+    async def program() -> list[float]:
+        scorer = Scorer([(slow, RewardConfig(timeout_s=1.0))])
+        before = threading.active_count()
+        scores = await asyncio.gather(*(scorer.score(TASK, "4") for _ in range(400)))
+        assert threading.active_count() - before <= 16
+        return scores
+
+    assert asyncio.run(program()) == [1.0] * 400
+
+
+def test_a_task_without_an_answer_is_no_match_for_an_empty_completion() -> None:
+    with pytest.raises(RewardFailed, match=r"set data\.answer_key"):
+        exact_match(Task(id="1", prompt="?"), "")
+
+
+def test_characters_that_look_like_line_ends_are_no_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "odd.jsonl"
+    path.write_text('{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")
+    (task,) = read(DataConfig(path=str(path), holdout=0), seed=0).train
+    assert task.prompt == "a\u2028b\x85c"
+
+
+def test_two_records_with_one_id_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 2: the id '7' is that of .*line 1"):
+        read(data(tmp_path, {"id": 7, "prompt": "a"}, {"id": 7, "prompt": "b"}), seed=0)
 
 
 def test_a_reward_is_found_by_name_module_or_file(tmp_path: Path) -> None:

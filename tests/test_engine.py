@@ -20,7 +20,7 @@ from millstream.engine.batching import Batcher
 from millstream.engine.process import ProcessHost
 from millstream.engine.sampling import sample
 from millstream.engine.torch import TorchEngine
-from millstream.errors import EngineError, ModelError
+from millstream.errors import EngineError, ModelError, RequestRefused
 from millstream.events import Span
 from millstream.events.sinks import MemorySink
 from millstream.runtime.build import build_engine
@@ -199,9 +199,9 @@ def test_a_token_of_probability_zero_is_never_sampled() -> None:
 
 def test_a_request_that_cannot_run_is_refused_with_what_to_set() -> None:
     batcher = Batcher(make("llama"), num_slots=1)
-    with pytest.raises(EngineError, match=r"context of 256.*rollout\.max_tokens"):
+    with pytest.raises(RequestRefused, match=r"context of 256.*rollout\.max_tokens"):
         batcher.add(request(0, tuple([5] * 250), max_tokens=7))
-    with pytest.raises(EngineError, match="empty"):
+    with pytest.raises(RequestRefused, match="empty"):
         batcher.add(request(0, ()))
 
 

@@ -216,16 +216,13 @@ def test_synchronous_training_sends_the_same_requests_to_the_same_engines_whatev
 
 
 def test_synchronous_training_decides_by_ids_which_place_stays_empty() -> None:
-    def fates(world: World) -> list[tuple[int, Fate, bool]]:
-        left = simulate(world).sink.of(GroupLeft)
+    def fates(delays: int) -> list[tuple[int, Fate, bool]]:
+        world = World(steps=8, max_lag=0, groups_per_step=4, max_replaced_per_step=1, retries=0, mini_batches=2)
+        left = simulate(world, environment=Delayed(random.Random(delays))).sink.of(GroupLeft)
         return sorted((event.group_id, event.fate, event.is_replaced) for event in left)
 
-    quick = World(
-        steps=8, max_lag=0, groups_per_step=4, max_replaced_per_step=1, failure=0.2, retries=0, mini_batches=2
-    )
-    slow = structs.replace(quick, latency=5.0, slots=2)
-    assert fates(quick) == fates(slow)
-    assert any(not replaced for _, fate, replaced in fates(quick) if fate is not Fate.TRAINED)
+    assert fates(1) == fates(2) == fates(3)
+    assert any(not is_replaced for _, fate, is_replaced in fates(1) if fate is not Fate.TRAINED)
 
 
 class Rewards:

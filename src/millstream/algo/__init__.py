@@ -32,7 +32,9 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("ratio_cap must be above 0")
 
 
-def check(config: AlgorithmConfig, *, max_lag: float, group_size: int, temperature: float) -> None:
+def check(
+    config: AlgorithmConfig, *, max_lag: float, group_size: int, temperature: float, mini_batches: int = 1
+) -> None:
     """Raises `ConfigError` for a combination whose mathematics is wrong."""
     if config.correction != "none" and config.loss != "reinforce":
         raise ConfigError(
@@ -44,6 +46,11 @@ def check(config: AlgorithmConfig, *, max_lag: float, group_size: int, temperatu
             f'algorithm.loss = "reinforce" has no off-policy correction and pipeline.max_lag = {max_lag} trains on older '
             'samples. Set algorithm.loss = "truncated_is" or "decoupled_ppo", or algorithm.correction = "truncate", or '
             "pipeline.max_lag = 0"
+        )
+    if mini_batches > 1 and config.loss == "reinforce":
+        raise ConfigError(
+            f'learner.mini_batches = {mini_batches} is off policy from the second one on, and algorithm.loss = "reinforce" '
+            'does not look at how far the policy has moved. Set algorithm.loss = "decoupled_ppo" or "ppo", or mini_batches = 1'
         )
     if group_size < 2:
         raise ConfigError(

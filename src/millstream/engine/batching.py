@@ -12,6 +12,7 @@ Shapes: R requests running, V vocabulary, T tokens in the longest of them.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from millstream.engine.sampling import sample
 from millstream.errors import EngineError, ModelError, RequestRefused
 from millstream.model.attention import Packed, Rule, scores, within_window
-from millstream.model.load import context_length
+from millstream.model.load import check_layers, context_length, model_weights
 from millstream.types import Completion, Finish, Request, RequestKey, Weights
 
 
@@ -70,6 +71,7 @@ class Batcher:
     """The engine's core: `add`, `abort`, `load` between calls of `step`. Not thread-safe; see `TorchEngine`."""
 
     def __init__(self, model: PreTrainedModel, *, num_slots: int, prefill_tokens: int = 4096, version: int = 0) -> None:
+        check_layers(model)
         self._model = model.eval()
         self._device = next(model.parameters()).device
         self._num_slots = num_slots
@@ -116,7 +118,7 @@ class Batcher:
     def load(self, version: int, weights: Weights) -> None:
         if version < self.version:
             raise EngineError(f"version {version} was offered to an engine at {self.version}: versions never fall")
-        own = dict(self._model.named_parameters())
+        own = model_weights(self._model)
         if own.keys() != weights.keys():
             raise EngineError(f"the weights of version {version} do not fit: {sorted(own.keys() ^ weights.keys())[:4]}")
         for name, parameter in own.items():
@@ -257,18 +259,22 @@ class _Prefill(Packed):
     def __init__(self, cache: SlotCache, joining: Sequence[InFlight], *, first_slot: int, device: torch.device) -> None:
         prompts = list(dict.fromkeys(flight.request.tokens for flight in joining))
         row_of = {prompt: row for row, prompt in enumerate(prompts)}
-        lengths = [len(prompt) for prompt in prompts]
-        super().__init__(lengths, device)
+        super().__init__([len(prompt) for prompt in prompts], device)
         self.tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        self.last = torch.tensor(lengths, device=device).cumsum(0) - 1
-        self.rows = torch.tensor([row_of[flight.request.tokens] for flight in joining], device=device)
-        self._cache, self._first = cache, first_slot
+        self.last = torch.tensor(self.lengths, device=device).cumsum(0) - 1
+        rows = [row_of[flight.request.tokens] for flight in joining]
+        self.rows = torch.tensor(rows, device=device)
+        starts = [0, *itertools.accumulate(self.lengths)]
+        counts = torch.tensor([self.lengths[row] for row in rows])
+        self._source = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows]).to(device)
+        self._slots = (first_slot + torch.repeat_interleave(torch.arange(len(rows)), counts)).to(device)
+        self._at = torch.cat([torch.arange(self.lengths[row]) for row in rows]).to(device)
+        self._cache = cache
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         keys, values = self._cache.layer(layer, key, value)
-        last = self._first + len(self.rows)
-        keys[self._first : last, :, : self.longest] = self.unpack(key)[self.rows]
-        values[self._first : last, :, : self.longest] = self.unpack(value)[self.rows]
+        keys[self._slots, :, self._at] = key[0].transpose(0, 1)[self._source]
+        values[self._slots, :, self._at] = value[0].transpose(0, 1)[self._source]
         return super().attend(layer, query, key, value, rule)
 
 

@@ -6,6 +6,9 @@ part. It ends when the socket closes, however the parent died; if it dies itself
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,10 +27,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from millstream.engine import EngineConfig
 from millstream.engine.batching import Batcher
-from millstream.engine.torch import OnReport
+from millstream.engine.torch import CLOSE_S, OnReport
 from millstream.engine.worker import Close, Command, Report, Worker
 from millstream.errors import EngineError
-from millstream.model.load import new_model, set_up_cpu
+from millstream.model.load import model_weights, new_model, set_up_cpu
 from millstream.types import Weights
 
 HEADER = 4
@@ -35,22 +38,25 @@ SOCKET_BUFFER = 4 << 20
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """What the child needs to know. Lies as JSON beside the model's config and the shared weights."""
+    """What the child needs to know, beside the model's own config."""
 
     config: EngineConfig
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+    """Name, dtype and shape of everything in the shared memory, in its order."""
     dtype: str
-    parameters: list[tuple[str, tuple[int, ...]]]
 
 
 class SharedWeights:
-    """All parameters in one file that both processes map."""
+    """All parameters and saved buffers in one piece of memory that both processes map. It has no name in any file system, so
+    that nothing is left behind however a process dies."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        dtype = getattr(torch, plan.dtype)
-        sizes = [torch.Size(shape).numel() for _, shape in plan.parameters]
-        flat = torch.from_file(str(folder / "weights"), shared=True, size=sum(sizes), dtype=dtype)
-        parts = torch.split(flat, sizes)
-        self.views = {name: part.view(shape) for (name, shape), part in zip(plan.parameters, parts, strict=True)}
+    def __init__(self, descriptor: int, plan: Plan) -> None:
+        ends = list(itertools.accumulate(_num_bytes(dtype, shape) for _, dtype, shape in plan.tensors))
+        flat = torch.from_file(f"/dev/fd/{descriptor}", shared=True, size=ends[-1], dtype=torch.uint8)
+        self.views: dict[str, torch.Tensor] = {}
+        for begin, (name, dtype, shape) in zip([0, *ends], plan.tensors, strict=False):
+            size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+            self.views[name] = flat[begin : begin + size].view(getattr(torch, dtype)).view(shape)
 
     def write(self, weights: Weights) -> None:
         if weights.keys() != self.views.keys():
@@ -59,40 +65,62 @@ class SharedWeights:
             view.copy_(weights[name].detach())
 
 
+def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Rounded up, so that every tensor begins at a multiple of 64."""
+    size: int = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+    return -(-size // 64) * 64
+
+
+def _anonymous_memory(num_bytes: int) -> int:
+    """The descriptor of so much shared memory, which is really there."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("millstream")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        raise EngineError(
+            f"no room for {num_bytes / 2**20:.0f} MiB of shared weights ({error.strerror}): set engine.process = false"
+        ) from error
+    return descriptor
+
+
 class ProcessHost:
     """Our end. See `millstream.engine.torch.Host`."""
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
-        shared_memory = Path("/dev/shm")
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="millstream-", dir=shared_memory if shared_memory.is_dir() else None
-        )
-        folder = Path(self._folder.name)
-        parameters = dict(model.named_parameters())
+        weights = model_weights(model)
         plan = Plan(
             config=config,
-            dtype=str(next(iter(parameters.values())).dtype).removeprefix("torch."),
-            parameters=[(name, tuple(parameter.shape)) for name, parameter in parameters.items()],
+            dtype=str(model.dtype).removeprefix("torch."),
+            tensors=[(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items()],
         )
+        memory = _anonymous_memory(sum(_num_bytes(dtype, shape) for _, dtype, shape in plan.tensors))
+        self._shared = SharedWeights(memory, plan)
+        self._shared.write(weights)
+        folder = Path(tempfile.mkdtemp(prefix="millstream-"))  # a few kilobytes; the child removes it
         model.config.save_pretrained(folder)
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
-        self._shared = SharedWeights(folder, plan)
-        self._shared.write(parameters)
         self._socket, theirs = socket.socketpair()
         for end in (self._socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-        command = [sys.executable, "-m", "millstream.engine.process", str(theirs.fileno()), str(folder)]
-        self._child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        descriptors = [theirs.fileno(), memory]
+        command = [sys.executable, "-m", "millstream.engine.process", *map(str, descriptors), str(folder)]
+        self._child = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
         theirs.close()
+        os.close(memory)
         self._is_closing = False
 
     def start(self, on_report: OnReport) -> None:
         self._reader = threading.Thread(target=self._read, args=(on_report,), name="engine reports", daemon=True)
         self._reader.start()
 
-    def send(self, command: Command, weights: Weights | None = None) -> None:
-        if weights is not None:
-            self._shared.write(weights)
+    def offer(self, weights: Weights) -> None:
+        self._shared.write(weights)
+
+    def send(self, command: Command) -> None:
         self._is_closing = self._is_closing or isinstance(command, Close)
         with suppress(OSError):  # the process is gone: the reader says so to everybody who waits
             self._socket.sendall(_frame(command))
@@ -108,10 +136,12 @@ class ProcessHost:
             on_report(Report([], [], broken=f"its process ended with exit code {code}"))
 
     def join(self) -> None:
-        self._child.wait()
+        try:
+            self._child.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
         self._reader.join()
         self._socket.close()
-        self._folder.cleanup()
 
 
 def _frame(message: Any) -> bytes:
@@ -174,17 +204,19 @@ class SocketLink:
         return self._shared.views
 
 
-def main(descriptor: int, folder: Path) -> None:
+def main(line: int, memory: int, folder: Path) -> None:
     """The child: rebuild the model from its config and the shared weights, and work until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle
     set_up_cpu()
     plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=Plan)
-    shared = SharedWeights(folder, plan)
-    model = new_model(AutoConfig.from_pretrained(folder), seed=0, dtype=getattr(torch, plan.dtype))
+    config = AutoConfig.from_pretrained(folder)
+    shutil.rmtree(folder)
+    shared = SharedWeights(memory, plan)
+    model = new_model(config, seed=0, dtype=getattr(torch, plan.dtype))
     batcher = Batcher(model, num_slots=plan.config.slots, prefill_tokens=plan.config.prefill_tokens)
     batcher.load(0, shared.views)
-    Worker(batcher, SocketLink(socket.socket(fileno=descriptor), shared)).run()
+    Worker(batcher, SocketLink(socket.socket(fileno=line), shared)).run()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -30,6 +30,7 @@ from millstream.types import Completion, Request, RequestKey, Weights
 T = TypeVar("T")
 OnReport = Callable[[Report], None]
 CLOSED = "it was closed"
+CLOSE_S = 10.0
 
 
 class Host(Protocol):
@@ -37,12 +38,16 @@ class Host(Protocol):
 
     def start(self, on_report: OnReport) -> None: ...
 
-    def send(self, command: Command, weights: Weights | None = None) -> None:
+    def offer(self, weights: Weights) -> None:
+        """What the next `Load` is about. May take as long as a copy."""
+        ...
+
+    def send(self, command: Command) -> None:
         """Queue a command. If the worker is gone, a report that says so comes, or has come."""
         ...
 
     def join(self) -> None:
-        """Wait until the worker has ended."""
+        """Wait until the worker has ended; after `CLOSE_S`, end it."""
         ...
 
 
@@ -58,28 +63,29 @@ class ThreadHost:
         self._thread = threading.Thread(target=Worker(self._batcher, self._queue).run, name="engine", daemon=True)
         self._thread.start()
 
-    def send(self, command: Command, weights: Weights | None = None) -> None:
-        self._queue.put(command, weights)
+    def offer(self, weights: Weights) -> None:
+        self._queue.offered = weights
+
+    def send(self, command: Command) -> None:
+        self._queue.put(command)
 
     def join(self) -> None:
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
 
 class _Queue:
     """A worker's link within one process: nothing is copied."""
 
     on_report: OnReport
+    offered: Weights
 
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
-        self._offered: deque[Weights] = deque()
         self._changed = threading.Condition()
 
-    def put(self, command: Command, weights: Weights | None) -> None:
+    def put(self, command: Command) -> None:
         with self._changed:
             self._commands.append(command)
-            if weights is not None:
-                self._offered.append(weights)
             self._changed.notify()
 
     def receive(self, *, block: bool) -> list[Command]:
@@ -94,7 +100,7 @@ class _Queue:
         self.on_report(report)
 
     def weights(self) -> Weights:
-        return self._offered.popleft()
+        return self.offered
 
 
 class TorchEngine:
@@ -107,6 +113,7 @@ class TorchEngine:
         self._host, self._max_length = host, max_length
         self._clock, self._sink = clock, sink
         self._version = 0
+        self._loading = asyncio.Lock()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._requests: dict[RequestKey, _Waiter[Completion]] = {}
@@ -149,8 +156,10 @@ class TorchEngine:
     async def load(self, version: int, weights: Weights) -> None:
         if version < self._version:
             raise EngineError(f"version {version} was offered to an engine at {self._version}: versions never fall")
-        await self._order(lambda number: Load(number, version), weights)
-        self._version = version
+        async with self._loading:  # one at a time: there is one place to put the weights
+            await asyncio.to_thread(self._host.offer, weights)
+            await self._order(lambda number: Load(number, version))
+            self._version = version
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -161,13 +170,13 @@ class TorchEngine:
         await asyncio.to_thread(self._host.join)
         self._break(CLOSED)
 
-    async def _order(self, make: Callable[[int], Command], weights: Weights | None = None) -> None:
+    async def _order(self, make: Callable[[int], Command]) -> None:
         waiter, number = _Waiter[None](), next(self._numbers)
         with self._lock:
             self._raise_if_broken()
             self._orders[number] = waiter
         try:
-            self._host.send(make(number), weights)
+            self._host.send(make(number))
             await waiter.future
         finally:
             self._orders.pop(number, None)

@@ -56,10 +56,7 @@ class DataSet(Struct, frozen=True, kw_only=True):
 
 def read(config: DataConfig, *, seed: int) -> DataSet:
     source = config.path or config.name or config.toy
-    if config.toy is not None:
-        tasks = toy.make(config.toy, config.toy_size, seed)
-    else:
-        tasks = [_task(record, config, number) for number, record in enumerate(_records(config), start=1)]
+    tasks = toy.make(config.toy, config.toy_size, seed) if config.toy is not None else _tasks(config)
     if not tasks:
         raise DataError(f"{source} has no tasks: expected records with a {config.prompt_key!r}")
     if len(tasks) <= config.holdout:
@@ -86,6 +83,18 @@ def in_order(tasks: Sequence[Task], *, seed: int, shuffle: bool) -> Iterator[tup
         epoch += 1
 
 
+def _tasks(config: DataConfig) -> list[Task]:
+    tasks: list[Task] = []
+    places: dict[str, str] = {}
+    for number, record in enumerate(_records(config), start=1):
+        task, where = _task(record, config, number), record[0]
+        if task.id in places:
+            raise DataError(f"{where}: the id {task.id!r} is that of {places[task.id]}, too")
+        places[task.id] = where
+        tasks.append(task)
+    return tasks
+
+
 def _records(config: DataConfig) -> Iterable[Record]:
     if config.name is not None:
         return _hub_records(config.name, config.split)
@@ -97,7 +106,7 @@ def _records(config: DataConfig) -> Iterable[Record]:
 
 def _jsonl_records(path: Path) -> Iterator[Record]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise DataError(f"cannot read data.path = {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

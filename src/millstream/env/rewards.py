@@ -11,24 +11,25 @@ import importlib
 import importlib.util
 import inspect
 import math
-import queue
-import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from millstream.errors import ConfigError, RewardFailed
+from millstream.threads import DaemonThreads
 from millstream.types import Task
 
+MOST_THREADS = 16
 Reward = Callable[[Task, str], float | Awaitable[float]]
 
 
 def exact_match(task: Task, completion: str) -> float:
     """1 if the completion, without surrounding space, is the task's answer."""
-    return float(completion.strip() == (task.answer or "").strip())
+    if task.answer is None:
+        raise RewardFailed(f"task {task.id} has no answer to compare with: set data.answer_key")
+    return float(completion.strip() == task.answer.strip())
 
 
 BUILT_IN: dict[str, Reward] = {"exact_match": exact_match}
@@ -56,25 +57,30 @@ class Scorer:
 
 
 class _Timed:
-    """One reward under its time limit: a coroutine on the event loop, a plain function on a thread of its own."""
+    """One reward under its time limit: a coroutine on the event loop, a plain function on a thread. The limit is that of the
+    call itself: waiting for a free thread does not count."""
 
     def __init__(self, function: Reward, config: RewardConfig) -> None:
         self._function, self._config = function, config
-        self._threads = None if inspect.iscoroutinefunction(function) else DaemonThreads()
+        self._threads = None if inspect.iscoroutinefunction(function) else DaemonThreads("reward", most=MOST_THREADS)
 
     async def __call__(self, task: Task, completion: str) -> float:
         name = self._config.function
         try:
-            async with asyncio.timeout(self._config.timeout_s) as limit:
-                if self._threads is None:
-                    value: Any = self._function(task, completion)
-                else:
-                    value = await self._threads.call(lambda: self._function(task, completion))
+            value: Any
+            if self._threads is None:
+                async with asyncio.timeout(self._config.timeout_s):
+                    value = await self._function(task, completion)  # type: ignore[misc]
+            else:
+                value = await self._threads.call(
+                    lambda: self._function(task, completion), timeout_s=self._config.timeout_s
+                )
                 if inspect.isawaitable(value):
-                    value = await value
+                    async with asyncio.timeout(self._config.timeout_s):
+                        value = await value
+        except RewardFailed:
+            raise
         except TimeoutError as error:
-            if not limit.expired():
-                raise RewardFailed(f"reward {name} raised TimeoutError: {error}") from error
             raise RewardFailed(
                 f"reward {name} took longer than {self._config.timeout_s:g} s; reward.timeout_s sets the limit"
             ) from error
@@ -91,53 +97,6 @@ def _number(value: Any, name: str) -> float:
     if not math.isfinite(number):
         raise RewardFailed(f"reward {name} returned {number}: expected a finite number")
     return number
-
-
-class DaemonThreads:
-    """Threads for calls that may never return: they neither hold back the next call nor the end of the program."""
-
-    def __init__(self, most: int = 16) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]]
-        self._jobs = queue.SimpleQueue()
-        self._most, self._lost = most, 0
-        self._num_threads = 0
-
-    async def call(self, function: Callable[[], Any]) -> Any:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-
-        def answer(value: Any, error: BaseException | None) -> None:
-            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
-                loop.call_soon_threadsafe(_settle, done, value, error)
-
-        if self._num_threads - self._lost < self._most:
-            self._num_threads += 1
-            threading.Thread(target=self._work, daemon=True, name="reward").start()
-        self._jobs.put((function, answer))
-        try:
-            return await done
-        except asyncio.CancelledError:
-            self._lost += 1  # its thread may hang for ever: another takes its place
-            raise
-
-    def _work(self) -> None:
-        while True:
-            function, answer = self._jobs.get()
-            try:
-                value = function()
-            except BaseException as error:  # handed to the caller, who decides
-                answer(None, error)
-            else:
-                answer(value, None)
-
-
-def _settle(done: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(value)
-    else:
-        done.set_exception(error)
 
 
 def find(name: str) -> Reward:

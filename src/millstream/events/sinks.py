@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from millstream.events import AnyEvent, Event, EventSink, decode, encode
 from millstream.events.metrics import StepMetrics
 
+logger = logging.getLogger(__name__)
 E_ = TypeVar("E_", bound=Event)
 
 
@@ -49,13 +52,16 @@ class JsonlSink:
         self._lines.append(encode(event) + b"\n")
 
     def flush(self) -> None:
+        """Raises `OSError` if the disk is full; nothing is lost by that, and the next flush tries again."""
         with self._lock:
-            lines, self._lines = self._lines, []
-            self._file.write(b"".join(lines))
+            count = len(self._lines)  # others go on appending to the same list meanwhile
+            self._file.write(b"".join(self._lines[:count]))
+            del self._lines[:count]
 
     def _write(self) -> None:
         while not self._closing.wait(self.FLUSH_S):
-            self.flush()
+            with suppress(OSError):  # `close` raises it, if it lasts
+                self.flush()
 
     def close(self) -> None:
         self._closing.set()
@@ -82,12 +88,21 @@ class MetricsSink:
 
 
 class Tee:
+    """Several sinks, one event at a time, whichever thread it comes from. A sink that raises is left out from then on: what
+    is shown must not stop what is done."""
+
     def __init__(self, sinks: Iterable[EventSink]) -> None:
-        self._sinks = tuple(sinks)
+        self._sinks = list(sinks)
+        self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
-        for sink in self._sinks:
-            sink.emit(event)
+        with self._lock:
+            for sink in list(self._sinks):
+                try:
+                    sink.emit(event)
+                except Exception:  # the border to whatever shows or stores events
+                    logger.exception("a sink failed and is left out: %s", type(sink).__name__)
+                    self._sinks.remove(sink)
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:

@@ -14,7 +14,7 @@ from millstream.types import Metrics, TrainRow, Weights
 class LearnerConfig(Struct, frozen=True, kw_only=True):
     learning_rate: float = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: hold the rate, or let it fall to 0 at the last step."""
+    """After the warm-up: hold the rate, or let it fall towards 0, which it would reach one step after the last."""
     warmup_steps: int = 0
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0

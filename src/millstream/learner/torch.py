@@ -6,11 +6,9 @@ Shapes: N tokens of the micro-batch, M of them trained, R rows.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
 from millstream.model.attention import Packed
-from millstream.model.load import save_model
+from millstream.model.load import check_layers, model_weights, save_model
 from millstream.model.objective import LossInputs, Objective
+from millstream.threads import DaemonThreads
 from millstream.types import Metrics, TrainRow, Weights
 
 T = TypeVar("T")
@@ -52,7 +51,8 @@ class TorchLearner:
         num_steps: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        self.model = model.train()
+        check_layers(model)
+        self.model = model.eval()  # no dropout: the log-probabilities of a row must not depend on chance
         self._config, self._objective, self._temperature = config, objective, temperature
         self._num_optimizer_steps = None if num_steps is None else num_steps * config.mini_batches
         self._tokenizer = tokenizer
@@ -62,7 +62,7 @@ class TorchLearner:
             self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
         self._proximal = copy.deepcopy(model).eval() if config.mini_batches > 1 else None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
+        self._thread = DaemonThreads("learner", most=1)
         self._num_steps_done = 0
         self._start_sums()
 
@@ -72,7 +72,8 @@ class TorchLearner:
         self._sums: dict[str, float] = {}
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        result: T = await self._thread.call(work)
+        return result
 
     async def begin_batch(self) -> None:
         if self._proximal is not None:
@@ -156,7 +157,9 @@ class TorchLearner:
         return metrics
 
     async def weights(self) -> Weights:
-        return await self._run(lambda: {name: p.detach().clone() for name, p in self.model.named_parameters()})
+        return await self._run(
+            lambda: {name: tensor.detach().clone() for name, tensor in model_weights(self.model).items()}
+        )
 
     def state(self) -> dict[str, Any]:
         """All that `load_state` needs to go on as if nothing had happened; to be taken between two batches."""
@@ -173,9 +176,6 @@ class TorchLearner:
 
     def save(self, path: Path) -> None:
         save_model(self.model, self._tokenizer, path)
-
-    def close(self) -> None:
-        self._thread.shutdown()
 
 
 class _Rows:

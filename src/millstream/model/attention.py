@@ -9,6 +9,7 @@ Shapes: N tokens in all, R rows (sequences), L tokens in the longest, H heads, K
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -64,33 +65,61 @@ AttentionInterface.register(NAME, attention)
 
 
 class Packed:
-    """Several sequences in one row, each causal over itself."""
+    """Several sequences in one row, each causal over itself.
+
+    Rows are attended to in classes of similar length (each at most twice as long as the shortest), so that a long row among
+    short ones does not make them all cost as much as it does."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self.num_rows, self.longest = len(lengths), max(lengths)
-        row_N = torch.repeat_interleave(torch.arange(self.num_rows), torch.tensor(lengths))
+        self.lengths = list(lengths)
         self.position_ids = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
-        self._slot_N = (row_N * self.longest).to(device) + self.position_ids[0]
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        """[1, H, N, D] -> [R, H, L, D], zeros where a row has ended."""
-        _, heads, _, dim = packed.shape
-        rows = packed.new_zeros(self.num_rows * self.longest, heads, dim)
-        rows = rows.index_copy(0, self._slot_N, packed[0].transpose(0, 1))
-        return rows.view(self.num_rows, self.longest, heads, dim).transpose(1, 2)
-
-    def pack(self, rows: Tensor) -> Tensor:
-        """[R, H, L, D] -> [1, N, H, D]."""
-        _, heads, _, dim = rows.shape
-        return rows.transpose(1, 2).reshape(self.num_rows * self.longest, heads, dim)[self._slot_N][None]
+        starts = [0, *itertools.accumulate(lengths)]
+        classes: dict[int, list[int]] = {}
+        for row, length in enumerate(lengths):
+            classes.setdefault((length - 1).bit_length(), []).append(row)
+        self._classes = [_Rectangle([(starts[r], lengths[r]) for r in rows], device) for rows in classes.values()]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        query, key, value = self.unpack(query), self.unpack(key), self.unpack(value)
+        if len(self._classes) == 1 and self._classes[0].is_all(query.shape[2]):
+            return self._classes[0].attend(query, key, value, rule)[None]
+        out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+        for rows in self._classes:
+            some_query, some_key, some_value = (x.index_select(2, rows.at_N) for x in (query, key, value))
+            out = out.index_copy(0, rows.at_N, rows.attend(some_query, some_key, some_value, rule))
+        return out[None]
+
+
+class _Rectangle:
+    """Rows of similar length, unpacked to [R, L] with zeros where a row has ended."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]], device: torch.device | str) -> None:
+        lengths = [length for _, length in spans]
+        self._num_rows, self._longest = len(spans), max(lengths)
+        self.at_N = torch.cat([torch.arange(begin, begin + length) for begin, length in spans]).to(device)
+        rows_N = torch.repeat_interleave(torch.arange(self._num_rows), torch.tensor(lengths))
+        columns_N = torch.cat([torch.arange(length) for length in lengths])
+        self._slot_N = (rows_N * self._longest + columns_N).to(device)
+
+    def is_all(self, num_tokens: int) -> bool:
+        return len(self.at_N) == num_tokens
+
+    def _unpack(self, packed: Tensor) -> Tensor:
+        """[1, H, N, D] -> [R, H, L, D]."""
+        _, heads, _, dim = packed.shape
+        rows = packed.new_zeros(self._num_rows * self._longest, heads, dim)
+        rows = rows.index_copy(0, self._slot_N, packed[0].transpose(0, 1))
+        return rows.view(self._num_rows, self._longest, heads, dim).transpose(1, 2)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """The outputs of these rows' tokens, [N, H, D]."""
+        query, key, value = self._unpack(query), self._unpack(key), self._unpack(value)
         mask = None
         if rule.window is not None or rule.softcap is not None:
-            at = torch.arange(self.longest, device=query.device)
+            at = torch.arange(self._longest, device=query.device)
             mask = within_window(at[:, None], at[None, :], rule.window)
-        return self.pack(scores(query, key, value, mask, rule, is_causal=mask is None))
+        rows = scores(query, key, value, mask, rule, is_causal=mask is None)
+        _, heads, _, dim = rows.shape
+        return rows.transpose(1, 2).reshape(self._num_rows * self._longest, heads, dim)[self._slot_N]
 
 
 def within_window(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import ModelError
@@ -34,27 +35,29 @@ def load_model(path: str | Path, *, device: str = "cpu", dtype: torch.dtype = to
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=NAME, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ModelError(f"no causal language model in {path}: {error}") from error
-    return prepare(model).to(device)
+    return model.to(device)
 
 
 def new_model(config: Any, *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model with random weights. The same config and seed give the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return prepare(AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype))
+        return AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
 
 
-def prepare(model: Any) -> PreTrainedModel:
-    """No dropout anywhere: the log-probabilities of a row must not depend on chance."""
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
-        if getattr(model.config, name, 0.0):
-            setattr(model.config, name, 0.0)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
-            module.attention_dropout = 0.0
-    return model
+def model_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Everything that training may change or a checkpoint holds: parameters, and the buffers that are saved with them."""
+    parameters = dict(model.named_parameters())
+    saved = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {**parameters, **buffers}
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Only attention whose rule reaches us: full, or over a sliding window."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if strange := kinds - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"{type(model).__name__} has layers of kind {', '.join(sorted(strange))}: not supported")
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

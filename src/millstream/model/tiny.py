@@ -3,6 +3,7 @@ the same code as any other."""
 
 from __future__ import annotations
 
+import torch
 from msgspec import Struct
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config
@@ -26,7 +27,9 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def tiny_model(shape: TinyShape, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
+def tiny_model(
+    shape: TinyShape, tokenizer: PreTrainedTokenizerBase, *, seed: int, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden,
@@ -41,4 +44,4 @@ def tiny_model(shape: TinyShape, tokenizer: PreTrainedTokenizerBase, *, seed: in
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    return new_model(config, seed=seed)
+    return new_model(config, seed=seed, dtype=dtype)

@@ -18,7 +18,7 @@ from millstream.engine.torch import Host, ThreadHost, TorchEngine
 from millstream.env import toy
 from millstream.env.rewards import Scorer, find
 from millstream.env.single_turn import SingleTurn
-from millstream.errors import ConfigError, ModelError
+from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
@@ -29,22 +29,24 @@ from millstream.runtime.admission import full_budget
 from millstream.runtime.config import ModelConfig, RunConfig
 from millstream.runtime.pipeline import STORE_TASKS, Algorithm
 from millstream.store.memory import MemoryStore
-from millstream.types import Sampling, Task
+from millstream.types import Message, Sampling, Task
+
+MOST_PROMPTS_CHECKED = 10_000
 
 
 class Text(Struct, frozen=True, kw_only=True, eq=False):
     """Between text and tokens, for one tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
-    _encoded: dict[str, list[int]] = field(default_factory=dict)
+    _encoded: dict[str | tuple[Message, ...], list[int]] = field(default_factory=dict)
 
     def encode(self, task: Task) -> list[int]:
         """The prompt as the model expects it. The members of a group ask for the same one: it is encoded once."""
-        if task.id not in self._encoded:
+        if task.prompt not in self._encoded:
             if len(self._encoded) >= 4096:
                 self._encoded.clear()
-            self._encoded[task.id] = self._encode(task)
-        return self._encoded[task.id]
+            self._encoded[task.prompt] = self._encode(task)
+        return self._encoded[task.prompt]
 
     def _encode(self, task: Task) -> list[int]:
         """A chat goes through the model's template, a string as it is."""
@@ -69,7 +71,7 @@ def build_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, Pre
         tiny = config.tiny
         tokenizer = character_tokenizer(toy.ALPHABET)
         shape = TinyShape(hidden=tiny.hidden, layers=tiny.layers, heads=tiny.heads, context=tiny.context)
-        return tiny_model(shape, tokenizer, seed=seed).to(device=device, dtype=dtype), tokenizer
+        return tiny_model(shape, tokenizer, seed=seed, dtype=dtype).to(device), tokenizer
     path = config.path or ""
     tokenizer = load_tokenizer(path)
     if tokenizer.eos_token_id is None:
@@ -84,12 +86,26 @@ def choose_device(asked: str) -> str:
     return asked if asked != "auto" else "cuda" if has_gpu else "cpu"
 
 
-def build_sampling(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    return Sampling(
-        max_tokens=config.rollout.max_tokens,
-        temperature=config.rollout.temperature,
-        stop=(tokenizer.eos_token_id,),
-    )
+def build_sampling(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """A turn ends with the tokenizer's end token, or with one of those that the checkpoint generates with."""
+    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ends = ends if isinstance(ends, list) else [ends]
+    stop = sorted({token for token in (tokenizer.eos_token_id, *ends) if token is not None})
+    return Sampling(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature, stop=tuple(stop))
+
+
+def check_lengths(config: RunConfig, model: PreTrainedModel, text: Text, tasks: Sequence[Task]) -> None:
+    """Prompts that leave no room for an answer are found before the run, not in it."""
+    limit, max_tokens = context_length(model), config.rollout.max_tokens
+    if limit is None:
+        return
+    for task in tasks[:MOST_PROMPTS_CHECKED]:
+        length = len(text.encode(task))
+        if length + max_tokens > limit:
+            raise DataError(
+                f"task {task.id}: its prompt has {length} tokens, which with rollout.max_tokens = {max_tokens} exceeds the "
+                f"model's context of {limit}: set rollout.max_tokens lower, or drop the task"
+            )
 
 
 def build_environment(config: RunConfig, text: Text) -> SingleTurn:
@@ -100,8 +116,11 @@ def build_environment(config: RunConfig, text: Text) -> SingleTurn:
 def build_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink) -> TorchEngine:
     """The engine has a copy of the model of its own: it is changed by `load` alone."""
     is_process = config.process
+    is_cpu = model.device.type == "cpu"
     if is_process is None:
-        is_process = model.device.type == "cpu" and (os.cpu_count() or 1) > 1
+        is_process = is_cpu and (os.cpu_count() or 1) > 1
+    if is_process and not is_cpu:
+        raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
     host: Host = ProcessHost(model, config) if is_process else ThreadHost(copy.deepcopy(model), config)
     return TorchEngine(host, max_length=context_length(model), clock=clock, sink=sink)
 

@@ -88,6 +88,7 @@ def check_run(config: RunConfig) -> None:
         max_lag=config.pipeline.max_lag,
         group_size=config.rollout.group_size,
         temperature=config.rollout.temperature,
+        mini_batches=config.learner.mini_batches,
     )
     groups, minis = config.pipeline.groups_per_step, config.learner.mini_batches
     if groups % minis:

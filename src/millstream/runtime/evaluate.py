@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from millstream.clock import Clock
 from millstream.env import Environment
-from millstream.errors import RolloutError
+from millstream.errors import EngineError, InvariantError
 from millstream.events import Evaluated, EventSink
 from millstream.runtime.episode import Episode
 from millstream.runtime.router import Router
@@ -24,9 +24,9 @@ async def evaluate(
     clock: Clock,
     sink: EventSink,
     seed: int,
-    member: int = 0,
+    timeout_s: float,
 ) -> Evaluated:
-    """The mean reward of one rollout a task. A rollout that fails counts 0. `member` keeps concurrent evaluations apart."""
+    """The mean reward of one rollout a task. A rollout that fails, for whatever reason, counts 0."""
     versions: set[int] = set()
 
     async def generate(request: Request) -> Completion:
@@ -35,11 +35,14 @@ async def evaluate(
         return completion
 
     async def one(index: int, task: Task) -> float:
-        key = RequestKey(group_id=-1 - index, member=member)
+        key = RequestKey(group_id=-1 - index, member=0)
         episode = Episode(task, key, generate=generate, sampling=sampling, run_seed=seed, role=f"eval/{name}")
         try:
-            return await environment.rollout(episode)
-        except RolloutError:
+            async with asyncio.timeout(timeout_s):
+                return episode.finish(await environment.rollout(episode)).reward
+        except (EngineError, InvariantError):
+            raise
+        except Exception:  # whatever an environment or a reward raises is a failed rollout
             return 0.0
 
     rewards = await asyncio.gather(*(one(index, task) for index, task in enumerate(tasks)))

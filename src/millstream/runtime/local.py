@@ -1,6 +1,7 @@
-"""The local runtime: one process, everything in it. An engine thread, a learner thread, and the event loop between them.
+"""The local runtime: one machine, an engine, a learner thread, and the event loop between them.
 
-Steps of a run: model, data, warm-up (if asked for), evaluation, reinforcement learning, evaluation, the saved model.
+Steps of a run: data and model, the run folder, warm-up (if asked for), evaluation, reinforcement learning, the saved model,
+evaluation, summary. Whatever ends it, the folder says so: the last event is `RunEnded`, with the name of the error.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct, structs
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo import recipe
 from millstream.clock import RealClock
 from millstream.config import to_toml
 from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, in_order, read
+from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError
 from millstream.events import Evaluated, EventSink, RunEnded, RunStarted, WarmedUp
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events
@@ -36,6 +39,8 @@ from millstream.weights.local import LocalChannel
 
 EVENTS = "events.jsonl"
 STATUS_S = 1.0
+WARMUP_PROBE = 128
+"""Training tasks that the warm-up is measured on."""
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
@@ -49,41 +54,80 @@ class RunResult(Struct, frozen=True, kw_only=True):
     summary: Summary
 
 
-def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "run") -> RunResult:
-    """Run a config from beginning to end in this process."""
+class Prepared(Struct, frozen=True, kw_only=True, eq=False):
+    """Everything that can be wrong with a config, a data set, a reward or a model is found while this is made."""
+
+    config: RunConfig
+    data: DataSet
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    text: build.Text
+    environment: SingleTurn
+    sampling: Sampling
+
+    @property
+    def held_out(self) -> tuple[Task, ...]:
+        return self.data.held_out[: self.config.evaluation.tasks]
+
+
+def prepare(config: RunConfig) -> Prepared:
     check_run(config)
     set_up_cpu()
+    data = read(config.data, seed=config.seed)
+    model, tokenizer = build.build_model(config.model, seed=config.seed)
+    text = build.Text(tokenizer=tokenizer)
+    build.check_lengths(config, model, text, (*data.held_out, *data.train))
+    return Prepared(
+        config=config,
+        data=data,
+        model=model,
+        tokenizer=tokenizer,
+        text=text,
+        environment=build.build_environment(config, text),
+        sampling=build.build_sampling(config, model, tokenizer),
+    )
+
+
+def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "run") -> RunResult:
+    """Run a config from beginning to end on this machine."""
+    prepared = prepare(config)
     run_dir = make_run_dir(config, name)
-    (run_dir / "config.toml").write_text(to_toml(config))
-    return asyncio.run(_Run(config, run_dir, sinks).run())
+    file, metrics = JsonlSink(run_dir / EVENTS), MetricsSink(run_dir / "metrics.jsonl")
+    run = _Run(prepared, run_dir, Tee([file, metrics, *sinks]))
+    outcome = "finished"
+    try:
+        asyncio.run(run.run())
+    except BaseException as error:
+        outcome = type(error).__name__
+        raise
+    finally:
+        run.say_ended(outcome)
+        metrics.close()
+        file.close()
+    return run.result()
 
 
 def evaluate_model(config: RunConfig) -> tuple[float, float]:
     """Accuracy of the config's model on its held-out tasks: sampled, and greedy. Leaves no run folder."""
-    set_up_cpu()
-    data = read(config.data, seed=config.seed)
-    if not data.held_out:
+    prepared = prepare(config)
+    if not prepared.held_out:
         raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
-    model, tokenizer = build.build_model(config.model, seed=config.seed)
-    clock, sink = RealClock(), Tee([])
-    environment = build.build_environment(config, build.Text(tokenizer=tokenizer))
-    sampling = build.build_sampling(config, tokenizer)
 
     async def measure() -> tuple[float, float]:
-        engine = build.build_engine(structs.replace(config.engine, process=False), model, clock=clock, sink=sink)
-        results = [
-            await evaluate(
-                name, Router([engine]), environment, data.held_out, how, clock=clock, sink=sink, seed=config.seed
-            )
-            for name, how in (("sampled", sampling), ("greedy", structs.replace(sampling, temperature=0.0)))
-        ]
+        clock, sink = RealClock(), Tee([])
+        on_thread = structs.replace(config.engine, process=False)
+        engine = build.build_engine(on_thread, prepared.model, clock=clock, sink=sink)
+        evaluator = _Evaluator(prepared, Router([engine]), clock, sink)
+        found = await evaluator.sampled_and_greedy("")
         await engine.close()
-        return results[0].accuracy, results[1].accuracy
+        assert found is not None
+        return found
 
     return asyncio.run(measure())
 
 
 def make_run_dir(config: RunConfig, name: str) -> Path:
+    """The folder of the run, with the resolved config in it."""
     if config.run_dir is not None:
         path = Path(config.run_dir)
         if (path / EVENTS).exists():
@@ -94,117 +138,121 @@ def make_run_dir(config: RunConfig, name: str) -> Path:
             number += 1
     try:
         path.mkdir(parents=True, exist_ok=True)
+        (path / "config.toml").write_text(to_toml(config))
     except OSError as error:
-        raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
     return path
 
 
-class _Run:
-    def __init__(self, config: RunConfig, run_dir: Path, sinks: Sequence[EventSink]) -> None:
-        self._config, self._dir = config, run_dir
-        self._clock = RealClock()
-        self._file = JsonlSink(run_dir / EVENTS)
-        self._metrics = MetricsSink(run_dir / "metrics.jsonl")
-        self._sink = Tee([self._file, self._metrics, *sinks])
+class _Evaluator:
+    """Evaluations of one run, one at a time."""
 
-    async def run(self) -> RunResult:
-        config, seed = self._config, self._config.seed
-        data = read(config.data, seed=seed)
-        self._held_out = data.held_out[: config.evaluation.tasks]
-        self._evaluating = asyncio.Lock()
-        model, tokenizer = build.build_model(config.model, seed=seed)
-        self._text = build.Text(tokenizer=tokenizer)
-        self._environment = build.build_environment(config, self._text)
-        self._sampling = build.build_sampling(config, tokenizer)
-        engine = build.build_engine(config.engine, model, clock=self._clock, sink=self._sink)
-        self._router = Router([engine])
-        try:
-            if config.warmup is not None:
-                learner = build.build_learner(
-                    config,
-                    model,
-                    tokenizer,
-                    learner=LearnerConfig(learning_rate=config.warmup.learning_rate),
-                    objective=recipe.supervised(),
-                    num_steps=None,
-                )
-                await self._warm_up(learner, engine, data, config.warmup)
-            before = await self._evaluate("before")
-            learner = build.build_learner(
-                config,
-                model,
-                tokenizer,
-                learner=config.learner,
-                objective=recipe.objective(config.algorithm, max_tokens=config.rollout.max_tokens),
-                num_steps=config.pipeline.steps,
-            )
-            await self._reinforce(learner, engine, data)
-            after = await self._evaluate("after")
-        finally:
-            await engine.close()
-        learner.save(self._dir / "model")
-        return self._finish(before, after)
+    def __init__(self, prepared: Prepared, router: Router, clock: RealClock, sink: EventSink) -> None:
+        self._prepared, self._router, self._clock, self._sink = prepared, router, clock, sink
+        self._is_running = False
 
-    async def _warm_up(self, learner: TorchLearner, engine: TorchEngine, data: DataSet, config: WarmupConfig) -> None:
-        probe = data.train[:128]
-
-        async def accuracy_of(weights: Weights) -> float:
-            await engine.load(0, weights)
-            return (await self._evaluate_once("warmup", probe, self._sampling)).accuracy
-
-        await warm_up(
-            learner,
-            data.train,
-            lambda task: gold_row(self._text.encode(task), self._text.encode_answer(task)),
-            accuracy_of,
-            config,
-            seed=self._config.seed,
-            on_progress=lambda step, accuracy: self._sink.emit(
-                WarmedUp(
-                    at=self._clock.now(),
-                    step=step,
-                    max_steps=config.max_steps,
-                    accuracy=accuracy,
-                    stop_at=config.stop_at,
-                )
-            ),
-        )
-        await engine.load(0, await learner.weights())
-        learner.close()
-
-    async def _evaluate(self, when: str) -> tuple[float, float] | None:
-        """Sampled as in training, and greedy."""
-        tasks, greedily = self._held_out, structs.replace(self._sampling, temperature=0.0)
-        if not tasks:
-            return None
-        sampled = await self._evaluate_once(f"sampled {when}", tasks, self._sampling)
-        greedy = await self._evaluate_once(f"greedy {when}", tasks, greedily)
-        return sampled.accuracy, greedy.accuracy
-
-    async def _evaluate_beside(self, version: int) -> None:
-        """While training runs: one evaluation at a time."""
-        every = self._config.evaluation.every_steps
-        if every is not None and version % every == 0 and version < self._config.pipeline.steps and self._held_out:
-            async with self._evaluating:
-                await self._evaluate_once(f"step {version}", self._held_out, self._sampling)
-
-    async def _evaluate_once(self, name: str, tasks: Sequence[Task], sampling: Sampling) -> Evaluated:
+    async def once(self, name: str, tasks: Sequence[Task], sampling: Sampling) -> Evaluated:
+        config = self._prepared.config
         return await evaluate(
             name,
             self._router,
-            self._environment,
+            self._prepared.environment,
             tasks,
             sampling,
             clock=self._clock,
             sink=self._sink,
-            seed=self._config.seed,
+            seed=config.seed,
+            timeout_s=config.rollout.timeout_s,
         )
 
-    async def _reinforce(self, learner: TorchLearner, engine: TorchEngine, data: DataSet) -> None:
-        config = self._config
+    async def sampled_and_greedy(self, when: str) -> tuple[float, float] | None:
+        """Sampled as in training, and greedy; None without held-out tasks."""
+        tasks, sampling = self._prepared.held_out, self._prepared.sampling
+        if not tasks:
+            return None
+        sampled = await self.once(f"sampled {when}".strip(), tasks, sampling)
+        greedy = await self.once(f"greedy {when}".strip(), tasks, structs.replace(sampling, temperature=0.0))
+        return sampled.accuracy, greedy.accuracy
+
+    async def beside(self, version: int) -> None:
+        """While training runs, every so many steps; left out while another is running."""
+        config = self._prepared.config
+        every = config.evaluation.every_steps
+        is_due = every is not None and version % every == 0 and version < config.pipeline.steps
+        if not is_due or self._is_running or not self._prepared.held_out:
+            return
+        self._is_running = True
+        try:
+            await self.once(f"step {version}", self._prepared.held_out, self._prepared.sampling)
+        finally:
+            self._is_running = False
+
+
+class _Run:
+    def __init__(self, prepared: Prepared, run_dir: Path, sink: EventSink) -> None:
+        self._prepared, self._dir, self._sink = prepared, run_dir, sink
+        self._clock = RealClock()
+        self._before: tuple[float, float] | None = None
+        self._after: tuple[float, float] | None = None
+        self._version = 0
+
+    async def run(self) -> None:
+        prepared, config = self._prepared, self._prepared.config
+        engine = build.build_engine(config.engine, prepared.model, clock=self._clock, sink=self._sink)
+        evaluator = _Evaluator(prepared, Router([engine]), self._clock, self._sink)
+        try:
+            if config.warmup is not None:
+                await self._warm_up(engine, evaluator, config.warmup)
+            self._before = await evaluator.sampled_and_greedy("before")
+            learner = build.build_learner(
+                config,
+                prepared.model,
+                prepared.tokenizer,
+                learner=config.learner,
+                objective=recipe.objective(config.algorithm, max_tokens=config.rollout.max_tokens),
+                num_steps=config.pipeline.steps,
+            )
+            await self._reinforce(learner, engine, evaluator)
+            learner.save(self._dir / "model")
+            self._after = await evaluator.sampled_and_greedy("after")
+        finally:
+            await engine.close()
+
+    async def _warm_up(self, engine: TorchEngine, evaluator: _Evaluator, config: WarmupConfig) -> None:
+        prepared, text = self._prepared, self._prepared.text
+        learner = build.build_learner(
+            prepared.config,
+            prepared.model,
+            prepared.tokenizer,
+            learner=LearnerConfig(learning_rate=config.learning_rate),
+            objective=recipe.supervised(),
+            num_steps=None,
+        )
+
+        async def accuracy_of(weights: Weights) -> float:
+            await engine.load(0, weights)
+            return (await evaluator.once("warmup", prepared.data.train[:WARMUP_PROBE], prepared.sampling)).accuracy
+
+        def say(step: int, accuracy: float) -> None:
+            now, most = self._clock.now(), config.max_steps
+            self._sink.emit(WarmedUp(at=now, step=step, max_steps=most, accuracy=accuracy, stop_at=config.stop_at))
+
+        await warm_up(
+            learner,
+            prepared.data.train,
+            lambda task: gold_row(text.encode(task), text.encode_answer(task)),
+            accuracy_of,
+            config,
+            seed=prepared.config.seed,
+            on_progress=say,
+        )
+        await engine.load(0, await learner.weights())
+
+    async def _reinforce(self, learner: TorchLearner, engine: TorchEngine, evaluator: _Evaluator) -> None:
+        prepared, config = self._prepared, self._prepared.config
         parts = Parts(
             engines=(engine,),
-            environment=self._environment,
+            environment=prepared.environment,
             learner=learner,
             store=build.build_store(config),
             channel=LocalChannel(),
@@ -213,13 +261,31 @@ class _Run:
         )
         pipeline = Pipeline(
             parts,
-            in_order(data.train, seed=config.seed, shuffle=config.data.shuffle),
-            build.build_algorithm(config, self._sampling),
+            in_order(prepared.data.train, seed=config.seed, shuffle=config.data.shuffle),
+            build.build_algorithm(config, prepared.sampling),
             config=config.pipeline,
             rollout=config.rollout,
             seed=config.seed,
-            after_step=self._evaluate_beside if config.evaluation.every_steps is not None else None,
+            after_step=evaluator.beside if config.evaluation.every_steps is not None else None,
         )
+        self._say_started(pipeline)
+        gc.collect()
+        gc.freeze()  # what the libraries made at import is here to stay: no need to walk over it again and again
+        watch = asyncio.create_task(self._watch(pipeline))
+        try:
+            await pipeline.run()
+        finally:
+            watch.cancel()
+            self._version = pipeline.admission.version
+
+    async def _watch(self, pipeline: Pipeline) -> None:
+        """Says about once a second what the run is doing."""
+        while True:
+            self._sink.emit(pipeline.status())
+            await asyncio.sleep(STATUS_S)
+
+    def _say_started(self, pipeline: Pipeline) -> None:
+        config = self._prepared.config
         self._sink.emit(
             RunStarted(
                 at=self._clock.now(),
@@ -231,24 +297,13 @@ class _Run:
                 budget=pipeline.admission.budget,
             )
         )
-        gc.collect()
-        gc.freeze()  # what the libraries made at import is here to stay: no need to walk over it again and again
-        watch = asyncio.create_task(self._watch(pipeline))
-        try:
-            await pipeline.run()
-        finally:
-            watch.cancel()
-        self._sink.emit(RunEnded(at=self._clock.now(), outcome="finished", version=pipeline.admission.version))
 
-    async def _watch(self, pipeline: Pipeline) -> None:
-        """Says about once a second what the run is doing."""
-        while True:
-            self._sink.emit(pipeline.status())
-            await asyncio.sleep(STATUS_S)
+    def say_ended(self, outcome: str) -> None:
+        self._sink.emit(RunEnded(at=self._clock.now(), outcome=outcome, version=self._version))
 
-    def _finish(self, before: tuple[float, float] | None, after: tuple[float, float] | None) -> RunResult:
-        self._file.close()
-        self._metrics.close()
+    def result(self) -> RunResult:
+        """Also written as `summary.json`, flat."""
+        before, after = self._before, self._after
         result = RunResult(
             run_dir=str(self._dir),
             accuracy_before=before and before[0],

@@ -13,6 +13,7 @@ an owner; with max_lag = 0 the result depends on ids and seeds alone (`lockstep`
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -110,8 +111,8 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     """A wait for an engine or the learner this long ends the run with an error that names it."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.groups_per_step < 1 or self.max_lag < 0:
-            raise ValueError("steps and groups_per_step must be at least 1, max_lag at least 0")
+        if self.steps < 1 or self.groups_per_step < 1 or not 0 <= self.max_lag < math.inf:
+            raise ValueError("steps and groups_per_step must be at least 1, max_lag a number from 0")
         if self.budget is not None and self.budget < self.groups_per_step:
             raise ValueError(
                 f"budget = {self.budget} is below groups_per_step = {self.groups_per_step}: no batch fills"

@@ -1,0 +1,63 @@
+"""Threads for calls that may be long, or never return: they hold back neither the event loop nor the end of the program.
+
+Unlike the standard library's pool, whose threads are joined when the interpreter exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+Job = tuple[Callable[[], Any], "asyncio.Future[Any]", asyncio.AbstractEventLoop]
+
+
+class DaemonThreads:
+    """At most so many calls at a time; more wait their turn, in order. A call that overran its time limit keeps its thread for
+    as long as it lasts, and another thread takes the place."""
+
+    def __init__(self, name: str, *, most: int) -> None:
+        self._name = name
+        self._free = asyncio.Semaphore(most)
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._num_idle = 0
+        self._lock = threading.Lock()
+
+    async def call(self, function: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
+        """What the function returns, or raises. `TimeoutError` if it takes longer, counted from its start."""
+        async with self._free:
+            loop = asyncio.get_running_loop()
+            done: asyncio.Future[Any] = loop.create_future()
+            with self._lock:
+                is_thread_needed = not self._num_idle
+                self._num_idle -= not is_thread_needed
+            if is_thread_needed:
+                threading.Thread(target=self._work, daemon=True, name=self._name).start()
+            self._jobs.put((function, done, loop))
+            async with asyncio.timeout(timeout_s):
+                return await done
+
+    def _work(self) -> None:
+        while True:
+            function, done, loop = self._jobs.get()
+            value, error = None, None
+            try:
+                value = function()
+            except BaseException as raised:  # handed to the caller, who decides
+                error = raised
+            with self._lock:
+                self._num_idle += 1
+            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
+                loop.call_soon_threadsafe(_settle, done, value, error)
+
+
+def _settle(done: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(value)
+    else:
+        done.set_exception(error)
