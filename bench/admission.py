@@ -25,9 +25,9 @@ from millstream.store.memory import MemoryStore
 from millstream.types import Sampling, Task
 from millstream.weights.local import LocalChannel
 
-GROUPS, MEMBERS, STEPS, SLOTS, ENGINES = 16, 4, 40, 32, 4
-LAGS = [0.5, 1, 2, 4]
-SHARES = [0.25, 0.5, 0.75, 1.0]
+GROUPS, MEMBERS, STEPS, SLOTS, ENGINES = 16, 4, 30, 32, 4
+LAGS = [1, 2, 4]
+SHARES = [0.25, 0.5, 1.0]
 TAILS = {"lengths log-normal, sigma 1.0": 1.0, "lengths log-normal, sigma 1.5": 1.5}
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from millstream.cli.main import app
-from millstream.events import GroupTaken, Span
+from millstream.events import GroupTaken, RunEnded, Span
 from millstream.events.sinks import read_events
 
 ROOT = Path(__file__).parent.parent
@@ -94,7 +97,7 @@ def test_a_dry_run_prints_the_resolved_config_and_runs_nothing(tmp_path: Path) -
     [
         ("pipeline.maxlag=1", "Did you mean max_lag?"),
         ("data.toy=sort", "choose one of"),
-        ("rollout.max_tokens=100", "context of 64"),
+        ("rollout.max_tokens=100", "exceeds the model's context of 64"),
         ("reward=[{function='nowhere.py:f'}]", "no file nowhere.py"),
     ],
 )
@@ -103,6 +106,56 @@ def test_a_mistake_ends_with_one_clear_message_and_exit_code_1(tmp_path: Path, o
     assert result.exit_code == 1
     assert message in " ".join(result.output.split()), result.output
     assert "Traceback" not in result.output
+
+
+def test_a_mistake_that_is_found_before_the_run_leaves_no_folder_behind(tmp_path: Path) -> None:
+    arguments = ["train", DEMO, "--set", f"run_dir={tmp_path / 'run'}", "--set", "data.toy=sort"]
+    assert CliRunner().invoke(app, arguments).exit_code == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_fails_says_so_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(task, completion):\n    raise RuntimeError('no judge today')\n")
+    reward = f"reward=[{{function='{tmp_path / 'mine.py'}:reward'}}]"
+    arguments = ["train", DEMO, *SHORT, "--set", reward, "--set", f"run_dir={tmp_path / 'run'}"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1 and "no judge today" in " ".join(result.output.split())
+    *_, last = read_events(tmp_path / "run/events.jsonl")
+    assert isinstance(last, RunEnded) and last.outcome == "MillstreamError"
+
+
+def test_ctrl_c_is_a_clean_stop_with_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "millstream.cli.main", "train", DEMO, "--set", f"run_dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 130 and "stopped by Ctrl-C" in rest and "Traceback" not in rest
+    *_, last = read_events(tmp_path / "run/events.jsonl")
+    assert isinstance(last, RunEnded) and last.outcome == "KeyboardInterrupt"
+
+
+def test_a_learner_that_hangs_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text(
+        f"""
+import time
+from pathlib import Path
+from millstream import RunConfig, train
+from millstream.config import load
+from millstream.learner.torch import TorchLearner
+TorchLearner._step = lambda self: time.sleep(1000)
+changes = ["pipeline.deadline_s=1", "run_dir={tmp_path / "run"}", "data.holdout=0", "data.toy_size=64"]
+config = load(Path({DEMO!r}), RunConfig, changes)
+import msgspec
+train(msgspec.structs.replace(config, warmup=None, pipeline=msgspec.structs.replace(config.pipeline, filter_zero_signal=False)))
+"""
+    )
+    out = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert out.returncode == 1 and "train has waited 1 s for the learner to step" in out.stderr
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
