@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 Job = tuple[Callable[[], Any], "asyncio.Future[Any]", asyncio.AbstractEventLoop]
+CLOSE_S = 10.0
 
 
 class DaemonThreads:
@@ -22,7 +24,8 @@ class DaemonThreads:
     def __init__(self, name: str, *, most: int) -> None:
         self._name = name
         self._free = asyncio.Semaphore(most)
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._num_idle = 0
         self._lock = threading.Lock()
 
@@ -35,14 +38,27 @@ class DaemonThreads:
                 is_thread_needed = not self._num_idle
                 self._num_idle -= not is_thread_needed
             if is_thread_needed:
-                threading.Thread(target=self._work, daemon=True, name=self._name).start()
+                self._threads.append(threading.Thread(target=self._work, daemon=True, name=self._name))
+                self._threads[-1].start()
             self._jobs.put((function, done, loop))
             async with asyncio.timeout(timeout_s):
                 return await done
 
+    async def close(self) -> None:
+        """Let what runs come to its end, for a while: a thread that the end of the program meets inside a library may take
+        the program down with it."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        await asyncio.to_thread(self._join)
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
     def _work(self) -> None:
-        while True:
-            function, done, loop = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
+            function, done, loop = job
             value, error = None, None
             try:
                 value = function()

@@ -177,6 +177,10 @@ class TorchLearner:
     def save(self, path: Path) -> None:
         save_model(self.model, self._tokenizer, path)
 
+    async def close(self) -> None:
+        """Let the work in hand come to its end."""
+        await self._thread.close()
+
 
 class _Rows:
     """The rows of a micro-batch as flat tensors. A trained token is predicted from the position before it."""

@@ -212,7 +212,10 @@ class _Run:
                 objective=recipe.objective(config.algorithm, max_tokens=config.rollout.max_tokens),
                 num_steps=config.pipeline.steps,
             )
-            await self._reinforce(learner, engine, evaluator)
+            try:
+                await self._reinforce(learner, engine, evaluator)
+            finally:
+                await learner.close()
             learner.save(self._dir / "model")
             self._after = await evaluator.sampled_and_greedy("after")
         finally:
@@ -247,6 +250,7 @@ class _Run:
             on_progress=say,
         )
         await engine.load(0, await learner.weights())
+        await learner.close()
 
     async def _reinforce(self, learner: TorchLearner, engine: TorchEngine, evaluator: _Evaluator) -> None:
         prepared, config = self._prepared, self._prepared.config
