@@ -240,17 +240,19 @@ class _Run:
             now, most = self._clock.now(), config.max_steps
             self._sink.emit(WarmedUp(at=now, step=step, max_steps=most, accuracy=accuracy, stop_at=config.stop_at))
 
-        await warm_up(
-            learner,
-            prepared.data.train,
-            lambda task: gold_row(text.encode(task), text.encode_answer(task)),
-            accuracy_of,
-            config,
-            seed=prepared.config.seed,
-            on_progress=say,
-        )
-        await engine.load(0, await learner.weights())
-        await learner.close()
+        try:
+            await warm_up(
+                learner,
+                prepared.data.train,
+                lambda task: gold_row(text.encode(task), text.encode_answer(task)),
+                accuracy_of,
+                config,
+                seed=prepared.config.seed,
+                on_progress=say,
+            )
+            await engine.load(0, await learner.weights())
+        finally:
+            await learner.close()
 
     async def _reinforce(self, learner: TorchLearner, engine: TorchEngine, evaluator: _Evaluator) -> None:
         prepared, config = self._prepared, self._prepared.config
