@@ -33,6 +33,7 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python bench/admission.py
+	$(BIN)/python bench/slow_reward.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -126,7 +126,13 @@ def test_a_run_that_fails_says_so_in_its_folder(tmp_path: Path) -> None:
 
 def test_ctrl_c_is_a_clean_stop_with_an_exit_code_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "millstream.cli.main", "train", DEMO, "--set", f"run_dir={tmp_path / 'run'}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it for background jobs
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if "step" in line:
