@@ -12,7 +12,7 @@ class StepMetrics:
     """Collects between two steps; `add` gives the row of a step when its event comes."""
 
     def __init__(self) -> None:
-        self._last_at = 0.0
+        self._last_at = self._reward = 0.0
         self._accuracy: dict[str, float] = {}
         self._reset()
 
@@ -43,10 +43,13 @@ class StepMetrics:
 
     def _row(self, event: Stepped) -> dict[str, Any]:
         seconds = max(event.at - self._last_at, 1e-9)
+        self._reward = (
+            _mean(self._rewards) if self._rewards else self._reward
+        )  # none ended since the last step: as before
         row = {
             "step": event.version,
             "at": event.at,
-            "reward": _mean(self._rewards),
+            "reward": self._reward,
             "length": _mean(self._lengths),
             "lag_mean": _mean(self._lags),
             "lag_max": max(self._lags, default=0),
