@@ -4,19 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format bench example test-slow test-gpu clean
+.PHONY: demo test check format bench example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
 
 test: $(INSTALLED)
 	$(BIN)/pytest
-
-test-slow: $(INSTALLED)
-	$(BIN)/pytest -m slow
-
-test-gpu: $(INSTALLED)
-	$(BIN)/pytest -m gpu
 
 example: $(INSTALLED)
 	$(BIN)/python examples/one_file.py

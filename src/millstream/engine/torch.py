@@ -1,8 +1,8 @@
 """Our engine: continuous batching over a Hugging Face model, on a thread of this process or in a process of its own.
 
 A thread shares the interpreter with everything else, which costs little while a decode step is long. Where steps are short
-(small models, a laptop) the interpreter's lock becomes the bottleneck, and a process of its own generates two to three times
-faster. The promises and the bits are the same.
+(small models, a laptop) the interpreter's lock becomes the bottleneck, and a process of its own generates about a third
+faster (docs/benchmarks.md). The promises and the bits are the same.
 
 If a worker breaks, or its process dies, every request, now and later, gets an `EngineError` that says why.
 """

@@ -382,7 +382,8 @@ class Pipeline:
         """Synchronous training: what comes after a step has the engines to itself, so that it changes no batch."""
         at_version = self._engines_at_the_end()
         await self.waits.on("train", "every engine to load the new version", at_version)
-        await after_step(self.admission.version)
+        evaluation = after_step(self.admission.version)  # its rollouts have their timeouts
+        await self.waits.on("train", "what comes after the step", evaluation, has_deadline=False)
         self._is_held = False
         self._pulse.notify()
 
@@ -500,7 +501,7 @@ class Pipeline:
         while True:
             newer = self._pulse.until(lambda: self._channel.version > engine.version)
             await self.waits.on(owner, "a newer version", newer, has_deadline=False, has_alarm=False)
-            version, weights = await self._channel.fetch()
+            version, weights = await self.waits.on(owner, "the weights to arrive", self._channel.fetch())
             began = self._now()
             await self.waits.on(owner, f"{engine.name} to load version {version}", engine.load(version, weights))
             self._emit(WeightsLoaded(at=self._now(), engine=engine.name, version=version, seconds=self._now() - began))
