@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import msgspec
 from msgspec import Struct
 
 from millstream.algo.advantages import grpo
@@ -15,6 +16,7 @@ from millstream.clock import VirtualClock, run_virtual
 from millstream.env import Environment
 from millstream.events import GroupAdmitted, GroupLeft, GroupTaken, RolloutEnded, Stepped
 from millstream.events.sinks import MemorySink
+from millstream.learner import Snapshot
 from millstream.runtime.admission import full_budget
 from millstream.runtime.pipeline import (
     STORE_TASKS,
@@ -25,7 +27,19 @@ from millstream.runtime.pipeline import (
     PipelineConfig,
     RolloutConfig,
 )
-from millstream.sim.parts import Draw, SimEngine, SimEnvironment, SimLearner, constant, lognormal, uniform
+from millstream.runtime.state import Ledger, Standing
+from millstream.runtime.waits import Waits
+from millstream.sim.parts import (
+    Draw,
+    SimEngine,
+    SimEnvironment,
+    SimLearner,
+    SimSnapshot,
+    constant,
+    lognormal,
+    uniform,
+)
+from millstream.store import codec
 from millstream.store.memory import MemoryStore
 from millstream.types import Fate, Sampling, Task
 from millstream.weights.local import LocalChannel
@@ -58,6 +72,32 @@ class World(Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+class Kept(Struct, frozen=True, kw_only=True):
+    standing: Standing
+    mark: int
+    num_rows: int
+
+
+class Diary:
+    """Keeps a checkpoint after every step, as bytes that are read again."""
+
+    def __init__(self) -> None:
+        self.sink = MemorySink()
+        self.kept: list[Kept] = []
+
+    def is_due(self, version: int) -> bool:
+        return True
+
+    def mark(self) -> int:
+        return len(self.sink.events)
+
+    async def keep(self, standing: Standing, mark: int, snapshot: Snapshot, held_s: float) -> None:
+        assert isinstance(snapshot, SimSnapshot)
+        ledger = msgspec.json.decode(msgspec.json.encode(standing.ledger), type=Ledger)
+        rows = codec.unpack(codec.pack(standing.rows))
+        self.kept.append(Kept(standing=Standing(ledger, rows), mark=mark, num_rows=snapshot.num_rows))
+
+
 class Outcome(Struct, frozen=True, kw_only=True):
     sink: MemorySink
     pipeline: Pipeline
@@ -80,9 +120,11 @@ def simulate(
     num_tokens: Draw | None = None,
     after_step: AfterStep | None = None,
     on_pipeline: Callable[[Pipeline], None] = lambda pipeline: None,
+    keeper: Diary | None = None,
+    kept: Kept | None = None,
 ) -> Outcome:
     """Run to the end. Raises whatever stops the run: a `LagError`, a `Deadlock`, a `StallError`, ..."""
-    return run_virtual(_simulate(world, environment, num_tokens, after_step, on_pipeline))
+    return run_virtual(_simulate(world, environment, num_tokens, after_step, on_pipeline, keeper, kept))
 
 
 async def _simulate(
@@ -91,8 +133,15 @@ async def _simulate(
     num_tokens: Draw | None,
     after_step: AfterStep | None,
     on_pipeline: Callable[[Pipeline], None],
+    keeper: Diary | None,
+    kept: Kept | None,
 ) -> Outcome:
     sink, learner = MemorySink(), SimLearner(token_s=world.train_token_s, seed=world.seed)
+    version = kept.standing.ledger.version if kept is not None else 0
+    if keeper is not None:
+        keeper.sink = sink
+    if kept is not None:
+        learner.num_rows = kept.num_rows
     budget = world.budget or full_budget(world.groups_per_step, world.max_lag)
     store = MemoryStore(STORE_TASKS, capacity_rows=budget * world.group_size)
     engines = tuple(
@@ -101,10 +150,12 @@ async def _simulate(
             slots=world.slots,
             num_tokens=num_tokens or lognormal(world.mean_tokens, world.tail),
             load_s=uniform(0, world.load) if world.load else constant(0.0),
+            version=version,
             seed=world.seed,
         )
         for number in range(world.num_engines)
     )
+    clock = VirtualClock()
     parts = Parts(
         engines=engines,
         environment=environment
@@ -116,9 +167,10 @@ async def _simulate(
         ),
         learner=learner,
         store=store,
-        channel=LocalChannel(),
-        clock=VirtualClock(),
+        channel=LocalChannel(version),
+        clock=clock,
         sink=sink,
+        waits=Waits(clock=clock, sink=sink, stall_s=30.0, deadline_s=world.deadline_s),
     )
     pipeline = Pipeline(
         parts,
@@ -136,11 +188,13 @@ async def _simulate(
             budget=world.budget,
             filter_zero_signal=world.filter_zero_signal,
             max_replaced_per_step=world.max_replaced_per_step,
-            deadline_s=world.deadline_s,
         ),
         rollout=RolloutConfig(group_size=world.group_size, retries=world.retries),
         seed=world.seed,
         after_step=after_step,
+        keeper=keeper,
+        resumed=None if kept is None else kept.standing,
+        incarnation=1,
     )
     on_pipeline(pipeline)
     await pipeline.run()

@@ -237,7 +237,7 @@ def test_the_saved_model_is_a_hugging_face_checkpoint_with_the_same_outputs(tmp_
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
 
 
-def test_a_learner_goes_on_from_its_state_bit_for_bit() -> None:
+def test_a_learner_goes_on_from_its_snapshot_bit_for_bit_whatever_came_after_it(tmp_path: Path) -> None:
     async def train(one: TorchLearner, steps: range) -> None:
         for step in steps:
             await one.begin_batch()
@@ -248,8 +248,11 @@ def test_a_learner_goes_on_from_its_state_bit_for_bit() -> None:
     whole, first = learner(config=config, num_steps=6), learner(config=config, num_steps=6)
     asyncio.run(train(whole, range(6)))
     asyncio.run(train(first, range(3)))
+    snapshot = asyncio.run(first.snapshot())
+    asyncio.run(train(first, range(3, 5)))
+    snapshot.write(tmp_path)
     second = learner(config=config, num_steps=6)
-    second.load_state(copy.deepcopy(first.state()))
+    second.restore(tmp_path)
     asyncio.run(train(second, range(3, 6)))
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True))
 

@@ -52,7 +52,20 @@ STATUS = Status(
 
 def events() -> list[Event]:
     found = list(simulate(World(steps=6, failure=0.1)).sink.events)
-    started = RunStarted(at=0.0, seed=0, groups_per_step=2, group_size=2, max_lag=1.0, lag_bound=1, budget=4)
+    started = RunStarted(
+        at=0.0,
+        run_id="1",
+        seed=0,
+        steps=3,
+        num_tasks=10,
+        filter_zero_signal=True,
+        min_group_size=2,
+        groups_per_step=2,
+        group_size=2,
+        max_lag=1.0,
+        lag_bound=1,
+        budget=4,
+    )
     warmed = WarmedUp(at=0.0, step=10, max_steps=20, accuracy=0.1, stop_at=0.2)
     evaluated = Evaluated(at=0.0, name="sampled before", version=0, accuracy=0.125, num_tasks=64)
     stalled = Stalled(at=95.0, owner="sync of engine", what="engine to load version 3", seconds=31.0)

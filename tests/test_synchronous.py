@@ -27,6 +27,7 @@ from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
 from millstream.runtime.build import build_engine
 from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig, RolloutConfig
+from millstream.runtime.waits import Waits
 from millstream.seeds import request_seed
 from millstream.store.memory import MemoryStore
 from millstream.types import Completion, Fate, Request, RequestKey, Sampling, Task, TrainRow, Weights
@@ -134,6 +135,7 @@ class DelayedReward:
 
 async def pipeline(delay_seed: int, sink: MemorySink, *, max_lag: float = 0, is_process: bool = False) -> Weights:
     engine, learner = parts(is_process=is_process)
+    clock = RealClock()
     run = Pipeline(
         Parts(
             engines=(engine,),
@@ -141,8 +143,9 @@ async def pipeline(delay_seed: int, sink: MemorySink, *, max_lag: float = 0, is_
             learner=learner,
             store=MemoryStore(STORE_TASKS, capacity_rows=100),
             channel=LocalChannel(),
-            clock=RealClock(),
+            clock=clock,
             sink=sink,
+            waits=Waits(clock=clock, sink=sink, stall_s=30.0, deadline_s=120.0),
         ),
         ((0, task) for task in tasks()),
         Algorithm(advantage=grpo, sampling=SAMPLING, micro_batch_tokens=LEARNER.micro_batch_tokens),

@@ -9,6 +9,7 @@ Importing the package is light: torch is loaded by `train`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millstream.algo import AlgorithmConfig
@@ -17,6 +18,7 @@ from millstream.env.data import DataConfig
 from millstream.env.rewards import RewardConfig
 from millstream.errors import MillstreamError
 from millstream.learner import LearnerConfig
+from millstream.runtime.checkpoint import CheckpointConfig
 from millstream.runtime.config import EvaluationConfig, ModelConfig, RunConfig, TinyConfig, WarmupConfig
 from millstream.runtime.pipeline import PipelineConfig, RolloutConfig
 
@@ -34,6 +36,13 @@ def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "ru
     return local.train(config, sinks=sinks, name=name)
 
 
+def resume(run_dir: str | Path, *, sinks: Sequence[EventSink] = ()) -> RunResult:
+    """Go on with a run that was stopped or died, from its newest checkpoint."""
+    from millstream.runtime import local
+
+    return local.resume(Path(run_dir), sinks=sinks)
+
+
 def evaluate(config: RunConfig) -> tuple[float, float]:
     """The mean reward of the config's model on its held-out tasks: sampled as in training, and greedy."""
     from millstream.runtime import local
@@ -43,6 +52,7 @@ def evaluate(config: RunConfig) -> tuple[float, float]:
 
 __all__ = [
     "AlgorithmConfig",
+    "CheckpointConfig",
     "DataConfig",
     "EngineConfig",
     "EvaluationConfig",
@@ -57,5 +67,6 @@ __all__ = [
     "WarmupConfig",
     "__version__",
     "evaluate",
+    "resume",
     "train",
 ]

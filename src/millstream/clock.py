@@ -25,8 +25,8 @@ class Clock(Protocol):
 
 
 class RealClock:
-    def __init__(self) -> None:
-        self._origin = time.monotonic()
+    def __init__(self, start: float = 0.0) -> None:
+        self._origin = time.monotonic() - start
 
     def now(self) -> float:
         return time.monotonic() - self._origin

@@ -14,10 +14,14 @@ MillstreamError
 ├── WeightsError           weights that arrived are not those that were published
 ├── StoreError             a row, a column or a lease that is not there; a cell written twice
 │   └── StreamEnded            nothing more will ever come for this claim
+├── CheckpointError        a checkpoint that is not whole, or not of this run
+├── OutputError            the run folder cannot be written: a full disk, say
 ├── StallError             a wait ran past its deadline; names who waits, for what, and since when
 └── InvariantError         a promise of the design is broken: the run stops, whatever the cost
     ├── LagError               a rollout older than the bound was about to be trained
     └── Deadlock               (virtual clock) nothing can ever happen again
+
+Stopped (a KeyboardInterrupt)   somebody asked the run to stop: Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations
@@ -66,6 +70,12 @@ class StoreError(MillstreamError): ...
 class StreamEnded(StoreError): ...
 
 
+class CheckpointError(MillstreamError): ...
+
+
+class OutputError(MillstreamError): ...
+
+
 class StallError(MillstreamError): ...
 
 
@@ -76,3 +86,11 @@ class LagError(InvariantError): ...
 
 
 class Deadlock(InvariantError): ...
+
+
+class Stopped(KeyboardInterrupt):
+    """A clean stop. `exit_code` is 128 and the number of the signal."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

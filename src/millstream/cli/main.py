@@ -1,4 +1,4 @@
-"""The commands: train, eval, trace, init. Exit code 0, or 1 with a message that says what to type. No logic."""
+"""The commands: train, eval, audit, report, trace, init. Exit code 0, or 1 with a message that says what to type. No logic."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from millstream import config as configs
 from millstream.cli.show import Lines, result_table
 from millstream.cli.template import TEMPLATE
 from millstream.cli.view import View
-from millstream.errors import ConfigError, MillstreamError
-from millstream.events.sinks import read_events
-from millstream.events.trace import perfetto
+from millstream.errors import ConfigError, MillstreamError, Stopped
+from millstream.events import EventSink
 from millstream.runtime.config import RunConfig, check_run
+from millstream.runtime.folder import RunFolder
 
 if TYPE_CHECKING:
     from millstream.runtime.local import RunResult
@@ -43,7 +43,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON a
 
 @app.command()
 def train(
-    path: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The config of the run.")],
+    path: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The config of the run.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with the run in this folder, instead.")
+    ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and print the resolved config; run nothing.")
@@ -53,27 +56,43 @@ def train(
 ) -> None:
     """Train a model by reinforcement learning."""
     with said():
-        config = configs.load(path, RunConfig, overrides or [])
+        if (path is None) == (resume is None):
+            raise ConfigError("type either a config (millstream train RUN.toml) or a run to go on with (--resume RUN)")
+        if resume is not None and overrides:
+            raise ConfigError("--set does not go with --resume: a run goes on with the config it began with")
+        config = configs.load(path or _config_in(resume), RunConfig, overrides or [])
         check_run(config)
         if dry_run:
             console.out(configs.to_toml(config), end="", highlight=False)
             return
-        result = _train(config, path.stem, is_quiet=quiet or as_json)
+        with _shown(config.pipeline.steps, is_quiet=quiet or as_json) as sinks:
+            if resume is not None:
+                result = millstream.resume(resume, sinks=sinks)
+            else:
+                result = millstream.train(config, name=path.stem if path else "run", sinks=sinks)
         if as_json:
             console.out(msgspec.json.encode(result).decode(), highlight=False)
         else:
             _show_result(result)
 
 
-def _train(config: RunConfig, name: str, *, is_quiet: bool) -> RunResult:
+def _config_in(run_dir: Path | None) -> Path:
+    if run_dir is None or not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"{run_dir} is not a run folder: it has no config.toml")
+    return run_dir / "config.toml"
+
+
+@contextmanager
+def _shown(num_steps: int, *, is_quiet: bool) -> Iterator[list[EventSink]]:
+    """What the run is to be shown on: a live view, lines where there is no terminal, or nothing."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    steps = config.pipeline.steps
     if is_quiet:
-        return millstream.train(config, name=name)
-    if not console.is_terminal:
-        return millstream.train(config, name=name, sinks=[Lines(console, num_steps=steps)])
-    with View(console, num_steps=steps) as view:
-        return millstream.train(config, name=name, sinks=[view])
+        yield []
+    elif not console.is_terminal:
+        yield [Lines(console, num_steps=num_steps)]
+    else:
+        with View(console, num_steps=num_steps) as view:
+            yield [view]
 
 
 def _show_result(result: RunResult) -> None:
@@ -96,12 +115,15 @@ def trace(
 ) -> None:
     """Write RUN/trace.json, a timeline of every worker, for ui.perfetto.dev."""
     with said():
-        events = run_dir / "events.jsonl"
-        if not events.is_file():
-            raise ConfigError(f"{run_dir} is not a run folder: it has no events.jsonl")
-        target = run_dir / "trace.json"
-        target.write_bytes(msgspec.json.encode(perfetto(read_events(events))))
+        target = _run_folder(run_dir).write_trace()
         console.print(f"wrote {target}: open it at https://ui.perfetto.dev", highlight=False)
+
+
+def _run_folder(run_dir: Path) -> RunFolder:
+    folder = RunFolder(run_dir)
+    if not folder.events.is_file():
+        raise ConfigError(f"{run_dir} is not a run folder: it has no events.jsonl")
+    return folder
 
 
 @app.command(name="eval")
@@ -138,15 +160,18 @@ def init(
 
 @contextmanager
 def said() -> Iterator[None]:
-    """An error of ours ends with one message and exit code 1, Ctrl-C with a word and exit code 130."""
+    """An error of ours ends with one message and exit code 1; a stop with what to type to go on, and the signal's code."""
     try:
         yield
     except MillstreamError as error:
         errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
         errors.out(str(error), highlight=False)
         raise typer.Exit(1) from error
+    except Stopped as stopped:
+        errors.out(str(stopped), highlight=False)
+        raise typer.Exit(stopped.exit_code) from None
     except KeyboardInterrupt:
-        errors.print("stopped by Ctrl-C; the run folder keeps what was done so far")
+        errors.print("stopped by Ctrl-C")
         raise typer.Exit(130) from None
 
 

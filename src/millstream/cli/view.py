@@ -16,9 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from millstream.events import (
+    CheckpointFailed,
     Evaluated,
     Event,
     GroupTaken,
+    Resumed,
     RolloutFailed,
     RunStarted,
     Stalled,
@@ -78,6 +80,11 @@ class View:
                 self._status = event
             case Evaluated() if event.name != "warmup":
                 self._accuracies.append(f"{event.name} {event.accuracy:.3f}")
+            case Resumed():
+                self._notes.append(f"goes on from step {event.version}")
+                self._version = event.version
+            case CheckpointFailed():
+                self._notes.append(f"the checkpoint of step {event.version} failed: {event.message}")
             case Stalled():
                 self._notes.append(f"{event.owner} has waited {event.seconds:.0f} s for {event.what}")
             case RolloutFailed():

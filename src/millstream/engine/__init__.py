@@ -19,9 +19,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Whether the engine has a process of its own. None: on a CPU with several cores, where the interpreter's lock would
     slow both sides down."""
 
+    answer_s: float = 300.0
+    """An engine with work to do that says nothing for so long is declared broken, by name."""
+
     def __post_init__(self) -> None:
-        if self.slots < 1 or self.prefill_tokens < 1:
-            raise ValueError("slots and prefill_tokens must be at least 1")
+        if self.slots < 1 or self.prefill_tokens < 1 or self.answer_s <= 0:
+            raise ValueError("slots and prefill_tokens must be at least 1, answer_s above 0")
 
 
 class EngineStats(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -107,9 +108,18 @@ class TorchEngine:
     """See `millstream.engine.Engine` for the promises."""
 
     def __init__(
-        self, host: Host, *, max_length: int | None, clock: Clock, sink: EventSink, name: str = "engine"
+        self,
+        host: Host,
+        *,
+        max_length: int | None,
+        clock: Clock,
+        sink: EventSink,
+        answer_s: float = 300.0,
+        name: str = "engine",
     ) -> None:
         self.name = name
+        self._answer_s, self._heard_at, self._is_paused = answer_s, time.monotonic(), False
+        self._listening: asyncio.Task[None] | None = None
         self._host, self._max_length = host, max_length
         self._clock, self._sink = clock, sink
         self._version = 0
@@ -134,6 +144,7 @@ class TorchEngine:
                 raise EngineError(f"{request.key} is in flight already")
             self._raise_if_broken()
             self._requests[request.key] = waiter
+        self._listen()
         self._host.send(Add(request))
         try:
             return await waiter.future
@@ -149,8 +160,10 @@ class TorchEngine:
 
     async def pause(self) -> None:
         await self._order(Pause)
+        self._is_paused = True
 
     async def resume(self) -> None:
+        self._heard_at, self._is_paused = time.monotonic(), False
         await self._order(Resume)
 
     async def load(self, version: int, weights: Weights) -> None:
@@ -169,17 +182,36 @@ class TorchEngine:
             self._host.send(Close())
         await asyncio.to_thread(self._host.join)
         self._break(CLOSED)
+        if self._listening is not None:
+            self._listening.cancel()
 
     async def _order(self, make: Callable[[int], Command]) -> None:
         waiter, number = _Waiter[None](), next(self._numbers)
         with self._lock:
             self._raise_if_broken()
             self._orders[number] = waiter
+        self._listen()
         try:
             self._host.send(make(number))
             await waiter.future
         finally:
             self._orders.pop(number, None)
+
+    def _listen(self) -> None:
+        """Somebody waits for an answer: make sure that silence is noticed."""
+        if self._listening is None or self._listening.done():
+            self._heard_at = time.monotonic()
+            self._listening = asyncio.create_task(self._listen_while_at_work())
+
+    async def _listen_while_at_work(self) -> None:
+        while self._requests or self._orders:
+            silent_s = time.monotonic() - self._heard_at
+            is_due = bool(self._orders) or not self._is_paused
+            if silent_s >= self._answer_s and is_due:
+                waiting = f"{len(self._requests)} requests and {len(self._orders)} commands wait"
+                self._break(f"it has said nothing for {silent_s:.0f} s while {waiting}; engine.answer_s sets the limit")
+                return
+            await asyncio.sleep(max(0.05, min(1.0, self._answer_s - silent_s)))
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
@@ -188,6 +220,7 @@ class TorchEngine:
     # ---- called on the host's thread -----------------------------------------------------------------------------------
 
     def _on_report(self, report: Report) -> None:
+        self._heard_at = time.monotonic()
         with self._lock:
             self._stats = EngineStats(
                 running=report.running,

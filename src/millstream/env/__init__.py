@@ -6,10 +6,12 @@ another. What it raises is recorded as a failed rollout and retried; it never st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, TypeVar
 
 from millstream.types import Completion, Task
+
+T = TypeVar("T")
 
 
 class Context(Protocol):
@@ -21,6 +23,10 @@ class Context(Protocol):
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
         """Append these tokens to the trajectory (they are not trained) and let the model take its turn (it is)."""
+        ...
+
+    async def waiting(self, what: str, work: Awaitable[T]) -> T:
+        """Await something of the environment's own under a name, which the terminal shows and a timeout tells."""
         ...
 
 

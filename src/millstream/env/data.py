@@ -6,6 +6,7 @@ error names the file and the line. What is held out, and the order of an epoch, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,6 +70,14 @@ def read(config: DataConfig, *, seed: int) -> DataSet:
     held_out = sorted(order[: config.holdout])
     kept = sorted(order[config.holdout :])
     return DataSet(train=tuple(tasks[i] for i in kept), held_out=tuple(tasks[i] for i in held_out))
+
+
+def digest(data: DataSet) -> str:
+    """Of what is trained, and in which order it stands: a run can only go on with the data it began with."""
+    found = hashlib.sha256()
+    for task in data.train:
+        found.update(f"{task.id}\n{task.prompt}\n{task.answer}\n".encode())
+    return found.hexdigest()
 
 
 def in_order(tasks: Sequence[Task], *, seed: int, shuffle: bool) -> Iterator[tuple[int, Task]]:

@@ -51,6 +51,7 @@ class Scorer:
 
     def __init__(self, rewards: Sequence[tuple[Reward, RewardConfig]]) -> None:
         self._rewards = [(_Timed(function, config), config.weight) for function, config in rewards]
+        self.name = "reward " + " + ".join(config.function for _, config in rewards)
 
     async def score(self, task: Task, completion: str) -> float:
         return sum([weight * await timed(task, completion) for timed, weight in self._rewards])

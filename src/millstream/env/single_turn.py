@@ -18,4 +18,5 @@ class SingleTurn:
 
     async def rollout(self, context: Context) -> float:
         completion = await context.generate(self._encode(context.task))
-        return await self._scorer.score(context.task, self._decode(completion.tokens))
+        scoring = self._scorer.score(context.task, self._decode(completion.tokens))
+        return await context.waiting(self._scorer.name, scoring)

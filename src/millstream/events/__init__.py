@@ -1,7 +1,10 @@
 """What happened, as typed events: written to disk first; the terminal, the trace and the summary read the same stream.
 
 Every group's life is here: admitted, each rollout started and ended, its fate. `at` is the run's clock in seconds.
-An event is encoded as one JSON object with its name under `kind`.
+An event is encoded as one JSON object with its name under `kind`; in a file each has a number, `seq`, in the order of writing.
+
+Crashes and resumes. A run that is resumed writes on in the same file, beginning with `Resumed`: of what stands before it, only
+the events up to `from_seq` belong to the history behind the weights; the rest was undone by the crash (`sinks.read_history`).
 """
 
 from __future__ import annotations
@@ -23,12 +26,33 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="kind", tag=_snake):
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
+    """The first group is about to be admitted."""
+
+    run_id: str
+    """Drawn anew for every run, kept by its resumes: checkpoints of another run are not taken for its own."""
     seed: int
+    steps: int
+    num_tasks: int
+    """Tasks of an epoch; 0 if that is not known."""
+    filter_zero_signal: bool
+    min_group_size: int
     groups_per_step: int
     group_size: int
     max_lag: float
     lag_bound: int
     budget: int
+
+
+class Resumed(Event, frozen=True, kw_only=True):
+    """A process takes up the run of another that died or was stopped. Events after `from_seq` and before this one are void."""
+
+    incarnation: int
+    """Lives of the run before this one."""
+    version: int
+    from_seq: int
+    """The last event that the checkpoint covers; -1 if there was no checkpoint, and all begins anew."""
+    digest: str
+    """That of the checkpoint, as `CheckpointSealed` told it; empty without one."""
 
 
 class GroupAdmitted(Event, frozen=True, kw_only=True):
@@ -37,6 +61,19 @@ class GroupAdmitted(Event, frozen=True, kw_only=True):
     epoch: int
     start_version: int
     deadline: int
+    source: str = ""
+    """Where the task comes from: its field `source`, if it has one."""
+
+
+class GroupResumed(Event, frozen=True, kw_only=True):
+    """A group that was in flight at the checkpoint goes on under its own id and deadline."""
+
+    group_id: int
+    incarnation: int
+    kept: list[int]
+    """Members whose rollouts are in the checkpoint. What the events before say of any other is void."""
+    to_do: list[int]
+    """Members that are rolled out again. A member in neither list has failed for good."""
 
 
 class RolloutStarted(Event, frozen=True, kw_only=True):
@@ -67,6 +104,9 @@ class RolloutFailed(Event, frozen=True, kw_only=True):
     error: str
     message: str
     is_final: bool
+    seconds: float = 0.0
+    num_sampled: int = 0
+    """Tokens of the turns it had finished."""
 
 
 class GroupTaken(Event, frozen=True, kw_only=True):
@@ -165,6 +205,27 @@ class Evaluated(Event, frozen=True, kw_only=True):
     num_tasks: int
 
 
+class CheckpointSealed(Event, frozen=True, kw_only=True):
+    """All files of a checkpoint are on the disk; it gets its name right after this event is."""
+
+    version: int
+    covers_seq: int
+    """The last event that it covers."""
+    digest: str
+    """SHA-256 of its manifest, which holds those of its files."""
+    num_bytes: int
+    held_s: float
+    """For how long training stood still for it."""
+    seconds: float
+
+
+class CheckpointFailed(Event, frozen=True, kw_only=True):
+    """It could not be written. The run goes on, and tries again when the next one is due."""
+
+    version: int
+    message: str
+
+
 class RunEnded(Event, frozen=True, kw_only=True):
     outcome: str
     version: int
@@ -172,7 +233,9 @@ class RunEnded(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted
+    | Resumed
     | GroupAdmitted
+    | GroupResumed
     | RolloutStarted
     | RolloutEnded
     | RolloutFailed
@@ -186,6 +249,8 @@ AnyEvent = (
     | Status
     | WarmedUp
     | Evaluated
+    | CheckpointSealed
+    | CheckpointFailed
     | RunEnded
 )
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from millstream.events import AnyEvent, Event, EventSink, decode, encode
+import msgspec
+from msgspec import Struct
+
+from millstream.events import AnyEvent, Event, EventSink, Resumed, decode, encode
 from millstream.events.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 E_ = TypeVar("E_", bound=Event)
+TAIL = 1 << 20
 
 
 class MemorySink:
@@ -33,9 +37,9 @@ class MemorySink:
         return b"\n".join(map(encode, self.events))
 
 
-class JsonlSink:
-    """Appends one line an event. Lines reach the operating system within `FLUSH_S`, or at once with `flush`: a write a line
-    would hand the interpreter to another thread a thousand times a second."""
+class LineFile:
+    """Appends lines. They reach the operating system within `FLUSH_S`, or at once with `flush`: a write a line would hand the
+    interpreter to another thread a thousand times a second. A full disk loses nothing: lines wait in memory for room."""
 
     FLUSH_S = 0.1
 
@@ -45,46 +49,110 @@ class JsonlSink:
         self._lines: list[bytes] = []
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._writer = threading.Thread(target=self._write, name="events", daemon=True)
+        self._has_trouble = False
+        self._writer = threading.Thread(target=self._write, name=path.name, daemon=True)
         self._writer.start()
 
-    def emit(self, event: Event) -> None:
-        self._lines.append(encode(event) + b"\n")
+    def append(self, line: bytes) -> None:
+        self._lines.append(line)
 
     def flush(self) -> None:
-        """Raises `OSError` if the disk is full; nothing is lost by that, and the next flush tries again."""
+        """Raises `OSError` if the disk is full; the next flush tries again."""
         with self._lock:
             count = len(self._lines)  # others go on appending to the same list meanwhile
-            self._file.write(b"".join(self._lines[:count]))
+            data = memoryview(b"".join(self._lines[:count]))
+            while data:
+                try:
+                    data = data[self._file.write(data) :]
+                except OSError:  # a disk that fills up takes a part and then refuses
+                    self._lines[:count] = [bytes(data)]
+                    raise
             del self._lines[:count]
+
+    def sync(self) -> None:
+        """Everything so far is on the disk, whatever happens to the machine."""
+        self.flush()
+        os.fsync(self._file.fileno())
 
     def _write(self) -> None:
         while not self._closing.wait(self.FLUSH_S):
-            with suppress(OSError):  # `close` raises it, if it lasts
+            try:
                 self.flush()
+                self._has_trouble = False
+            except OSError as error:  # `close` raises it, if it lasts
+                if not self._has_trouble:
+                    logger.warning(
+                        "cannot write %s: %s. The lines wait in memory for room", self._file.name, error.strerror
+                    )
+                self._has_trouble = True
 
     def close(self) -> None:
+        """Raises `OSError` if the last lines cannot be written."""
         self._closing.set()
         self._writer.join()
-        self.flush()
-        self._file.close()
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+
+class JsonlSink:
+    """Writes `events.jsonl`: one line an event, numbered. Opened again after a crash it cuts off a last line that was not
+    written to its end, and counts on."""
+
+    def __init__(self, path: Path) -> None:
+        self._next = _mend(path)
+        self._file = LineFile(path)
+        self.sync, self.close = self._file.sync, self._file.close
+
+    @property
+    def last_seq(self) -> int:
+        """The number of the last event so far; -1 before the first."""
+        return self._next - 1
+
+    def emit(self, event: Event) -> None:
+        """Called by one thread at a time (`Tee` sees to it)."""
+        self._file.append(b'{"seq":%d,%b\n' % (self._next, encode(event)[1:]))
+        self._next += 1
+
+
+def _mend(path: Path) -> int:
+    """Cuts off what a crash left half written; the number of the next event."""
+    if not path.exists():
+        return 0
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        while size:
+            begin = max(0, size - TAIL)
+            file.seek(begin)
+            last = file.read(size - begin).rfind(b"\n")
+            if last >= 0:
+                size = begin + last + 1
+                break
+            size = begin
+        file.truncate(size)
+        file.seek(max(0, size - TAIL))
+        lines = file.read().splitlines()
+    return msgspec.json.decode(lines[-1], type=_Numbered).seq + 1 if lines else 0
 
 
 class MetricsSink:
-    """Writes `metrics.jsonl`: a line a step."""
+    """Writes `metrics.jsonl`: a line a step. A run that goes on from step `upto` writes the later lines anew."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", buffering=1)
+    def __init__(self, path: Path, *, upto: int = 0) -> None:
+        if path.exists():
+            kept = [line for line in _lines(path) if json.loads(line)["step"] <= upto]
+            new = path.with_suffix(".new")
+            new.write_bytes(b"".join(kept))
+            new.replace(path)
+        self._file = LineFile(path)
         self._metrics = StepMetrics()
+        self.close = self._file.close
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
         if row is not None:
-            self._file.write(json.dumps(row) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
+            self._file.append(json.dumps(row).encode() + b"\n")
 
 
 class Tee:
@@ -106,8 +174,34 @@ class Tee:
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
-    """The events of a run folder, live or dead. A last line that a crash cut short is left out."""
+    """All events of a run folder, live or dead. A last line that a crash cut short is left out."""
+    return map(decode, _lines(path))
+
+
+def read_history(path: Path) -> Iterator[AnyEvent]:
+    """The events behind the newest weights: without those that a crash and a resume have undone."""
+    void: list[tuple[int, int]] = []
+    for line in _lines(path):
+        if b'"kind":"resumed"' in line:
+            event = decode(line)
+            assert isinstance(event, Resumed)
+            void.append((event.from_seq, _seq(line)))
+    for line in _lines(path):
+        if not void or not any(begin < _seq(line) < end for begin, end in void):
+            yield decode(line)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as lines:
-        for line in lines:
-            if line.endswith(b"\n"):
-                yield decode(line)
+        yield from (line for line in lines if line.endswith(b"\n"))
+
+
+class _Numbered(Struct):
+    seq: int
+
+
+def _seq(line: bytes) -> int:
+    return _decode_numbered(line).seq
+
+
+_decode_numbered = msgspec.json.Decoder(_Numbered).decode

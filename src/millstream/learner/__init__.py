@@ -30,6 +30,14 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("mini_batches and micro_batch_tokens must be at least 1, warmup_steps and weight_decay 0")
 
 
+class Snapshot(Protocol):
+    """A learner's whole state at one moment: weights, optimizer, schedule. Later steps do not change it."""
+
+    def write(self, folder: Path) -> None:
+        """Files in this folder that `Learner.restore` reads. May be slow; called on a thread beside training."""
+        ...
+
+
 class Learner(Protocol):
     """Promises: any split and order of a batch's rows into calls of `accumulate` gives the same gradient, to float
     tolerance, and the same order gives the same bits. Methods are called one at a time. May raise `LearnerError`."""
@@ -48,6 +56,14 @@ class Learner(Protocol):
 
     async def weights(self) -> Weights:
         """A copy that later steps do not change."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """Taken between two batches."""
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """Go on as if nothing had happened since the snapshot that was written there."""
         ...
 
     def save(self, path: Path) -> None:

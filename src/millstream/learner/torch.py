@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from millstream.threads import DaemonThreads
 from millstream.types import Metrics, TrainRow, Weights
 
 T = TypeVar("T")
+STATE = "learner.pt"
 
 
 def learning_rate_share(config: LearnerConfig, step: int, num_steps: int | None) -> float:
@@ -161,17 +163,37 @@ class TorchLearner:
             lambda: {name: tensor.detach().clone() for name, tensor in model_weights(self.model).items()}
         )
 
-    def state(self) -> dict[str, Any]:
-        """All that `load_state` needs to go on as if nothing had happened; to be taken between two batches."""
+    async def snapshot(self) -> TorchSnapshot:
+        return await self._run(lambda: TorchSnapshot(_on_host(self._state())))
+
+    def _state(self) -> dict[str, Any]:
+        """The optimizer's state is by parameter name, not by number: it survives a change of their order."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "model": model_weights(self.model),
+            "optimizer": {names[id(p)]: state for p, state in self._optimizer.state.items()},
             "num_steps_done": self._num_steps_done,
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+    def restore(self, folder: Path) -> None:
+        try:
+            state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise LearnerError(f"cannot read the learner's state in {folder}: {error}") from error
+        weights, parameters = model_weights(self.model), dict(self.model.named_parameters())
+        if weights.keys() != state["model"].keys():
+            different = sorted(weights.keys() ^ state["model"].keys())
+            raise LearnerError(f"the checkpoint in {folder} is of another model: it differs in {different[:4]}")
+        with torch.no_grad():
+            for name, value in weights.items():
+                value.copy_(state["model"][name])
+        self._optimizer.state.clear()
+        for name, moments in state["optimizer"].items():
+            parameter = parameters[name]
+            self._optimizer.state[parameter] = {
+                key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in moments.items()
+            }
         self._num_steps_done = state["num_steps_done"]
 
     def save(self, path: Path) -> None:
@@ -180,6 +202,21 @@ class TorchLearner:
     async def close(self) -> None:
         """Let the work in hand come to its end."""
         await self._thread.close()
+
+
+class TorchSnapshot:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def write(self, folder: Path) -> None:
+        torch.save(self._state, folder / STATE)
+
+
+def _on_host(value: Any) -> Any:
+    """A copy in the host's memory of everything in these dictionaries."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return {key: _on_host(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 class _Rows:

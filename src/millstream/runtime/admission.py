@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from millstream.errors import InvariantError, LagError
@@ -84,8 +84,23 @@ class Admission:
         """Synchronous training takes groups in the order of their ids."""
         return self.bound == 0
 
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._places
+
+    def places(self) -> Iterable[tuple[int, Place]]:
+        """What is outstanding, in the order of admission."""
+        return self._places.items()
+
     def place(self, group_id: int) -> Place:
         return self._places[group_id]
+
+    def restore(self, version: int, places: Mapping[int, Place]) -> None:
+        """Go on between two batches, with these groups in flight. Raises `InvariantError` if they cannot be."""
+        self.version, self.taken = version, 0
+        self._places = dict(places)
+        self._deadlines = Counter(place.deadline for place in places.values())
+        if not self._holds(taken=0):
+            raise InvariantError(f"groups were restored that cannot all be trained in time: {self}")
 
     # ---- the three moves ---------------------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ def build_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, 
     if is_process and not is_cpu:
         raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
     host: Host = ProcessHost(model, config) if is_process else ThreadHost(copy.deepcopy(model), config)
-    return TorchEngine(host, max_length=context_length(model), clock=clock, sink=sink)
+    return TorchEngine(host, max_length=context_length(model), clock=clock, sink=sink, answer_s=config.answer_s)
 
 
 def build_learner(

@@ -12,6 +12,7 @@ from millstream.env.data import DataConfig
 from millstream.env.rewards import RewardConfig
 from millstream.errors import ConfigError
 from millstream.learner import LearnerConfig
+from millstream.runtime.checkpoint import CheckpointConfig
 from millstream.runtime.pipeline import PipelineConfig, RolloutConfig
 
 
@@ -78,6 +79,7 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warmup: WarmupConfig | None = None
 
 

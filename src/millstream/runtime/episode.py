@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,16 +15,28 @@ from millstream.errors import EnvironmentFailed
 from millstream.seeds import request_seed
 from millstream.types import Completion, Finish, Request, RequestKey, Rollout, Sampling, Task
 
+T = TypeVar("T")
 Generate = Callable[[Request], Awaitable[Completion]]
+Waiting = Callable[[str, Awaitable[Any]], Awaitable[Any]]
+"""Awaits under a name: see `runtime.waits`."""
 
 
 class Episode:
     """The `Context` of an environment. `role` keeps the seeds of training and evaluation apart."""
 
     def __init__(
-        self, task: Task, key: RequestKey, *, generate: Generate, sampling: Sampling, run_seed: int, role: str
+        self,
+        task: Task,
+        key: RequestKey,
+        *,
+        generate: Generate,
+        waiting: Waiting,
+        sampling: Sampling,
+        run_seed: int,
+        role: str,
     ) -> None:
         self.task = task
+        self._waiting = waiting
         self.seed = request_seed(run_seed, f"{role}/environment", key)
         self._key, self._generate, self._sampling = key, generate, sampling
         self._run_seed, self._role = run_seed, role
@@ -54,6 +67,10 @@ class Episode:
         self._turns.append(completion)
         return completion
 
+    async def waiting(self, what: str, work: Awaitable[T]) -> T:
+        result: T = await self._waiting(what, work)
+        return result
+
     def _append(
         self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, is_sampled: bool
     ) -> None:
@@ -61,6 +78,11 @@ class Episode:
         self._mask.extend([is_sampled] * len(tokens))
         self._logprobs.extend(logprobs)
         self._versions.extend(versions)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the turns that are finished."""
+        return sum(self._mask)
 
     def finish(self, reward: float) -> Rollout:
         """The rollout, with its reward. Fails if the environment never let the model speak."""

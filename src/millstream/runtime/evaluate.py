@@ -11,6 +11,7 @@ from millstream.errors import EngineError, InvariantError
 from millstream.events import Evaluated, EventSink
 from millstream.runtime.episode import Episode
 from millstream.runtime.router import Router
+from millstream.runtime.waits import Waits
 from millstream.types import Completion, Request, RequestKey, Sampling, Task
 
 
@@ -23,6 +24,7 @@ async def evaluate(
     *,
     clock: Clock,
     sink: EventSink,
+    waits: Waits,
     seed: int,
     timeout_s: float,
 ) -> Evaluated:
@@ -30,13 +32,23 @@ async def evaluate(
     versions: set[int] = set()
 
     async def generate(request: Request) -> Completion:
-        completion = await router.generate(request, floor=0)
+        owner, turn = _owner(name, request.key), router.generate(request, floor=0)
+        completion = await waits.on(owner, "an engine", turn, has_deadline=False, has_alarm=False)
         versions.update(completion.versions)
         return completion
 
     async def one(index: int, task: Task) -> float:
         key = RequestKey(group_id=-1 - index, member=0)
-        episode = Episode(task, key, generate=generate, sampling=sampling, run_seed=seed, role=f"eval/{name}")
+        owner = _owner(name, key)
+        episode = Episode(
+            task,
+            key,
+            generate=generate,
+            waiting=lambda what, work: waits.on(owner, what, work, has_deadline=False, has_alarm=False),
+            sampling=sampling,
+            run_seed=seed,
+            role=f"eval/{name}",
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 return episode.finish(await environment.rollout(episode)).reward
@@ -55,3 +67,7 @@ async def evaluate(
     )
     sink.emit(result)
     return result
+
+
+def _owner(name: str, key: RequestKey) -> str:
+    return f"evaluation {name} task {-1 - key.group_id}"

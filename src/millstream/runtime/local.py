@@ -1,45 +1,60 @@
 """The local runtime: one machine, an engine, a learner thread, and the event loop between them.
 
 Steps of a run: data and model, the run folder, warm-up (if asked for), evaluation, reinforcement learning, the saved model,
-evaluation, summary. Whatever ends it, the folder says so: the last event is `RunEnded`, with the name of the error.
+evaluation, summary, trace. Whatever ends it, the folder says so: the last event is `RunEnded`, with the name of the error. A
+run that was stopped or killed goes on from its newest checkpoint (`resume`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import math
+import os
+import random
+import secrets
+import signal
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import msgspec
+import numpy as np
+import torch
 from msgspec import Struct, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo import recipe
 from millstream.clock import RealClock
-from millstream.config import to_toml
 from millstream.engine.torch import TorchEngine
-from millstream.env.data import DataSet, in_order, read
+from millstream.env.data import DataSet, digest, in_order, read
 from millstream.env.single_turn import SingleTurn
-from millstream.errors import ConfigError
-from millstream.events import Evaluated, EventSink, RunEnded, RunStarted, WarmedUp
+from millstream.errors import CheckpointError, ConfigError, OutputError, Stopped
+from millstream.events import Evaluated, EventSink, Resumed, RunEnded, RunStarted, WarmedUp
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events
-from millstream.events.summary import Summary, summarise
+from millstream.events.summary import Summary
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
 from millstream.model.load import set_up_cpu
-from millstream.runtime import build
+from millstream.runtime import build, checkpoint
+from millstream.runtime.admission import full_budget
+from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run
 from millstream.runtime.evaluate import evaluate
+from millstream.runtime.folder import RunFolder, resume_command
 from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.router import Router
+from millstream.runtime.waits import Waits
 from millstream.runtime.warmup import gold_row, warm_up
+from millstream.runtime.watchdog import Watchdog
 from millstream.types import Sampling, Task, Weights
 from millstream.weights.local import LocalChannel
 
-EVENTS = "events.jsonl"
+logger = logging.getLogger(__name__)
 STATUS_S = 1.0
-WARMUP_PROBE = 128
+WARMUP_PROBE = 256
 """Training tasks that the warm-up is measured on."""
 
 
@@ -64,6 +79,7 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     text: build.Text
     environment: SingleTurn
     sampling: Sampling
+    data_digest: str
 
     @property
     def held_out(self) -> tuple[Task, ...]:
@@ -85,15 +101,34 @@ def prepare(config: RunConfig) -> Prepared:
         text=text,
         environment=build.build_environment(config, text),
         sampling=build.build_sampling(config, model, tokenizer),
+        data_digest=digest(data),
     )
 
 
 def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "run") -> RunResult:
     """Run a config from beginning to end on this machine."""
     prepared = prepare(config)
-    run_dir = make_run_dir(config, name)
-    file, metrics = JsonlSink(run_dir / EVENTS), MetricsSink(run_dir / "metrics.jsonl")
-    run = _Run(prepared, run_dir, Tee([file, metrics, *sinks]))
+    return _carry_out(prepared, RunFolder.create(config, name), sinks)
+
+
+def resume(path: Path, *, sinks: Sequence[EventSink] = ()) -> RunResult:
+    """Go on with a run that was stopped or died, from its newest checkpoint that is whole."""
+    folder, config = RunFolder.reopen(path)
+    prepared = prepare(config)
+    found, troubles = checkpoint.newest(path)
+    for trouble in troubles:
+        logger.warning("%s", trouble)
+    if found is not None and found.run_state().data_digest != prepared.data_digest:
+        raise CheckpointError(f"the data set is not the one that the run in {path} began with: it cannot go on")
+    return _carry_out(prepared, folder, sinks, Before(found=found, life=_last_life(folder)))
+
+
+def _carry_out(
+    prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], before: Before | None = None
+) -> RunResult:
+    events = JsonlSink(folder.events)
+    metrics = MetricsSink(folder.metrics, upto=before.version if before is not None else 0)
+    run = _Run(prepared, folder, events, Tee([events, metrics, *sinks]), before)
     outcome = "finished"
     try:
         asyncio.run(run.run())
@@ -102,9 +137,41 @@ def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "ru
         raise
     finally:
         run.say_ended(outcome)
-        metrics.close()
-        file.close()
+        try:
+            metrics.close()
+            events.close()
+        except OSError as error:
+            raise OutputError(folder.cannot_write(folder.events, error)) from error
+        finally:
+            folder.unlock()
     return run.result()
+
+
+class Life(NamedTuple):
+    """Of the process before this one."""
+
+    incarnation: int
+    ended_at: float
+
+
+def _last_life(folder: RunFolder) -> Life:
+    incarnation, ended_at = 0, 0.0
+    for event in read_events(folder.events) if folder.events.exists() else ():
+        ended_at = max(ended_at, event.at)
+        if isinstance(event, Resumed):
+            incarnation = event.incarnation
+    return Life(incarnation, ended_at)
+
+
+class Before(NamedTuple):
+    """What a resumed run has behind it."""
+
+    found: Found | None
+    life: Life
+
+    @property
+    def version(self) -> int:
+        return 0 if self.found is None else self.found.manifest.version
 
 
 def evaluate_model(config: RunConfig) -> tuple[float, float]:
@@ -117,7 +184,7 @@ def evaluate_model(config: RunConfig) -> tuple[float, float]:
         clock, sink = RealClock(), Tee([])
         on_thread = structs.replace(config.engine, process=False)
         engine = build.build_engine(on_thread, prepared.model, clock=clock, sink=sink)
-        evaluator = _Evaluator(prepared, Router([engine]), clock, sink)
+        evaluator = _Evaluator(prepared, Router([engine]), clock, sink, _waits(config, clock, sink))
         found = await evaluator.sampled_and_greedy("")
         await engine.close()
         assert found is not None
@@ -126,29 +193,12 @@ def evaluate_model(config: RunConfig) -> tuple[float, float]:
     return asyncio.run(measure())
 
 
-def make_run_dir(config: RunConfig, name: str) -> Path:
-    """The folder of the run, with the resolved config in it."""
-    if config.run_dir is not None:
-        path = Path(config.run_dir)
-        if (path / EVENTS).exists():
-            raise ConfigError(f"{path} holds a run already: choose another run_dir, or remove it")
-    else:
-        number = 1
-        while (path := Path("runs") / f"{name}-{number}").exists():
-            number += 1
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "config.toml").write_text(to_toml(config))
-    except OSError as error:
-        raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
-    return path
-
-
 class _Evaluator:
     """Evaluations of one run, one at a time."""
 
-    def __init__(self, prepared: Prepared, router: Router, clock: RealClock, sink: EventSink) -> None:
+    def __init__(self, prepared: Prepared, router: Router, clock: RealClock, sink: EventSink, waits: Waits) -> None:
         self._prepared, self._router, self._clock, self._sink = prepared, router, clock, sink
+        self._waits = waits
         self._is_running = False
 
     async def once(self, name: str, tasks: Sequence[Task], sampling: Sampling) -> Evaluated:
@@ -161,6 +211,7 @@ class _Evaluator:
             sampling,
             clock=self._clock,
             sink=self._sink,
+            waits=self._waits,
             seed=config.seed,
             timeout_s=config.rollout.timeout_s,
         )
@@ -189,37 +240,127 @@ class _Evaluator:
 
 
 class _Run:
-    def __init__(self, prepared: Prepared, run_dir: Path, sink: EventSink) -> None:
-        self._prepared, self._dir, self._sink = prepared, run_dir, sink
-        self._clock = RealClock()
-        self._before: tuple[float, float] | None = None
+    """One life of a run: from its beginning, or from a checkpoint."""
+
+    def __init__(
+        self, prepared: Prepared, folder: RunFolder, events: JsonlSink, sink: EventSink, before: Before | None
+    ) -> None:
+        self._prepared, self._folder, self._events, self._sink = prepared, folder, events, sink
+        self._found = None if before is None else before.found
+        self._incarnation = 0 if before is None else before.life.incarnation + 1
+        self._clock = RealClock(0.0 if before is None else before.life.ended_at)
+        self._waits = _waits(prepared.config, self._clock, sink)
+        self._state = None if self._found is None else self._found.run_state()
+        self._run_id = secrets.token_hex(8) if self._state is None else self._state.run_id
+        self._before = None if self._state is None else self._state.before
         self._after: tuple[float, float] | None = None
-        self._version = 0
+        self._version = 0 if before is None else before.version
+        self._pipeline: Pipeline | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._stopped_by: signal.Signals | None = None
+        if before is not None:
+            self._say_resumed()
 
     async def run(self) -> None:
+        """To the end, or to a clean stop: then it raises `Stopped`."""
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        handled = (signal.SIGINT, signal.SIGTERM)
+        for number in handled:
+            with suppress(ValueError, RuntimeError, NotImplementedError):  # only the main thread may handle signals
+                loop.add_signal_handler(number, self._on_signal, number, task)
+        watchdog = self._watchdog()
+        watchdog.start()
+        try:
+            await self._run()
+        except asyncio.CancelledError:
+            if self._stopped_by is None:
+                raise
+        finally:
+            watchdog.stop()
+            for number in handled:
+                with suppress(ValueError, RuntimeError, NotImplementedError):
+                    loop.remove_signal_handler(number)
+        if self._stopped_by is not None:
+            raise Stopped(self._farewell(), 128 + self._stopped_by)
+
+    def _on_signal(self, number: signal.Signals, task: asyncio.Task[None]) -> None:
+        """The first one lets the batch in hand come to its end, for a while; the second ends it now."""
+        is_first, self._stopped_by = self._stopped_by is None, number
+        if self._pipeline is None or not is_first:
+            task.cancel()
+            return
+        self._pipeline.stop()
+        asyncio.get_running_loop().call_later(self._prepared.config.checkpoint.grace_s, task.cancel)
+
+    def _farewell(self) -> str:
+        version = None if self._checkpoints is None else self._checkpoints.version
+        kept = "nothing was trained yet" if version is None else f"the checkpoint of step {version} is written"
+        return f"stopped by {signal.Signals(self._stopped_by or 0).name}; {kept}. To go on: {resume_command(self._folder.path)}"
+
+    def _watchdog(self) -> Watchdog:
+        pipeline = self._prepared.config.pipeline
+        return Watchdog(
+            self._folder.stacks,
+            self._waits,
+            clock=self._clock,
+            sink=self._sink,
+            stall_s=pipeline.stall_s,
+            deadline_s=pipeline.deadline_s,
+            end=self._end_blocked,
+        )
+
+    def _end_blocked(self, reason: str) -> None:
+        """The event loop will not come back: nothing can be cleaned up, and nothing needs to be."""
+        self.say_ended("StallError")
+        with suppress(OSError):
+            self._events.sync()
+        sys.stderr.write(f"StallError: {reason}. Stacks are in {self._folder.stacks}. ")
+        sys.stderr.write(f"To go on: {resume_command(self._folder.path)}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    async def _run(self) -> None:
         prepared, config = self._prepared, self._prepared.config
         engine = build.build_engine(config.engine, prepared.model, clock=self._clock, sink=self._sink)
-        evaluator = _Evaluator(prepared, Router([engine]), self._clock, self._sink)
+        evaluator = _Evaluator(prepared, Router([engine]), self._clock, self._sink, self._waits)
         try:
-            if config.warmup is not None:
-                await self._warm_up(engine, evaluator, config.warmup)
-            self._before = await evaluator.sampled_and_greedy("before")
-            learner = build.build_learner(
-                config,
-                prepared.model,
-                prepared.tokenizer,
-                learner=config.learner,
-                objective=recipe.objective(config.algorithm, max_tokens=config.rollout.max_tokens),
-                num_steps=config.pipeline.steps,
-            )
+            if self._found is None:
+                if config.warmup is not None:
+                    await self._warm_up(engine, evaluator, config.warmup)
+                self._before = await evaluator.sampled_and_greedy("before")
+            learner = self._build_learner()
             try:
+                if self._found is not None:
+                    learner.restore(self._found.folder)
+                    await engine.load(self._version, await learner.weights())
                 await self._reinforce(learner, engine, evaluator)
             finally:
                 await learner.close()
-            learner.save(self._dir / "model")
+            if self._stopped_by is not None:
+                return
+            self._save(learner)
             self._after = await evaluator.sampled_and_greedy("after")
         finally:
             await engine.close()
+
+    def _build_learner(self) -> TorchLearner:
+        prepared, config = self._prepared, self._prepared.config
+        return build.build_learner(
+            config,
+            prepared.model,
+            prepared.tokenizer,
+            learner=config.learner,
+            objective=recipe.objective(config.algorithm, max_tokens=config.rollout.max_tokens),
+            num_steps=config.pipeline.steps,
+        )
+
+    def _save(self, learner: TorchLearner) -> None:
+        try:
+            learner.save(self._folder.model)
+        except OSError as error:
+            raise OutputError(self._folder.cannot_write(self._folder.model, error)) from error
 
     async def _warm_up(self, engine: TorchEngine, evaluator: _Evaluator, config: WarmupConfig) -> None:
         prepared, text = self._prepared, self._prepared.text
@@ -261,11 +402,15 @@ class _Run:
             environment=prepared.environment,
             learner=learner,
             store=build.build_store(config),
-            channel=LocalChannel(),
+            channel=LocalChannel(self._version),
             clock=self._clock,
             sink=self._sink,
+            waits=self._waits,
         )
-        pipeline = Pipeline(
+        self._checkpoints = self._build_checkpoints()
+        if self._found is None:
+            self._say_started()
+        self._pipeline = Pipeline(
             parts,
             in_order(prepared.data.train, seed=config.seed, shuffle=config.data.shuffle),
             build.build_algorithm(config, prepared.sampling),
@@ -273,16 +418,45 @@ class _Run:
             rollout=config.rollout,
             seed=config.seed,
             after_step=evaluator.beside if config.evaluation.every_steps is not None else None,
+            keeper=self._checkpoints,
+            resumed=None if self._found is None else self._found.standing(),
+            incarnation=self._incarnation,
         )
-        self._say_started(pipeline)
+        if self._state is not None:
+            _restore_generators(self._state.generators)
         gc.collect()
         gc.freeze()  # what the libraries made at import is here to stay: no need to walk over it again and again
-        watch = asyncio.create_task(self._watch(pipeline))
+        watch = asyncio.create_task(self._watch(self._pipeline))
         try:
-            await pipeline.run()
+            await self._pipeline.run()
         finally:
             watch.cancel()
-            self._version = pipeline.admission.version
+            self._version = self._pipeline.admission.version
+            await self._checkpoints.close()
+
+    def _build_checkpoints(self) -> Checkpoints:
+        config = self._prepared.config
+        checkpoints = Checkpoints(
+            self._folder.path,
+            config.checkpoint,
+            last_step=config.pipeline.steps,
+            clock=self._clock,
+            sink=self._sink,
+            last_seq=lambda: self._events.last_seq,
+            sync_events=self._events.sync,
+            run_state=self._run_state,
+        )
+        if self._found is not None:
+            checkpoints.goes_on_from(self._version)
+        return checkpoints
+
+    def _run_state(self) -> RunState:
+        return RunState(
+            run_id=self._run_id,
+            data_digest=self._prepared.data_digest,
+            before=self._before,
+            generators=_generators(),
+        )
 
     async def _watch(self, pipeline: Pipeline) -> None:
         """Says about once a second what the run is doing."""
@@ -290,17 +464,35 @@ class _Run:
             self._sink.emit(pipeline.status())
             await asyncio.sleep(STATUS_S)
 
-    def _say_started(self, pipeline: Pipeline) -> None:
+    def _say_resumed(self) -> None:
+        found = self._found
+        self._sink.emit(
+            Resumed(
+                at=self._clock.now(),
+                incarnation=self._incarnation,
+                version=self._version,
+                from_seq=-1 if found is None else found.manifest.covers_seq,
+                digest="" if found is None else found.digest,
+            )
+        )
+
+    def _say_started(self) -> None:
         config = self._prepared.config
+        pipeline, rollout = config.pipeline, config.rollout
         self._sink.emit(
             RunStarted(
                 at=self._clock.now(),
+                run_id=self._run_id,
                 seed=config.seed,
-                groups_per_step=config.pipeline.groups_per_step,
-                group_size=config.rollout.group_size,
-                max_lag=config.pipeline.max_lag,
-                lag_bound=pipeline.admission.bound,
-                budget=pipeline.admission.budget,
+                steps=pipeline.steps,
+                num_tasks=len(self._prepared.data.train),
+                filter_zero_signal=pipeline.filter_zero_signal,
+                min_group_size=rollout.min_group_size,
+                groups_per_step=pipeline.groups_per_step,
+                group_size=rollout.group_size,
+                max_lag=pipeline.max_lag,
+                lag_bound=math.ceil(pipeline.max_lag),
+                budget=pipeline.budget or full_budget(pipeline.groups_per_step, pipeline.max_lag),
             )
         )
 
@@ -308,17 +500,41 @@ class _Run:
         self._sink.emit(RunEnded(at=self._clock.now(), outcome=outcome, version=self._version))
 
     def result(self) -> RunResult:
-        """Also written as `summary.json`, flat."""
+        """Also written as `summary.json`, flat, after everything else."""
         before, after = self._before, self._after
         result = RunResult(
-            run_dir=str(self._dir),
+            run_dir=str(self._folder.path),
             accuracy_before=before and before[0],
             accuracy_after=after and after[0],
             greedy_before=before and before[1],
             greedy_after=after and after[1],
-            summary=summarise(read_events(self._dir / EVENTS)),
+            summary=self._folder.summarise(),
         )
         flat = {**structs.asdict(result), **structs.asdict(result.summary)}
         del flat["summary"]
-        (self._dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(flat), indent=2) + b"\n")
+        self._folder.write_trace()
+        self._folder.write_summary(flat)
         return result
+
+
+def _waits(config: RunConfig, clock: RealClock, sink: EventSink) -> Waits:
+    return Waits(clock=clock, sink=sink, stall_s=config.pipeline.stall_s, deadline_s=config.pipeline.deadline_s)
+
+
+def _generators() -> dict[str, Any]:
+    """The states of the global generators, in plain types."""
+    version, numbers, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state().tolist(),
+    }
+
+
+def _restore_generators(states: dict[str, Any]) -> None:
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))

@@ -25,6 +25,7 @@ from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.env import Environment
 from millstream.errors import (
+    DataError,
     EngineError,
     EnvironmentFailed,
     InvariantError,
@@ -39,6 +40,7 @@ from millstream.events import (
     EventSink,
     GroupAdmitted,
     GroupLeft,
+    GroupResumed,
     GroupTaken,
     RolloutEnded,
     RolloutFailed,
@@ -58,6 +60,7 @@ from millstream.runtime.lockstep import Gate
 from millstream.runtime.router import Router
 from millstream.runtime.settle import TASK as SETTLE
 from millstream.runtime.settle import Advantage, Rules, Settler, by_member
+from millstream.runtime.state import GroupState, Keeper, Ledger, Standing
 from millstream.runtime.waits import Pulse, Waits
 from millstream.store import Lease, Reads, Store
 from millstream.types import Completion, Fate, Metrics, Request, RequestKey, Rollout, Sampling, Task, TrainRow
@@ -131,6 +134,7 @@ class Parts(Struct, frozen=True, kw_only=True, eq=False):
     channel: WeightChannel
     clock: Clock
     sink: EventSink
+    waits: Waits
 
 
 class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
@@ -144,7 +148,9 @@ class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
 
 class Pipeline:
     """One run. `tasks` yields (epoch, task) in the order of training; it is read one ahead, as room appears. `after_step`
-    (an evaluation, say) may use the engines: it takes no budget and holds nothing up."""
+    (an evaluation, say) may use the engines: it takes no budget and holds nothing up. `keeper` writes checkpoints.
+
+    With `resumed` it goes on where another stood: the store must be empty, the learner restored, the engines at the version."""
 
     def __init__(
         self,
@@ -156,8 +162,12 @@ class Pipeline:
         rollout: RolloutConfig,
         seed: int,
         after_step: AfterStep | None = None,
+        keeper: Keeper | None = None,
+        resumed: Standing | None = None,
+        incarnation: int = 0,
     ) -> None:
         self._after_step, self._is_held = after_step, False
+        self._keeper, self._incarnation, self._is_stopping = keeper, incarnation, False
         self._parts, self._algorithm = parts, algorithm
         self._tasks: Iterator[tuple[int, Task]] = iter(tasks)
         self._config, self._rollout, self._seed = config, rollout, seed
@@ -167,11 +177,13 @@ class Pipeline:
             budget=config.budget,
             num_steps=config.steps,
         )
-        self.waits = Waits(clock=parts.clock, sink=parts.sink, stall_s=config.stall_s, deadline_s=config.deadline_s)
+        self.waits = parts.waits
         self._store, self._learner, self._channel = parts.store, parts.learner, parts.channel
         self._router, self._pulse = Router(parts.engines), Pulse()
         self._gate = Gate(self._router, self._pulse, self.waits) if self.admission.is_in_order else None
-        self._living: dict[int, int] = {}
+        self._next_group = 0
+        self._prompts: dict[int, tuple[int, str]] = {}
+        self._living: dict[int, set[int]] = {}
         self._taken: dict[int, Place] = {}
         self._settler = Settler(
             self._rules(),
@@ -181,6 +193,7 @@ class Pipeline:
             pulse=self._pulse,
             leave=self._leave,
         )
+        self._resumed = None if resumed is None else self._restore(resumed)
 
     def _rules(self) -> Rules:
         groups, replaced = self._config.groups_per_step, self._config.max_replaced_per_step
@@ -193,9 +206,11 @@ class Pipeline:
         )
 
     async def run(self) -> None:
-        """Train to the last step, or to the end of the data. Raises the error that stopped it, if one did."""
+        """Train to the last step, to the end of the data, or to the batch after `stop`. Raises the error that stopped it, if
+        one did."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                await self._keep_if_due()
                 in_order = self._gate is not None
                 loops = [self.feed(tasks), self._settler.settle(in_order=in_order)]
                 loops += [self.sync(engine) for engine in self._parts.engines]
@@ -209,15 +224,22 @@ class Pipeline:
         except BaseExceptionGroup as errors:
             raise _first(errors) from errors
 
+    def stop(self) -> None:
+        """End as if the next step were the last, with a checkpoint."""
+        self._is_stopping = True
+
     # ---- 1. feed: consumes tasks; produces groups -----------------------------------------------------------------
 
     async def feed(self, tasks: asyncio.TaskGroup) -> None:
         """Waits for room under the lag bound; `train` (a step), `settle` (a replacement) and `sync` make it."""
         for group_id, (epoch, task) in enumerate(self._tasks):
+            if group_id < self._next_group:  # resumed: this prompt has been admitted before
+                self._take_up(tasks, group_id, task)
+                continue
             room = self._pulse.until(self._start_for_next)
             start = await self.waits.on("feed", "room under the lag bound", room, has_deadline=False, has_alarm=False)
             place = self.admission.admit(group_id, start)
-            self._living[group_id] = self._rollout.group_size
+            self._next_group, self._prompts[group_id] = group_id + 1, (epoch, task.id)
             self._emit(
                 GroupAdmitted(
                     at=self._now(),
@@ -226,13 +248,31 @@ class Pipeline:
                     epoch=epoch,
                     start_version=place.start,
                     deadline=place.deadline,
+                    source=str(task.data.get("source", "")),
                 )
             )
-            for member in range(self._rollout.group_size):
-                tasks.create_task(self.roll_out(group_id, member, task, place))
+            self._start(tasks, group_id, task, place, range(self._rollout.group_size))
         self._settler.is_fed = True
         self._settler.end_if_drained()
         self._pulse.notify()
+
+    def _start(self, tasks: asyncio.TaskGroup, group_id: int, task: Task, place: Place, members: Iterable[int]) -> None:
+        self._living[group_id] = set(members)
+        for member in sorted(self._living[group_id]):
+            tasks.create_task(self.roll_out(group_id, member, task, place))
+
+    def _take_up(self, tasks: asyncio.TaskGroup, group_id: int, task: Task) -> None:
+        """A group that was in flight at the checkpoint: what it still lacks is done under its own id and deadline."""
+        state = None if self._resumed is None else self._resumed.groups.get(group_id)
+        if state is None:
+            return
+        if state.task_id != task.id:
+            raise DataError(
+                f"the checkpoint has group {group_id} at work on task {state.task_id!r}, the data set has {task.id!r} there: "
+                "the data must be the same as before"
+            )
+        if state.to_do:
+            self._start(tasks, group_id, task, self.admission.place(group_id), state.to_do)
 
     def _start_for_next(self) -> int | None:
         """The oldest serving version that a new group may start at: the older, the more engines may serve it."""
@@ -251,7 +291,7 @@ class Pipeline:
                 put = self._store.put(group_id, {name: getattr(rollout, name) for name in rollout.__struct_fields__})
                 await self.waits.on(f"group {group_id}", "room in the store", put)
                 break
-        self._living[group_id] -= 1
+        self._living[group_id].remove(member)
         if not self._living[group_id]:
             del self._living[group_id]
             self._settler.close(group_id)
@@ -267,12 +307,21 @@ class Pipeline:
             return await self._generate(request, place)
 
         episode = Episode(
-            task, key, generate=generate, sampling=self._algorithm.sampling, run_seed=self._seed, role="train"
+            task,
+            key,
+            generate=generate,
+            waiting=lambda what, work: self.waits.on(_owner(key), what, work, has_deadline=False, has_alarm=False),
+            sampling=self._algorithm.sampling,
+            run_seed=self._seed,
+            role="train",
         )
         limit = asyncio.timeout(self._rollout.timeout_s)
         try:
             async with limit:
-                reward = await self._parts.environment.rollout(episode)
+                playing = self._parts.environment.rollout(episode)
+                reward = await self.waits.on(
+                    _owner(key), "its environment", playing, has_deadline=False, has_alarm=False
+                )
             rollout = episode.finish(reward)
         except (EngineError, InvariantError, StallError):
             raise
@@ -280,21 +329,30 @@ class Pipeline:
             own = asyncio.current_task()
             if own is not None and own.cancelling():
                 raise  # the run is ending
-            self._record_failure(key, EnvironmentFailed("the environment was cancelled from inside"))
-            return None
+            failure: Exception = EnvironmentFailed("the environment was cancelled from inside")
         except TimeoutError as error:
-            late = RolloutTimeout(f"no reward after {self._rollout.timeout_s:g} s; rollout.timeout_s sets the limit")
-            self._record_failure(key, late if limit.expired() else error)
-            return None
+            failure = self._too_late(error) if limit.expired() else error
         except Exception as error:  # whatever an environment or a reward raises is a failed rollout
-            self._record_failure(key, error)
-            return None
+            failure = error
+        else:
+            self._record_rollout(rollout, began)
+            return rollout
+        self._record_failure(key, failure, began, episode.num_sampled)
+        return None
+
+    def _too_late(self, error: TimeoutError) -> RolloutTimeout:
+        """Names what the rollout was waiting for when its time was up."""
+        limit, cut = self._rollout.timeout_s, Waits.cut_by(error)
+        waiting = "" if cut is None else f": {self._now() - cut.since:.0f} s of it it waited for {cut.what}"
+        return RolloutTimeout(f"no reward after {limit:g} s{waiting}; rollout.timeout_s sets the limit")
+
+    def _record_rollout(self, rollout: Rollout, began: float) -> None:
         self._emit(
             RolloutEnded(
                 at=self._now(),
-                group_id=key.group_id,
-                member=key.member,
-                attempt=key.attempt,
+                group_id=rollout.group_id,
+                member=rollout.member,
+                attempt=rollout.attempt,
                 reward=rollout.reward,
                 num_tokens=len(rollout.tokens),
                 num_sampled=int(rollout.loss_mask.sum()),
@@ -304,9 +362,8 @@ class Pipeline:
                 seconds=self._now() - began,
             )
         )
-        return rollout
 
-    def _record_failure(self, key: RequestKey, error: Exception) -> None:
+    def _record_failure(self, key: RequestKey, error: Exception, began: float, num_sampled: int) -> None:
         self._settler.last_failure = f"{type(error).__name__}: {error}"
         self._emit(
             RolloutFailed(
@@ -317,6 +374,8 @@ class Pipeline:
                 error=type(error).__name__,
                 message=str(error),
                 is_final=key.attempt == self._rollout.retries,
+                seconds=self._now() - began,
+                num_sampled=num_sampled,
             )
         )
 
@@ -327,7 +386,7 @@ class Pipeline:
             raise LagError(f"{owner} is overdue: deadline {place.deadline}, version {self.admission.version}")
         turn = self._router.generate(request, floor=place.start)
         # rollout.timeout_s is its deadline
-        return await self.waits.on(owner, "the engine", turn, has_deadline=False, has_alarm=False)
+        return await self.waits.on(owner, "an engine", turn, has_deadline=False, has_alarm=False)
 
     async def _pass_gate(self, key: RequestKey, limit: asyncio.Timeout) -> None:
         """Synchronous training: wait for the others. The time spent here does not count as the rollout's own."""
@@ -343,7 +402,7 @@ class Pipeline:
 
     def _is_still(self) -> bool:
         """Whether every living rollout waits at the gate."""
-        return self._gate is not None and self._gate.num_waiting == sum(self._living.values())
+        return self._gate is not None and self._gate.num_waiting == sum(map(len, self._living.values()))
 
     def _is_quiet(self) -> bool:
         """Whether nothing but the gate can move: see `lockstep`."""
@@ -370,7 +429,8 @@ class Pipeline:
 
     async def train(self, tasks: asyncio.TaskGroup) -> None:
         """Batch after batch, until the last step or the end of the data."""
-        while not self.admission.is_finished and await self._train_batch():
+        while not self.admission.is_finished and not self._is_stopping and await self._train_batch():
+            await self._keep_if_due()
             if self._after_step is None:
                 continue
             if self._gate is None:
@@ -481,6 +541,7 @@ class Pipeline:
                 metrics=metrics,
             )
         )
+        self._prompts = {g: prompt for g, prompt in self._prompts.items() if g in self.admission}
         self._is_held = self._gate is not None and self._after_step is not None
         await self._publish(version)
 
@@ -513,6 +574,70 @@ class Pipeline:
 
     async def _engines_at_the_end(self) -> None:
         await self._pulse.until(self._are_engines_alike)
+
+    # ---- checkpoints: where it stands between two batches ----------------------------------------------------------
+
+    async def _keep_if_due(self) -> None:
+        if self._keeper is None or not (self._is_stopping or self._keeper.is_due(self.admission.version)):
+            return
+        began, standing, mark = (
+            self._now(),
+            self.standing(),
+            self._keeper.mark(),
+        )  # one moment: what follows is not in it
+        snapshot = await self._learn("copy its state", self._learner.snapshot())
+        keep = self._keeper.keep(standing, mark, snapshot, self._now() - began)
+        await self.waits.on("train", "the checkpoint", keep)
+
+    def standing(self) -> Standing:
+        """To be taken between two batches."""
+        rows = self._store.snapshot()
+        kept: dict[int, list[int]] = {}
+        for row in rows.rows:
+            kept.setdefault(row.group_id, []).append(int(row.columns["member"]))
+        groups = {}
+        for group_id, place in self.admission.places():
+            epoch, task_id = self._prompts[group_id]
+            done = sorted(kept.get(group_id, ()))
+            groups[group_id] = GroupState(
+                task_id=task_id,
+                epoch=epoch,
+                start=place.start,
+                deadline=place.deadline,
+                kept=done,
+                to_do=sorted(self._living.get(group_id, set()).difference(done)),
+            )
+        ledger = Ledger(
+            version=self.admission.version,
+            next_group=self._next_group,
+            groups=groups,
+            vacant=sorted(self._settler.vacant),
+            num_replaced=self._settler.num_replaced,
+            num_failed_in_a_row=self._settler.num_failed_in_a_row,
+        )
+        return Standing(ledger, rows)
+
+    def _restore(self, standing: Standing) -> Ledger:
+        ledger, rows = standing
+        places = {group_id: Place(group.start, group.deadline) for group_id, group in ledger.groups.items()}
+        self.admission.restore(ledger.version, places)
+        self._store.restore(rows)
+        settled = rows.acknowledged[SETTLE]
+        self._settler.restore(ledger, num_unsettled=sum(c for g, c in rows.is_closed.items() if g not in settled))
+        self._next_group = ledger.next_group
+        self._prompts = {group_id: (group.epoch, group.task_id) for group_id, group in ledger.groups.items()}
+        for group_id, group in ledger.groups.items():
+            if group_id not in self._settler.vacant:
+                self._emit(
+                    GroupResumed(
+                        at=self._now(),
+                        group_id=group_id,
+                        incarnation=self._incarnation,
+                        kept=group.kept,
+                        to_do=group.to_do,
+                    )
+                )
+        return ledger
 
     # ---- what it is doing, for those who watch --------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import numpy as np
 from millstream.algo.advantages import Rewards, has_signal
 from millstream.errors import MillstreamError, StreamEnded
 from millstream.runtime.admission import Admission
+from millstream.runtime.state import Ledger
 from millstream.runtime.waits import Pulse, Waits
 from millstream.store import Lease, Row, Store
 from millstream.types import Fate
@@ -46,7 +47,7 @@ class Settler:
         self._rules, self._leave = rules, leave
         self._store, self._admission, self._waits, self._pulse = store, admission, waits, pulse
         self._waiting: list[Aside] = []
-        self._num_replaced = self._num_failed_in_a_row = 0
+        self.num_replaced = self.num_failed_in_a_row = 0
         self.num_unsettled = 0
         """Groups that are closed and whose fate is open."""
         self.vacant: set[int] = set()
@@ -60,8 +61,14 @@ class Settler:
         self.num_unsettled += 1
         self._store.close_group(group_id)
 
+    def restore(self, ledger: Ledger, *, num_unsettled: int) -> None:
+        """The groups whose fate is open are in the store, and will be claimed."""
+        self.num_unsettled = num_unsettled
+        self.num_replaced, self.num_failed_in_a_row = ledger.num_replaced, ledger.num_failed_in_a_row
+        self.vacant = set(ledger.vacant)
+
     def begin_batch(self) -> None:
-        self._num_replaced = 0
+        self.num_replaced = 0
 
     async def settle(self, *, in_order: bool) -> None:
         """Consumes closed groups; produces advantages. Waits for a closed group; the last member of a group closes it."""
@@ -96,7 +103,7 @@ class Settler:
     def _judge(self, rewards_G: Rewards) -> Fate:
         if len(rewards_G) < self._rules.min_group_size:
             return Fate.FAILED
-        self._num_failed_in_a_row = 0
+        self.num_failed_in_a_row = 0
         if self._rules.filter_zero_signal and not has_signal(rewards_G):
             return Fate.FILTERED
         return Fate.TRAINED
@@ -105,13 +112,13 @@ class Settler:
         lease, rewards_G, fate = aside
         if fate is Fate.FAILED:
             self._count_failure()
-        stays_empty = not self.is_fed and self._num_replaced >= self._rules.max_replaced
+        stays_empty = not self.is_fed and self.num_replaced >= self._rules.max_replaced
         if stays_empty:
             self.vacant.add(lease.group_id)
             self._write_advantages(lease, np.zeros(len(rewards_G)))
             self._store.acknowledge(lease)
         else:
-            self._num_replaced += 1
+            self.num_replaced += 1
             self._store.drop(lease)
             self._admission.remove(lease.group_id)
             self._store.wake()  # the order that `train` may take groups in has changed
@@ -119,10 +126,10 @@ class Settler:
         self._settled()
 
     def _count_failure(self) -> None:
-        self._num_failed_in_a_row += 1
-        if self._num_failed_in_a_row >= self._rules.max_failed_in_a_row:
+        self.num_failed_in_a_row += 1
+        if self.num_failed_in_a_row >= self._rules.max_failed_in_a_row:
             raise MillstreamError(
-                f"{self._num_failed_in_a_row} groups in a row failed: nothing is left to train on. "
+                f"{self.num_failed_in_a_row} groups in a row failed: nothing is left to train on. "
                 f"The last failure was {self.last_failure}"
             )
 

@@ -1,7 +1,7 @@
 """Every wait has an owner, a name for what it waits for, and a deadline. Nothing polls.
 
 A wait that lasts shows in `active()` (the terminal view reads it), becomes a `Stalled` event after `stall_s`, and past its
-deadline a `StallError` that names the culprit.
+deadline a `StallError` that names the culprit. A wait inside another of the same owner stands for both: it is the more exact.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from millstream.errors import StallError
 from millstream.events import EventSink, Stalled
 
 T = TypeVar("T")
+CUT = "millstream_wait"
 
 
 class Wait(NamedTuple):
@@ -24,11 +25,14 @@ class Wait(NamedTuple):
 
 
 class Waits:
+    """`on_stall` is called with every wait that lasts longer than `stall_s`, on the event loop."""
+
     def __init__(self, *, clock: Clock, sink: EventSink, stall_s: float, deadline_s: float) -> None:
         self._clock, self._sink = clock, sink
         self._stall_s, self._deadline_s = stall_s, deadline_s
         self._active: dict[int, Wait] = {}
         self._next = 0
+        self.on_stall: Callable[[Wait], None] = lambda wait: None
 
     async def on(
         self, owner: str, what: str, awaitable: Awaitable[T], *, has_deadline: bool = True, has_alarm: bool = True
@@ -41,6 +45,10 @@ class Waits:
         alarm = asyncio.get_running_loop().call_later(self._stall_s, self._report, wait) if has_alarm else None
         try:
             return await (self._within_deadline(wait, awaitable) if has_deadline else awaitable)
+        except asyncio.CancelledError as error:
+            if not hasattr(error, CUT):
+                setattr(error, CUT, wait)
+            raise
         finally:
             if alarm is not None:
                 alarm.cancel()
@@ -58,13 +66,21 @@ class Waits:
                 f"{wait.owner} has waited {self._deadline_s:g} s for {wait.what}; pipeline.deadline_s sets the limit"
             ) from error
 
+    @staticmethod
+    def cut_by(error: TimeoutError) -> Wait | None:
+        """The innermost wait that this time limit cut short."""
+        cut: Wait | None = getattr(error.__cause__, CUT, None)
+        return cut
+
     def _report(self, wait: Wait) -> None:
         now = self._clock.now()
         self._sink.emit(Stalled(at=now, owner=wait.owner, what=wait.what, seconds=now - wait.since))
+        self.on_stall(wait)
 
     def active(self) -> list[Wait]:
-        """What everybody waits for now, the longest wait first."""
-        return sorted(self._active.values(), key=lambda wait: wait.since)
+        """What everybody waits for now, the longest wait first; of waits within each other the innermost."""
+        innermost = {wait.owner: wait for wait in self._active.values()}
+        return sorted(innermost.values(), key=lambda wait: wait.since)
 
 
 class Pulse:

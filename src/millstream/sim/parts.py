@@ -49,6 +49,7 @@ class SimEngine:
         token_s: float = 0.01,
         num_tokens: Draw = UP_TO_100,
         load_s: Draw = FREE,
+        version: int = 0,
         seed: int = 0,
     ) -> None:
         self.name = name
@@ -56,7 +57,7 @@ class SimEngine:
         self._token_s, self._num_tokens, self._load_s = token_s, num_tokens, load_s
         self._rng = random.Random(derive_seed(seed, name))
         self._loaded_at: list[float] = [float("-inf")]
-        self._versions: list[int] = [0]
+        self._versions: list[int] = [version]
         self._running: dict[RequestKey, asyncio.Event] = {}
         self._waiting = self._finished = self._tokens = 0
         self._awake = asyncio.Event()
@@ -160,6 +161,14 @@ class SimEnvironment:
         return float(rng.random() < self._success)
 
 
+class SimSnapshot:
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def write(self, folder: Path) -> None:
+        (folder / "sim.txt").write_text(f"{self.num_rows}\n")
+
+
 class SimLearner:
     """Takes time in proportion to tokens. Its weights are a number: how many rows they have seen."""
 
@@ -180,6 +189,12 @@ class SimLearner:
 
     async def weights(self) -> Weights:
         return {"num_rows": self.num_rows}
+
+    async def snapshot(self) -> SimSnapshot:
+        return SimSnapshot(self.num_rows)
+
+    def restore(self, folder: Path) -> None:
+        self.num_rows = int((folder / "sim.txt").read_text())
 
     def save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)

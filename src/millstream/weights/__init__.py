@@ -17,7 +17,7 @@ class WeightChannel(Protocol):
 
     @property
     def version(self) -> int:
-        """The newest published version; 0 before the first."""
+        """The newest published version; before the first, that of the weights the engines started with."""
         ...
 
     async def publish(self, version: int, weights: Weights) -> None:

@@ -13,13 +13,15 @@ from millstream.weights import Publication
 class LocalChannel:
     """See `millstream.weights.WeightChannel` for the promises. Keeps the newest version only."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: int = 0) -> None:
+        """`version`: that of the weights the engines start with."""
+        self._first = version
         self._newest: Publication | None = None
         self._digest = 0
 
     @property
     def version(self) -> int:
-        return 0 if self._newest is None else self._newest.version
+        return self._first if self._newest is None else self._newest.version
 
     async def publish(self, version: int, weights: Weights) -> None:
         if version <= self.version:

@@ -1,0 +1,283 @@
+"""Checkpoints: written beside training, whole or not at all, verified before they are believed.
+
+    RUN/checkpoints/step-000120/
+        learner.pt        what the learner wrote: weights, optimizer, schedule
+        rows.msgpack      the store's rows
+        ledger.json       the groups in flight, the data cursor
+        run.json          the run's identity, its clock, what was measured before training, the state of global generators
+        manifest.json     version, the last event covered, size and SHA-256 of every file
+
+The order of writing is the promise. Files first, into a folder under another name; then the manifest; all of it flushed to the
+disk; then the event `CheckpointSealed`, flushed with every event before it; and only then the folder gets its name. Whatever is
+killed when, a folder with a right name is complete, and the events that it covers are in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from millstream.clock import Clock
+from millstream.errors import CheckpointError
+from millstream.events import CheckpointFailed, CheckpointSealed, EventSink
+from millstream.learner import Snapshot
+from millstream.runtime.state import Ledger, Standing
+from millstream.store import codec
+from millstream.threads import DaemonThreads
+
+logger = logging.getLogger(__name__)
+FORMAT = 1
+FOLDER = "checkpoints"
+MANIFEST, LEDGER, ROWS, RUN = "manifest.json", "ledger.json", "rows.msgpack", "run.json"
+MOST_HELD = 0.01
+"""The share of the time that training may stand still for checkpoints: where one takes long, they are made less often."""
+
+
+class CheckpointConfig(Struct, frozen=True, kw_only=True):
+    """There is always one before the first step, after the last, and at a clean stop."""
+
+    every_s: float | None = 60.0
+    """Between two steps, when so many seconds have passed since the last one. None: not by time."""
+    every_steps: int | None = None
+    """Instead, or as well: after every so many steps."""
+    keep: int = 2
+    """How many are kept: the newest ones."""
+    grace_s: float = 20.0
+    """After SIGTERM or Ctrl-C: how long to wait for the batch in hand, so that it is in the last checkpoint."""
+
+    def __post_init__(self) -> None:
+        if (self.every_s is not None and self.every_s <= 0) or (self.every_steps is not None and self.every_steps < 1):
+            raise ValueError("every_s must be above 0, every_steps at least 1")
+        if self.keep < 1 or self.grace_s < 0:
+            raise ValueError("keep must be at least 1 and grace_s at least 0")
+
+
+class File(Struct, frozen=True, kw_only=True):
+    bytes: int
+    sha256: str
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    format: int
+    run_id: str
+    version: int
+    covers_seq: int
+    files: dict[str, File]
+
+
+class RunState(Struct, frozen=True, kw_only=True):
+    """What outlives a process beside the pipeline's own standing."""
+
+    run_id: str
+    data_digest: str
+    before: tuple[float, float] | None
+    generators: dict[str, Any]
+    """Of Python, numpy and torch: rewards of the user's own may draw from them."""
+
+
+class Found(NamedTuple):
+    """A checkpoint that was verified."""
+
+    folder: Path
+    manifest: Manifest
+    digest: str
+
+    def standing(self) -> Standing:
+        ledger = msgspec.json.decode((self.folder / LEDGER).read_bytes(), type=Ledger)
+        return Standing(ledger, codec.unpack((self.folder / ROWS).read_bytes()))
+
+    def run_state(self) -> RunState:
+        return msgspec.json.decode((self.folder / RUN).read_bytes(), type=RunState)
+
+
+class Checkpoints:
+    """A `Keeper` that writes to the run folder, on a thread of its own, one at a time."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        *,
+        last_step: int,
+        clock: Clock,
+        sink: EventSink,
+        last_seq: Callable[[], int],
+        sync_events: Callable[[], None],
+        run_state: Callable[[], RunState],
+    ) -> None:
+        self._folder, self._config, self._last_step = run_dir / FOLDER, config, last_step
+        self._clock, self._sink = clock, sink
+        self._last_seq, self._sync_events, self._run_state = last_seq, sync_events, run_state
+        self._thread = DaemonThreads("checkpoint", most=1)
+        self._began_at: float | None = None
+        self._version: int | None = None
+        self._rest_s = 0.0
+        self._writing: asyncio.Task[None] | None = None
+        self._written: int | None = None
+        _tidy(self._folder)
+
+    def goes_on_from(self, version: int) -> None:
+        """The run was resumed: this one is there already."""
+        self._began_at, self._version, self._written = self._clock.now(), version, version
+
+    def is_due(self, version: int) -> bool:
+        if version == self._version:
+            return False
+        if self._began_at is None or version >= self._last_step:
+            return True
+        is_writing = self._writing is not None and not self._writing.done()
+        if is_writing or self._clock.now() - self._began_at < self._rest_s:
+            return False
+        by_step, by_time = self._config.every_steps, self._config.every_s
+        if by_step is not None and version % by_step == 0:
+            return True
+        return by_time is not None and self._clock.now() - self._began_at >= by_time
+
+    def mark(self) -> int:
+        return self._last_seq()
+
+    async def keep(self, standing: Standing, mark: int, snapshot: Snapshot, held_s: float) -> None:
+        """The copies are made; the writing goes on beside training, one at a time."""
+        if self._writing is not None:
+            await self._writing
+        self._began_at, self._version = self._clock.now(), standing.ledger.version
+        self._rest_s = held_s / MOST_HELD
+        state = self._run_state()
+        self._writing = asyncio.create_task(self._try(standing, mark, snapshot, state, held_s))
+
+    async def close(self) -> None:
+        """Wait until the last one is written."""
+        if self._writing is not None:
+            await self._writing
+        await self._thread.close()
+
+    @property
+    def version(self) -> int | None:
+        """That of the newest one that is written; None if there is none."""
+        return self._written
+
+    async def _try(self, standing: Standing, mark: int, snapshot: Snapshot, state: RunState, held_s: float) -> None:
+        version = standing.ledger.version
+        try:
+            await self._thread.call(lambda: self._write(standing, mark, snapshot, state, held_s))
+            self._written = version
+        except (OSError, RuntimeError) as error:  # torch says a full disk by RuntimeError
+            self._sink.emit(CheckpointFailed(at=self._clock.now(), version=version, message=_reason(error)))
+            logger.warning("the checkpoint of step %d could not be written: %s", version, _reason(error))
+            shutil.rmtree(self._unfinished(version), ignore_errors=True)
+
+    # ---- on the thread -------------------------------------------------------------------------------------------------
+
+    def _unfinished(self, version: int) -> Path:
+        return self._folder / f".{_name(version)}.tmp"
+
+    def _write(self, standing: Standing, mark: int, snapshot: Snapshot, state: RunState, held_s: float) -> None:
+        began, version = self._clock.now(), standing.ledger.version
+        folder = self._unfinished(version)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        snapshot.write(folder)
+        (folder / ROWS).write_bytes(codec.pack(standing.rows))
+        (folder / LEDGER).write_bytes(msgspec.json.encode(standing.ledger))
+        (folder / RUN).write_bytes(msgspec.json.encode(state))
+        files = {path.name: File(bytes=path.stat().st_size, sha256=_sha256(path)) for path in sorted(folder.iterdir())}
+        manifest = Manifest(format=FORMAT, run_id=state.run_id, version=version, covers_seq=mark, files=files)
+        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+        for path in (*folder.iterdir(), folder):
+            _sync(path)
+        event = CheckpointSealed(
+            at=self._clock.now(),
+            version=version,
+            covers_seq=mark,
+            digest=_sha256(folder / MANIFEST),
+            num_bytes=sum(file.bytes for file in files.values()),
+            held_s=held_s,
+            seconds=self._clock.now() - began,
+        )
+        self._sink.emit(event)
+        self._sync_events()
+        folder.rename(self._folder / _name(version))
+        _sync(self._folder)
+        for old in _all(self._folder)[: -self._config.keep]:
+            _remove(old)
+
+
+def newest(run_dir: Path) -> tuple[Found | None, list[str]]:
+    """The newest checkpoint that is whole, and what is wrong with the newer ones, which are set aside under another name."""
+    troubles: list[str] = []
+    for folder in reversed(_all(run_dir / FOLDER)):
+        try:
+            return verify(folder), troubles
+        except CheckpointError as error:
+            aside = folder.with_name(folder.name + ".corrupt")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            troubles.append(f"{error}; it was set aside as {aside.name}")
+    return None, troubles
+
+
+def verify(folder: Path) -> Found:
+    """Every byte. Raises `CheckpointError` that names the file that is not as it was written."""
+    try:
+        raw = (folder / MANIFEST).read_bytes()
+        manifest = msgspec.json.decode(raw, type=Manifest)
+        if manifest.format != FORMAT or _name(manifest.version) != folder.name:
+            raise CheckpointError(f"{folder / MANIFEST} is not the manifest of this checkpoint")
+        for name, expected in manifest.files.items():
+            path = folder / name
+            if path.stat().st_size != expected.bytes:
+                raise CheckpointError(f"{path} has {path.stat().st_size} bytes instead of {expected.bytes}")
+            if _sha256(path) != expected.sha256:
+                raise CheckpointError(f"{path} is not as it was written: its SHA-256 differs")
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{folder} is not a whole checkpoint: {error}") from error
+    return Found(folder, manifest, hashlib.sha256(raw).hexdigest())
+
+
+def _name(version: int) -> str:
+    return f"step-{version:06d}"
+
+
+def _all(folder: Path) -> list[Path]:
+    """The oldest first."""
+    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what a kill left half written or half removed."""
+    for path in (*folder.glob(".step-*.tmp"), *folder.glob(".step-*.old")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Under another name first: what is half removed must not look like a checkpoint."""
+    old = folder.with_name(f".{folder.name}.old")
+    folder.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error).split("\n")[0]

@@ -1,0 +1,106 @@
+"""The run folder: what a run leaves behind, readable whether the run is alive, dead or done.
+
+config.toml      the resolved config
+events.jsonl     everything that happened
+metrics.jsonl    a line a step
+checkpoints/     see `runtime.checkpoint`
+model/           the trained model
+summary.json     the run in numbers; there when the run is finished
+trace.json       a timeline for ui.perfetto.dev
+stacks.txt       what everything was doing when the run stood still, or was asked (SIGUSR1)
+"""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from millstream.config import load, to_toml
+from millstream.errors import ConfigError, OutputError
+from millstream.events.sinks import read_events, read_history
+from millstream.events.summary import Summary, summarise
+from millstream.events.trace import perfetto
+from millstream.runtime.config import RunConfig
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.events, self.metrics = path / "events.jsonl", path / "metrics.jsonl"
+        self.model, self.stacks = path / "model", path / "stacks.txt"
+        self._lock: BinaryIO | None = None
+
+    @classmethod
+    def create(cls, config: RunConfig, name: str) -> RunFolder:
+        """For a new run, with the resolved config in it."""
+        if config.run_dir is not None:
+            path = Path(config.run_dir)
+            if (path / "events.jsonl").exists():
+                raise ConfigError(
+                    f"{path} holds a run already: choose another run_dir, or go on with it: {resume_command(path)}"
+                )
+        else:
+            number = 1
+            while (path := Path("runs") / f"{name}-{number}").exists():
+                number += 1
+        folder = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            folder.lock()
+            (path / "config.toml").write_text(to_toml(config))
+        except OSError as error:
+            raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path) -> tuple[RunFolder, RunConfig]:
+        """Of a run that was stopped, or died. Raises `ConfigError` if there is nothing to go on with."""
+        folder = cls(path)
+        if not (path / "config.toml").is_file():
+            raise ConfigError(f"{path} is not a run folder: it has no config.toml")
+        if (path / "summary.json").exists():
+            raise ConfigError(f"the run in {path} is finished: there is nothing to go on with")
+        folder.lock()
+        return folder, load(path / "config.toml", RunConfig, [])
+
+    def lock(self) -> None:
+        """For the life of this process: two must not write to one run."""
+        self._lock = (self.path / ".lock").open("wb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"the run in {self.path} is alive: another process is writing to it") from error
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def summarise(self) -> Summary:
+        return summarise(read_history(self.events))
+
+    def write_summary(self, flat: dict[str, Any]) -> None:
+        """Last of all: a folder with a summary is that of a finished run."""
+        self._write("summary.json", msgspec.json.format(msgspec.json.encode(flat), indent=2) + b"\n")
+
+    def write_trace(self) -> Path:
+        return self._write("trace.json", msgspec.json.encode(perfetto(read_events(self.events))))
+
+    def _write(self, name: str, data: bytes) -> Path:
+        path = self.path / name
+        new = path.with_name(f".{name}.new")
+        try:
+            new.write_bytes(data)
+            new.replace(path)
+        except OSError as error:
+            raise OutputError(self.cannot_write(path, error)) from error
+        return path
+
+    def cannot_write(self, path: Path, error: OSError) -> str:
+        return f"cannot write {path}: {error.strerror}. The run is not lost: mend that, then type {resume_command(self.path)}"
+
+
+def resume_command(path: Path) -> str:
+    return f"millstream train --resume {path}"

@@ -1,0 +1,214 @@
+"""Checkpoints of real runs: killed, resumed, corrupted, on a full disk. Processes of their own, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from millstream.events import CheckpointFailed, CheckpointSealed, Resumed, RunEnded, Stepped
+from millstream.events.sinks import read_events, read_history
+from millstream.runtime.checkpoint import newest, verify
+from millstream.runtime.folder import RunFolder
+from millstream.store import Row, Saved, codec
+from runs import assert_clean, command, kill_at, resume, resume_command, start, steps_of, until
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run that was killed after twenty steps or so."""
+    run_dir = tmp_path_factory.mktemp("killed") / "run"
+    kill_at(run_dir, 20)
+    assert_clean(run_dir)
+    yield run_dir
+
+
+def copy_of(run_dir: Path, to: Path) -> Path:
+    subprocess.run(["cp", "-r", str(run_dir), str(to)], check=True)
+    return to
+
+
+def test_a_killed_run_goes_on_and_its_books_are_in_order(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    done = resume(run_dir)
+    assert done.returncode == 0, done.stderr
+    assert_clean(run_dir)
+    lives = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed)]
+    assert len(lives) == 1 and lives[0].version > 0 and lives[0].incarnation == 1
+    steps = [event.version for event in read_history(run_dir / "events.jsonl") if isinstance(event, Stepped)]
+    assert steps == list(range(1, 61))
+    metrics = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert metrics == steps
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 60 and summary["rollouts_trained"] == 60 * 16 and summary["accuracy_before"] is not None
+    assert "is finished" in resume(run_dir).stderr, "a finished run is not run again"
+
+
+def test_at_max_lag_zero_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+    changes: dict[str, object] = {"pipeline.max_lag": 0, "pipeline.steps": 12, "pipeline.filter_zero_signal": "true"}
+    whole = start(command(tmp_path / "whole", changes))
+    output = whole.communicate(timeout=200)[0]
+    assert whole.returncode == 0, output
+    kill_at(tmp_path / "cut", 5, changes)
+    process = start(resume_command(tmp_path / "cut"))
+    until(lambda: steps_of(tmp_path / "cut") >= 9, process)
+    process.kill()
+    process.wait()
+    done = resume(tmp_path / "cut")
+    assert done.returncode == 0, done.stderr
+    assert_clean(tmp_path / "cut")
+    ours, theirs = (load_file(tmp_path / name / "model/model.safetensors") for name in ("cut", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("cut", "whole")]
+    for key in ("accuracy_before", "accuracy_after", "greedy_after", "groups_admitted", "rollouts_trained"):
+        assert summaries[0][key] == summaries[1][key]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: flip(folder / "learner.pt"), "learner.pt is not as it was written"),
+        (lambda folder: flip(folder / "rows.msgpack"), "rows.msgpack is not as it was written"),
+        (lambda folder: os.truncate(folder / "learner.pt", 1000), "learner.pt has 1000 bytes instead of"),
+        (lambda folder: (folder / "ledger.json").unlink(), "is not a whole checkpoint"),
+        (lambda folder: os.truncate(folder / "manifest.json", 40), "is not a whole checkpoint"),
+    ],
+)
+def test_a_spoiled_checkpoint_is_named_and_the_one_before_it_taken(
+    killed: Path, tmp_path: Path, spoil: Callable[[Path], None], words: str
+) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    folders = sorted((run_dir / "checkpoints").glob("step-*"))
+    spoil(folders[-1])
+    found, troubles = newest(run_dir)
+    assert found is not None and found.folder == folders[-2]
+    assert len(troubles) == 1 and words in troubles[0] and folders[-1].name in troubles[0]
+    assert (run_dir / "checkpoints" / f"{folders[-1].name}.corrupt").is_dir()
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_spoiled_one(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    *_, before, last = sorted((run_dir / "checkpoints").glob("step-*"))
+    flip(last / "learner.pt")
+    done = resume(run_dir)
+    assert done.returncode == 0 and "learner.pt is not as it was written" in done.stderr
+    assert_clean(run_dir)
+    resumed = next(event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed))
+    assert resumed.version == int(before.name.removeprefix("step-"))
+
+
+def test_without_any_whole_checkpoint_the_run_begins_anew(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    for folder in (run_dir / "checkpoints").glob("step-*"):
+        flip(folder / "learner.pt")
+    assert resume(run_dir).returncode == 0
+    assert_clean(run_dir)
+    resumed = next(event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed))
+    assert resumed.from_seq == -1
+
+
+def test_sigterm_is_a_clean_stop_with_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(command(run_dir, {"pipeline.steps": 100000, "checkpoint.every_steps": 100000}))
+    until(lambda: steps_of(run_dir) >= 5, process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 143 and f"To go on: millstream train --resume {run_dir}" in output
+    assert "Traceback" not in output
+    *_, last = read_events(run_dir / "events.jsonl")
+    assert isinstance(last, RunEnded) and last.outcome == "Stopped" and last.version >= 5
+    found, _ = newest(run_dir)
+    assert found is not None and found.manifest.version == last.version, "nothing that was trained is lost"
+    assert_clean(run_dir)
+
+
+def test_a_stop_does_not_wait_longer_than_its_grace_for_a_batch(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import asyncio\n\nasync def reward(task, completion):\n    await asyncio.sleep(1000)\n    return 1.0\n"
+    )
+    changes: dict[str, object] = {
+        "reward": f"[{{function='{tmp_path / 'slow.py'}:reward',timeout_s=2000}}]",
+        "rollout.timeout_s": 3000,
+        "checkpoint.grace_s": 1,
+        "data.holdout": 0,
+    }
+    process = start(command(tmp_path / "run", changes))
+    until(lambda: (tmp_path / "run/checkpoints/step-000000").is_dir(), process)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 143 and "the checkpoint of step 0 is written" in output, output
+    assert time.monotonic() - began < 30
+
+
+def test_a_full_disk_at_the_checkpoint_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    limit = 1 << 20  # bytes of a file: the learner's state is larger, everything else is smaller
+    process = start(
+        command(run_dir, {"pipeline.steps": 8}),
+        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    output = process.communicate(timeout=120)[0]
+    failed = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, CheckpointFailed)]
+    assert len(failed) >= 2 and "checkpoint of step" in output
+    assert sum(isinstance(event, Stepped) for event in read_events(run_dir / "events.jsonl")) == 8, output
+    left = [path.name for path in (run_dir / "checkpoints").iterdir()]
+    assert left == ["step-000000"], (
+        "the first is small, having no moments yet; nothing half written is left of the others"
+    )
+
+
+def test_two_processes_cannot_write_to_one_run(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    ours = RunFolder(run_dir)
+    ours.lock()
+    other = resume(run_dir)
+    assert other.returncode == 1 and "is alive" in other.stderr
+    ours.unlock()
+
+
+def test_checkpoints_are_few_whole_and_told(killed: Path) -> None:
+    folders = sorted((killed / "checkpoints").glob("step-*"))
+    assert 1 <= len(folders) <= 3, "the newest two, and perhaps one about to be removed"
+    told = {e.version: e.digest for e in read_events(killed / "events.jsonl") if isinstance(e, CheckpointSealed)}
+    for folder in folders:
+        found = verify(folder)
+        assert told[found.manifest.version] == found.digest
+
+
+def test_rows_come_back_with_the_types_and_shapes_they_had() -> None:
+    columns = {
+        "tokens": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "mask": np.array([True, False]),
+        "empty": np.zeros((0, 4), dtype=np.float32),
+        "reward": 0.5,
+        "name": "a",
+    }
+    row = Row(row_id=3, group_id=7, columns=columns)
+    saved = Saved(rows=(row,), is_closed={7: True, 8: False}, acknowledged={"settle": (7,)})
+    again = codec.unpack(codec.pack(saved))
+    assert again.is_closed == saved.is_closed and again.acknowledged == saved.acknowledged
+    for name, value in columns.items():
+        found = again.rows[0].columns[name]
+        assert type(found) is type(value)
+        if isinstance(value, np.ndarray):
+            assert found.dtype == value.dtype and found.shape == value.shape and np.array_equal(found, value)
+            assert found.flags.writeable
+        else:
+            assert found == value

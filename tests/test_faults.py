@@ -1,0 +1,98 @@
+"""Whatever hangs is named, within its deadline: an engine, a reward, a blocked event loop, a full store."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from millstream.errors import StallError
+from millstream.events import RolloutFailed, RunEnded, Stalled
+from millstream.events.sinks import read_events
+from millstream.store.memory import MemoryStore
+from runs import assert_clean, command, resume, start, steps_of, until
+from simulated import World, simulate
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_an_engine_that_stops_answering_ends_the_run_by_name_and_the_run_can_go_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(command(run_dir, {"engine.process": "true", "engine.answer_s": 8, "pipeline.steps": 30}))
+    until(lambda: steps_of(run_dir) >= 3, process)
+    (engine,) = children_of(process.pid)
+    subprocess.run(["kill", "-STOP", str(engine)], check=True)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert "EngineError: engine broke: it has said nothing for 8 s while" in " ".join(output.split()), output
+    assert not Path(f"/proc/{engine}").exists(), "the stopped process was not left behind"
+    *_, last = read_events(run_dir / "events.jsonl")
+    assert isinstance(last, RunEnded) and last.outcome == "EngineError"
+    assert_clean(run_dir)
+    assert resume(run_dir).returncode == 0
+    assert_clean(run_dir)
+
+
+def test_a_reward_that_hangs_for_one_prompt_costs_its_groups_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import time\n\ndef reward(task, completion):\n"
+        "    if task.prompt.startswith('7'):\n        time.sleep(1e6)\n    return float(len(completion) % 2)\n"
+    )
+    reward = f"[{{function='{tmp_path / 'mine.py'}:reward',timeout_s=0.3}}]"
+    run_dir = tmp_path / "run"
+    process = start(command(run_dir, {"reward": reward, "pipeline.steps": 12}))
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    failures = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, RolloutFailed)]
+    assert failures and all("mine.py:reward took longer than 0.3 s" in failure.message for failure in failures)
+    assert_clean(run_dir)
+
+
+def test_an_async_reward_that_blocks_the_event_loop_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import time\n\nasync def reward(task, completion):\n    time.sleep(1e6)\n    return 1.0\n"
+    )
+    reward = f"[{{function='{tmp_path / 'mine.py'}:reward'}}]"
+    run_dir = tmp_path / "run"
+    changes = {"reward": reward, "pipeline.stall_s": 1, "pipeline.deadline_s": 4, "data.holdout": 0}
+    process = start(command(run_dir, changes))
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    place = f"by reward ({tmp_path / 'mine.py'}, line 4: time.sleep(1e6))"
+    assert "StallError: the event loop has been blocked for" in output and place in output, output
+    assert "To go on: millstream train --resume" in output
+    stacks = (run_dir / "stacks.txt").read_text()
+    assert "time.sleep(1e6)" in stacks and "waits, the longest first:" in stacks and "for reward" in stacks
+    events = list(read_events(run_dir / "events.jsonl"))
+    assert any(isinstance(event, Stalled) and event.owner == "the event loop" for event in events)
+    assert isinstance(events[-1], RunEnded) and events[-1].outcome == "StallError"
+
+
+def test_on_sigusr1_a_run_says_what_everything_is_doing_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import asyncio\n\nasync def reward(task, completion):\n    await asyncio.sleep(0.2)\n    return len(completion) % 2\n"
+    )
+    run_dir = tmp_path / "run"
+    reward = f"[{{function='{tmp_path / 'mine.py'}:reward'}}]"
+    process = start(command(run_dir, {"reward": reward, "pipeline.steps": 20}))
+    until(lambda: steps_of(run_dir) >= 2, process)
+    process.send_signal(signal.SIGUSR1)
+    stacks = run_dir / "stacks.txt"
+    until(lambda: stacks.exists() and "coroutines:" in stacks.read_text(), process, seconds=20)
+    time.sleep(0.1)
+    text = stacks.read_text()
+    assert "SIGUSR1" in text and "train:" in text and "thread learner" in text and "coroutines:" in text
+    assert "mine.py:reward" in text, "the reward that rollouts wait for is named"
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+
+
+def test_a_store_without_room_becomes_an_error_that_names_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulated.MemoryStore", lambda tasks, capacity_rows: MemoryStore(tasks, capacity_rows=3))
+    with pytest.raises(StallError, match=r"group \d+ has waited 50 s for room in the store"):
+        simulate(World(group_size=4, deadline_s=50.0))
