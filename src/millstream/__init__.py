@@ -24,7 +24,7 @@ from millstream.runtime.pipeline import PipelineConfig, RolloutConfig
 
 if TYPE_CHECKING:
     from millstream.events import EventSink
-    from millstream.runtime.local import RunResult
+    from millstream.runtime.folder import RunResult
 
 __version__ = "0.1.0"
 

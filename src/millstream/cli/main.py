@@ -15,16 +15,20 @@ from rich.console import Console
 
 import millstream
 from millstream import config as configs
-from millstream.cli.show import Lines, result_table
+from millstream.audit import audit
+from millstream.audit import lines as audit_lines
+from millstream.cli.show import Lines, bias_tables, result_table
 from millstream.cli.template import TEMPLATE
 from millstream.cli.view import View
 from millstream.errors import ConfigError, MillstreamError, Stopped
 from millstream.events import EventSink
+from millstream.events.bias import bias_report
+from millstream.events.sinks import read_history
 from millstream.runtime.config import RunConfig, check_run
 from millstream.runtime.folder import RunFolder
 
 if TYPE_CHECKING:
-    from millstream.runtime.local import RunResult
+    from millstream.runtime.folder import RunResult
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 console, errors = Console(), Console(stderr=True)
@@ -102,7 +106,8 @@ def _show_result(result: RunResult) -> None:
     console.print(f"saved model   {model}", highlight=False)
     console.print("\nWhat to type next:", style="bold")
     for command, what in (
-        (f"millstream trace {result.run_dir}", "writes a timeline for ui.perfetto.dev"),
+        (f"millstream audit {result.run_dir}", "proves what became of every prompt"),
+        (f"millstream report {result.run_dir}", "shows whether long or hard rollouts got lost"),
         (f"millstream eval {result.run_dir}/config.toml --model {model}", "measures the saved model again"),
         ("millstream init mine.toml", "a commented config for data, a reward and a model of your own"),
     ):
@@ -124,6 +129,38 @@ def _run_folder(run_dir: Path) -> RunFolder:
     if not folder.events.is_file():
         raise ConfigError(f"{run_dir} is not a run folder: it has no events.jsonl")
     return folder
+
+
+@app.command(name="audit")
+def audit_run(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, live, dead or done.")],
+    as_json: AsJson = False,
+) -> None:
+    """Prove from a run's events and checkpoints what became of every prompt. Exit code 1 if something is wrong."""
+    with said():
+        found = audit(_run_folder(run_dir).path)
+        if as_json:
+            console.out(msgspec.json.encode(found).decode(), highlight=False)
+        else:
+            for line in audit_lines(found):
+                console.out(line, highlight=False)
+    if not found.is_clean:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, live, dead or done.")],
+    as_json: AsJson = False,
+) -> None:
+    """What was admitted, trained, filtered, failed and aborted: did the long, the slow or the hard ones get lost?"""
+    with said():
+        found = bias_report(read_history(_run_folder(run_dir).events))
+        if as_json:
+            console.out(msgspec.json.encode(found).decode(), highlight=False)
+        else:
+            for table in bias_tables(found):
+                console.print(table)
 
 
 @app.command(name="eval")

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from millstream.events import Evaluated, Event, RolloutFailed, Stalled, Stepped, WarmedUp
+from millstream.events import CheckpointFailed, Evaluated, Event, Resumed, RolloutFailed, Stalled, Stepped, WarmedUp
+from millstream.events.bias import BiasReport
 from millstream.events.metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from millstream.runtime.local import RunResult
+    from millstream.runtime.folder import RunResult
 
 
 class Lines:
@@ -40,6 +41,10 @@ class Lines:
                 self._shown_at = event.at
             case Evaluated() if event.name != "warmup":
                 self._say(event.at, f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks")
+            case Resumed():
+                self._say(event.at, f"goes on from step {event.version}")
+            case CheckpointFailed():
+                self._say(event.at, f"the checkpoint of step {event.version} failed: {event.message}")
             case Stalled():
                 self._say(event.at, f"{event.owner} has waited {event.seconds:.0f} s for {event.what}")
             case RolloutFailed() if event.is_final:
@@ -73,3 +78,38 @@ def result_table(result: RunResult) -> Table:
     ):
         table.add_row(name, "", value)
     return table
+
+
+def bias_tables(report: BiasReport) -> list[Table]:
+    classes = Table(title="Rollouts by what became of them")
+    for heading in ("", "rollouts", "tokens, mean", "median", "95%", "seconds", "reward", "sources"):
+        classes.add_column(heading, justify="left" if heading in ("", "sources") else "right")
+    for row in report.rows:
+        at_least = "≥ " if row.is_lower_bound else ""
+        classes.add_row(
+            row.name,
+            str(row.rollouts),
+            *(at_least + _number(value, 1) for value in (row.tokens_mean, row.tokens_p50, row.tokens_p95)),
+            _number(row.seconds_mean, 3),
+            _number(row.reward_mean, 3),
+            ", ".join(f"{name} {share:.0%}" for name, share in row.sources.items()),
+        )
+    tests = Table(title="Is what was kept a fair sample of what was admitted?")
+    for heading in ("", "bias", "95% interval", "p", "lost", "verdict", ""):
+        tests.add_column(heading, justify="left" if heading in ("", "verdict") else "right")
+    for test in (*report.tests, *report.declared):
+        style = {"biased": "bold red", "no bias found": "green"}.get(test.verdict, "dim")
+        tests.add_row(
+            test.quantity,
+            f"{test.bias:+.2f}%",
+            f"{test.low:+.2f}% to {test.high:+.2f}%",
+            f"{test.p_value:.3f}",
+            str(test.lost),
+            f"[{style}]{test.verdict}[/]",
+            test.note,
+        )
+    return [classes, tests]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -147,7 +147,7 @@ class MetricsSink:
             new.replace(path)
         self._file = LineFile(path)
         self._metrics = StepMetrics()
-        self.close = self._file.close
+        self.sync, self.close = self._file.sync, self._file.close
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)

@@ -4,7 +4,7 @@
         learner.pt        what the learner wrote: weights, optimizer, schedule
         rows.msgpack      the store's rows
         ledger.json       the groups in flight, the data cursor
-        run.json          the run's identity, its clock, what was measured before training, the state of global generators
+        run.json          the run's identity, a digest of its data, the state of global generators
         manifest.json     version, the last event covered, size and SHA-256 of every file
 
 The order of writing is the promise. Files first, into a folder under another name; then the manifest; all of it flushed to the
@@ -79,7 +79,6 @@ class RunState(Struct, frozen=True, kw_only=True):
 
     run_id: str
     data_digest: str
-    before: tuple[float, float] | None
     generators: dict[str, Any]
     """Of Python, numpy and torch: rewards of the user's own may draw from them."""
 
@@ -111,12 +110,12 @@ class Checkpoints:
         clock: Clock,
         sink: EventSink,
         last_seq: Callable[[], int],
-        sync_events: Callable[[], None],
+        sync: Callable[[], None],
         run_state: Callable[[], RunState],
     ) -> None:
         self._folder, self._config, self._last_step = run_dir / FOLDER, config, last_step
         self._clock, self._sink = clock, sink
-        self._last_seq, self._sync_events, self._run_state = last_seq, sync_events, run_state
+        self._last_seq, self._sync, self._run_state = last_seq, sync, run_state
         self._thread = DaemonThreads("checkpoint", most=1)
         self._began_at: float | None = None
         self._version: int | None = None
@@ -204,7 +203,7 @@ class Checkpoints:
             seconds=self._clock.now() - began,
         )
         self._sink.emit(event)
-        self._sync_events()
+        self._sync()
         folder.rename(self._folder / _name(version))
         _sync(self._folder)
         for old in _all(self._folder)[: -self._config.keep]:

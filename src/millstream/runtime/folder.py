@@ -13,17 +13,33 @@ stacks.txt       what everything was doing when the run stood still, or was aske
 from __future__ import annotations
 
 import fcntl
+from collections import deque
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
+from msgspec import Struct, structs
 
 from millstream.config import load, to_toml
 from millstream.errors import ConfigError, OutputError
+from millstream.events import Evaluated, RunEnded
 from millstream.events.sinks import read_events, read_history
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
 from millstream.runtime.config import RunConfig
+
+FINISHED = "finished"
+
+
+class RunResult(Struct, frozen=True, kw_only=True):
+    """What a run has to show. Accuracies are mean rewards on the held-out tasks; None if there are none."""
+
+    run_dir: str
+    accuracy_before: float | None
+    accuracy_after: float | None
+    greedy_before: float | None
+    greedy_after: float | None
+    summary: Summary
 
 
 class RunFolder:
@@ -78,12 +94,28 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def summarise(self) -> Summary:
-        return summarise(read_history(self.events))
+    def is_finished(self) -> bool:
+        """Whether the last life came to its end, with or without writing the summary."""
+        last = next(iter(deque(read_events(self.events), maxlen=1)), None) if self.events.exists() else None
+        return isinstance(last, RunEnded) and last.outcome == FINISHED
 
-    def write_summary(self, flat: dict[str, Any]) -> None:
-        """Last of all: a folder with a summary is that of a finished run."""
+    def conclude(self) -> RunResult:
+        """The run in numbers, from its events: what is returned, and written as `trace.json` and, last, `summary.json`."""
+        history = list(read_history(self.events))
+        accuracy = {event.name: event.accuracy for event in history if isinstance(event, Evaluated)}
+        result = RunResult(
+            run_dir=str(self.path),
+            accuracy_before=accuracy.get("sampled before"),
+            accuracy_after=accuracy.get("sampled after"),
+            greedy_before=accuracy.get("greedy before"),
+            greedy_after=accuracy.get("greedy after"),
+            summary=summarise(history),
+        )
+        flat = {**structs.asdict(result), **structs.asdict(result.summary)}
+        del flat["summary"]
+        self.write_trace()
         self._write("summary.json", msgspec.json.format(msgspec.json.encode(flat), indent=2) + b"\n")
+        return result
 
     def write_trace(self) -> Path:
         return self._write("trace.json", msgspec.json.encode(perfetto(read_events(self.events))))

@@ -34,7 +34,6 @@ from millstream.env.single_turn import SingleTurn
 from millstream.errors import CheckpointError, ConfigError, OutputError, Stopped
 from millstream.events import Evaluated, EventSink, Resumed, RunEnded, RunStarted, WarmedUp
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events
-from millstream.events.summary import Summary
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
 from millstream.model.load import set_up_cpu
@@ -43,7 +42,7 @@ from millstream.runtime.admission import full_budget
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run
 from millstream.runtime.evaluate import evaluate
-from millstream.runtime.folder import RunFolder, resume_command
+from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.router import Router
 from millstream.runtime.waits import Waits
@@ -56,17 +55,6 @@ logger = logging.getLogger(__name__)
 STATUS_S = 1.0
 WARMUP_PROBE = 256
 """Training tasks that the warm-up is measured on."""
-
-
-class RunResult(Struct, frozen=True, kw_only=True):
-    """What a run has to show. Accuracies are mean rewards on the held-out tasks; None if there are none."""
-
-    run_dir: str
-    accuracy_before: float | None
-    accuracy_after: float | None
-    greedy_before: float | None
-    greedy_after: float | None
-    summary: Summary
 
 
 class Prepared(Struct, frozen=True, kw_only=True, eq=False):
@@ -114,6 +102,8 @@ def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "ru
 def resume(path: Path, *, sinks: Sequence[EventSink] = ()) -> RunResult:
     """Go on with a run that was stopped or died, from its newest checkpoint that is whole."""
     folder, config = RunFolder.reopen(path)
+    if folder.is_finished():  # killed on its last metres: all that is missing is in the events
+        return folder.conclude()
     prepared = prepare(config)
     found, troubles = checkpoint.newest(path)
     for trouble in troubles:
@@ -128,8 +118,8 @@ def _carry_out(
 ) -> RunResult:
     events = JsonlSink(folder.events)
     metrics = MetricsSink(folder.metrics, upto=before.version if before is not None else 0)
-    run = _Run(prepared, folder, events, Tee([events, metrics, *sinks]), before)
-    outcome = "finished"
+    run = _Run(prepared, folder, (events, metrics), Tee([events, metrics, *sinks]), before)
+    outcome = FINISHED
     try:
         asyncio.run(run.run())
     except BaseException as error:
@@ -144,7 +134,7 @@ def _carry_out(
             raise OutputError(folder.cannot_write(folder.events, error)) from error
         finally:
             folder.unlock()
-    return run.result()
+    return folder.conclude()
 
 
 class Life(NamedTuple):
@@ -243,17 +233,20 @@ class _Run:
     """One life of a run: from its beginning, or from a checkpoint."""
 
     def __init__(
-        self, prepared: Prepared, folder: RunFolder, events: JsonlSink, sink: EventSink, before: Before | None
+        self,
+        prepared: Prepared,
+        folder: RunFolder,
+        files: tuple[JsonlSink, MetricsSink],
+        sink: EventSink,
+        before: Before | None,
     ) -> None:
-        self._prepared, self._folder, self._events, self._sink = prepared, folder, events, sink
+        self._prepared, self._folder, self._files, self._sink = prepared, folder, files, sink
         self._found = None if before is None else before.found
         self._incarnation = 0 if before is None else before.life.incarnation + 1
         self._clock = RealClock(0.0 if before is None else before.life.ended_at)
         self._waits = _waits(prepared.config, self._clock, sink)
         self._state = None if self._found is None else self._found.run_state()
         self._run_id = secrets.token_hex(8) if self._state is None else self._state.run_id
-        self._before = None if self._state is None else self._state.before
-        self._after: tuple[float, float] | None = None
         self._version = 0 if before is None else before.version
         self._pipeline: Pipeline | None = None
         self._checkpoints: Checkpoints | None = None
@@ -315,7 +308,7 @@ class _Run:
         """The event loop will not come back: nothing can be cleaned up, and nothing needs to be."""
         self.say_ended("StallError")
         with suppress(OSError):
-            self._events.sync()
+            self._sync()
         sys.stderr.write(f"StallError: {reason}. Stacks are in {self._folder.stacks}. ")
         sys.stderr.write(f"To go on: {resume_command(self._folder.path)}\n")
         sys.stderr.flush()
@@ -329,7 +322,7 @@ class _Run:
             if self._found is None:
                 if config.warmup is not None:
                     await self._warm_up(engine, evaluator, config.warmup)
-                self._before = await evaluator.sampled_and_greedy("before")
+                await evaluator.sampled_and_greedy("before")
             learner = self._build_learner()
             try:
                 if self._found is not None:
@@ -341,7 +334,7 @@ class _Run:
             if self._stopped_by is not None:
                 return
             self._save(learner)
-            self._after = await evaluator.sampled_and_greedy("after")
+            await evaluator.sampled_and_greedy("after")
         finally:
             await engine.close()
 
@@ -431,7 +424,6 @@ class _Run:
             await self._pipeline.run()
         finally:
             watch.cancel()
-            self._version = self._pipeline.admission.version
             await self._checkpoints.close()
 
     def _build_checkpoints(self) -> Checkpoints:
@@ -442,19 +434,22 @@ class _Run:
             last_step=config.pipeline.steps,
             clock=self._clock,
             sink=self._sink,
-            last_seq=lambda: self._events.last_seq,
-            sync_events=self._events.sync,
+            last_seq=lambda: self._files[0].last_seq,
+            sync=self._sync,
             run_state=self._run_state,
         )
         if self._found is not None:
             checkpoints.goes_on_from(self._version)
         return checkpoints
 
+    def _sync(self) -> None:
+        for file in self._files:
+            file.sync()
+
     def _run_state(self) -> RunState:
         return RunState(
             run_id=self._run_id,
             data_digest=self._prepared.data_digest,
-            before=self._before,
             generators=_generators(),
         )
 
@@ -497,24 +492,8 @@ class _Run:
         )
 
     def say_ended(self, outcome: str) -> None:
-        self._sink.emit(RunEnded(at=self._clock.now(), outcome=outcome, version=self._version))
-
-    def result(self) -> RunResult:
-        """Also written as `summary.json`, flat, after everything else."""
-        before, after = self._before, self._after
-        result = RunResult(
-            run_dir=str(self._folder.path),
-            accuracy_before=before and before[0],
-            accuracy_after=after and after[0],
-            greedy_before=before and before[1],
-            greedy_after=after and after[1],
-            summary=self._folder.summarise(),
-        )
-        flat = {**structs.asdict(result), **structs.asdict(result.summary)}
-        del flat["summary"]
-        self._folder.write_trace()
-        self._folder.write_summary(flat)
-        return result
+        version = self._version if self._pipeline is None else self._pipeline.admission.version
+        self._sink.emit(RunEnded(at=self._clock.now(), outcome=outcome, version=version))
 
 
 def _waits(config: RunConfig, clock: RealClock, sink: EventSink) -> Waits:

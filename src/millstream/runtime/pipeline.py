@@ -625,6 +625,7 @@ class Pipeline:
         settled = rows.acknowledged[SETTLE]
         self._settler.restore(ledger, num_unsettled=sum(c for g, c in rows.is_closed.items() if g not in settled))
         self._next_group = ledger.next_group
+        self._living = {group_id: set(group.to_do) for group_id, group in ledger.groups.items() if group.to_do}
         self._prompts = {group_id: (group.epoch, group.task_id) for group_id, group in ledger.groups.items()}
         for group_id, group in ledger.groups.items():
             if group_id not in self._settler.vacant:
