@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from millstream.errors import StallError
 from millstream.events import RolloutFailed, RunEnded, Stalled
-from millstream.events.sinks import read_events
+from millstream.events.sinks import LineFile, read_events
 from millstream.store.memory import MemoryStore
 from runs import assert_clean, command, resume, start, steps_of, until
 from simulated import World, simulate
@@ -96,3 +97,29 @@ def test_a_store_without_room_becomes_an_error_that_names_who_waits_for_it(monke
     monkeypatch.setattr("simulated.MemoryStore", lambda tasks, capacity_rows: MemoryStore(tasks, capacity_rows=3))
     with pytest.raises(StallError, match=r"group \d+ has waited 50 s for room in the store"):
         simulate(World(group_size=4, deadline_s=50.0))
+
+
+def test_a_full_disk_ends_with_what_could_not_be_written_and_what_to_type(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    limit = 100_000  # bytes of a file: less than the events and the model need, enough for everything before
+    process = start(
+        command(run_dir, {"pipeline.steps": 12}), lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    )
+    output = " ".join(process.communicate(timeout=120)[0].split())
+    assert process.returncode == 1 and "Traceback" not in output, output
+    assert "OutputError: cannot write" in output and f"millstream train --resume {run_dir}" in output
+    assert "File too large" in output
+    done = resume(run_dir)
+    assert done.returncode == 0, done.stderr
+    assert_clean(run_dir)
+
+
+def test_events_that_find_no_room_wait_in_memory_and_are_written_when_there_is_some(tmp_path: Path) -> None:
+    full = LineFile(Path("/dev/full"))
+    full.append(b"one\n")
+    with pytest.raises(OSError, match="No space left"):
+        full.flush()
+    full.append(b"two\n")
+    full._file = (tmp_path / "file").open("ab", buffering=0)  # room again
+    full.close()
+    assert (tmp_path / "file").read_bytes() == b"one\ntwo\n"

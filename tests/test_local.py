@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from millstream.cli.main import app
 from millstream.events import GroupTaken, RunEnded, Span
 from millstream.events.sinks import read_events
+from tiny import make
 
 ROOT = Path(__file__).parent.parent
 DEMO = str(ROOT / "recipes/demo.toml")
@@ -168,3 +169,16 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
     run(tmp_path, DEMO, *SHORT)
     result = CliRunner().invoke(app, ["train", DEMO, *SHORT, "--set", f"run_dir={tmp_path / 'run'}"])
     assert result.exit_code == 1 and "holds a run already" in " ".join(result.output.split())
+
+
+def test_a_model_folder_without_a_tokenizer_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 3)
+    (tmp_path / "run.toml").write_text(
+        f"[model]\npath = '{tmp_path / 'model'}'\n[data]\npath = '{tmp_path / 'data.jsonl'}'\nholdout = 1\n"
+    )
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), "--set", f"run_dir={tmp_path / 'run'}"])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 1 and "Traceback" not in said
+    assert f"ModelError: no tokenizer in {tmp_path / 'model'}" in said and "tokenizer.save_pretrained" in said
+    assert not (tmp_path / "run").exists(), "it costs nothing"

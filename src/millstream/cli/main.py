@@ -17,7 +17,7 @@ import millstream
 from millstream import config as configs
 from millstream.audit import audit
 from millstream.audit import lines as audit_lines
-from millstream.cli.show import Lines, bias_tables, result_table
+from millstream.cli.show import Alarms, Lines, bias_tables, result_table
 from millstream.cli.template import TEMPLATE
 from millstream.cli.view import View
 from millstream.errors import ConfigError, MillstreamError, Stopped
@@ -91,7 +91,7 @@ def _shown(num_steps: int, *, is_quiet: bool) -> Iterator[list[EventSink]]:
     """What the run is to be shown on: a live view, lines where there is no terminal, or nothing."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if is_quiet:
-        yield []
+        yield [Alarms(errors)]
     elif not console.is_terminal:
         yield [Lines(console, num_steps=num_steps)]
     else:

@@ -15,6 +15,23 @@ if TYPE_CHECKING:
     from millstream.runtime.folder import RunResult
 
 
+def alarm(event: CheckpointFailed | Stalled) -> str:
+    if isinstance(event, Stalled):
+        return f"{event.owner} has waited {event.seconds:.0f} s for {event.what}"
+    return f"the checkpoint of step {event.version} failed: {event.message}; the run goes on"
+
+
+class Alarms:
+    """Only what is wrong: for `--quiet`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, CheckpointFailed | Stalled):
+            self._console.out(alarm(event), highlight=False)
+
+
 class Lines:
     """One line every few seconds, and one for whatever is out of the ordinary."""
 
@@ -43,10 +60,8 @@ class Lines:
                 self._say(event.at, f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks")
             case Resumed():
                 self._say(event.at, f"goes on from step {event.version}")
-            case CheckpointFailed():
-                self._say(event.at, f"the checkpoint of step {event.version} failed: {event.message}")
-            case Stalled():
-                self._say(event.at, f"{event.owner} has waited {event.seconds:.0f} s for {event.what}")
+            case CheckpointFailed() | Stalled():
+                self._say(event.at, alarm(event))
             case RolloutFailed() if event.is_final:
                 self._say(event.at, f"group {event.group_id} goes on without member {event.member}: {event.message}")
 

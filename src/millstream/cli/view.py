@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from millstream.cli.show import alarm
 from millstream.events import (
     CheckpointFailed,
     Evaluated,
@@ -83,10 +84,8 @@ class View:
             case Resumed():
                 self._notes.append(f"goes on from step {event.version}")
                 self._version = event.version
-            case CheckpointFailed():
-                self._notes.append(f"the checkpoint of step {event.version} failed: {event.message}")
-            case Stalled():
-                self._notes.append(f"{event.owner} has waited {event.seconds:.0f} s for {event.what}")
+            case CheckpointFailed() | Stalled():
+                self._notes.append(alarm(event))
             case RolloutFailed():
                 self._num_failed += 1
                 self._notes.append(f"{self._num_failed} failed rollouts; the last: {event.message}")

@@ -209,7 +209,8 @@ class TorchSnapshot:
         self._state = state
 
     def write(self, folder: Path) -> None:
-        torch.save(self._state, folder / STATE)
+        with (folder / STATE).open("wb") as file:  # a file of ours: its errors say what is wrong
+            torch.save(self._state, file)
 
 
 def _on_host(value: Any) -> Any:

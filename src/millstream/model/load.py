@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -76,8 +78,11 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:
-    """A checkpoint that `AutoModelForCausalLM.from_pretrained` loads."""
+    """A checkpoint that `AutoModelForCausalLM.from_pretrained` loads. Raises `OSError` if the disk is full."""
     path.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path)
+    try:
+        model.save_pretrained(path)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error)) from error
     if tokenizer is not None:
         tokenizer.save_pretrained(path)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -34,7 +33,6 @@ from millstream.runtime.state import Ledger, Standing
 from millstream.store import codec
 from millstream.threads import DaemonThreads
 
-logger = logging.getLogger(__name__)
 FORMAT = 1
 FOLDER = "checkpoints"
 MANIFEST, LEDGER, ROWS, RUN = "manifest.json", "ledger.json", "rows.msgpack", "run.json"
@@ -169,9 +167,8 @@ class Checkpoints:
         try:
             await self._thread.call(lambda: self._write(standing, mark, snapshot, state, held_s))
             self._written = version
-        except (OSError, RuntimeError) as error:  # torch says a full disk by RuntimeError
+        except (OSError, RuntimeError) as error:  # torch wraps the errors of its file
             self._sink.emit(CheckpointFailed(at=self._clock.now(), version=version, message=_reason(error)))
-            logger.warning("the checkpoint of step %d could not be written: %s", version, _reason(error))
             shutil.rmtree(self._unfinished(version), ignore_errors=True)
 
     # ---- on the thread -------------------------------------------------------------------------------------------------
@@ -278,5 +275,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error).split("\n")[0]
+def _reason(error: BaseException) -> str:
+    """In the operating system's words, if it was its refusal that began it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error).split("\n")[0]
