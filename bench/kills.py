@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -43,7 +44,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "engine in a process": {"pipeline.steps": 300, "engine.process": "true"},
 }
 SHARES = {"asynchronous": 0.65, "synchronous": 0.2, "engine in a process": 0.15}
-LONGEST_LIFE_S = 4.0
+LONGEST_LIFE_S = 3.0
+"""From the moment that it has begun."""
 
 
 def settings(name: str, run_dir: Path) -> list[str]:
@@ -88,6 +90,15 @@ def is_writing(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob(".step-*.tmp"))
 
 
+def size_of(run_dir: Path) -> int:
+    path = run_dir / "events.jsonl"
+    return path.stat().st_size if path.exists() else 0
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob("step-*"))
+
+
 def has_ended(pid: int) -> int | None:
     """The exit code of a life that came to its own end."""
     found, status = os.waitpid(pid, os.WNOHANG)
@@ -96,9 +107,13 @@ def has_ended(pid: int) -> int | None:
 
 def live_and_die(pid: int, run_dir: Path, rng: random.Random, seconds: float) -> str | None:
     """Kill it at a random moment; the moment, in a word. None if the run was finished before."""
-    at_checkpoint = rng.random() < 1 / 3
-    end = time.monotonic() + rng.uniform(0, seconds)
+    at_checkpoint, at_once = rng.random() < 1 / 3, rng.random() < 0.1
+    before, end = size_of(run_dir), math.inf
     while True:
+        if end == math.inf and (at_once or (has_checkpoint(run_dir) and size_of(run_dir) > before)):
+            end = time.monotonic() + rng.uniform(
+                0, seconds
+            )  # it has begun: the first checkpoint is there, or it is resumed
         code = has_ended(pid)
         if code is not None:
             assert code == 0, run_dir.with_suffix(".log").read_text()[-3000:]
@@ -108,14 +123,11 @@ def live_and_die(pid: int, run_dir: Path, rng: random.Random, seconds: float) ->
         time.sleep(0.0005 if at_checkpoint else 0.005)
     if at_checkpoint:
         time.sleep(rng.uniform(0, 0.02))
-    before = (run_dir / "events.jsonl").stat().st_size if (run_dir / "events.jsonl").exists() else 0
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     if is_writing(run_dir):
         return "while a checkpoint was written"
-    if not before:
-        return "before the first event"
-    return "elsewhere"
+    return "while it started" if size_of(run_dir) == before or not has_checkpoint(run_dir) else "elsewhere"
 
 
 def must_be_clean(report: Report) -> None:
@@ -126,10 +138,9 @@ def must_be_clean(report: Report) -> None:
 def tormented(name: str, run_dir: Path, kills: int, rng: random.Random) -> Counter[str]:
     """So many kills; then the run may finish. What counts as a moment is in `live_and_die`."""
     begin: Callable[[str, Path], int] = started if name == "engine in a process" else forked
-    seconds = LONGEST_LIFE_S * (3 if begin is started else 1)
     moments: Counter[str] = Counter()
     while moments.total() < kills:
-        moment = live_and_die(begin(name, run_dir), run_dir, rng, seconds)
+        moment = live_and_die(begin(name, run_dir), run_dir, rng, LONGEST_LIFE_S)
         if moment is None:
             print(f"{name}: finished after {moments.total()} kills of {kills}; the rest are spared", file=sys.stderr)
             return moments

@@ -25,10 +25,17 @@ def set_up_cpu() -> None:
     With the default of one thread per core an engine and a learner in one process collapse (346 tokens/s against 9,408 on
     two cores). oneDNN costs 55 microseconds a matrix product on aarch64, four times the product itself in a small model.
     """
-    if (os.cpu_count() or 1) <= FEW_CORES:
+    if num_cores() <= FEW_CORES:
         torch.set_num_threads(1)
     if platform.machine() == "aarch64":
         torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+
+
+def num_cores() -> int:
+    """Those that this process may use: a container or `taskset` may grant fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def load_model(path: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:

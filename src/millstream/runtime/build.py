@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +21,7 @@ from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
-from millstream.model.load import context_length, load_model, load_tokenizer
+from millstream.model.load import context_length, load_model, load_tokenizer, num_cores
 from millstream.model.objective import Objective
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.runtime.admission import full_budget
@@ -118,7 +117,7 @@ def build_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, 
     is_process = config.process
     is_cpu = model.device.type == "cpu"
     if is_process is None:
-        is_process = is_cpu and (os.cpu_count() or 1) > 1
+        is_process = is_cpu and num_cores() > 1
     if is_process and not is_cpu:
         raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
     host: Host = ProcessHost(model, config) if is_process else ThreadHost(copy.deepcopy(model), config)
