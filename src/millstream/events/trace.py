@@ -5,18 +5,24 @@ One track for each engine, the learner and the sync of weights; one for every ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from heapq import heappop, heappush
 from typing import Any
 
 from millstream.events import Event, GroupTaken, RolloutEnded, Span, Status, Stepped, WeightsLoaded
 
 WORKERS, ROLLOUTS = 1, 2
 """The two groups of tracks."""
+SHOWN = (Span, WeightsLoaded, RolloutEnded, GroupTaken, Status, Stepped)
+MOST_EVENTS = 500_000
 
 
 def perfetto(events: Iterable[Event]) -> dict[str, list[dict[str, Any]]]:
-    """The Chrome trace format, which Perfetto reads: complete events ("X"), counters ("C") and names ("M")."""
-    return {"traceEvents": [*_names(), *_tracks(list(events))]}
+    """The Chrome trace format, which Perfetto reads: complete events ("X"), counters ("C") and names ("M"). Of a long run, its
+    last part: more than that no viewer opens."""
+    shown = deque((event for event in events if isinstance(event, SHOWN)), maxlen=MOST_EVENTS)
+    return {"traceEvents": [*_names(), *_tracks(shown)]}
 
 
 def _names() -> Iterator[dict[str, Any]]:
@@ -24,8 +30,8 @@ def _names() -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
 
 
-def _tracks(events: list[Event]) -> Iterator[dict[str, Any]]:
-    slots = _Slots()
+def _tracks(events: Collection[Event]) -> Iterator[dict[str, Any]]:
+    slots = _slots(event for event in events if isinstance(event, RolloutEnded))
     workers: dict[str, int] = {}
     for event in events:
         match event:
@@ -39,7 +45,7 @@ def _tracks(events: list[Event]) -> Iterator[dict[str, Any]]:
                 yield _complete(f"version {event.version}", WORKERS, workers[name], event.at, event.seconds, {})
             case RolloutEnded():
                 args = {"reward": event.reward, "tokens": event.num_sampled, "start version": event.start_version}
-                slot = slots.take(event.at - event.seconds, event.at)
+                slot = slots[event.group_id, event.member, event.attempt, event.at]
                 yield _complete(f"group {event.group_id}", ROLLOUTS, slot, event.at, event.seconds, args)
             case GroupTaken():
                 yield _counter("lag of the group taken", event.at, event.lag)
@@ -65,16 +71,15 @@ def _counter(name: str, at: float, value: float) -> dict[str, Any]:
     return {"ph": "C", "name": name, "pid": WORKERS, "tid": 0, "ts": at * 1e6, "args": {"value": value}}
 
 
-class _Slots:
+def _slots(rollouts: Iterable[RolloutEnded]) -> dict[tuple[int, int, int, float], int]:
     """The lowest track that is free over a stretch of time: rollouts that overlap lie on different tracks."""
-
-    def __init__(self) -> None:
-        self._taken: list[list[tuple[float, float]]] = []
-
-    def take(self, begin: float, end: float) -> int:
-        for number, track in enumerate(self._taken):
-            if all(end <= other_begin or begin >= other_end for other_begin, other_end in track[-64:]):
-                track.append((begin, end))
-                return number + 1
-        self._taken.append([(begin, end)])
-        return len(self._taken)
+    found: dict[tuple[int, int, int, float], int] = {}
+    free: list[int] = []
+    in_use: list[tuple[float, int]] = []
+    for rollout in sorted(rollouts, key=lambda event: event.at - event.seconds):
+        while in_use and in_use[0][0] <= rollout.at - rollout.seconds:
+            heappush(free, heappop(in_use)[1])
+        slot = heappop(free) if free else len(in_use) + 1
+        heappush(in_use, (rollout.at, slot))
+        found[rollout.group_id, rollout.member, rollout.attempt, rollout.at] = slot
+    return found
