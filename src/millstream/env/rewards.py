@@ -63,13 +63,16 @@ class _Timed:
 
     def __init__(self, function: Reward, config: RewardConfig) -> None:
         self._function, self._config = function, config
+        self._is_quick = function in BUILT_IN.values()
         self._threads = None if inspect.iscoroutinefunction(function) else DaemonThreads("reward", most=MOST_THREADS)
 
     async def __call__(self, task: Task, completion: str) -> float:
         name = self._config.function
         try:
             value: Any
-            if self._threads is None:
+            if self._is_quick:
+                value = self._function(task, completion)
+            elif self._threads is None:
                 async with asyncio.timeout(self._config.timeout_s):
                     value = await self._function(task, completion)  # type: ignore[misc]
             else:

@@ -31,6 +31,7 @@ from millstream.store.memory import MemoryStore
 from millstream.types import Message, Sampling, Task
 
 MOST_PROMPTS_CHECKED = 10_000
+MOST_PROMPTS_KEPT = 32_768
 
 
 class Text(Struct, frozen=True, kw_only=True, eq=False):
@@ -40,9 +41,9 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
     _encoded: dict[str | tuple[Message, ...], list[int]] = field(default_factory=dict)
 
     def encode(self, task: Task) -> list[int]:
-        """The prompt as the model expects it. The members of a group ask for the same one: it is encoded once."""
+        """The prompt as the model expects it. Encoded once: by the check before the run, or by the first member of a group."""
         if task.prompt not in self._encoded:
-            if len(self._encoded) >= 4096:
+            if len(self._encoded) >= MOST_PROMPTS_KEPT:
                 self._encoded.clear()
             self._encoded[task.prompt] = self._encode(task)
         return self._encoded[task.prompt]
