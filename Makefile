@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TRL := .venv-trl
 
-.PHONY: demo test check format bench example clean
+.PHONY: demo test check format bench bench-trl example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -29,10 +30,20 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/admission.py
 	$(BIN)/python bench/slow_reward.py
 
+bench-trl: $(INSTALLED) $(TRL)/.installed
+	$(BIN)/python bench/vs_trl.py
+
+# TRL has an environment of its own, with the same torch and transformers.
+$(TRL)/.installed: constraints.txt
+	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(TRL)/bin/pip install --quiet --constraint constraints.txt trl==1.16.0 accelerate==1.15.0
+	touch $@
+
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRL) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

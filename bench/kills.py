@@ -136,14 +136,15 @@ def must_be_clean(report: Report) -> None:
 
 
 def tormented(name: str, run_dir: Path, kills: int, rng: random.Random) -> Counter[str]:
-    """So many kills; then the run may finish. What counts as a moment is in `live_and_die`."""
+    """So many kills; then the run may finish. If it does so before, another one takes its place."""
     begin: Callable[[str, Path], int] = started if name == "engine in a process" else forked
     moments: Counter[str] = Counter()
     while moments.total() < kills:
         moment = live_and_die(begin(name, run_dir), run_dir, rng, LONGEST_LIFE_S)
         if moment is None:
-            print(f"{name}: finished after {moments.total()} kills of {kills}; the rest are spared", file=sys.stderr)
-            return moments
+            print(f"{name}: finished after {moments.total()} kills; another one begins", file=sys.stderr)
+            run_dir.rename(run_dir.with_name(f"{run_dir.name}-{moments.total()}"))
+            continue
         moments[moment] += 1
         if (run_dir / "events.jsonl").exists():
             report = audit(run_dir)

@@ -18,8 +18,9 @@ SHARE = 0.6
 
 
 def main(run_dir: Path) -> None:
-    num_steps = load(run_dir / "config.toml", RunConfig).pipeline.steps
-    view = View(Console(file=io.StringIO()), num_steps=num_steps)
+    pipeline = load(run_dir / "config.toml", RunConfig).pipeline
+    num_steps = pipeline.steps
+    view = View(Console(file=io.StringIO()), num_steps=num_steps, max_lag=pipeline.max_lag)
     for event in read_events(run_dir / "events.jsonl"):
         view.emit(event)
         if isinstance(event, Stepped) and event.version >= SHARE * num_steps:

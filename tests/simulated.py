@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -85,7 +87,7 @@ class Diary:
         self.sink = MemorySink()
         self.kept: list[Kept] = []
 
-    def is_due(self, version: int) -> bool:
+    def is_due(self, version: int, *, is_last: bool) -> bool:
         return True
 
     def mark(self) -> int:
@@ -141,7 +143,9 @@ async def _simulate(
     if keeper is not None:
         keeper.sink = sink
     if kept is not None:
-        learner.num_rows = kept.num_rows
+        with tempfile.TemporaryDirectory() as folder:
+            SimSnapshot(kept.num_rows).write(Path(folder))
+            learner.restore(Path(folder))
     budget = world.budget or full_budget(world.groups_per_step, world.max_lag)
     store = MemoryStore(STORE_TASKS, capacity_rows=budget * world.group_size)
     engines = tuple(

@@ -203,7 +203,7 @@ def retried(rng: np.random.Generator, event: Event, rate: float) -> list[Event]:
 
 
 def test_losses_at_random_raise_a_false_alarm_in_few_runs() -> None:
-    assert share(lambda rng: bias_report(random_losses(rng)).is_biased, 200) <= 0.07
+    assert share(lambda rng: bias_report(random_losses(rng)).is_biased, 80) <= 0.07
 
 
 def test_an_alarm_takes_more_than_one_small_p_value_among_four() -> None:
@@ -251,7 +251,7 @@ def test_losing_long_rollouts_is_found_when_the_kept_are_5_percent_short() -> No
         tokens_GM = lengths(rng)
         return is_found(run(rng, tokens_GM, rng.random(tokens_GM.shape) < loss(tokens_GM, slope)), TOKENS)
 
-    assert share(is_loss_found, 100) >= 0.9
+    assert share(is_loss_found, 25) >= 0.9
 
 
 def test_a_time_limit_is_found_when_the_kept_are_5_percent_short() -> None:
@@ -267,7 +267,7 @@ def test_a_time_limit_is_found_when_the_kept_are_5_percent_short() -> None:
         events = run(rng, tokens_GM, tokens_GM >= limit, seen_GM=np.full(tokens_GM.shape, limit), has_turns=False)
         return is_found(events, SECONDS, about=-3.5)
 
-    assert share(is_limit_found, 100) >= 0.9
+    assert share(is_limit_found, 25) >= 0.9
 
 
 def test_losing_hard_prompts_is_found_when_the_kept_are_5_percent_easier() -> None:
@@ -279,7 +279,7 @@ def test_losing_hard_prompts_is_found_when_the_kept_are_5_percent_easier() -> No
         is_lost_GM = rng.random(tokens_GM.shape) < slope * difficulty_G[:, None]
         return is_found(run(rng, tokens_GM, is_lost_GM, rewards_GM=coins(rng, difficulty_G)), DIFFICULTY)
 
-    assert share(is_loss_found, 100) >= 0.9
+    assert share(is_loss_found, 25) >= 0.9
 
 
 def test_a_source_that_loses_5_percent_of_its_share_is_found() -> None:
@@ -292,7 +292,7 @@ def test_a_source_that_loses_5_percent_of_its_share_is_found() -> None:
         sources = np.where(is_far_G, "far", "near").tolist()
         return is_found(run(rng, tokens_GM, is_lost_GM, sources=sources), SOURCE, about=2.5)
 
-    assert share(is_loss_found, 100) >= 0.9
+    assert share(is_loss_found, 25) >= 0.9
 
 
 def test_a_time_limit_is_found_behind_retries_that_succeed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from millstream.errors import CheckpointError
 from millstream.events import CheckpointFailed, CheckpointSealed, Resumed, RunEnded, Stepped
 from millstream.events.sinks import read_events, read_history
 from millstream.runtime.checkpoint import newest, verify
@@ -30,6 +32,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     kill_at(run_dir, 20)
     assert_clean(run_dir)
     yield run_dir
+
+
+def sealed_in(run_dir: Path) -> set[str]:
+    return {event.digest for event in read_events(run_dir / "events.jsonl") if isinstance(event, CheckpointSealed)}
 
 
 def copy_of(run_dir: Path, to: Path) -> Path:
@@ -96,7 +102,7 @@ def test_a_spoiled_checkpoint_is_named_and_the_one_before_it_taken(
     run_dir = copy_of(killed, tmp_path / "run")
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     spoil(folders[-1])
-    found, troubles = newest(run_dir)
+    found, troubles = newest(run_dir, sealed_in(run_dir))
     assert found is not None and found.folder == folders[-2]
     assert len(troubles) == 1 and words in troubles[0] and folders[-1].name in troubles[0]
     assert (run_dir / "checkpoints" / f"{folders[-1].name}.corrupt").is_dir()
@@ -113,11 +119,31 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_spoiled_one(killed: Path, tm
     assert resumed.version == int(before.name.removeprefix("step-"))
 
 
-def test_without_any_whole_checkpoint_the_run_begins_anew(killed: Path, tmp_path: Path) -> None:
+def test_without_any_whole_checkpoint_nothing_is_touched_and_the_choice_is_the_users(
+    killed: Path, tmp_path: Path
+) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
-    for folder in (run_dir / "checkpoints").glob("step-*"):
+    folders = sorted((run_dir / "checkpoints").glob("step-*"))
+    for folder in folders:
         flip(folder / "learner.pt")
-    assert resume(run_dir).returncode == 0
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* will do: .*learner.pt is not as .* To begin anew"):
+        newest(run_dir, sealed_in(run_dir))
+    assert sorted((run_dir / "checkpoints").glob("step-*")) == folders
+
+
+def test_a_checkpoint_of_another_run_is_not_taken(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="is not a checkpoint of this run"):
+        newest(run_dir, {"the digest of none of them"})
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    shutil.rmtree(run_dir / "checkpoints")
+    with (run_dir / "events.jsonl").open("ab") as file:
+        file.write(b'{"seq":99999,"kind":"torn')
+    done = resume(run_dir)
+    assert done.returncode == 0, done.stderr
     assert_clean(run_dir)
     resumed = next(event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed))
     assert resumed.from_seq == -1
@@ -133,7 +159,7 @@ def test_sigterm_is_a_clean_stop_with_a_checkpoint_of_the_last_step(tmp_path: Pa
     assert "Traceback" not in output
     *_, last = read_events(run_dir / "events.jsonl")
     assert isinstance(last, RunEnded) and last.outcome == "Stopped" and last.version >= 5
-    found, _ = newest(run_dir)
+    found, _ = newest(run_dir, sealed_in(run_dir))
     assert found is not None and found.manifest.version == last.version, "nothing that was trained is lost"
     assert_clean(run_dir)
 
@@ -166,7 +192,7 @@ def test_a_full_disk_at_the_checkpoint_is_said_and_the_run_goes_on(tmp_path: Pat
     )
     output = process.communicate(timeout=120)[0]
     failed = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, CheckpointFailed)]
-    assert len(failed) >= 2 and {event.message for event in failed} == {"File too large"}
+    assert failed and {event.message for event in failed} == {"File too large"}
     assert "failed: File too large; the run goes on" in output
     assert sum(isinstance(event, Stepped) for event in read_events(run_dir / "events.jsonl")) == 8, output
     left = [path.name for path in (run_dir / "checkpoints").iterdir()]

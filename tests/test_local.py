@@ -18,7 +18,7 @@ from tiny import make
 
 ROOT = Path(__file__).parent.parent
 DEMO = str(ROOT / "recipes/demo.toml")
-SHORT = ["--set", "pipeline.steps=6", "--set", "warmup.max_steps=60", "--set", "data.holdout=32", "--set", "pipeline.groups_per_step=4"]  # fmt: skip
+SHORT = ["--set", "pipeline.steps=6", "--set", "warmup.max_steps=40", "--set", "warmup.check_every=40", "--set", "data.holdout=32", "--set", "pipeline.groups_per_step=4"]  # fmt: skip
 
 
 def run(tmp_path: Path, *arguments: str) -> str:

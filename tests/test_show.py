@@ -79,7 +79,7 @@ def drawn(view: View) -> str:
 
 
 def test_the_view_shows_progress_reward_lag_speed_queues_and_waits_in_words() -> None:
-    view = View(Console(file=io.StringIO()), num_steps=6)
+    view = View(Console(file=io.StringIO()), num_steps=6, max_lag=1)
     assert "step 0/6" in drawn(view), "before anything has happened"
     for event in events():
         view.emit(event)

@@ -567,7 +567,10 @@ def _read_checkpoints(folder: Path, report: Report) -> list[Checkpoint]:
         try:
             found.append(_read_checkpoint(path, report))
         except BROKEN as error:
-            report.blame("checkpoint", f"checkpoints/{path.name} cannot be read: {_reason(error)}")
+            if path.is_dir():
+                report.blame("checkpoint", f"checkpoints/{path.name} cannot be read: {_reason(error)}")
+            else:
+                report.notes.append(f"checkpoints/{path.name} was removed by the run while it was read")
     return found
 
 

@@ -26,6 +26,7 @@ from millstream.events.bias import bias_report
 from millstream.events.sinks import read_history
 from millstream.runtime.config import RunConfig, check_run
 from millstream.runtime.folder import RunFolder
+from millstream.runtime.pipeline import PipelineConfig
 
 if TYPE_CHECKING:
     from millstream.runtime.folder import RunResult
@@ -69,7 +70,7 @@ def train(
         if dry_run:
             console.out(configs.to_toml(config), end="", highlight=False)
             return
-        with _shown(config.pipeline.steps, is_quiet=quiet or as_json) as sinks:
+        with _shown(config.pipeline, is_quiet=quiet or as_json) as sinks:
             if resume is not None:
                 result = millstream.resume(resume, sinks=sinks)
             else:
@@ -87,15 +88,15 @@ def _config_in(run_dir: Path | None) -> Path:
 
 
 @contextmanager
-def _shown(num_steps: int, *, is_quiet: bool) -> Iterator[list[EventSink]]:
+def _shown(pipeline: PipelineConfig, *, is_quiet: bool) -> Iterator[list[EventSink]]:
     """What the run is to be shown on: a live view, lines where there is no terminal, or nothing."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if is_quiet:
         yield [Alarms(errors)]
     elif not console.is_terminal:
-        yield [Lines(console, num_steps=num_steps)]
+        yield [Lines(console, num_steps=pipeline.steps)]
     else:
-        with View(console, num_steps=num_steps) as view:
+        with View(console, num_steps=pipeline.steps, max_lag=pipeline.max_lag) as view:
             yield [view]
 
 

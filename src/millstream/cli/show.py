@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from millstream.events import CheckpointFailed, Evaluated, Event, Resumed, RolloutFailed, Stalled, Stepped, WarmedUp
+from millstream.events import (
+    EVENT_LOOP,
+    CheckpointFailed,
+    Evaluated,
+    Event,
+    Resumed,
+    RolloutFailed,
+    Stalled,
+    Stepped,
+    WarmedUp,
+)
 from millstream.events.bias import BiasReport
 from millstream.events.metrics import StepMetrics
 
@@ -16,6 +26,8 @@ if TYPE_CHECKING:
 
 
 def alarm(event: CheckpointFailed | Stalled) -> str:
+    if isinstance(event, Stalled) and event.owner == EVENT_LOOP:
+        return f"{event.owner} has been blocked for {event.seconds:.0f} s by {event.what}"
     if isinstance(event, Stalled):
         return f"{event.owner} has waited {event.seconds:.0f} s for {event.what}"
     return f"the checkpoint of step {event.version} failed: {event.message}; the run goes on"

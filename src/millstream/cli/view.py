@@ -5,6 +5,7 @@ It reads events and nothing else. Where there is no terminal, `show.Lines` takes
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any
 
@@ -40,8 +41,8 @@ RECENT = 20
 class View:
     """An event sink that draws. Use as a context manager."""
 
-    def __init__(self, console: Console, *, num_steps: int) -> None:
-        self._num_steps = num_steps
+    def __init__(self, console: Console, *, num_steps: int, max_lag: float) -> None:
+        self._num_steps, self._lag_bound = num_steps, math.ceil(max_lag)
         self._metrics = StepMetrics()
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._rewards: list[float] = []
@@ -49,7 +50,7 @@ class View:
         self._accuracies: list[str] = []
         self._notes: deque[str] = deque(maxlen=3)
         self._status: Status | None = None
-        self._started: RunStarted | None = None
+        self._begun: tuple[float, int] | None = None
         self._phase = "loading the model and the data"
         self._version, self._now, self._num_failed = 0, 0.0, 0
         self._live = Live(self, console=console, refresh_per_second=4, transient=False)
@@ -70,7 +71,7 @@ class View:
                     f"supervised warm-up: step {event.step}, accuracy {event.accuracy:.2f} of {event.stop_at:.2f}"
                 )
             case RunStarted():
-                self._phase, self._started = "reinforcement learning", event
+                self._phase, self._begun = "reinforcement learning", (event.at, 0)
             case Stepped() if row is not None:
                 self._version = event.version
                 self._recent.append(row)
@@ -82,6 +83,7 @@ class View:
             case Evaluated() if event.name != "warmup":
                 self._accuracies.append(f"{event.name} {event.accuracy:.3f}")
             case Resumed():
+                self._phase, self._begun = "reinforcement learning", (event.at, event.version)
                 self._notes.append(f"goes on from step {event.version}")
                 self._version = event.version
             case CheckpointFailed() | Stalled():
@@ -111,10 +113,10 @@ class View:
         return grid
 
     def _time_left(self) -> str:
-        begun = self._started.at if self._started else self._now
-        if not self._version:
+        at, version = self._begun or (self._now, self._version)
+        if self._version == version:
             return f"{_clock(self._now)} so far"
-        left = (self._now - begun) / self._version * (self._num_steps - self._version)
+        left = (self._now - at) / (self._version - version) * (self._num_steps - self._version)
         return f"{_clock(self._now)} so far, {_clock(left)} left"
 
     def _numbers(self) -> RenderableType:
@@ -127,8 +129,7 @@ class View:
         speed = f"{self._mean('rollouts_per_s'):.0f} rollouts/s, {self._mean('tokens_per_s'):.0f} tokens/s"
         grid.add_row("speed", speed if self._recent else "-")
         lags = "  ".join(f"{lag}: {count}" for lag, count in sorted(self._lags.items()))
-        bound = "" if self._started is None else f"  (never above {self._started.lag_bound})"
-        grid.add_row("groups by lag", (lags or "-") + bound)
+        grid.add_row("groups by lag", f"{lags or '-'}  (never above {self._lag_bound})")
         if self._status is not None:
             s = self._status
             grid.add_row(

@@ -108,10 +108,12 @@ class ProcessHost:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
         descriptors = [theirs.fileno(), memory]
         command = [sys.executable, "-m", "millstream.engine.process", *map(str, descriptors), str(folder)]
-        self._child = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+        self._child = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, process_group=0)
         theirs.close()
         os.close(memory)
         self._is_closing = False
+        self._outbox = bytearray()
+        self._sending = threading.Lock()
 
     def start(self, on_report: OnReport) -> None:
         self._reader = threading.Thread(target=self._read, args=(on_report,), name="engine reports", daemon=True)
@@ -122,8 +124,33 @@ class ProcessHost:
 
     def send(self, command: Command) -> None:
         self._is_closing = self._is_closing or isinstance(command, Close)
-        with suppress(OSError):  # the process is gone: the reader says so to everybody who waits
-            self._socket.sendall(_frame(command))
+        frame = _frame(command)
+        with self._sending:
+            is_first = not self._outbox
+            if is_first:
+                try:
+                    frame = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    pass
+                except OSError:  # the process is gone: the reader says so to everybody who waits
+                    return
+            self._outbox += frame
+            is_thread_needed = is_first and bool(self._outbox)
+        if is_thread_needed:  # it reads more slowly than we write, or not at all: that must not hold the event loop up
+            threading.Thread(target=self._send_rest, name="engine commands", daemon=True).start()
+
+    def _send_rest(self) -> None:
+        while True:
+            with self._sending:
+                piece = bytes(self._outbox[: 1 << 20])
+            try:
+                sent = self._socket.send(piece)
+            except OSError:
+                sent = len(self._outbox)
+            with self._sending:
+                del self._outbox[:sent]
+                if not self._outbox:
+                    return
 
     def _read(self, on_report: OnReport) -> None:
         frames = _Frames(self._socket)
@@ -206,7 +233,8 @@ class SocketLink:
 
 def main(line: int, memory: int, folder: Path) -> None:
     """The child: rebuild the model from its config and the shared weights, and work until the socket closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent's to handle; when it ends, the socket closes
     set_up_cpu()
     plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=Plan)
     config = AutoConfig.from_pretrained(folder)
@@ -215,7 +243,9 @@ def main(line: int, memory: int, folder: Path) -> None:
     model = new_model(config, seed=0, dtype=getattr(torch, plan.dtype))
     batcher = Batcher(model, num_slots=plan.config.slots, prefill_tokens=plan.config.prefill_tokens)
     batcher.load(0, shared.views)
-    Worker(batcher, SocketLink(socket.socket(fileno=line), shared)).run()
+    link = SocketLink(socket.socket(fileno=line), shared)
+    link.send(Report([], []))  # ready: from here on, silence with work to do is a fault
+    Worker(batcher, link).run()
 
 
 if __name__ == "__main__":

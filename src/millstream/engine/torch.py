@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +30,8 @@ from millstream.types import Completion, Request, RequestKey, Weights
 T = TypeVar("T")
 OnReport = Callable[[Report], None]
 CLOSED = "it was closed"
+LOOK_S = 1.0
+START_S = 180.0
 CLOSE_S = 10.0
 
 
@@ -118,7 +119,7 @@ class TorchEngine:
         name: str = "engine",
     ) -> None:
         self.name = name
-        self._answer_s, self._heard_at, self._is_paused = answer_s, time.monotonic(), False
+        self._answer_s, self._num_heard, self._is_paused = answer_s, 0, False
         self._listening: asyncio.Task[None] | None = None
         self._host, self._max_length = host, max_length
         self._clock, self._sink = clock, sink
@@ -163,7 +164,7 @@ class TorchEngine:
         self._is_paused = True
 
     async def resume(self) -> None:
-        self._heard_at, self._is_paused = time.monotonic(), False
+        self._is_paused = False
         await self._order(Resume)
 
     async def load(self, version: int, weights: Weights) -> None:
@@ -178,8 +179,7 @@ class TorchEngine:
         return self._stats
 
     async def close(self) -> None:
-        if self._broken is None:
-            self._host.send(Close())
+        self._host.send(Close())
         await asyncio.to_thread(self._host.join)
         self._break(CLOSED)
         if self._listening is not None:
@@ -200,18 +200,21 @@ class TorchEngine:
     def _listen(self) -> None:
         """Somebody waits for an answer: make sure that silence is noticed."""
         if self._listening is None or self._listening.done():
-            self._heard_at = time.monotonic()
             self._listening = asyncio.create_task(self._listen_while_at_work())
 
     async def _listen_while_at_work(self) -> None:
+        """Silence is counted in looks, so that a machine that was suspended does not count. An engine that has not said its
+        first word is starting, which takes longer."""
+        look_s, num_heard, silent_s = min(LOOK_S, self._answer_s / 4), self._num_heard, 0.0
         while self._requests or self._orders:
-            silent_s = time.monotonic() - self._heard_at
+            await asyncio.sleep(look_s)
             is_due = bool(self._orders) or not self._is_paused
-            if silent_s >= self._answer_s and is_due:
+            silent_s = silent_s + look_s if is_due and num_heard == self._num_heard else 0.0
+            num_heard = self._num_heard
+            if silent_s >= (self._answer_s if num_heard else max(self._answer_s, START_S)):
                 waiting = f"{len(self._requests)} requests and {len(self._orders)} commands wait"
                 self._break(f"it has said nothing for {silent_s:.0f} s while {waiting}; engine.answer_s sets the limit")
                 return
-            await asyncio.sleep(max(0.05, min(1.0, self._answer_s - silent_s)))
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
@@ -220,7 +223,7 @@ class TorchEngine:
     # ---- called on the host's thread -----------------------------------------------------------------------------------
 
     def _on_report(self, report: Report) -> None:
-        self._heard_at = time.monotonic()
+        self._num_heard += 1
         with self._lock:
             self._stats = EngineStats(
                 running=report.running,

@@ -76,7 +76,7 @@ def digest(data: DataSet) -> str:
     """Of what is trained, and in which order it stands: a run can only go on with the data it began with."""
     found = hashlib.sha256()
     for task in data.train:
-        found.update(f"{task.id}\n{task.prompt}\n{task.answer}\n".encode())
+        found.update(repr((task.id, task.prompt, task.answer, task.data)).encode("utf-8", "surrogatepass"))
     return found.hexdigest()
 
 

@@ -9,7 +9,7 @@ the events up to `from_seq` belong to the history behind the weights; the rest w
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -159,6 +159,10 @@ class Span(Event, frozen=True, kw_only=True):
     num_tokens: int = 0
 
 
+EVENT_LOOP = "the event loop"
+"""An owner of stalls: not one who waits, but one who is blocked."""
+
+
 class Stalled(Event, frozen=True, kw_only=True):
     """A wait has lasted longer than it should. It goes on; past its deadline it becomes an error."""
 
@@ -265,7 +269,19 @@ class EventSink(Protocol):
 
 
 def encode(event: Event) -> bytes:
-    return _encoder.encode(event)
+    """Never fails: what is not Unicode in a text (half a character, out of a subprocess, say) becomes a question mark."""
+    try:
+        return _encoder.encode(event)
+    except UnicodeEncodeError:
+        return _encoder.encode(_in_unicode(msgspec.to_builtins(event)))
+
+
+def _in_unicode(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_in_unicode(key): _in_unicode(item) for key, item in value.items()}
+    return [_in_unicode(item) for item in value] if isinstance(value, list) else value
 
 
 def decode(line: bytes | str) -> AnyEvent:

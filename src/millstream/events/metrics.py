@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from millstream.events import Evaluated, Event, GroupLeft, GroupTaken, RolloutEnded, RolloutFailed, Span, Stepped
+from millstream.events import (
+    Evaluated,
+    Event,
+    GroupLeft,
+    GroupTaken,
+    Resumed,
+    RolloutEnded,
+    RolloutFailed,
+    Span,
+    Stepped,
+)
 from millstream.types import Fate
 
 
@@ -37,6 +47,8 @@ class StepMetrics:
                 self._tokens += event.num_tokens
             case Evaluated():
                 self._accuracy[f"accuracy {event.name}"] = event.accuracy
+            case Resumed():
+                self._last_at = event.at
             case Stepped():
                 return self._row(event)
         return None

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -19,6 +20,7 @@ from millstream.events.metrics import StepMetrics
 logger = logging.getLogger(__name__)
 E_ = TypeVar("E_", bound=Event)
 TAIL = 1 << 20
+CLOSE_S = 5.0
 
 
 class MemorySink:
@@ -121,19 +123,24 @@ def _mend(path: Path) -> int:
     if not path.exists():
         return 0
     with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        while size:
-            begin = max(0, size - TAIL)
-            file.seek(begin)
-            last = file.read(size - begin).rfind(b"\n")
-            if last >= 0:
-                size = begin + last + 1
-                break
-            size = begin
-        file.truncate(size)
-        file.seek(max(0, size - TAIL))
-        lines = file.read().splitlines()
-    return msgspec.json.decode(lines[-1], type=_Numbered).seq + 1 if lines else 0
+        end = _last_newline(file, file.seek(0, os.SEEK_END)) + 1
+        file.truncate(end)
+        begin = _last_newline(file, end - 1) + 1
+        file.seek(begin)
+        line = file.read(end - begin)
+    return _seq(line) + 1 if line else 0
+
+
+def _last_newline(file: BinaryIO, end: int) -> int:
+    """The place of the last one before `end`; -1 if there is none."""
+    while end > 0:
+        begin = max(0, end - TAIL)
+        file.seek(begin)
+        found = file.read(end - begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found
+        end = begin
+    return -1
 
 
 class MetricsSink:
@@ -156,21 +163,48 @@ class MetricsSink:
 
 
 class Tee:
-    """Several sinks, one event at a time, whichever thread it comes from. A sink that raises is left out from then on: what
-    is shown must not stop what is done."""
+    """Several sinks. Those that keep the books (`files`) get every event at once, one event at a time, whichever thread it
+    comes from; what one of them raises stops whoever emits. Those that show (`shown`) get it soon, on a thread of their own: a
+    terminal that stands still holds nothing up, and one that raises is left out from then on."""
 
-    def __init__(self, sinks: Iterable[EventSink]) -> None:
-        self._sinks = list(sinks)
+    SHOW_S = 0.1
+
+    def __init__(self, files: Iterable[EventSink], shown: Iterable[EventSink] = ()) -> None:
+        self._files, self._shown = list(files), list(shown)
         self._lock = threading.Lock()
+        self._to_show: deque[Event] = deque()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="show", daemon=True)
+        if self._shown:
+            self._thread.start()
 
     def emit(self, event: Event) -> None:
         with self._lock:
-            for sink in list(self._sinks):
-                try:
-                    sink.emit(event)
-                except Exception:  # the border to whatever shows or stores events
-                    logger.exception("a sink failed and is left out: %s", type(sink).__name__)
-                    self._sinks.remove(sink)
+            for sink in self._files:
+                sink.emit(event)
+            if self._shown:
+                self._to_show.append(event)
+
+    def close(self) -> None:
+        """Show what is left, if that does not take long."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    def _show(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._closing.wait(self.SHOW_S)
+            while self._to_show:
+                self._show_one(self._to_show.popleft())
+
+    def _show_one(self, event: Event) -> None:
+        for sink in list(self._shown):
+            try:
+                sink.emit(event)
+            except Exception:  # the border to whatever shows events: it must not stop what is done
+                logger.exception("a sink failed and is left out: %s", type(sink).__name__)
+                self._shown.remove(sink)
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:

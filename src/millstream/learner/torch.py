@@ -191,7 +191,7 @@ class TorchLearner:
         for name, moments in state["optimizer"].items():
             parameter = parameters[name]
             self._optimizer.state[parameter] = {
-                key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                key: value.to(parameter.device) if isinstance(value, Tensor) else value
                 for key, value in moments.items()
             }
         self._num_steps_done = state["num_steps_done"]

@@ -18,7 +18,7 @@ import asyncio
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from millstream.clock import Clock
-from millstream.errors import CheckpointError
+from millstream.errors import CheckpointError, OutputError
 from millstream.events import CheckpointFailed, CheckpointSealed, EventSink
 from millstream.learner import Snapshot
 from millstream.runtime.state import Ledger, Standing
@@ -126,10 +126,10 @@ class Checkpoints:
         """The run was resumed: this one is there already."""
         self._began_at, self._version, self._written = self._clock.now(), version, version
 
-    def is_due(self, version: int) -> bool:
+    def is_due(self, version: int, *, is_last: bool) -> bool:
         if version == self._version:
             return False
-        if self._began_at is None or version >= self._last_step:
+        if self._began_at is None or version >= self._last_step or is_last:
             return True
         is_writing = self._writing is not None and not self._writing.done()
         if is_writing or self._clock.now() - self._began_at < self._rest_s:
@@ -145,16 +145,16 @@ class Checkpoints:
     async def keep(self, standing: Standing, mark: int, snapshot: Snapshot, held_s: float) -> None:
         """The copies are made; the writing goes on beside training, one at a time."""
         if self._writing is not None:
-            await self._writing
+            await asyncio.shield(self._writing)
         self._began_at, self._version = self._clock.now(), standing.ledger.version
         self._rest_s = held_s / MOST_HELD
         state = self._run_state()
         self._writing = asyncio.create_task(self._try(standing, mark, snapshot, state, held_s))
 
     async def close(self) -> None:
-        """Wait until the last one is written."""
+        """Wait until the last one is written, even if whoever waits is told to stop."""
         if self._writing is not None:
-            await self._writing
+            await asyncio.shield(self._writing)
         await self._thread.close()
 
     @property
@@ -207,18 +207,32 @@ class Checkpoints:
             _remove(old)
 
 
-def newest(run_dir: Path) -> tuple[Found | None, list[str]]:
-    """The newest checkpoint that is whole, and what is wrong with the newer ones, which are set aside under another name."""
+def newest(run_dir: Path, sealed: Collection[str]) -> tuple[Found | None, list[str]]:
+    """The newest checkpoint that is whole and that the run's own log tells of (`sealed` has the digests), and what is wrong
+    with the newer ones, which are set aside under another name. Raises `CheckpointError` if there are some and none will do."""
     troubles: list[str] = []
+    spoiled: list[Path] = []
+    found = None
     for folder in reversed(_all(run_dir / FOLDER)):
         try:
-            return verify(folder), troubles
+            found = verify(folder)
+            if found.digest in sealed:
+                break
+            troubles.append(f"{folder} is not a checkpoint of this run: its log knows nothing of it")
         except CheckpointError as error:
-            aside = folder.with_name(folder.name + ".corrupt")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-            troubles.append(f"{error}; it was set aside as {aside.name}")
-    return None, troubles
+            troubles.append(str(error))
+        found = None
+        spoiled.append(folder)
+    if spoiled and found is None:
+        raise CheckpointError(
+            f"no checkpoint in {run_dir} will do: {'; '.join(troubles)}. To begin anew, with the same config: "
+            f"millstream train {run_dir / 'config.toml'} --set run_dir=ANOTHER"
+        )
+    for folder in spoiled:
+        aside = folder.with_name(folder.name + ".corrupt")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    return found, troubles
 
 
 def verify(folder: Path) -> Found:
@@ -226,7 +240,9 @@ def verify(folder: Path) -> Found:
     try:
         raw = (folder / MANIFEST).read_bytes()
         manifest = msgspec.json.decode(raw, type=Manifest)
-        if manifest.format != FORMAT or _name(manifest.version) != folder.name:
+        if manifest.format != FORMAT:
+            raise CheckpointError(f"{folder} has format {manifest.format}; this version of Millstream reads {FORMAT}")
+        if _name(manifest.version) != folder.name:
             raise CheckpointError(f"{folder / MANIFEST} is not the manifest of this checkpoint")
         for name, expected in manifest.files.items():
             path = folder / name
@@ -234,8 +250,10 @@ def verify(folder: Path) -> Found:
                 raise CheckpointError(f"{path} has {path.stat().st_size} bytes instead of {expected.bytes}")
             if _sha256(path) != expected.sha256:
                 raise CheckpointError(f"{path} is not as it was written: its SHA-256 differs")
-    except (OSError, msgspec.DecodeError) as error:
+    except (FileNotFoundError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{folder} is not a whole checkpoint: {error}") from error
+    except OSError as error:  # not a word about the checkpoint itself: it stays where it is
+        raise OutputError(f"cannot read {folder}: {error.strerror}. Mend that, and try again") from error
     return Found(folder, manifest, hashlib.sha256(raw).hexdigest())
 
 

@@ -86,7 +86,7 @@ class RunFolder:
         """For the life of this process: two must not write to one run."""
         self._lock = (self.path / ".lock").open("wb")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by whatever forks
         except OSError as error:
             raise ConfigError(f"the run in {self.path} is alive: another process is writing to it") from error
 

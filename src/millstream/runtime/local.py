@@ -16,6 +16,7 @@ import random
 import secrets
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +33,7 @@ from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, digest, in_order, read
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import CheckpointError, ConfigError, OutputError, Stopped
-from millstream.events import Evaluated, EventSink, Resumed, RunEnded, RunStarted, WarmedUp
+from millstream.events import CheckpointSealed, Evaluated, EventSink, Resumed, RunEnded, RunStarted, Status, WarmedUp
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
@@ -53,6 +54,7 @@ from millstream.weights.local import LocalChannel
 
 logger = logging.getLogger(__name__)
 STATUS_S = 1.0
+END_S = 5.0
 WARMUP_PROBE = 256
 """Training tasks that the warm-up is measured on."""
 
@@ -105,20 +107,25 @@ def resume(path: Path, *, sinks: Sequence[EventSink] = ()) -> RunResult:
     if folder.is_finished():  # killed on its last metres: all that is missing is in the events
         return folder.conclude()
     prepared = prepare(config)
-    found, troubles = checkpoint.newest(path)
+    life = _last_life(folder)
+    found, troubles = checkpoint.newest(path, life.sealed)
     for trouble in troubles:
-        logger.warning("%s", trouble)
+        logger.warning("%s; it is set aside", trouble)
     if found is not None and found.run_state().data_digest != prepared.data_digest:
         raise CheckpointError(f"the data set is not the one that the run in {path} began with: it cannot go on")
-    return _carry_out(prepared, folder, sinks, Before(found=found, life=_last_life(folder)))
+    return _carry_out(prepared, folder, sinks, Before(found=found, life=life))
 
 
 def _carry_out(
     prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], before: Before | None = None
 ) -> RunResult:
-    events = JsonlSink(folder.events)
-    metrics = MetricsSink(folder.metrics, upto=before.version if before is not None else 0)
-    run = _Run(prepared, folder, (events, metrics), Tee([events, metrics, *sinks]), before)
+    try:
+        events = JsonlSink(folder.events)
+        metrics = MetricsSink(folder.metrics, upto=before.version if before is not None else 0)
+    except OSError as error:
+        raise OutputError(folder.cannot_write(folder.events, error)) from error
+    tee = Tee([events, metrics], sinks)
+    run = _Run(prepared, folder, (events, metrics), tee, before)
     outcome = FINISHED
     try:
         asyncio.run(run.run())
@@ -127,6 +134,7 @@ def _carry_out(
         raise
     finally:
         run.say_ended(outcome)
+        tee.close()
         try:
             metrics.close()
             events.close()
@@ -138,19 +146,23 @@ def _carry_out(
 
 
 class Life(NamedTuple):
-    """Of the process before this one."""
+    """Of the processes before this one."""
 
     incarnation: int
     ended_at: float
+    sealed: set[str]
+    """Digests of the checkpoints that they wrote."""
 
 
 def _last_life(folder: RunFolder) -> Life:
-    incarnation, ended_at = 0, 0.0
+    incarnation, ended_at, sealed = 0, 0.0, set[str]()
     for event in read_events(folder.events) if folder.events.exists() else ():
         ended_at = max(ended_at, event.at)
         if isinstance(event, Resumed):
             incarnation = event.incarnation
-    return Life(incarnation, ended_at)
+        elif isinstance(event, CheckpointSealed):
+            sealed.add(event.digest)
+    return Life(incarnation, ended_at, sealed)
 
 
 class Before(NamedTuple):
@@ -193,7 +205,7 @@ class _Evaluator:
 
     async def once(self, name: str, tasks: Sequence[Task], sampling: Sampling) -> Evaluated:
         config = self._prepared.config
-        return await evaluate(
+        evaluation = evaluate(
             name,
             self._router,
             self._prepared.environment,
@@ -205,6 +217,8 @@ class _Evaluator:
             seed=config.seed,
             timeout_s=config.rollout.timeout_s,
         )
+        # its rollouts have their timeouts
+        return await self._waits.on(f"evaluation {name}", "its rollouts", evaluation, has_deadline=False)
 
     async def sampled_and_greedy(self, when: str) -> tuple[float, float] | None:
         """Sampled as in training, and greedy; None without held-out tasks."""
@@ -251,6 +265,8 @@ class _Run:
         self._pipeline: Pipeline | None = None
         self._checkpoints: Checkpoints | None = None
         self._stopped_by: signal.Signals | None = None
+        self._grace: asyncio.TimerHandle | None = None
+        self._is_done = False
         if before is not None:
             self._say_resumed()
 
@@ -265,17 +281,19 @@ class _Run:
                 loop.add_signal_handler(number, self._on_signal, number, task)
         watchdog = self._watchdog()
         watchdog.start()
+        watch = asyncio.create_task(self._watch())
         try:
             await self._run()
         except asyncio.CancelledError:
             if self._stopped_by is None:
                 raise
         finally:
+            watch.cancel()
             watchdog.stop()
             for number in handled:
                 with suppress(ValueError, RuntimeError, NotImplementedError):
                     loop.remove_signal_handler(number)
-        if self._stopped_by is not None:
+        if self._stopped_by is not None and not self._is_done:
             raise Stopped(self._farewell(), 128 + self._stopped_by)
 
     def _on_signal(self, number: signal.Signals, task: asyncio.Task[None]) -> None:
@@ -285,10 +303,11 @@ class _Run:
             task.cancel()
             return
         self._pipeline.stop()
-        asyncio.get_running_loop().call_later(self._prepared.config.checkpoint.grace_s, task.cancel)
+        self._grace = asyncio.get_running_loop().call_later(self._prepared.config.checkpoint.grace_s, task.cancel)
 
     def _farewell(self) -> str:
-        version = None if self._checkpoints is None else self._checkpoints.version
+        resumed_from = None if self._found is None else self._version
+        version = resumed_from if self._checkpoints is None else self._checkpoints.version
         kept = "nothing was trained yet" if version is None else f"the checkpoint of step {version} is written"
         return f"stopped by {signal.Signals(self._stopped_by or 0).name}; {kept}. To go on: {resume_command(self._folder.path)}"
 
@@ -305,7 +324,10 @@ class _Run:
         )
 
     def _end_blocked(self, reason: str) -> None:
-        """The event loop will not come back: nothing can be cleaned up, and nothing needs to be."""
+        """The event loop will not come back: nothing can be cleaned up, and nothing needs to be. Even to speak may fail."""
+        last_resort = threading.Timer(END_S, os._exit, (1,))
+        last_resort.daemon = True
+        last_resort.start()
         self.say_ended("StallError")
         with suppress(OSError):
             self._sync()
@@ -326,17 +348,24 @@ class _Run:
             learner = self._build_learner()
             try:
                 if self._found is not None:
-                    learner.restore(self._found.folder)
-                    await engine.load(self._version, await learner.weights())
+                    await self._restore(learner, engine, self._found)
                 await self._reinforce(learner, engine, evaluator)
             finally:
                 await learner.close()
             if self._stopped_by is not None:
                 return
-            self._save(learner)
+            saving = asyncio.to_thread(self._save, learner)
+            await self._waits.on("the run", "the model to be saved", saving)
             await evaluator.sampled_and_greedy("after")
+            self._is_done = True
         finally:
             await engine.close()
+
+    async def _restore(self, learner: TorchLearner, engine: TorchEngine, found: Found) -> None:
+        reading = asyncio.to_thread(learner.restore, found.folder)
+        await self._waits.on("the run", "the checkpoint to be read", reading)
+        loading = engine.load(self._version, await learner.weights())
+        await self._waits.on("the run", f"{engine.name} to load version {self._version}", loading)
 
     def _build_learner(self) -> TorchLearner:
         prepared, config = self._prepared, self._prepared.config
@@ -381,10 +410,12 @@ class _Run:
                 lambda task: gold_row(text.encode(task), text.encode_answer(task)),
                 accuracy_of,
                 config,
+                waits=self._waits,
                 seed=prepared.config.seed,
                 on_progress=say,
             )
-            await engine.load(0, await learner.weights())
+            loading = engine.load(0, await learner.weights())
+            await self._waits.on("warm-up", f"{engine.name} to load its weights", loading)
         finally:
             await learner.close()
 
@@ -419,12 +450,12 @@ class _Run:
             _restore_generators(self._state.generators)
         gc.collect()
         gc.freeze()  # what the libraries made at import is here to stay: no need to walk over it again and again
-        watch = asyncio.create_task(self._watch(self._pipeline))
         try:
             await self._pipeline.run()
         finally:
-            watch.cancel()
-            await self._checkpoints.close()
+            if self._grace is not None:  # it was for the batch; the last checkpoint may take what it takes
+                self._grace.cancel()
+            await self._waits.on("the run", "the last checkpoint to be written", self._checkpoints.close())
 
     def _build_checkpoints(self) -> Checkpoints:
         config = self._prepared.config
@@ -453,11 +484,24 @@ class _Run:
             generators=_generators(),
         )
 
-    async def _watch(self, pipeline: Pipeline) -> None:
+    async def _watch(self) -> None:
         """Says about once a second what the run is doing."""
         while True:
-            self._sink.emit(pipeline.status())
+            self._sink.emit(self._pipeline.status() if self._pipeline is not None else self._status())
             await asyncio.sleep(STATUS_S)
+
+    def _status(self) -> Status:
+        """Before there is a pipeline."""
+        return Status(
+            at=self._clock.now(),
+            requests_running=0,
+            requests_waiting=0,
+            rows_in_store=0,
+            groups_outstanding=0,
+            groups_taken=0,
+            budget=0,
+            waits=self._waits.counted(),
+        )
 
     def _say_resumed(self) -> None:
         found = self._found

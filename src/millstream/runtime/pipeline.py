@@ -48,7 +48,6 @@ from millstream.events import (
     Span,
     Status,
     Stepped,
-    WaitNow,
     WeightsLoaded,
     WeightsPublished,
 )
@@ -184,6 +183,7 @@ class Pipeline:
         self._next_group = 0
         self._prompts: dict[int, tuple[int, str]] = {}
         self._living: dict[int, set[int]] = {}
+        self._rolling_out: set[asyncio.Task[None]] = set()
         self._taken: dict[int, Place] = {}
         self._settler = Settler(
             self._rules(),
@@ -217,9 +217,11 @@ class Pipeline:
                 if self._gate is not None:
                     loops += [self._gate.keep(self._is_quiet), self._settler.set_aside_in_order(self._is_still)]
                 running = [tasks.create_task(loop) for loop in loops]
+                if self._resumed is not None:
+                    await self._look_back(tasks)  # what came after the last step may have been cut short
                 await self.train(tasks)
                 await self.waits.on("the run", "every engine to load the last version", self._engines_at_the_end())
-                for task in running:
+                for task in (*running, *self._rolling_out):
                     task.cancel()
         except BaseExceptionGroup as errors:
             raise _first(errors) from errors
@@ -259,7 +261,9 @@ class Pipeline:
     def _start(self, tasks: asyncio.TaskGroup, group_id: int, task: Task, place: Place, members: Iterable[int]) -> None:
         self._living[group_id] = set(members)
         for member in sorted(self._living[group_id]):
-            tasks.create_task(self.roll_out(group_id, member, task, place))
+            rolling_out = tasks.create_task(self.roll_out(group_id, member, task, place))
+            self._rolling_out.add(rolling_out)
+            rolling_out.add_done_callback(self._rolling_out.discard)
 
     def _take_up(self, tasks: asyncio.TaskGroup, group_id: int, task: Task) -> None:
         """A group that was in flight at the checkpoint: what it still lacks is done under its own id and deadline."""
@@ -431,12 +435,17 @@ class Pipeline:
         """Batch after batch, until the last step or the end of the data."""
         while not self.admission.is_finished and not self._is_stopping and await self._train_batch():
             await self._keep_if_due()
-            if self._after_step is None:
-                continue
-            if self._gate is None:
-                tasks.create_task(self._after_step(self.admission.version))
-            else:
-                await self._between_steps(self._after_step)
+            await self._look_back(tasks)
+        if self._is_stopping:
+            await self._keep_if_due()
+
+    async def _look_back(self, tasks: asyncio.TaskGroup) -> None:
+        if self._after_step is None:
+            return
+        if self._gate is None:
+            tasks.create_task(self._after_step(self.admission.version))
+        else:
+            await self._between_steps(self._after_step)
 
     async def _between_steps(self, after_step: AfterStep) -> None:
         """Synchronous training: what comes after a step has the engines to itself, so that it changes no batch."""
@@ -578,7 +587,8 @@ class Pipeline:
     # ---- checkpoints: where it stands between two batches ----------------------------------------------------------
 
     async def _keep_if_due(self) -> None:
-        if self._keeper is None or not (self._is_stopping or self._keeper.is_due(self.admission.version)):
+        version = self.admission.version
+        if self._keeper is None or not self._keeper.is_due(version, is_last=self._is_stopping):
             return
         began, standing, mark = (
             self._now(),
@@ -643,24 +653,17 @@ class Pipeline:
     # ---- what it is doing, for those who watch --------------------------------------------------------------------
 
     def status(self) -> Status:
-        """How full everything is and what everybody waits for; rollouts are counted together."""
-        now, engines = self._now(), [engine.stats() for engine in self._parts.engines]
-        waits: dict[tuple[str, str], WaitNow] = {}
-        for wait in self.waits.active():
-            is_rollout = wait.owner.startswith("group ")
-            owner, what = "rollouts" if is_rollout else wait.owner, wait.what
-            seen = waits.get((owner, what))
-            seconds, count = (seen.seconds, seen.count + 1) if seen else (now - wait.since, 1)
-            waits[owner, what] = WaitNow(owner=owner, what=what, seconds=seconds, count=count)
+        """How full everything is and what everybody waits for."""
+        engines = [engine.stats() for engine in self._parts.engines]
         return Status(
-            at=now,
+            at=self._now(),
             requests_running=sum(stats.running for stats in engines),
             requests_waiting=sum(stats.waiting for stats in engines),
             rows_in_store=self._store.stats().rows,
             groups_outstanding=self.admission.outstanding,
             groups_taken=self.admission.taken,
             budget=self.admission.budget,
-            waits=list(waits.values()),
+            waits=self.waits.counted(),
         )
 
     # ---- small things ---------------------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ class Standing(NamedTuple):
 class Keeper(Protocol):
     """Whoever writes checkpoints."""
 
-    def is_due(self, version: int) -> bool:
-        """Asked between two batches, before the first, and after the last."""
+    def is_due(self, version: int, *, is_last: bool) -> bool:
+        """Asked between two batches, before the first, and after the last; `is_last`: the run stops here."""
         ...
 
     def mark(self) -> int:

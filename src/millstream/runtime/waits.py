@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from millstream.clock import Clock
 from millstream.errors import StallError
-from millstream.events import EventSink, Stalled
+from millstream.events import EventSink, Stalled, WaitNow
 
 T = TypeVar("T")
 CUT = "millstream_wait"
@@ -79,8 +79,19 @@ class Waits:
 
     def active(self) -> list[Wait]:
         """What everybody waits for now, the longest wait first; of waits within each other the innermost."""
-        innermost = {wait.owner: wait for wait in self._active.values()}
+        innermost = {wait.owner: wait for wait in list(self._active.values())}  # another thread may ask
         return sorted(innermost.values(), key=lambda wait: wait.since)
+
+    def counted(self) -> list[WaitNow]:
+        """The same for those who watch: members of groups that wait for the same thing are counted together, and tasks of an
+        evaluation, too."""
+        now, found = self._clock.now(), dict[tuple[str, str], WaitNow]()
+        for wait in self.active():
+            owner = "rollouts" if wait.owner.startswith("group ") else wait.owner.partition(" task ")[0]
+            seen = found.get((owner, wait.what))
+            seconds, count = (seen.seconds, seen.count + 1) if seen else (now - wait.since, 1)
+            found[owner, wait.what] = WaitNow(owner=owner, what=wait.what, seconds=seconds, count=count)
+        return list(found.values())
 
 
 class Pulse:

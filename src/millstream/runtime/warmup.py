@@ -9,6 +9,7 @@ import numpy as np
 
 from millstream.learner import Learner
 from millstream.runtime.config import WarmupConfig
+from millstream.runtime.waits import Waits
 from millstream.seeds import derive_seed
 from millstream.types import Task, TrainRow, Weights
 
@@ -24,6 +25,12 @@ def gold_row(prompt: Sequence[int], answer: Sequence[int]) -> TrainRow:
     )
 
 
+async def _train_on(learner: Learner, rows: Sequence[TrainRow]) -> None:
+    await learner.begin_batch()
+    await learner.accumulate(rows)
+    await learner.step()
+
+
 async def warm_up(
     learner: Learner,
     tasks: Sequence[Task],
@@ -31,15 +38,15 @@ async def warm_up(
     accuracy_of: Callable[[Weights], Awaitable[float]],
     config: WarmupConfig,
     *,
+    waits: Waits,
     seed: int,
     on_progress: Callable[[int, float], None],
 ) -> int:
     """Train until the sampled accuracy reaches `stop_at` or the steps are spent; the number of steps."""
     rng = random.Random(derive_seed(seed, "warmup"))
     for step in range(1, config.max_steps + 1):
-        await learner.begin_batch()
-        await learner.accumulate([row_of(task) for task in rng.choices(tasks, k=config.batch_size)])
-        await learner.step()
+        rows = [row_of(task) for task in rng.choices(tasks, k=config.batch_size)]
+        await waits.on("warm-up", "the learner", _train_on(learner, rows))
         if step % config.check_every == 0:
             accuracy = await accuracy_of(await learner.weights())
             on_progress(step, accuracy)

@@ -10,23 +10,25 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import io
-import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from millstream.clock import Clock
-from millstream.events import EventSink, Stalled
+from millstream.events import EVENT_LOOP, EventSink, Stalled
 from millstream.runtime.waits import Wait, Waits
 
 BEAT_S = 1.0
-LOOP = "the event loop"
-OURS = str(Path(__file__).parents[1])
+HANDLE = str(Path("asyncio", "events.py"))
+LIBRARIES = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen")
 
 
 class Watchdog:
@@ -47,107 +49,102 @@ class Watchdog:
         self._stall_s, self._deadline_s, self._end = stall_s, deadline_s, end
         self._loop = asyncio.get_running_loop()
         self._watched = threading.current_thread()
-        self._last_beat, self._last_dump = time.monotonic(), float("-inf")
+        self._num_beats, self._last_dump = 0, float("-inf")
         self._asked: list[str] = []
-        self._wake, self._is_closing = threading.Event(), False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._stacks: io.TextIOWrapper | None = None
+        self._handler: Any = signal.SIG_DFL
 
     def start(self) -> None:
         self._waits.on_stall = self._on_stall
         self._beats = asyncio.create_task(self._beat())
         self._thread.start()
-        with suppress(
-            ValueError, AttributeError, OSError
-        ):  # signals belong to the main thread, and not every system has it
-            signal.signal(signal.SIGUSR1, lambda number, frame: self.ask("SIGUSR1"))
+        with suppress(ValueError, AttributeError, OSError):  # the main thread's to do, and not every system has it
+            self._handler = signal.signal(signal.SIGUSR1, lambda number, frame: self._asked.append("SIGUSR1"))
             self._stacks = self._path.open("a")
             faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True, chain=True)
 
     def stop(self) -> None:
-        self._is_closing = True
-        self._wake.set()
+        self._closing.set()
         self._beats.cancel()
         if self._stacks is not None:
             faulthandler.unregister(signal.SIGUSR1)
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            signal.signal(signal.SIGUSR1, self._handler)
             self._stacks.close()
             if not self._path.stat().st_size:
                 self._path.unlink()
 
-    def ask(self, reason: str) -> None:
-        """Write a dump soon. May be called from anywhere."""
-        self._asked.append(reason)
-        self._wake.set()
-
     def _on_stall(self, wait: Wait) -> None:
         if time.monotonic() - self._last_dump >= self._stall_s:
             self._last_dump = time.monotonic()
-            self.ask(f"{wait.owner} has waited long for {wait.what}")
+            self._asked.append(f"{wait.owner} has waited long for {wait.what}")
 
     async def _beat(self) -> None:
         while True:
-            self._last_beat = time.monotonic()
+            self._num_beats += 1
             await asyncio.sleep(BEAT_S)
 
     # ---- on the thread -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        is_told = False
-        while not self._is_closing:
-            self._wake.wait(BEAT_S)
-            self._wake.clear()
-            asked, self._asked = self._asked, []
-            for reason in asked:
-                self._dump(reason)
-            blocked_s = time.monotonic() - self._last_beat
+        """Time is counted in looks of this thread's own: one that slept with the rest of the machine says nothing."""
+        num_beats, blocked_s, looked_at, is_told = 0, 0.0, time.monotonic(), False
+        while not self._closing.wait(BEAT_S):
+            while self._asked:
+                self._dump(self._asked.pop(0))
+            now, is_beating = time.monotonic(), num_beats != self._num_beats
+            blocked_s = 0.0 if is_beating else blocked_s + min(now - looked_at, 2 * BEAT_S)
+            num_beats, looked_at = self._num_beats, now
             if blocked_s < self._stall_s:
                 is_told = False
             elif not is_told:
                 is_told = True
                 self._tell(blocked_s)
             if blocked_s >= self._deadline_s:
-                self._end(f"the event loop has been blocked for {blocked_s:.0f} s by {self._culprit()}")
+                self._end(f"{EVENT_LOOP} has been blocked for {blocked_s:.0f} s by {self._culprit()}")
 
     def _tell(self, blocked_s: float) -> None:
         culprit = self._culprit()
-        self._dump(f"the event loop is blocked by {culprit}")
-        self._sink.emit(Stalled(at=self._clock.now(), owner=LOOP, what=culprit, seconds=blocked_s))
+        self._dump(f"{EVENT_LOOP} is blocked by {culprit}")
+        self._sink.emit(Stalled(at=self._clock.now(), owner=EVENT_LOOP, what=culprit, seconds=blocked_s))
 
     def _culprit(self) -> str:
-        """Where the watched thread is: the innermost place that is not a library's, if there is one."""
+        """Of what the event loop called last, the innermost place that is neither ours nor a library's, if there is one."""
         frame = sys._current_frames().get(self._watched.ident or 0)
         if frame is None:
             return "a thread that has ended"
-        stack = traceback.extract_stack(frame)
-        foreign = [
-            f for f in stack if "site-packages" not in f.filename and not f.filename.startswith((OURS, sys.prefix))
-        ]
-        place = next(iter(reversed([f for f in foreign if os.sep + "lib" + os.sep not in f.filename])), stack[-1])
+        stack = list(traceback.extract_stack(frame))
+        calls = [number for number, place in enumerate(stack) if place.filename.endswith(HANDLE)]
+        inside = stack[calls[-1] + 1 :] if calls else stack
+        foreign = [p for p in inside if not p.filename.startswith(LIBRARIES) and "site-packages" not in p.filename]
+        place = (foreign or inside or stack)[-1]
         return f"{place.name} ({place.filename}, line {place.lineno}: {place.line})"
 
     def _dump(self, reason: str) -> None:
-        """All waits, all threads, all coroutines."""
-        lines = [f"==== {time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}", "", "waits, the longest first:"]
+        """Whatever goes wrong with it, the watch goes on."""
+        with suppress(Exception), self._path.open("a") as file:
+            file.write("\n".join([*self._waits_now(reason), *_threads(), *self._coroutines()]) + "\n\n")
+
+    def _waits_now(self, reason: str) -> list[str]:
         now = self._clock.now()
-        lines += [f"  {wait.owner}: {now - wait.since:.1f} s for {wait.what}" for wait in self._waits.active()] or [
-            "  none"
-        ]
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        for ident, frame in sys._current_frames().items():
-            lines += ["", f"thread {names.get(ident, ident)}:", "".join(traceback.format_stack(frame)).rstrip()]
-        with suppress(RuntimeError):  # the set of tasks changed while it was read
-            counts: dict[str, int] = {}
-            for task in list(asyncio.all_tasks(self._loop)):
-                where = _where(task)
-                counts[where] = counts.get(where, 0) + 1
-            lines += ["", "coroutines:"]
-            lines += [f"  {count} at {where}" for where, count in sorted(counts.items(), key=lambda c: -c[1])]
-        with suppress(OSError), self._path.open("a") as file:
-            file.write("\n".join(lines) + "\n\n")
+        waits = [f"  {wait.owner}: {now - wait.since:.1f} s for {wait.what}" for wait in self._waits.active()]
+        time_now = time.strftime("%Y-%m-%d %H:%M:%S")
+        return [f"==== {time_now}: {reason}", "", "waits, the longest first:", *(waits or ["  none"])]
+
+    def _coroutines(self) -> list[str]:
+        counts = Counter(map(_where, list(asyncio.all_tasks(self._loop))))
+        return ["", "coroutines:", *(f"  {count} at {where}" for where, count in counts.most_common())]
 
 
-def _where(task: asyncio.Task[object]) -> str:
+def _threads() -> list[str]:
+    names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, list[str]()
+    for ident, frame in sys._current_frames().items():
+        lines += ["", f"thread {names.get(ident, ident)}:", "".join(traceback.format_stack(frame)).rstrip()]
+    return lines
+
+
+def _where(task: asyncio.Task[Any]) -> str:
     """The innermost place at which a coroutine is suspended."""
     coroutine: object = task.get_coro()
     name, line = getattr(coroutine, "__qualname__", "?"), 0
