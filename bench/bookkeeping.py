@@ -14,7 +14,6 @@ import resource
 import statistics
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ class Never:
 
     version = None
 
-    def is_due(self, version: int) -> bool:
+    def is_due(self, version: int, *, is_last: bool) -> bool:
         return False
 
     async def close(self) -> None: ...
@@ -65,7 +64,7 @@ class Meter:
         if not isinstance(event, Stepped) or event.version < self._from:
             return
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        self._end = (time.perf_counter(), usage.ru_utime + usage.ru_stime)
+        self._end = (event.at, usage.ru_utime + usage.ru_stime)
         if event.version == self._from:
             self._begin = self._end
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import os
 import resource
 import signal
 import subprocess
@@ -11,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from millstream.errors import StallError
-from millstream.events import RolloutFailed, RunEnded, Stalled
-from millstream.events.sinks import LineFile, read_events
+from millstream.events import Event, RolloutFailed, RunEnded, Stalled
+from millstream.events.sinks import JsonlSink, LineFile, MemorySink, Tee, read_events
+from millstream.runtime.pipeline import Pipeline
 from millstream.store.memory import MemoryStore
 from runs import assert_clean, command, resume, start, steps_of, until
-from simulated import World, simulate
+from simulated import Diary, World, simulate
 
 
 def children_of(pid: int) -> list[int]:
@@ -123,3 +127,93 @@ def test_events_that_find_no_room_wait_in_memory_and_are_written_when_there_is_s
     full._file = (tmp_path / "file").open("ab", buffering=0)  # room again
     full.close()
     assert (tmp_path / "file").read_bytes() == b"one\ntwo\n"
+
+
+def test_sigterm_to_the_whole_process_group_is_a_clean_stop_too(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    changes = {"engine.process": "true", "pipeline.steps": 100000, "checkpoint.every_steps": 100000}
+    process = start(command(run_dir, changes), os.setsid)
+    until(lambda: steps_of(run_dir) >= 3, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 143, output
+    *_, last = read_events(run_dir / "events.jsonl")
+    assert isinstance(last, RunEnded) and f"the checkpoint of step {last.version} is written" in output
+    assert last.version >= 3
+
+
+def test_a_run_that_was_suspended_with_the_machine_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(command(run_dir, {"pipeline.steps": 150, "pipeline.stall_s": 1, "pipeline.deadline_s": 3}))
+    until(lambda: steps_of(run_dir) >= 2, process)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    process.send_signal(signal.SIGCONT)
+    output = process.communicate(timeout=100)[0]
+    assert process.returncode == 0, output
+
+
+def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"x" * 4000)  # nearly full, and nobody reads
+    process = subprocess.Popen(command(run_dir, {"pipeline.steps": 10}), stdout=writer, stderr=subprocess.DEVNULL)
+    until(lambda: steps_of(run_dir) >= 10, process)
+    process.kill()
+    process.wait()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_stop_during_an_evaluation_between_two_steps_keeps_the_last_step(tmp_path: Path) -> None:
+    """On the virtual clock: the stop comes while what follows a step is at work."""
+    holder: list[Pipeline] = []
+
+    async def evaluate(version: int) -> None:
+        await asyncio.sleep(1.0)
+        if version == 3:
+            holder[0].stop()
+
+    diary = OnlyAtTheEnd()
+    simulate(World(max_lag=0, steps=8), after_step=evaluate, on_pipeline=holder.append, keeper=diary)
+    assert [kept.standing.ledger.version for kept in diary.kept] == [3]
+
+
+class OnlyAtTheEnd(Diary):
+    def is_due(self, version: int, *, is_last: bool) -> bool:
+        return is_last
+
+
+def test_text_that_is_not_unicode_is_written_down_all_the_same(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "events.jsonl")
+    failed = RolloutFailed(
+        at=0.0, group_id=1, member=0, attempt=0, error="E", message="half a character: \udcff", is_final=True
+    )
+    Tee([sink]).emit(failed)
+    sink.close()
+    (event,) = read_events(tmp_path / "events.jsonl")
+    assert isinstance(event, RolloutFailed) and event.message == "half a character: ?"
+
+
+def test_a_last_line_of_any_length_is_mended(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    long = b'{"seq":0,"kind":"run_ended","at":0,"outcome":"' + b"x" * (3 << 20) + b'","version":0}\n'
+    path.write_bytes(long + b'{"seq":1,"kind":"run_en')
+    sink = JsonlSink(path)
+    assert sink.last_seq == 0
+    sink.close()
+    assert path.read_bytes() == long
+
+
+def test_a_failing_sink_of_the_users_own_is_left_out_and_the_books_are_kept(tmp_path: Path) -> None:
+    class Broken:
+        def emit(self, event: Event) -> None:
+            raise RuntimeError("no screen")
+
+    sink = MemorySink()
+    tee = Tee([sink], [Broken()])
+    for number in range(3):
+        tee.emit(RunEnded(at=0.0, outcome="x", version=number))
+    tee.close()
+    assert len(sink.events) == 3

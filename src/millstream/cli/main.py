@@ -25,7 +25,7 @@ from millstream.events import EventSink
 from millstream.events.bias import bias_report
 from millstream.events.sinks import read_history
 from millstream.runtime.config import RunConfig, check_run
-from millstream.runtime.folder import RunFolder
+from millstream.runtime.folder import RunFolder, program
 from millstream.runtime.pipeline import PipelineConfig
 
 if TYPE_CHECKING:
@@ -106,11 +106,12 @@ def _show_result(result: RunResult) -> None:
     console.print(f"run folder    {result.run_dir}", highlight=False)
     console.print(f"saved model   {model}", highlight=False)
     console.print("\nWhat to type next:", style="bold")
+    name = program()
     for command, what in (
-        (f"millstream audit {result.run_dir}", "proves what became of every prompt"),
-        (f"millstream report {result.run_dir}", "shows whether long or hard rollouts got lost"),
-        (f"millstream eval {result.run_dir}/config.toml --model {model}", "measures the saved model again"),
-        ("millstream init mine.toml", "a commented config for data, a reward and a model of your own"),
+        (f"{name} audit {result.run_dir}", "proves what became of every prompt"),
+        (f"{name} report {result.run_dir}", "shows whether long or hard rollouts got lost"),
+        (f"{name} eval {result.run_dir}/config.toml --model {model}", "measures the saved model again"),
+        (f"{name} init mine.toml", "a commented config for data, a reward and a model of your own"),
     ):
         console.print(f"  {command:60} [dim]{what}[/]", highlight=False, soft_wrap=True)
 
@@ -141,7 +142,7 @@ def audit_run(
     with said():
         found = audit(_run_folder(run_dir).path)
         if as_json:
-            console.out(msgspec.json.encode(found).decode(), highlight=False)
+            console.out(msgspec.json.encode(found, enc_hook=str).decode(), highlight=False)
         else:
             for line in audit_lines(found):
                 console.out(line, highlight=False)
@@ -203,7 +204,7 @@ def said() -> Iterator[None]:
         yield
     except MillstreamError as error:
         errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        errors.out(str(error), highlight=False)
+        errors.out("\n".join([str(error), *getattr(error, "__notes__", ())]), highlight=False)
         raise typer.Exit(1) from error
     except Stopped as stopped:
         errors.out(str(stopped), highlight=False)

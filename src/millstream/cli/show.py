@@ -16,6 +16,7 @@ from millstream.events import (
     RolloutFailed,
     Stalled,
     Stepped,
+    StopRequested,
     WarmedUp,
 )
 from millstream.events.bias import BiasReport
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
     from millstream.runtime.folder import RunResult
 
 
-def alarm(event: CheckpointFailed | Stalled) -> str:
+Alarm = CheckpointFailed | Stalled | StopRequested
+
+
+def alarm(event: Alarm) -> str:
+    if isinstance(event, StopRequested):
+        return f"stopping: the batch in hand comes first, for at most {event.grace_s:g} s; once more to stop at once"
     if isinstance(event, Stalled) and event.owner == EVENT_LOOP:
         return f"{event.owner} has been blocked for {event.seconds:.0f} s by {event.what}"
     if isinstance(event, Stalled):
@@ -40,7 +46,7 @@ class Alarms:
         self._console = console
 
     def emit(self, event: Event) -> None:
-        if isinstance(event, CheckpointFailed | Stalled):
+        if isinstance(event, Alarm):
             self._console.out(alarm(event), highlight=False)
 
 
@@ -72,7 +78,7 @@ class Lines:
                 self._say(event.at, f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks")
             case Resumed():
                 self._say(event.at, f"goes on from step {event.version}")
-            case CheckpointFailed() | Stalled():
+            case CheckpointFailed() | Stalled() | StopRequested():
                 self._say(event.at, alarm(event))
             case RolloutFailed() if event.is_final:
                 self._say(event.at, f"group {event.group_id} goes on without member {event.member}: {event.message}")

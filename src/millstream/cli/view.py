@@ -28,6 +28,7 @@ from millstream.events import (
     Stalled,
     Status,
     Stepped,
+    StopRequested,
     WaitNow,
     WarmedUp,
 )
@@ -86,7 +87,7 @@ class View:
                 self._phase, self._begun = "reinforcement learning", (event.at, event.version)
                 self._notes.append(f"goes on from step {event.version}")
                 self._version = event.version
-            case CheckpointFailed() | Stalled():
+            case CheckpointFailed() | Stalled() | StopRequested():
                 self._notes.append(alarm(event))
             case RolloutFailed():
                 self._num_failed += 1

@@ -230,6 +230,13 @@ class CheckpointFailed(Event, frozen=True, kw_only=True):
     message: str
 
 
+class StopRequested(Event, frozen=True, kw_only=True):
+    """Ctrl-C or SIGTERM: the batch in hand is finished first, for at most `grace_s`."""
+
+    signal: str
+    grace_s: float
+
+
 class RunEnded(Event, frozen=True, kw_only=True):
     outcome: str
     version: int
@@ -255,6 +262,7 @@ AnyEvent = (
     | Evaluated
     | CheckpointSealed
     | CheckpointFailed
+    | StopRequested
     | RunEnded
 )
 

@@ -17,6 +17,10 @@ from millstream.events import (
 )
 from millstream.types import Fate
 
+READ = frozenset(
+    (RolloutEnded, RolloutFailed, GroupTaken, GroupLeft, Span, Evaluated, Resumed, Stepped)
+)  # asked first: most events are of other kinds
+
 
 class StepMetrics:
     """Collects between two steps; `add` gives the row of a step when its event comes."""
@@ -33,6 +37,8 @@ class StepMetrics:
         self._tokens = self._failed = self._filtered = 0
 
     def add(self, event: Event) -> dict[str, Any] | None:
+        if type(event) not in READ:
+            return None
         match event:
             case RolloutEnded():
                 self._rewards.append(event.reward)

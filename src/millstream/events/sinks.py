@@ -49,14 +49,12 @@ class LineFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = path.open("ab", buffering=0)
         self._lines: list[bytes] = []
+        self.append = self._lines.append
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._has_trouble = False
         self._writer = threading.Thread(target=self._write, name=path.name, daemon=True)
         self._writer.start()
-
-    def append(self, line: bytes) -> None:
-        self._lines.append(line)
 
     def flush(self) -> None:
         """Raises `OSError` if the disk is full; the next flush tries again."""
@@ -104,8 +102,8 @@ class JsonlSink:
 
     def __init__(self, path: Path) -> None:
         self._next = _mend(path)
-        self._file = LineFile(path)
-        self.sync, self.close = self._file.sync, self._file.close
+        file = LineFile(path)
+        self._append, self.sync, self.close = file.append, file.sync, file.close
 
     @property
     def last_seq(self) -> int:
@@ -114,7 +112,7 @@ class JsonlSink:
 
     def emit(self, event: Event) -> None:
         """Called by one thread at a time (`Tee` sees to it)."""
-        self._file.append(b'{"seq":%d,%b\n' % (self._next, encode(event)[1:]))
+        self._append(b'{"seq":%d,%b\n' % (self._next, encode(event)[1:]))
         self._next += 1
 
 

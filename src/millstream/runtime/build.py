@@ -52,6 +52,11 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
         """A chat goes through the model's template, a string as it is."""
         if isinstance(task.prompt, str):
             return list(self.tokenizer(task.prompt).input_ids)
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"task {task.id}: its prompt is a list of messages, and the model's tokenizer has no chat template: "
+                "use string prompts, or a model that has one"
+            )
         messages = [{"role": message.role, "content": message.content} for message in task.prompt]
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)

@@ -13,6 +13,8 @@ stacks.txt       what everything was doing when the run stood still, or was aske
 from __future__ import annotations
 
 import fcntl
+import shutil
+import sys
 from collections import deque
 from pathlib import Path
 from typing import BinaryIO
@@ -135,4 +137,11 @@ class RunFolder:
 
 
 def resume_command(path: Path) -> str:
-    return f"millstream train --resume {path}"
+    return f"{program()} train --resume {path}"
+
+
+def program() -> str:
+    """What to type for `millstream`: the path by which it was started, where the shell would not find it by name."""
+    typed = Path(sys.argv[0])
+    is_found = typed.name != "millstream" or shutil.which("millstream") is not None
+    return "millstream" if is_found else str(typed)

@@ -17,7 +17,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +32,18 @@ from millstream.clock import RealClock
 from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, digest, in_order, read
 from millstream.env.single_turn import SingleTurn
-from millstream.errors import CheckpointError, ConfigError, OutputError, Stopped
-from millstream.events import CheckpointSealed, Evaluated, EventSink, Resumed, RunEnded, RunStarted, Status, WarmedUp
+from millstream.errors import CheckpointError, ConfigError, MillstreamError, OutputError, Stopped
+from millstream.events import (
+    CheckpointSealed,
+    Evaluated,
+    EventSink,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Status,
+    StopRequested,
+    WarmedUp,
+)
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
@@ -131,6 +141,8 @@ def _carry_out(
         asyncio.run(run.run())
     except BaseException as error:
         outcome = type(error).__name__
+        if isinstance(error, MillstreamError):
+            error.add_note(f"The run folder is {folder.path}. Mend it, and go on: {resume_command(folder.path)}")
         raise
     finally:
         run.say_ended(outcome)
@@ -274,11 +286,10 @@ class _Run:
         """To the end, or to a clean stop: then it raises `Stopped`."""
         task = asyncio.current_task()
         assert task is not None
-        loop = asyncio.get_running_loop()
-        handled = (signal.SIGINT, signal.SIGTERM)
-        for number in handled:
-            with suppress(ValueError, RuntimeError, NotImplementedError):  # only the main thread may handle signals
-                loop.add_signal_handler(number, self._on_signal, number, task)
+        handlers: dict[signal.Signals, Any] = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with suppress(ValueError):  # only the main thread may handle signals
+                handlers[number] = signal.signal(number, self._handler_for(task))
         watchdog = self._watchdog()
         watchdog.start()
         watch = asyncio.create_task(self._watch())
@@ -290,11 +301,23 @@ class _Run:
         finally:
             watch.cancel()
             watchdog.stop()
-            for number in handled:
-                with suppress(ValueError, RuntimeError, NotImplementedError):
-                    loop.remove_signal_handler(number)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         if self._stopped_by is not None and not self._is_done:
             raise Stopped(self._farewell(), 128 + self._stopped_by)
+
+    def _handler_for(self, task: asyncio.Task[None]) -> Callable[[int, Any], None]:
+        loop, seen = asyncio.get_running_loop(), list[int]()
+
+        def handle(number: int, frame: Any) -> None:
+            seen.append(number)
+            if len(seen) > 1:  # whoever insists is not to be kept waiting by an event loop that is blocked
+                forced = threading.Timer(END_S, os._exit, (128 + number,))
+                forced.daemon = True
+                forced.start()
+            loop.call_soon_threadsafe(self._on_signal, signal.Signals(number), task)
+
+        return handle
 
     def _on_signal(self, number: signal.Signals, task: asyncio.Task[None]) -> None:
         """The first one lets the batch in hand come to its end, for a while; the second ends it now."""
@@ -303,7 +326,9 @@ class _Run:
             task.cancel()
             return
         self._pipeline.stop()
-        self._grace = asyncio.get_running_loop().call_later(self._prepared.config.checkpoint.grace_s, task.cancel)
+        grace_s = self._prepared.config.checkpoint.grace_s
+        self._sink.emit(StopRequested(at=self._clock.now(), signal=number.name, grace_s=grace_s))
+        self._grace = asyncio.get_running_loop().call_later(grace_s, task.cancel)
 
     def _farewell(self) -> str:
         resumed_from = None if self._found is None else self._version

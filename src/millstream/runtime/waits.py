@@ -55,7 +55,8 @@ class Waits:
             del self._active[number]
 
     async def _within_deadline(self, wait: Wait, awaitable: Awaitable[T]) -> T:
-        limit = asyncio.timeout(self._deadline_s)
+        limit = asyncio.timeout(None)
+        ticks = _Ticks(limit, self._deadline_s)
         try:
             async with limit:
                 return await awaitable
@@ -65,6 +66,8 @@ class Waits:
             raise StallError(
                 f"{wait.owner} has waited {self._deadline_s:g} s for {wait.what}; pipeline.deadline_s sets the limit"
             ) from error
+        finally:
+            ticks.cancel()
 
     @staticmethod
     def cut_by(error: TimeoutError) -> Wait | None:
@@ -92,6 +95,27 @@ class Waits:
             seconds, count = (seen.seconds, seen.count + 1) if seen else (now - wait.since, 1)
             found[owner, wait.what] = WaitNow(owner=owner, what=wait.what, seconds=seconds, count=count)
         return list(found.values())
+
+
+class _Ticks:
+    """Ends a time limit after some ticks. A process that was suspended comes back to one tick that is due, not to all."""
+
+    COUNT = 4
+
+    def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
+        self._limit, self._seconds, self._left = limit, seconds / self.COUNT, self.COUNT
+        self._loop = asyncio.get_running_loop()
+        self._handle = self._loop.call_later(self._seconds, self._tick)
+
+    def _tick(self) -> None:
+        self._left -= 1
+        if self._left:
+            self._handle = self._loop.call_later(self._seconds, self._tick)
+        else:
+            self._limit.reschedule(self._loop.time())
+
+    def cancel(self) -> None:
+        self._handle.cancel()
 
 
 class Pulse:
