@@ -60,7 +60,9 @@ RULES = {
     "summary": "summary.json has the same counts",
 }
 MOST_FINDINGS = 1000
-SKIPPED = frozenset((b"span", b"status", b"stalled", b"evaluated", b"warmed_up", b"checkpoint_failed", b"stop_requested"))
+SKIPPED = frozenset(
+    (b"span", b"status", b"stalled", b"evaluated", b"warmed_up", b"checkpoint_failed", b"stop_requested")
+)
 """Kinds that say nothing of a group's fate: of them, only the number is checked."""
 SUMS = ("groups", "rows", "tokens")
 """What a batch and its `stepped` event both have."""

@@ -127,13 +127,18 @@ def bias_tables(report: BiasReport) -> list[Table]:
             _number(row.reward_mean, 3),
             ", ".join(f"{name} {share:.0%}" for name, share in row.sources.items()),
         )
-    tests = Table(title="Is what was kept a fair sample of what was admitted?")
+    tests = Table(
+        title="Is what was kept a fair sample of what was admitted?",
+        caption="declared: what filter_zero_signal leaves out on purpose, groups whose rewards are all equal",
+    )
     for heading in ("", "bias", "95% interval", "p", "lost", "verdict", ""):
         tests.add_column(heading, justify="left" if heading in ("", "verdict") else "right")
-    for test in (*report.tests, *report.declared):
+    for number, test in enumerate((*report.tests, *report.declared)):
+        if number == len(report.tests):
+            tests.add_section()
         style = {"biased": "bold red", "no bias found": "green"}.get(test.verdict, "dim")
         tests.add_row(
-            test.quantity,
+            test.quantity if number < len(report.tests) else f"{test.quantity}, trained only",
             f"{test.bias:+.2f}%",
             f"{test.low:+.2f}% to {test.high:+.2f}%",
             f"{test.p_value:.3f}",
