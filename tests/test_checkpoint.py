@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
+from millstream.cli.main import app
 from millstream.errors import CheckpointError
 from millstream.events import CheckpointFailed, CheckpointSealed, Resumed, RunEnded, Stepped
-from millstream.events.sinks import read_events, read_history
-from millstream.runtime.checkpoint import newest, verify
+from millstream.events.sinks import MemorySink, read_events, read_history
+from millstream.runtime.checkpoint import CheckpointConfig, Checkpoints, RunState, newest, verify
 from millstream.runtime.folder import RunFolder
 from millstream.store import Row, Saved, codec
 from runs import assert_clean, command, kill_at, resume, resume_command, start, steps_of, until
@@ -239,3 +241,53 @@ def test_rows_come_back_with_the_types_and_shapes_they_had() -> None:
             assert found.flags.writeable
         else:
             assert found == value
+
+
+def test_the_commands_that_read_a_run_say_what_they_find_and_exit_accordingly(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    clean = CliRunner().invoke(app, ["audit", str(run_dir)])
+    assert clean.exit_code == 0 and "clean" in clean.output
+    as_json = json.loads(CliRunner().invoke(app, ["audit", str(run_dir), "--json"]).output)
+    assert as_json["findings"] == [] and as_json["checks"] > 100
+    report = CliRunner().invoke(app, ["report", str(run_dir)])
+    assert report.exit_code == 0 and "no bias found" in report.output and "aborted" in report.output
+    assert {test["verdict"] for test in json.loads(CliRunner().invoke(app, ["report", str(run_dir), "--json"]).output)["tests"]} <= {"no bias found", "not tested"}  # fmt: skip
+    lines = (run_dir / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (run_dir / "events.jsonl").write_bytes(b"".join(lines[:50] + lines[51:]))
+    guilty = CliRunner().invoke(app, ["audit", str(run_dir)])
+    assert guilty.exit_code == 1 and "seq" in guilty.output
+
+
+def test_a_checkpoint_is_due_by_time_or_by_steps_and_never_twice_for_one_step(tmp_path: Path) -> None:
+    class Hands:
+        time = 0.0
+
+        def now(self) -> float:
+            return self.time
+
+    def checkpoints(clock: Hands, **settings: object) -> Checkpoints:
+        return Checkpoints(
+            tmp_path,
+            CheckpointConfig(**settings),  # type: ignore[arg-type]
+            last_step=100,
+            clock=clock,
+            sink=MemorySink(),
+            last_seq=lambda: 0,
+            sync=lambda: None,
+            run_state=lambda: RunState(run_id="", data_digest="", generators={}),
+        )
+
+    clock = Hands()
+    by_time = checkpoints(clock, every_s=10.0)
+    assert by_time.is_due(0, is_last=False), "one before the first step"
+    by_time.goes_on_from(0)
+    assert not by_time.is_due(0, is_last=True) and not by_time.is_due(1, is_last=False)
+    clock.time = 9.9
+    assert (
+        not by_time.is_due(5, is_last=False) and by_time.is_due(5, is_last=True) and by_time.is_due(100, is_last=False)
+    )
+    clock.time = 10.0
+    assert by_time.is_due(5, is_last=False)
+    by_steps = checkpoints(clock, every_s=None, every_steps=3)
+    by_steps.goes_on_from(0)
+    assert [version for version in range(1, 10) if by_steps.is_due(version, is_last=False)] == [3, 6, 9]

@@ -231,6 +231,10 @@ def test_the_single_turn_environment_shows_the_prompt_and_scores_the_answer() ->
     class Context:
         task, seed = TASK, 0
 
+        async def waiting(self, what, work):  # type: ignore[no-untyped-def]
+            assert what == "reward exact_match"
+            return await work
+
         async def generate(self, tokens: list[int]) -> Completion:
             assert tokens == [1, 2, 3]
             return Completion(tokens=(4, 9), logprobs=(0.0, 0.0), versions=(0, 0), finish=Finish.STOP)

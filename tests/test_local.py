@@ -182,3 +182,25 @@ def test_a_model_folder_without_a_tokenizer_is_refused_with_what_to_type(tmp_pat
     assert result.exit_code == 1 and "Traceback" not in said
     assert f"ModelError: no tokenizer in {tmp_path / 'model'}" in said and "tokenizer.save_pretrained" in said
     assert not (tmp_path / "run").exists(), "it costs nothing"
+
+
+def test_a_chat_without_a_template_is_refused_by_name(tmp_path: Path) -> None:
+    run(tmp_path / "a", DEMO, *SHORT)
+    chat = '{"prompt": [{"role": "user", "content": "31254>"}], "answer": "12345"}\n'
+    (tmp_path / "chat.jsonl").write_text(chat * 3)
+    (tmp_path / "run.toml").write_text(
+        f"[model]\npath = '{tmp_path / 'a/run/model'}'\n[data]\npath = '{tmp_path / 'chat.jsonl'}'\nholdout = 1\n"
+        "[rollout]\nmax_tokens = 8\n"
+    )
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), "--set", f"run_dir={tmp_path / 'run'}"])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 1 and "the model's tokenizer has no chat template" in said and "Traceback" not in said
+
+
+def test_a_reward_that_always_fails_is_found_before_anything_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(task, completion):\n    return task.data['hrd']\n")
+    reward = f"reward=[{{function='{tmp_path / 'mine.py'}:reward'}}]"
+    result = CliRunner().invoke(app, ["train", DEMO, *SHORT, "--set", reward, "--set", f"run_dir={tmp_path / 'run'}"])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 1 and "every rollout of an evaluation failed, the last with RewardFailed" in said
+    assert "hrd" in said and "--resume" in said and not (tmp_path / "run/checkpoints").exists()

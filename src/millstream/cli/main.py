@@ -102,6 +102,12 @@ def _shown(pipeline: PipelineConfig, *, is_quiet: bool) -> Iterator[list[EventSi
 
 def _show_result(result: RunResult) -> None:
     console.print(result_table(result))
+    if not result.summary.rollouts_trained:
+        console.print(
+            "Nothing was trained: in every group all rewards were equal, so that none was better than another. Is the reward "
+            "what it should be? Is the task far too hard, or too easy, for the model?",
+            style="bold yellow",
+        )
     model = f"{result.run_dir}/model"
     console.print(f"run folder    {result.run_dir}", highlight=False)
     console.print(f"saved model   {model}", highlight=False)

@@ -70,12 +70,14 @@ class Lines:
                 assert row is not None
                 self._say(
                     event.at,
-                    f"step {event.version}/{self._num_steps}  reward {row['reward']:.3f}  lag {row['lag_mean']:.2f}  "
+                    f"step {event.version}/{self._num_steps}  reward {row['reward']:.3f}  groups {event.num_groups}  "
+                    f"lag {row['lag_mean']:.2f}  "
                     f"{row['rollouts_per_s']:.0f} rollouts/s  {row['tokens_per_s']:.0f} tokens/s",
                 )
                 self._shown_at = event.at
             case Evaluated() if event.name != "warmup":
-                self._say(event.at, f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks")
+                failed = f" ({event.num_failed} failed: {event.failure})" if event.num_failed else ""
+                self._say(event.at, f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks{failed}")
             case Resumed():
                 self._say(event.at, f"goes on from step {event.version}")
             case CheckpointFailed() | Stalled() | StopRequested():
@@ -132,7 +134,8 @@ def bias_tables(report: BiasReport) -> list[Table]:
         caption="declared: what filter_zero_signal leaves out on purpose, groups whose rewards are all equal",
     )
     for heading in ("", "bias", "95% interval", "p", "lost", "verdict", ""):
-        tests.add_column(heading, justify="left" if heading in ("", "verdict") else "right")
+        is_word = heading in ("", "verdict")
+        tests.add_column(heading, justify="left" if is_word else "right", no_wrap=heading == "verdict")
     for number, test in enumerate((*report.tests, *report.declared)):
         if number == len(report.tests):
             tests.add_section()

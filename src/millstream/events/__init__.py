@@ -207,6 +207,10 @@ class Evaluated(Event, frozen=True, kw_only=True):
     version: int | None
     accuracy: float
     num_tasks: int
+    num_failed: int = 0
+    """Rollouts that failed; they count 0."""
+    failure: str = ""
+    """Why the last of them did."""
 
 
 class CheckpointSealed(Event, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ async def evaluate(
     timeout_s: float,
 ) -> Evaluated:
     """The mean reward of one rollout a task. A rollout that fails, for whatever reason, counts 0."""
-    versions: set[int] = set()
+    versions, failures = set[int](), list[str]()
 
     async def generate(request: Request) -> Completion:
         owner, turn = _owner(name, request.key), router.generate(request, floor=0)
@@ -54,7 +54,8 @@ async def evaluate(
                 return episode.finish(await environment.rollout(episode)).reward
         except (EngineError, InvariantError):
             raise
-        except Exception:  # whatever an environment or a reward raises is a failed rollout
+        except Exception as error:  # whatever an environment or a reward raises is a failed rollout
+            failures.append(f"{type(error).__name__}: {error}")
             return 0.0
 
     rewards = await asyncio.gather(*(one(index, task) for index, task in enumerate(tasks)))
@@ -64,6 +65,8 @@ async def evaluate(
         version=versions.pop() if len(versions) == 1 else None,
         accuracy=sum(rewards) / max(1, len(rewards)),
         num_tasks=len(rewards),
+        num_failed=len(failures),
+        failure=failures[-1] if failures else "",
     )
     sink.emit(result)
     return result

@@ -238,6 +238,8 @@ class _Evaluator:
         if not tasks:
             return None
         sampled = await self.once(f"sampled {when}".strip(), tasks, sampling)
+        if sampled.num_failed == sampled.num_tasks:
+            raise MillstreamError(f"every rollout of an evaluation failed, the last with {sampled.failure}")
         greedy = await self.once(f"greedy {when}".strip(), tasks, structs.replace(sampling, temperature=0.0))
         return sampled.accuracy, greedy.accuracy
 
