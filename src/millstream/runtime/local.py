@@ -391,7 +391,8 @@ class _Run:
     async def _restore(self, learner: TorchLearner, engine: TorchEngine, found: Found) -> None:
         reading = asyncio.to_thread(learner.restore, found.folder)
         await self._waits.on("the run", "the checkpoint to be read", reading)
-        loading = engine.load(self._version, await learner.weights())
+        weights = await self._waits.on("the run", "the learner to copy weights", learner.weights())
+        loading = engine.load(self._version, weights)
         await self._waits.on("the run", f"{engine.name} to load version {self._version}", loading)
 
     def _build_learner(self) -> TorchLearner:
@@ -423,7 +424,7 @@ class _Run:
         )
 
         async def accuracy_of(weights: Weights) -> float:
-            await engine.load(0, weights)
+            await self._waits.on("warm-up", f"{engine.name} to load its weights", engine.load(0, weights))
             return (await evaluator.once("warmup", prepared.data.train[:WARMUP_PROBE], prepared.sampling)).accuracy
 
         def say(step: int, accuracy: float) -> None:
@@ -441,8 +442,8 @@ class _Run:
                 seed=prepared.config.seed,
                 on_progress=say,
             )
-            loading = engine.load(0, await learner.weights())
-            await self._waits.on("warm-up", f"{engine.name} to load its weights", loading)
+            weights = await self._waits.on("warm-up", "the learner to copy weights", learner.weights())
+            await self._waits.on("warm-up", f"{engine.name} to load its weights", engine.load(0, weights))
         finally:
             await learner.close()
 

@@ -48,7 +48,8 @@ async def warm_up(
         rows = [row_of(task) for task in rng.choices(tasks, k=config.batch_size)]
         await waits.on("warm-up", "the learner", _train_on(learner, rows))
         if step % config.check_every == 0:
-            accuracy = await accuracy_of(await learner.weights())
+            weights = await waits.on("warm-up", "the learner to copy weights", learner.weights())
+            accuracy = await accuracy_of(weights)
             on_progress(step, accuracy)
             if accuracy >= config.stop_at:
                 return step
