@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -18,11 +19,13 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from millstream.cli.main import app
+from millstream.clock import RealClock
 from millstream.errors import CheckpointError
 from millstream.events import CheckpointFailed, CheckpointSealed, Resumed, RunEnded, Stepped
 from millstream.events.sinks import MemorySink, read_events, read_history
 from millstream.runtime.checkpoint import CheckpointConfig, Checkpoints, RunState, newest, verify
 from millstream.runtime.folder import RunFolder
+from millstream.runtime.state import Ledger, Standing
 from millstream.store import Row, Saved, codec
 from runs import assert_clean, command, kill_at, resume, resume_command, start, steps_of, until
 
@@ -291,3 +294,35 @@ def test_a_checkpoint_is_due_by_time_or_by_steps_and_never_twice_for_one_step(tm
     by_steps = checkpoints(clock, every_s=None, every_steps=3)
     by_steps.goes_on_from(0)
     assert [version for version in range(1, 10) if by_steps.is_due(version, is_last=False)] == [3, 6, 9]
+
+
+def test_whoever_waits_for_the_last_checkpoint_may_be_cancelled_and_it_is_written_all_the_same(tmp_path: Path) -> None:
+    class Slow:
+        def write(self, folder: Path) -> None:
+            time.sleep(0.3)
+            (folder / "learner.pt").write_bytes(b"x")
+
+    async def program() -> None:
+        checkpoints = Checkpoints(
+            tmp_path,
+            CheckpointConfig(),
+            last_step=1,
+            clock=RealClock(),
+            sink=MemorySink(),
+            last_seq=lambda: 0,
+            sync=lambda: None,
+            run_state=lambda: RunState(run_id="", data_digest="", generators={}),
+        )
+        ledger = Ledger(version=0, next_group=0, groups={}, vacant=[], num_replaced=0, num_failed_in_a_row=0)
+        rows = Saved(rows=(), is_closed={}, acknowledged={})
+        await checkpoints.keep(Standing(ledger, rows), 0, Slow(), 0.0)
+        closing = asyncio.create_task(checkpoints.close())
+        await asyncio.sleep(0.05)
+        closing.cancel()
+        await asyncio.wait([closing])
+        assert closing.cancelled() and checkpoints.version is None
+        await checkpoints.close()
+        assert checkpoints.version == 0
+
+    asyncio.run(program())
+    assert verify(tmp_path / "checkpoints/step-000000").manifest.version == 0
