@@ -18,7 +18,7 @@ from millstream.algo import AlgorithmConfig, recipe
 from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
 from millstream.learner.packing import Packer
-from millstream.learner.torch import TorchLearner, learning_rate_share
+from millstream.learner.torch import TorchLearner, learning_rate_share, share_prompts
 from millstream.types import TrainRow
 from tiny import CONFIGS, VOCABULARY, make, plain
 
@@ -295,3 +295,25 @@ def test_a_row_above_the_budget_goes_alone() -> None:
     assert packer.add(small) == []
     assert packer.add(large) == [small]
     assert packer.flush() == [large]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_prompt_that_rows_share_is_computed_once_and_changes_nothing(name: str) -> None:
+    """Alone, a row shares with none; members of one group do not stand side by side."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3, VOCABULARY, length).astype(np.int32) for length in (3, 7, 3)]
+    batch = [
+        TrainRow(
+            tokens=np.concatenate([prompt, rng.integers(3, VOCABULARY, length).astype(np.int32)]),
+            loss_mask=np.arange(len(prompt) + length) >= len(prompt),
+            logprobs=np.full(len(prompt) + length, -3.0, np.float32),
+            advantages=np.full(len(prompt) + length, rng.normal(), np.float32),
+        )
+        for length in (1, 4, 9, 30)
+        for prompt in prompts
+    ]
+    one = learner(name=name)
+    together, apart = gradient(one, [batch]), gradient(one, [[row] for row in batch])
+    assert torch.allclose(together, apart, atol=2e-5 * float(apart.abs().max()), rtol=1e-3)
+    num_tokens = len(np.unique(np.concatenate(share_prompts(batch))))
+    assert num_tokens == sum(len(row.tokens) for row in batch) - 3 * sum(map(len, prompts))

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from millstream.engine.sampling import sample
 from millstream.errors import EngineError, ModelError, RequestRefused
-from millstream.model.attention import Packed, Rule, scores, within_window
+from millstream.model.attention import Packed, Rule, rows_of, scores, within_window
 from millstream.model.load import check_layers, context_length, model_weights
 from millstream.types import Completion, Finish, Request, RequestKey, Weights
 
@@ -259,7 +259,8 @@ class _Prefill(Packed):
     def __init__(self, cache: SlotCache, joining: Sequence[InFlight], *, first_slot: int, device: torch.device) -> None:
         prompts = list(dict.fromkeys(flight.request.tokens for flight in joining))
         row_of = {prompt: row for row, prompt in enumerate(prompts)}
-        super().__init__([len(prompt) for prompt in prompts], device)
+        self.lengths = [len(prompt) for prompt in prompts]
+        super().__init__(rows_of(self.lengths), device)
         self.tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         self.last = torch.tensor(self.lengths, device=device).cumsum(0) - 1
         rows = [row_of[flight.request.tokens] for flight in joining]

@@ -1,7 +1,7 @@
 """The learner of one device: packed micro-batches, unnormalised accumulation, one division and clip at the step, AdamW.
 
 All work runs on one thread of its own, so that training neither blocks the event loop nor the engine.
-Shapes: N tokens of the micro-batch, M of them trained, R rows.
+Shapes: N tokens to compute (a prompt that rows share counts once), T tokens of all rows, M of them trained, R rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
-from millstream.model.attention import Packed
+from millstream.model.attention import Indices, Packed
 from millstream.model.load import check_layers, model_weights, save_model
 from millstream.model.objective import LossInputs, Objective
 from millstream.threads import DaemonThreads
@@ -221,29 +221,49 @@ def _on_host(value: Any) -> Any:
 
 
 class _Rows:
-    """The rows of a micro-batch as flat tensors. A trained token is predicted from the position before it."""
+    """The rows of a micro-batch as flat tensors. A trained token is predicted from the position before it.
+
+    What comes before the first trained token of a row (the prompt) is often that of other rows, too: it is computed once."""
 
     def __init__(self, rows: Sequence[TrainRow], device: torch.device) -> None:
-        lengths = [len(row.tokens) for row in rows]
         masks = [row.loss_mask for row in rows]
         if any(mask[0] for mask in masks):
             raise LearnerError("the first token of a row cannot be trained: nothing comes before it")
-        mask_N = np.concatenate(masks)
-        trained_M = np.flatnonzero(mask_N)
+        trained_M = np.flatnonzero(np.concatenate(masks))
         self.num_trained = len(trained_M)
-        self.packed = Packed(lengths, device)
+        indices = share_prompts(rows)
+        self.packed = Packed(indices, device)
+        at_T, tokens_T = np.concatenate(indices), np.concatenate([row.tokens for row in rows])
+        tokens_N = np.zeros(self.packed.position_ids.shape[1], np.int64)
+        tokens_N[at_T] = tokens_T
 
         def on_device(array: np.ndarray[Any, Any]) -> Tensor:
             return torch.from_numpy(array).to(device)
 
-        tokens_N = np.concatenate([row.tokens for row in rows]).astype(np.int64)
         self.tokens_N = on_device(tokens_N)
-        self.before_M = on_device(trained_M - 1)
-        self.targets_M = on_device(tokens_N[trained_M])
+        self.before_M = on_device(at_T[trained_M - 1])
+        self.targets_M = on_device(tokens_T[trained_M].astype(np.int64))
         self.behaviour_M = on_device(np.concatenate([row.logprobs for row in rows])[trained_M])
         self.advantages_M = on_device(np.concatenate([row.advantages for row in rows])[trained_M])
-        self.row_M = on_device(np.repeat(np.arange(len(rows)), lengths)[trained_M])
+        self.row_M = on_device(np.repeat(np.arange(len(rows)), [len(row) for row in indices])[trained_M])
         self.counts_R = on_device(np.array([mask.sum() for mask in masks], dtype=np.float32))
+
+
+def share_prompts(rows: Sequence[TrainRow]) -> list[Indices]:
+    """Where each row's tokens stand when every distinct prompt stands once: its members follow it or come later."""
+    prompts: dict[bytes, Indices] = {}
+    indices: list[Indices] = []
+    num_tokens = 0
+    for row in rows:
+        length = int(row.loss_mask.argmax())  # 0 where nothing is trained: nothing to share
+        key = row.tokens[:length].tobytes()
+        if key not in prompts:
+            prompts[key] = np.arange(num_tokens, num_tokens + length)
+            num_tokens += length
+        end = num_tokens + len(row.tokens) - length
+        indices.append(np.concatenate([prompts[key], np.arange(num_tokens, end)]))
+        num_tokens = end
+    return indices
 
 
 @torch.no_grad()

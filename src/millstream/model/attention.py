@@ -9,10 +9,10 @@ Shapes: N tokens in all, R rows (sequences), L tokens in the longest, H heads, K
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +22,9 @@ from millstream.errors import ModelError
 
 NAME = "millstream"
 """The name under which `attention` is registered: the `attn_implementation` of every model that we load."""
+
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Rule(NamedTuple):
@@ -65,53 +68,66 @@ AttentionInterface.register(NAME, attention)
 
 
 class Packed:
-    """Several sequences in one row, each causal over itself.
+    """Several sequences in one row of N tokens, each causal over itself.
 
-    Rows are attended to in classes of similar length (each at most twice as long as the shortest), so that a long row among
-    short ones does not make them all cost as much as it does."""
+    A sequence is given by the indices of its tokens among the N. Sequences may share a beginning, which is then computed once:
+    every layer but the attention sees it once, and only keys, values and scores are repeated.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self.lengths = list(lengths)
-        self.position_ids = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
-        starts = [0, *itertools.accumulate(lengths)]
-        classes: dict[int, list[int]] = {}
-        for row, length in enumerate(lengths):
-            classes.setdefault((length - 1).bit_length(), []).append(row)
-        self._classes = [_Rectangle([(starts[r], lengths[r]) for r in rows], device) for rows in classes.values()]
+    Sequences are attended to in classes of similar length (each at most twice as long as the shortest), so that a long one
+    among short ones does not make them all cost as much as it does."""
+
+    def __init__(self, rows: Sequence[Indices], device: torch.device | str = "cpu") -> None:
+        self.position_ids = torch.from_numpy(_positions(rows))[None].to(device)
+        classes: dict[int, list[Indices]] = {}
+        for row in rows:
+            classes.setdefault((len(row) - 1).bit_length(), []).append(row)
+        self._rectangles = [_Rectangle(some, device) for some in classes.values()]
+        slot_N = np.zeros(self.position_ids.shape[1], np.int64)
+        num_slots = 0
+        for some in classes.values():
+            longest = max(map(len, some))
+            for row in some:
+                slot_N[row] = np.arange(num_slots, num_slots + len(row))
+                num_slots += longest
+        self._slot_N = torch.from_numpy(slot_N).to(device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        if len(self._classes) == 1 and self._classes[0].is_all(query.shape[2]):
-            return self._classes[0].attend(query, key, value, rule)[None]
-        out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
-        for rows in self._classes:
-            some_query, some_key, some_value = (x.index_select(2, rows.at_N) for x in (query, key, value))
-            out = out.index_copy(0, rows.at_N, rows.attend(some_query, some_key, some_value, rule))
-        return out[None]
+        outs = [rows.attend(query, key, value, rule) for rows in self._rectangles]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs))[self._slot_N][None]
+
+
+def rows_of(lengths: Sequence[int]) -> list[Indices]:
+    """Sequences one after the other, sharing nothing."""
+    ends = np.cumsum(lengths)
+    return [np.arange(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+
+
+def _positions(rows: Sequence[Indices]) -> Indices:
+    at_N = np.concatenate(rows)
+    positions_N = np.zeros(at_N.max() + 1, np.int64)
+    positions_N[at_N] = np.concatenate([np.arange(len(row)) for row in rows])
+    return positions_N
 
 
 class _Rectangle:
-    """Rows of similar length, unpacked to [R, L] with zeros where a row has ended."""
+    """Rows of similar length, unpacked to [R, L]. Past a row's end stands any token: it comes later, so that none sees it."""
 
-    def __init__(self, spans: Sequence[tuple[int, int]], device: torch.device | str) -> None:
-        lengths = [length for _, length in spans]
-        self._num_rows, self._longest = len(spans), max(lengths)
-        self.at_N = torch.cat([torch.arange(begin, begin + length) for begin, length in spans]).to(device)
-        rows_N = torch.repeat_interleave(torch.arange(self._num_rows), torch.tensor(lengths))
-        columns_N = torch.cat([torch.arange(length) for length in lengths])
-        self._slot_N = (rows_N * self._longest + columns_N).to(device)
-
-    def is_all(self, num_tokens: int) -> bool:
-        return len(self.at_N) == num_tokens
+    def __init__(self, rows: Sequence[Indices], device: torch.device | str) -> None:
+        self._num_rows, self._longest = len(rows), max(map(len, rows))
+        at_RL = np.zeros((self._num_rows, self._longest), np.int64)
+        for number, row in enumerate(rows):
+            at_RL[number, : len(row)] = row
+            at_RL[number, len(row) :] = row[-1]
+        self._at = torch.from_numpy(at_RL.ravel()).to(device)
 
     def _unpack(self, packed: Tensor) -> Tensor:
         """[1, H, N, D] -> [R, H, L, D]."""
         _, heads, _, dim = packed.shape
-        rows = packed.new_zeros(self._num_rows * self._longest, heads, dim)
-        rows = rows.index_copy(0, self._slot_N, packed[0].transpose(0, 1))
+        rows = packed[0].transpose(0, 1)[self._at]
         return rows.view(self._num_rows, self._longest, heads, dim).transpose(1, 2)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """The outputs of these rows' tokens, [N, H, D]."""
+        """The output of every place of the rectangle, [R * L, H, D]."""
         query, key, value = self._unpack(query), self._unpack(key), self._unpack(value)
         mask = None
         if rule.window is not None or rule.softcap is not None:
@@ -119,7 +135,7 @@ class _Rectangle:
             mask = within_window(at[:, None], at[None, :], rule.window)
         rows = scores(query, key, value, mask, rule, is_causal=mask is None)
         _, heads, _, dim = rows.shape
-        return rows.transpose(1, 2).reshape(self._num_rows * self._longest, heads, dim)[self._slot_N]
+        return rows.transpose(1, 2).reshape(self._num_rows * self._longest, heads, dim)
 
 
 def within_window(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:
