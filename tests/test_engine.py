@@ -18,12 +18,13 @@ from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.batching import Batcher
 from millstream.engine.process import ProcessHost
-from millstream.engine.sampling import sample
+from millstream.engine.sampling import sample, uniforms
 from millstream.engine.torch import TorchEngine
 from millstream.errors import EngineError, ModelError, RequestRefused
 from millstream.events import Span
 from millstream.events.sinks import MemorySink
 from millstream.runtime.build import build_engine
+from millstream.seeds import derive_seed
 from millstream.types import Completion, Finish, RequestKey, Sampling
 from tiny import CONFIGS, VOCABULARY, make, plain, prompts, request
 
@@ -182,13 +183,20 @@ def test_a_stop_token_ends_a_request_and_is_its_last_token() -> None:
 def test_sampling_frequencies_fit_the_distribution_and_its_log_probabilities(temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 12, generator=generator)
-    uniforms = torch.rand(20_000, generator=generator, dtype=torch.float64).tolist()
-    tokens, logprobs = sample(logits.expand(20_000, -1), [temperature] * 20_000, uniforms)
+    seeds = [derive_seed(7, number) for number in range(400)]
+    numbers = uniforms([seed for seed in seeds for _ in range(50)], list(range(50)) * 400)
+    tokens, logprobs = sample(logits.expand(20_000, -1), [temperature] * 20_000, numbers)
     probabilities = torch.softmax(logits[0] / temperature, -1)
     counts = torch.bincount(torch.tensor(tokens), minlength=12)
     chi_square = float(((counts - 20_000 * probabilities) ** 2 / (20_000 * probabilities)).sum())
     assert chi_square < 31.3, "above the 99.9% quantile of chi-square with 11 degrees of freedom"
     assert torch.allclose(torch.tensor(logprobs), probabilities.log()[torch.tensor(tokens)], atol=1e-5)
+
+
+def test_the_random_numbers_are_those_of_the_published_generator_whoever_stands_beside() -> None:
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]  # seed 1234567
+    assert uniforms([1234567] * 4, range(4)).tolist() == [(number >> 11) / 2**53 for number in published]
+    assert uniforms([9, 1234567, 2**63 - 1], [5, 2, 40])[1] == (published[2] >> 11) / 2**53
 
 
 def test_a_token_of_probability_zero_is_never_sampled() -> None:

@@ -16,12 +16,11 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millstream.engine.sampling import sample
+from millstream.engine.sampling import sample, uniforms
 from millstream.errors import EngineError, ModelError, RequestRefused
 from millstream.model.attention import Packed, Rule, rows_of, scores, within_window
 from millstream.model.load import check_layers, context_length, model_weights
@@ -31,14 +30,13 @@ from millstream.types import Completion, Finish, Request, RequestKey, Weights
 class InFlight:
     """One request on its way."""
 
-    __slots__ = ("finish", "logprobs", "request", "tokens", "uniforms", "versions")
+    __slots__ = ("finish", "logprobs", "request", "tokens", "versions")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        self.uniforms = np.random.Generator(np.random.Philox(key=request.seed)).random(request.sampling.max_tokens)
         self.finish: Finish | None = None
 
     @property
@@ -106,7 +104,7 @@ class Batcher:
                 return [(key, flight.completion())]
         for slot, flight in enumerate(self._running):
             if flight.request.key == key:
-                self._leave(slot)
+                self._leave([slot])
                 return [(key, flight.completion())]
         return []
 
@@ -136,13 +134,10 @@ class Batcher:
         prefill = _Prefill(self._cache, joining, first_slot=len(decoding), device=self._device) if joining else None
         decode = _Decode(self._cache, decoding, device=self._device) if decoding else None
         self._sample([*decoding, *joining], self._forward(decode, prefill))
-        finished: Finished = []
-        for slot in reversed(range(len(self._running))):
-            flight = self._running[slot]
-            if flight.finish is not None:
-                self._leave(slot)
-                finished.append((flight.request.key, flight.completion()))
-        return finished[::-1]
+        ended = [slot for slot, flight in enumerate(self._running) if flight.finish is not None]
+        finished = [(self._running[slot].request.key, self._running[slot].completion()) for slot in ended]
+        self._leave(ended)
+        return finished
 
     def _join(self) -> list[InFlight]:
         """Waiting requests for the free slots, as many as fit into one pass; a prompt above the limit goes alone."""
@@ -155,11 +150,17 @@ class Batcher:
             joining.append(self._waiting.popleft())
         return joining
 
-    def _leave(self, slot: int) -> None:
-        last = self._running.pop()
-        if slot < len(self._running):
-            self._running[slot] = last
-            self._cache.move(len(self._running), slot)
+    def _leave(self, slots: Sequence[int]) -> None:
+        """Free these slots; requests of the last slots move into the gaps."""
+        num_left = len(self._running) - len(slots)
+        gaps = [slot for slot in slots if slot < num_left]
+        leaving = set(slots)
+        movers = [slot for slot in range(num_left, len(self._running)) if slot not in leaving]
+        for source, target in zip(movers, gaps, strict=True):
+            self._running[target] = self._running[source]
+        del self._running[num_left:]
+        if gaps:
+            self._cache.move(movers, gaps)
 
     def _forward(self, decode: _Decode | None, prefill: _Prefill | None) -> Tensor:
         """The logits [R, V] that follow the newest token of each request, those that decode first."""
@@ -181,8 +182,8 @@ class Batcher:
 
     def _sample(self, flights: Sequence[InFlight], logits_RV: Tensor) -> None:
         temperatures = [flight.request.sampling.temperature for flight in flights]
-        uniforms = [flight.uniforms[len(flight.tokens)] for flight in flights]
-        tokens, logprobs = sample(logits_RV, temperatures, uniforms)
+        uniforms_R = uniforms([flight.request.seed for flight in flights], [len(flight.tokens) for flight in flights])
+        tokens, logprobs = sample(logits_RV, temperatures, uniforms_R)
         for flight, token, logprob in zip(flights, tokens, logprobs, strict=True):
             flight.append(token, logprob, self.version)
         self.tokens_generated += len(flights)
@@ -230,7 +231,7 @@ class SlotCache:
     def _new(self, like: Tensor) -> Tensor:
         return like.new_zeros(self._num_slots, like.shape[1], self._capacity, like.shape[3])
 
-    def move(self, source: int, target: int) -> None:
+    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
         for key, value in self._layers.values():
             key[target] = key[source]
             value[target] = value[source]

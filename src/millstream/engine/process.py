@@ -6,6 +6,7 @@ part. It ends when the socket closes, however the parent died; if it dies itself
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import shutil
@@ -113,6 +114,7 @@ class ProcessHost:
         os.close(memory)
         self._is_closing = False
         self._outbox = bytearray()
+        self._pending, self._is_due = b"", False
         self._sending = threading.Lock()
 
     def start(self, on_report: OnReport) -> None:
@@ -123,18 +125,26 @@ class ProcessHost:
         self._shared.write(weights)
 
     def send(self, command: Command) -> None:
+        """Commands of one turn of the event loop go out together: a group's requests are one call to the system."""
         self._is_closing = self._is_closing or isinstance(command, Close)
-        frame = _frame(command)
+        self._pending += _frame(command)
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._send_pending)
+
+    def _send_pending(self) -> None:
+        self._is_due = False
+        frames, self._pending = self._pending, b""
         with self._sending:
             is_first = not self._outbox
             if is_first:
                 try:
-                    frame = frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
+                    frames = frames[self._socket.send(frames, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
                     pass
                 except OSError:  # the process is gone: the reader says so to everybody who waits
                     return
-            self._outbox += frame
+            self._outbox += frames
             is_thread_needed = is_first and bool(self._outbox)
         if is_thread_needed:  # it reads more slowly than we write, or not at all: that must not hold the event loop up
             threading.Thread(target=self._send_rest, name="engine commands", daemon=True).start()

@@ -9,13 +9,30 @@ Shapes: R rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+GOLDEN = 0x9E3779B97F4A7C15
+Uniforms = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Uniforms:
+    """One number in [0, 1) for each request's seed and the position of the token: output number `position` of the generator
+    SplitMix64 (Steele, Lea and Flood, 2014) that starts at the seed. It has no state, so that a request can go on elsewhere."""
+    with np.errstate(over="ignore"):
+        z = np.array(seeds, np.uint64) + (np.array(positions, np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    numbers: Uniforms = (z >> np.uint64(11)) * 2.0**-53
+    return numbers
+
 
 def sample(
-    logits_RV: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
+    logits_RV: Tensor, temperatures: Sequence[float], uniforms_R: Sequence[float] | Uniforms
 ) -> tuple[list[int], list[float]]:
     """Tokens and log-probabilities. Temperature 0 takes the likeliest token and reports its plain log-probability."""
     greedy_R = torch.tensor([temperature == 0 for temperature in temperatures], device=logits_RV.device)
@@ -24,7 +41,9 @@ def sample(
         logits_RV = logits_RV / torch.tensor(divisors, device=logits_RV.device)[:, None]
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
-    threshold_R1 = torch.tensor(uniforms, dtype=torch.float64, device=logits_RV.device)[:, None] * cumulative_RV[:, -1:]
+    threshold_R1 = (
+        torch.tensor(uniforms_R, dtype=torch.float64, device=logits_RV.device)[:, None] * cumulative_RV[:, -1:]
+    )
     tokens_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True).clamp_(max=logits_RV.shape[-1] - 1)
     if greedy_R.any():
         tokens_R1 = torch.where(greedy_R[:, None], logprobs_RV.argmax(-1, keepdim=True), tokens_R1)
