@@ -91,5 +91,8 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         model.save_pretrained(path)
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error)) from error
+    usual_mode = (path / "config.json").stat().st_mode
+    for weights in path.glob("*.safetensors"):  # safetensors makes them readable by their owner alone
+        weights.chmod(usual_mode)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
