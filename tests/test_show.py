@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import millstream
 from millstream.cli.main import app
 from millstream.cli.show import Lines
 from millstream.cli.view import View, sparkline
@@ -155,6 +156,23 @@ def test_init_writes_a_config_that_is_valid_and_never_over_a_file(tmp_path: Path
     assert load(path, RunConfig).data.path == "data.jsonl"
     again = CliRunner().invoke(app, ["init", str(path)])
     assert again.exit_code == 1 and "exists already" in " ".join(again.output.split())
+
+
+def test_init_makes_the_folder_and_says_in_one_line_why_it_cannot(tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["init", str(tmp_path / "new/folder/mine.toml")]).exit_code == 0
+    assert (tmp_path / "new/folder/mine.toml").is_file()
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["init", str(tmp_path / "file/mine.toml")])
+    assert (
+        result.exit_code == 1
+        and result.output.startswith("ConfigError: cannot write")
+        and len(result.output.splitlines()) == 1
+    )
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.output.strip() == f"millstream {millstream.__version__}"
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "trace", "init"])

@@ -35,8 +35,18 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 console, errors = Console(), Console(stderr=True)
 
 
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        console.out(f"millstream {millstream.__version__}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Millstream: asynchronous reinforcement learning for language models."""
 
 
@@ -199,8 +209,16 @@ def init(
     with said():
         if path.exists():
             raise ConfigError(f"{path} exists already: choose another name")
-        path.write_text(TEMPLATE)
-        console.print(f"wrote {path}. Fill in the model and the data, then: millstream train {path}", highlight=False)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(TEMPLATE)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        console.print(
+            f"wrote {path}. Fill in the model and the data, then: {program()} train {path}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 @contextmanager
