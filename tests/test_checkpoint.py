@@ -160,7 +160,7 @@ def test_sigterm_is_a_clean_stop_with_a_checkpoint_of_the_last_step(tmp_path: Pa
     until(lambda: steps_of(run_dir) >= 5, process)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 143 and f"To go on: millstream train --resume {run_dir}" in output
+    assert process.returncode == 143 and f"To go on:\n  millstream train --resume {run_dir}" in output
     assert "Traceback" not in output
     *_, last = read_events(run_dir / "events.jsonl")
     assert isinstance(last, RunEnded) and last.outcome == "Stopped" and last.version >= 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,6 +26,14 @@ def run(tmp_path: Path, *arguments: str) -> str:
     result = CliRunner().invoke(app, ["train", *arguments, "--set", f"run_dir={tmp_path / 'run'}"])
     assert result.exit_code == 0, result.output
     return result.output
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that came to its end."""
+    folder = tmp_path_factory.mktemp("finished")
+    run(folder, DEMO, *SHORT)
+    return folder / "run"
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
@@ -54,6 +63,47 @@ def test_a_short_run_leaves_a_folder_that_says_everything(tmp_path: Path, max_la
         app, ["eval", str(folder / "config.toml"), "--model", str(folder / "model"), "--json", *SHORT]
     )
     assert json.loads(measured.output)["greedy"] == pytest.approx(summary["greedy_after"], abs=0.04)
+
+
+def test_eval_of_a_run_folder_takes_its_model_says_so_and_gets_the_figure_of_the_run_again(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    for arguments in ([str(finished)], [str(finished / "config.toml"), "--model", str(finished)]):
+        measured = CliRunner().invoke(app, ["eval", *arguments, "--json"])
+        assert f"{finished} is a run folder: measuring its model, {finished / 'model'}" in measured.stderr
+        found = json.loads(measured.stdout)
+        assert found["accuracy"] == pytest.approx(summary["accuracy_after"], abs=0.04)
+
+
+def test_eval_shows_prompts_with_completion_answer_and_reward(finished: Path, tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["eval", str(finished), "--show", "2"]).stdout
+    names = [line.split()[0] for line in shown.splitlines() if line]
+    assert names == ["prompt", "completion", "answer", "reward"] * 2 + ["accuracy,", "accuracy,"]
+    (tmp_path / "mine.py").write_text("def reward(task, completion):\n    return 1 / (task.answer < '05')\n")
+    reward = f"reward=[{{function='{tmp_path / 'mine.py'}:reward'}}]"
+    shown = CliRunner().invoke(app, ["eval", str(finished), "--show", "32", "--set", reward]).stdout
+    assert "reward      0.000 (RewardFailed: " in shown and "reward      1.000\n" in shown, "a failure is shown, too"
+
+
+def test_a_model_is_asked_of_a_run_that_has_none_yet(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(Path(DEMO).read_text())
+    said = CliRunner().invoke(app, ["eval", str(tmp_path)]).output
+    assert f"has no model yet. To go on with it:\n  millstream train --resume {tmp_path}\n" in said
+
+
+def test_a_finished_run_says_where_its_model_is_and_what_to_type_to_go_further(finished: Path) -> None:
+    result = CliRunner().invoke(app, ["train", "--resume", str(finished)])
+    assert result.exit_code == 1 and f"is finished: its model is in {finished / 'model'}." in result.output
+    words = shlex.split(result.output.splitlines()[-1])
+    assert words[:2] == ["millstream", "train"]
+    further = CliRunner().invoke(app, [*words[1:], "--dry-run"])
+    assert further.exit_code == 0 and f'path = "{finished / "model"}"' in further.output
+
+
+def test_a_run_folder_in_place_of_a_config_is_answered_with_what_to_type(finished: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["train", str(finished)])
+    assert result.exit_code == 1 and result.output.endswith(f"\n  millstream train --resume {finished}\n")
+    result = CliRunner().invoke(app, ["train", str(tmp_path)])
+    assert result.exit_code == 1 and "expected a config" in result.output and "init mine.toml" in result.output
 
 
 def test_a_saved_model_can_be_trained_further_on_a_file_of_ones_own(tmp_path: Path) -> None:
@@ -140,7 +190,9 @@ def test_ctrl_c_is_a_clean_stop_with_an_exit_code_of_its_own(tmp_path: Path) -> 
             break
     process.send_signal(signal.SIGINT)
     rest = process.stdout.read()
-    assert process.wait(timeout=60) == 130 and "To go on: millstream train --resume" in rest and "Traceback" not in rest
+    assert (
+        process.wait(timeout=60) == 130 and "To go on:\n  millstream train --resume" in rest and "Traceback" not in rest
+    )
     *_, last = read_events(tmp_path / "run/events.jsonl")
     assert isinstance(last, RunEnded) and last.outcome == "Stopped"
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import millstream
+from millstream.cli import main
 from millstream.cli.main import app
 from millstream.cli.show import Lines
 from millstream.cli.view import View, sparkline
@@ -23,6 +24,7 @@ from millstream.events import (
     Event,
     RolloutEnded,
     RunStarted,
+    Sample,
     Span,
     Stalled,
     Status,
@@ -31,8 +33,10 @@ from millstream.events import (
     WarmedUp,
 )
 from millstream.events.sinks import JsonlSink, MetricsSink
+from millstream.events.summary import summarise
 from millstream.events.trace import perfetto
 from millstream.runtime.config import RunConfig
+from millstream.runtime.folder import RunResult
 from simulated import World, simulate
 
 STATUS = Status(
@@ -105,6 +109,28 @@ def test_plain_lines_say_the_same_where_there_is_no_terminal() -> None:
         lines.emit(event)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 6/6  reward" in text and "sampled before: accuracy 0.125" in text and "has waited 31 s" in text
+
+
+def test_the_view_and_the_lines_show_a_sample_of_every_evaluation() -> None:
+    sample = Sample(prompt="2+2=", completion="5[b]", reward=0.25, answer="4")
+    evaluated = Evaluated(at=0.0, name="step 3", version=3, accuracy=0.5, num_tasks=2, sample=sample)
+    console = Console(file=io.StringIO(), width=200)
+    view, lines = View(console, num_steps=6, max_lag=1), Lines(console, num_steps=6)
+    view.emit(evaluated)
+    lines.emit(evaluated)
+    for text in (drawn(view), console.file.getvalue()):  # type: ignore[attr-defined]
+        assert "'2+2=' -> '5[b]'  reward 0.250, answer '4'" in text
+
+
+def test_what_to_type_next_stands_alone_on_lines_that_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    monkeypatch.setattr(main, "console", console)
+    run_dir = "/a/folder/with/quite/a/long/name/for/a/terminal/that/is/eighty/columns/wide/runs/mine-1"
+    accuracies = dict.fromkeys(("accuracy_before", "accuracy_after", "greedy_before", "greedy_after"))
+    main._show_result(RunResult(run_dir=run_dir, summary=summarise([]), **accuracies))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert f"    millstream audit {run_dir}" in lines and f"    millstream eval {run_dir} --show 3" in lines
+    assert f"run folder    {run_dir}" in lines
 
 
 def test_a_sparkline_follows_the_values() -> None:

@@ -24,6 +24,7 @@ from millstream.runtime.pipeline import PipelineConfig, RolloutConfig
 
 if TYPE_CHECKING:
     from millstream.events import EventSink
+    from millstream.runtime.evaluate import Measured
     from millstream.runtime.folder import RunResult
 
 __version__ = "0.1.0"
@@ -43,8 +44,8 @@ def resume(run_dir: str | Path, *, sinks: Sequence[EventSink] = ()) -> RunResult
     return local.resume(Path(run_dir), sinks=sinks)
 
 
-def evaluate(config: RunConfig) -> tuple[float, float]:
-    """The mean reward of the config's model on its held-out tasks: sampled as in training, and greedy."""
+def evaluate(config: RunConfig) -> Measured:
+    """The mean reward of the config's model on its held-out tasks: sampled as in training, and greedy; and what it wrote."""
     from millstream.runtime import local
 
     return local.evaluate_model(config)

@@ -27,7 +27,7 @@ REFUSED["top_k"] = REFUSED["min_p"] = REFUSED["top_p"]
 
 
 def load(path: Path, kind: type[C], overrides: Sequence[str] = ()) -> C:
-    """The config in a TOML file, with `a.b=c` overrides on top."""
+    """The config in a TOML file, with `a.b=c` overrides on top; `a.b=` leaves the key unset."""
     try:
         data = tomllib.loads(path.read_text())
     except OSError as error:
@@ -63,7 +63,10 @@ def _override(data: dict[str, Any], override: str) -> None:
         data = data.setdefault(parent, {})
         if not isinstance(data, dict):
             raise ConfigError(f"--set {override}: {parent} is not a table")
-    data[last] = _value(value.strip())
+    if value.strip():
+        data[last] = _value(value.strip())
+    else:
+        data.pop(last, None)
 
 
 def _value(text: str) -> Any:

@@ -14,6 +14,7 @@ from millstream.events import (
     Event,
     Resumed,
     RolloutFailed,
+    Sample,
     Stalled,
     Stepped,
     StopRequested,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from millstream.runtime.folder import RunResult
 
 
+NEXT_LINE = "\n" + 12 * " "
 Alarm = CheckpointFailed | Stalled | StopRequested
 
 
@@ -78,6 +80,8 @@ class Lines:
             case Evaluated() if event.name != "warmup":
                 failed = f" ({event.num_failed} failed: {event.failure})" if event.num_failed else ""
                 self._say(event.at, f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks{failed}")
+                if event.sample is not None:
+                    self._say(event.at, f"a sample: {sample_line(event.sample)}")
             case Resumed():
                 self._say(event.at, f"goes on from step {event.version}")
             case CheckpointFailed() | Stalled() | StopRequested():
@@ -87,6 +91,29 @@ class Lines:
 
     def _say(self, at: float, text: str) -> None:
         self._console.out(f"[{at:7.1f} s] {text}", highlight=False)
+
+
+def sample_text(sample: Sample) -> str:
+    """A rollout in full, one paragraph."""
+    parts = [("prompt", sample.prompt), ("completion", sample.completion)]
+    parts += [] if sample.answer is None else [("answer", sample.answer)]
+    parts += [("reward", f"{sample.reward:.3f}{_because(sample)}")]
+    return "".join(f"{name:10}  {text.replace(chr(10), NEXT_LINE)}\n" for name, text in parts)
+
+
+def sample_line(sample: Sample) -> str:
+    """A rollout at a glance, one line."""
+    answer = "" if sample.answer is None else f", answer {_clipped(sample.answer)}"
+    reward = f"reward {sample.reward:.3f}{_because(sample)}"
+    return f"{_clipped(sample.prompt)} -> {_clipped(sample.completion)}  {reward}{answer}"
+
+
+def _because(sample: Sample) -> str:
+    return f" ({sample.failure})" if sample.failure else ""
+
+
+def _clipped(text: str, most: int = 40) -> str:
+    return repr(text if len(text) <= most else text[:most] + "…")
 
 
 def result_table(result: RunResult) -> Table:

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from millstream.cli.show import alarm
+from millstream.cli.show import alarm, sample_line
 from millstream.events import (
     CheckpointFailed,
     Evaluated,
@@ -25,6 +25,7 @@ from millstream.events import (
     Resumed,
     RolloutFailed,
     RunStarted,
+    Sample,
     Stalled,
     Status,
     Stepped,
@@ -49,6 +50,7 @@ class View:
         self._rewards: list[float] = []
         self._lags: dict[int, int] = {}
         self._accuracies: list[str] = []
+        self._sample: Sample | None = None
         self._notes: deque[str] = deque(maxlen=3)
         self._status: Status | None = None
         self._begun: tuple[float, int] | None = None
@@ -83,6 +85,7 @@ class View:
                 self._status = event
             case Evaluated() if event.name != "warmup":
                 self._accuracies.append(f"{event.name} {event.accuracy:.3f}")
+                self._sample = event.sample
             case Resumed():
                 self._phase, self._begun = "reinforcement learning", (event.at, event.version)
                 self._notes.append(f"goes on from step {event.version}")
@@ -127,6 +130,8 @@ class View:
         reward = f"{self._mean('reward'):.3f}  [green]{sparkline(self._rewards)}[/]" if self._rewards else "-"
         grid.add_row("reward", reward)
         grid.add_row("accuracy", ", ".join(self._accuracies) or "-")
+        if self._sample is not None:
+            grid.add_row("a sample", Text(sample_line(self._sample)))
         speed = f"{self._mean('rollouts_per_s'):.0f} rollouts/s, {self._mean('tokens_per_s'):.0f} tokens/s"
         grid.add_row("speed", speed if self._recent else "-")
         lags = "  ".join(f"{lag}: {count}" for lag, count in sorted(self._lags.items()))

@@ -200,6 +200,17 @@ class WarmedUp(Event, frozen=True, kw_only=True):
     stop_at: float
 
 
+class Sample(Struct, frozen=True, kw_only=True):
+    """One rollout as text, to look at."""
+
+    prompt: str
+    completion: str
+    reward: float
+    answer: str | None = None
+    failure: str = ""
+    """Why it has no reward of its own; it counts 0."""
+
+
 class Evaluated(Event, frozen=True, kw_only=True):
     """`version` is the engine's; None if the weights changed while it ran (a mixed evaluation)."""
 
@@ -211,6 +222,8 @@ class Evaluated(Event, frozen=True, kw_only=True):
     """Rollouts that failed; they count 0."""
     failure: str = ""
     """Why the last of them did."""
+    sample: Sample | None = None
+    """The rollout of the first task."""
 
 
 class CheckpointSealed(Event, frozen=True, kw_only=True):

@@ -40,6 +40,7 @@ from millstream.events import (
     Resumed,
     RunEnded,
     RunStarted,
+    Sample,
     Status,
     StopRequested,
     WarmedUp,
@@ -52,7 +53,7 @@ from millstream.runtime import build, checkpoint
 from millstream.runtime.admission import full_budget
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run
-from millstream.runtime.evaluate import evaluate
+from millstream.runtime.evaluate import Measured, evaluate
 from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.router import Router
@@ -142,7 +143,7 @@ def _carry_out(
     except BaseException as error:
         outcome = type(error).__name__
         if isinstance(error, MillstreamError):
-            error.add_note(f"The run folder is {folder.path}. Mend it, and go on: {resume_command(folder.path)}")
+            error.add_note(f"The run folder is {folder.path}. Mend it, and go on:\n  {resume_command(folder.path)}")
         raise
     finally:
         run.say_ended(outcome)
@@ -188,18 +189,19 @@ class Before(NamedTuple):
         return 0 if self.found is None else self.found.manifest.version
 
 
-def evaluate_model(config: RunConfig) -> tuple[float, float]:
-    """Accuracy of the config's model on its held-out tasks: sampled, and greedy. Leaves no run folder."""
+def evaluate_model(config: RunConfig) -> Measured:
+    """The config's model on its held-out tasks: sampled, and greedy. Leaves no run folder. Draws the random numbers of a run's
+    last evaluation, so that a finished run's model gets its figure again."""
     prepared = prepare(config)
     if not prepared.held_out:
         raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
 
-    async def measure() -> tuple[float, float]:
+    async def measure() -> Measured:
         clock, sink = RealClock(), Tee([])
         on_thread = structs.replace(config.engine, process=False)
         engine = build.build_engine(on_thread, prepared.model, clock=clock, sink=sink)
         evaluator = _Evaluator(prepared, Router([engine]), clock, sink, _waits(config, clock, sink))
-        found = await evaluator.sampled_and_greedy("")
+        found = await evaluator.sampled_and_greedy("after")
         await engine.close()
         assert found is not None
         return found
@@ -215,7 +217,7 @@ class _Evaluator:
         self._waits = waits
         self._is_running = False
 
-    async def once(self, name: str, tasks: Sequence[Task], sampling: Sampling) -> Evaluated:
+    async def once(self, name: str, tasks: Sequence[Task], sampling: Sampling) -> tuple[Evaluated, tuple[Sample, ...]]:
         config = self._prepared.config
         evaluation = evaluate(
             name,
@@ -228,20 +230,21 @@ class _Evaluator:
             waits=self._waits,
             seed=config.seed,
             timeout_s=config.rollout.timeout_s,
+            decode=self._prepared.text.decode,
         )
         # its rollouts have their timeouts
         return await self._waits.on(f"evaluation {name}", "its rollouts", evaluation, has_deadline=False)
 
-    async def sampled_and_greedy(self, when: str) -> tuple[float, float] | None:
+    async def sampled_and_greedy(self, when: str) -> Measured | None:
         """Sampled as in training, and greedy; None without held-out tasks."""
         tasks, sampling = self._prepared.held_out, self._prepared.sampling
         if not tasks:
             return None
-        sampled = await self.once(f"sampled {when}".strip(), tasks, sampling)
+        sampled, samples = await self.once(f"sampled {when}", tasks, sampling)
         if sampled.num_failed == sampled.num_tasks:
             raise MillstreamError(f"every rollout of an evaluation failed, the last with {sampled.failure}")
-        greedy = await self.once(f"greedy {when}".strip(), tasks, structs.replace(sampling, temperature=0.0))
-        return sampled.accuracy, greedy.accuracy
+        greedy, _ = await self.once(f"greedy {when}", tasks, structs.replace(sampling, temperature=0.0))
+        return Measured(accuracy=sampled.accuracy, greedy=greedy.accuracy, samples=samples)
 
     async def beside(self, version: int) -> None:
         """While training runs, every so many steps; left out while another is running."""
@@ -336,7 +339,8 @@ class _Run:
         resumed_from = None if self._found is None else self._version
         version = resumed_from if self._checkpoints is None else self._checkpoints.version
         kept = "nothing was trained yet" if version is None else f"the checkpoint of step {version} is written"
-        return f"stopped by {signal.Signals(self._stopped_by or 0).name}; {kept}. To go on: {resume_command(self._folder.path)}"
+        by = signal.Signals(self._stopped_by or 0).name
+        return f"stopped by {by}; {kept}. To go on:\n  {resume_command(self._folder.path)}"
 
     def _watchdog(self) -> Watchdog:
         pipeline = self._prepared.config.pipeline
@@ -359,7 +363,7 @@ class _Run:
         with suppress(OSError):
             self._sync()
         sys.stderr.write(f"StallError: {reason}. Stacks are in {self._folder.stacks}. ")
-        sys.stderr.write(f"To go on: {resume_command(self._folder.path)}\n")
+        sys.stderr.write(f"To go on:\n  {resume_command(self._folder.path)}\n")
         sys.stderr.flush()
         os._exit(1)
 
@@ -425,7 +429,8 @@ class _Run:
 
         async def accuracy_of(weights: Weights) -> float:
             await self._waits.on("warm-up", f"{engine.name} to load its weights", engine.load(0, weights))
-            return (await evaluator.once("warmup", prepared.data.train[:WARMUP_PROBE], prepared.sampling)).accuracy
+            measured, _ = await evaluator.once("warmup", prepared.data.train[:WARMUP_PROBE], prepared.sampling)
+            return measured.accuracy
 
         def say(step: int, accuracy: float) -> None:
             now, most = self._clock.now(), config.max_steps
