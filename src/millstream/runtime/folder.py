@@ -28,7 +28,7 @@ from millstream.events import Evaluated, RunEnded
 from millstream.events.sinks import read_events, read_history
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
-from millstream.runtime.config import RunConfig
+from millstream.runtime.config import RunConfig, with_absolute_paths
 
 FINISHED = "finished"
 
@@ -68,7 +68,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder.lock()
-            folder.config.write_text(to_toml(config))
+            folder.config.write_text(to_toml(with_absolute_paths(config)))
         except OSError as error:
             raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
         return folder
