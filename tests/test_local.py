@@ -13,8 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from millstream.cli.main import app
+from millstream.config import load
+from millstream.errors import ModelError
 from millstream.events import GroupTaken, RunEnded, Span
 from millstream.events.sinks import read_events
+from millstream.runtime.config import RunConfig, with_absolute_paths
+from millstream.runtime.folder import RunFolder
+from millstream.runtime.local import prepare
 from tiny import make
 
 ROOT = Path(__file__).parent.parent
@@ -141,6 +146,82 @@ def test_json_output_is_json_and_nothing_else(tmp_path: Path) -> None:
 def test_a_dry_run_prints_the_resolved_config_and_runs_nothing(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["train", DEMO, "--dry-run", "--set", "pipeline.max_lag=3"])
     assert result.exit_code == 0 and "max_lag = 3" in result.output and "group_size" in result.output
+    assert "# run_dir = (unset)" in result.output and "# warmup_steps" not in result.output
+    (tmp_path / "again.toml").write_text(result.output)
+    changed = load(Path(DEMO), RunConfig, ["pipeline.max_lag=3"])
+    assert load(tmp_path / "again.toml", RunConfig) == changed, "comments and all, it is a config"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.path=nowhere.jsonl", "cannot read data.path = nowhere.jsonl"),
+        ("data.holdout=3", "Set data.holdout lower"),
+        ("reward.0.function=mine.py:rewrd", "mine.py has no function 'rewrd'"),
+        ("model.path=nowhere/at/all", "no such folder"),
+        ("model.path=bare", "no tokenizer in bare"),
+        ("model.path=.", "has no config.json; found: bare, data.jsonl, mine.py, model, run.toml. Expected a folder"),
+    ],
+)
+def test_a_dry_run_finds_what_a_run_would_stumble_over(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(finished / "model")
+    Path("bare").mkdir()
+    Path("bare/config.json").write_text("{}")
+    Path("data.jsonl").write_text('{"prompt": "1>"}\n' * 3)
+    Path("mine.py").write_text("def reward(task, completion):\n    return 1.0\n")
+    Path("run.toml").write_text(
+        "[model]\npath = 'model'\n[data]\npath = 'data.jsonl'\nholdout = 1\n[[reward]]\nfunction = 'mine.py:reward'\n"
+    )
+    well = CliRunner().invoke(app, ["train", "run.toml", "--dry-run"])
+    assert well.exit_code == 0 and "# checked: 2 tasks to train on, 1 held out" in well.output
+    result = CliRunner().invoke(app, ["train", "run.toml", "--dry-run", "--set", change])
+    assert result.exit_code == 1 and message in result.output, result.output
+
+
+def test_a_dry_run_loads_no_torch() -> None:
+    program = "import sys; from millstream.cli.main import app; app(['train', sys.argv[1], '--dry-run'], standalone_mode=False); print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", program, DEMO], capture_output=True, text=True, check=True)
+    assert out.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("org/name", ["org/name is neither a folder here", "nor could it be loaded from the Hugging Face hub", "Expected a folder"]),
+        ("./name", ["no such folder (looked for it from", "Expected a folder in Hugging Face format", "--set model.path="]),
+        ("RUN", ["is a run folder", "--set model.path=", "run/model"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_model_is_answered_with_what_was_found_and_expected(
+    finished: Path, path: str, words: list[str]
+) -> None:
+    config = load(Path(DEMO), RunConfig, ["model.tiny=", f"model.path={path.replace('RUN', str(finished))}"])
+    with pytest.raises(ModelError) as caught:
+        prepare(config)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_the_folder_of_a_run_keeps_paths_that_hold_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("data.jsonl").write_text('{"prompt": "1>"}\n')
+    Path("run.toml").write_text(
+        "run_dir = 'run'\n[model]\npath = 'model'\n[data]\npath = 'data.jsonl'\n"
+        "[[reward]]\nfunction = 'mine.py:reward'\n[[reward]]\nfunction = 'exact_match'\n[[reward]]\nfunction = 'a.b:c'\n"
+    )
+    config = load(Path("run.toml"), RunConfig)
+    RunFolder.create(config, "run").unlock()
+    kept = load(tmp_path / "run/config.toml", RunConfig)
+    assert (kept.model.path, kept.data.path) == (str(tmp_path / "model"), str(tmp_path / "data.jsonl"))
+    assert [reward.function for reward in kept.reward] == [f"{tmp_path / 'mine.py'}:reward", "exact_match", "a.b:c"]
+    assert with_absolute_paths(kept) == kept
+    on_hub = load(Path("run.toml"), RunConfig, ["model.path=org/name"])
+    assert with_absolute_paths(on_hub).model.path == "org/name", "a name on the hub stays one"
 
 
 @pytest.mark.parametrize(

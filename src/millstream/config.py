@@ -146,7 +146,7 @@ def _suggest(key: str, fields: Mapping[str, Any], paths: Sequence[str]) -> str:
 
 
 def to_toml(config: Struct) -> str:
-    """The resolved config, as TOML that `load` reads back. Keys that are None are left out."""
+    """The resolved config, as TOML that `load` reads back. Keys that are None are comments."""
     return "\n".join(_toml_lines(msgspec.to_builtins(config), "")).strip() + "\n"
 
 
@@ -154,7 +154,9 @@ def _toml_lines(table: dict[str, Any], name: str) -> Iterator[str]:
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
     arrays = {key: value for key, value in table.items() if _is_array_of_tables(value)}
     for key, value in table.items():
-        if key not in tables and key not in arrays and value is not None:
+        if value is None:
+            yield f"# {key} = (unset)"
+        elif key not in tables and key not in arrays:
             yield f"{key} = {msgspec.json.encode(value).decode()}"
     for key, value in tables.items():
         yield f"\n[{name}{key}]"

@@ -24,6 +24,7 @@ from millstream.errors import ConfigError, MillstreamError, Stopped
 from millstream.events import EventSink
 from millstream.events.bias import bias_report
 from millstream.events.sinks import read_history
+from millstream.runtime.check import check_parts
 from millstream.runtime.config import RunConfig, check_run
 from millstream.runtime.folder import RunFolder, program, resume_command
 from millstream.runtime.pipeline import PipelineConfig
@@ -64,7 +65,10 @@ def train(
     ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and print the resolved config; run nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check config, data, reward and model folder, print the resolved config; run nothing."
+        ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the end.")] = False,
     as_json: AsJson = False,
@@ -80,6 +84,8 @@ def train(
         config = configs.load(path or _config_in(resume), RunConfig, overrides or [])
         check_run(config)
         if dry_run:
+            for line in check_parts(config):
+                console.out(f"# {line}", highlight=False)
             console.out(configs.to_toml(config), end="", highlight=False)
             return
         with _shown(config.pipeline, is_quiet=quiet or as_json) as sinks:
@@ -210,7 +216,6 @@ def evaluate(
         config = configs.load(path, RunConfig, overrides or [])
         if model is not None:
             config = structs.replace(config, model=structs.replace(config.model, path=_model_in(model), tiny=None))
-        check_run(config)
         measured = millstream.evaluate(config)
         measured = structs.replace(measured, samples=measured.samples[:show])
         if as_json:

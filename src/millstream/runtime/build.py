@@ -24,6 +24,7 @@ from millstream.learner.torch import TorchLearner
 from millstream.model.load import context_length, load_model, load_tokenizer, num_cores
 from millstream.model.objective import Objective
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
+from millstream.model.where import check_path
 from millstream.runtime.admission import full_budget
 from millstream.runtime.config import ModelConfig, RunConfig
 from millstream.runtime.pipeline import STORE_TASKS, Algorithm
@@ -78,6 +79,7 @@ def build_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, Pre
         shape = TinyShape(hidden=tiny.hidden, layers=tiny.layers, heads=tiny.heads, context=tiny.context)
         return tiny_model(shape, tokenizer, seed=seed, dtype=dtype).to(device), tokenizer
     path = config.path or ""
+    check_path(path)
     tokenizer = load_tokenizer(path)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer in {path} has no end token: a rollout could never stop by itself")
