@@ -23,6 +23,8 @@ from millstream.events import (
     Evaluated,
     Event,
     RolloutEnded,
+    RolloutFailed,
+    RunEnded,
     RunStarted,
     Sample,
     Span,
@@ -131,6 +133,40 @@ def test_what_to_type_next_stands_alone_on_lines_that_are_not_broken(monkeypatch
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert f"    millstream audit {run_dir}" in lines and f"    millstream eval {run_dir} --show 3" in lines
     assert f"run folder    {run_dir}" in lines
+
+
+def failed(at: float, member: int, message: str) -> RolloutFailed:
+    return RolloutFailed(
+        at=at, group_id=1, member=member, attempt=1, error="RewardFailed", message=message, is_final=True
+    )
+
+
+def test_the_same_failure_is_said_once_and_then_counted() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    lines = Lines(console, num_steps=6)
+    view = View(Console(file=io.StringIO()), num_steps=6, max_lag=1)
+    view.emit(Stalled(at=0.0, owner="feed", what="room", seconds=31.0))
+    first = "reward mine.py:reward raised KeyError at mine.py:12"
+    failures = [failed(0.01 * i, i, f"{first}: 'key {i}'") for i in range(38)]
+    for event in [
+        *failures,
+        failed(1.0, 50, "another"),
+        failed(6.0, 51, "another"),
+        RunEnded(at=7.0, outcome="x", version=1),
+    ]:
+        lines.emit(event)
+        view.emit(event)
+    said = [line.partition("] ")[2] for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert said == [
+        f"group 1 goes on without member 0: {first}: 'key 0'",
+        "group 1 goes on without member 50: another",
+        f"the same, 37 times more: RewardFailed: {first}",
+        "the same, once more: RewardFailed: another",
+    ]
+    text = drawn(view)
+    assert "40 failed rollouts; the last: another" in text and "feed has waited 31 s" in text, (
+        "others are not driven out"
+    )
 
 
 def test_a_sparkline_follows_the_values() -> None:

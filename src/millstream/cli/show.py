@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from millstream.events import (
     Event,
     Resumed,
     RolloutFailed,
+    RunEnded,
     Sample,
     Stalled,
     Stepped,
@@ -60,7 +62,8 @@ class Lines:
     def __init__(self, console: Console, *, num_steps: int) -> None:
         self._console, self._num_steps = console, num_steps
         self._metrics = StepMetrics()
-        self._shown_at = float("-inf")
+        self._shown_at = self._counted_at = float("-inf")
+        self._repeats: Counter[str] = Counter()
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
@@ -87,10 +90,33 @@ class Lines:
             case CheckpointFailed() | Stalled() | StopRequested():
                 self._say(event.at, alarm(event))
             case RolloutFailed() if event.is_final:
-                self._say(event.at, f"group {event.group_id} goes on without member {event.member}: {event.message}")
+                self._say_failed(event)
+            case RunEnded():
+                self._say_repeats(event.at)
+
+    def _say_failed(self, event: RolloutFailed) -> None:
+        """In full the first time; the same again is counted, and told now and then."""
+        if event.at - self._counted_at >= self.EVERY_S:
+            self._say_repeats(event.at)
+        kind = _kind_of(event)
+        if kind not in self._repeats:
+            self._say(event.at, f"group {event.group_id} goes on without member {event.member}: {event.message}")
+        self._repeats[kind] += kind in self._repeats
+
+    def _say_repeats(self, at: float) -> None:
+        for kind, count in self._repeats.items():
+            if count:
+                self._say(at, f"the same, {'once' if count == 1 else f'{count} times'} more: {kind}")
+        self._repeats = Counter(dict.fromkeys(self._repeats, 0))
+        self._counted_at = at
 
     def _say(self, at: float, text: str) -> None:
         self._console.out(f"[{at:7.1f} s] {text}", highlight=False)
+
+
+def _kind_of(event: RolloutFailed) -> str:
+    """What failures that differ only in their details have in common."""
+    return f"{event.error}: {event.message.partition(': ')[0]}"
 
 
 def sample_text(sample: Sample) -> str:

@@ -54,6 +54,7 @@ class View:
         self._notes: deque[str] = deque(maxlen=3)
         self._status: Status | None = None
         self._begun: tuple[float, int] | None = None
+        self._failure = ""
         self._phase = "loading the model and the data"
         self._version, self._now, self._num_failed = 0, 0.0, 0
         self._live = Live(self, console=console, refresh_per_second=4, transient=False)
@@ -94,7 +95,7 @@ class View:
                 self._notes.append(alarm(event))
             case RolloutFailed():
                 self._num_failed += 1
-                self._notes.append(f"{self._num_failed} failed rollouts; the last: {event.message}")
+                self._failure = f"{self._num_failed} failed rollouts; the last: {event.message}"
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class View:
         parts: list[RenderableType] = [self._progress(), self._numbers()]
         if self._status is not None:
             parts += [Text(), self._waits(self._status)]
-        parts += [Text(note, style="yellow") for note in self._notes]
+        parts += [Text(note, style="yellow") for note in (*self._notes, self._failure) if note]
         return Panel(Group(*parts), title="[bold]millstream[/]", subtitle=self._phase, border_style="cyan")
 
     def _progress(self) -> RenderableType:

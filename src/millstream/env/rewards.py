@@ -11,12 +11,14 @@ import importlib
 import importlib.util
 import inspect
 import math
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
+from millstream import threads
 from millstream.errors import ConfigError, RewardFailed
 from millstream.threads import DaemonThreads
 from millstream.types import Task
@@ -28,7 +30,7 @@ Reward = Callable[[Task, str], float | Awaitable[float]]
 def exact_match(task: Task, completion: str) -> float:
     """1 if the completion, without surrounding space, is the task's answer."""
     if task.answer is None:
-        raise RewardFailed(f"task {task.id} has no answer to compare with: set data.answer_key")
+        raise RewardFailed(f"no answer to compare with: task {task.id} has none; set data.answer_key")
     return float(completion.strip() == task.answer.strip())
 
 
@@ -89,8 +91,21 @@ class _Timed:
                 f"reward {name} took longer than {self._config.timeout_s:g} s; reward.timeout_s sets the limit"
             ) from error
         except Exception as error:  # the border to the user's code: any error fails this rollout, and only it
-            raise RewardFailed(f"reward {name} raised {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__} at {_place(error)}"
+            raise RewardFailed(f"reward {name} raised {what}: {error}") from error
         return _number(value, name)
+
+
+OURS = (__file__, threads.__file__)
+
+
+def _place(error: Exception) -> str:
+    """The line of the user's own file where it was raised, or from where a library that raised it was called."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in OURS]
+    if not frames:  # it was not even called: wrong arguments, say
+        return "its call"
+    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    return f"{Path(last.filename).name}:{last.lineno}"
 
 
 def _number(value: Any, name: str) -> float:
