@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -10,16 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
+from millstream import train
 from millstream.cli.main import app
 from millstream.config import load
-from millstream.errors import ModelError
-from millstream.events import GroupTaken, RunEnded, Span
-from millstream.events.sinks import read_events
+from millstream.errors import DataError, ModelError
+from millstream.events import GroupTaken, RunEnded, Span, Warned
+from millstream.events.sinks import MemorySink, read_events
 from millstream.runtime.config import RunConfig, with_absolute_paths
 from millstream.runtime.folder import RunFolder
 from millstream.runtime.local import prepare
+from millstream.runtime.pipeline import PipelineConfig
 from tiny import make
 
 ROOT = Path(__file__).parent.parent
@@ -328,6 +332,31 @@ def test_a_chat_without_a_template_is_refused_by_name(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), "--set", f"run_dir={tmp_path / 'run'}"])
     said = " ".join(result.output.split())
     assert result.exit_code == 1 and "the model's tokenizer has no chat template" in said and "Traceback" not in said
+
+
+def own_data(finished: Path, tmp_path: Path, *prompts: str) -> RunConfig:
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in prompts))
+    changes = ["model.tiny=", f"model.path={finished / 'model'}", "data.toy=", f"data.path={tmp_path / 'mine.jsonl'}"]
+    return load(
+        finished / "config.toml", RunConfig, [*changes, "data.holdout=1", "warmup=", f"run_dir={tmp_path / 'run'}"]
+    )
+
+
+def test_a_prompt_beyond_the_context_is_named_by_file_and_line(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"mine\.jsonl, line 2: the prompt has 61 tokens.*model's context of 64"):
+        prepare(own_data(finished, tmp_path, "1>", 60 * "1" + ">", "2>"))
+
+
+def test_what_the_tokenizer_does_not_know_is_told_once_at_the_start(finished: Path, tmp_path: Path) -> None:
+    assert prepare(own_data(finished, tmp_path, "1>", "2>")).warning == ""
+    warning = prepare(own_data(finished, tmp_path, "1>", "Ä2É>", "3>", "X>")).warning
+    assert warning.startswith("2 of 4 prompts have something in them") and "<unk> instead. The first is" in warning
+    assert re.search(r"mine\.jsonl, line 2: 'Ä', 'É'$|mine\.jsonl, line 4: 'X'$", warning)
+    sink = MemorySink()
+    train(
+        structs.replace(own_data(finished, tmp_path, "1>", "X>", "2>"), pipeline=PipelineConfig(steps=1)), sinks=[sink]
+    )
+    assert len(sink.of(Warned)) == 1 and isinstance(sink.events[0], Warned)
 
 
 def test_a_reward_that_always_fails_is_found_before_anything_is_trained(tmp_path: Path) -> None:

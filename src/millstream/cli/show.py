@@ -21,6 +21,7 @@ from millstream.events import (
     Stepped,
     StopRequested,
     WarmedUp,
+    Warned,
 )
 from millstream.events.bias import BiasReport
 from millstream.events.metrics import StepMetrics
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
 
 
 NEXT_LINE = "\n" + 12 * " "
-Alarm = CheckpointFailed | Stalled | StopRequested
+Alarm = CheckpointFailed | Stalled | StopRequested | Warned
 
 
 def alarm(event: Alarm) -> str:
     if isinstance(event, StopRequested):
         return f"stopping: the batch in hand comes first, for at most {event.grace_s:g} s; once more to stop at once"
+    if isinstance(event, Warned):
+        return f"warning: {event.message}"
     if isinstance(event, Stalled) and event.owner == EVENT_LOOP:
         return f"{event.owner} has been blocked for {event.seconds:.0f} s by {event.what}"
     if isinstance(event, Stalled):
@@ -87,7 +90,7 @@ class Lines:
                     self._say(event.at, f"a sample: {sample_line(event.sample)}")
             case Resumed():
                 self._say(event.at, f"goes on from step {event.version}")
-            case CheckpointFailed() | Stalled() | StopRequested():
+            case CheckpointFailed() | Stalled() | StopRequested() | Warned():
                 self._say(event.at, alarm(event))
             case RolloutFailed() if event.is_final:
                 self._say_failed(event)

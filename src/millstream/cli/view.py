@@ -32,6 +32,7 @@ from millstream.events import (
     StopRequested,
     WaitNow,
     WarmedUp,
+    Warned,
 )
 from millstream.events.metrics import StepMetrics
 
@@ -91,7 +92,7 @@ class View:
                 self._phase, self._begun = "reinforcement learning", (event.at, event.version)
                 self._notes.append(f"goes on from step {event.version}")
                 self._version = event.version
-            case CheckpointFailed() | Stalled() | StopRequested():
+            case CheckpointFailed() | Stalled() | StopRequested() | Warned():
                 self._notes.append(alarm(event))
             case RolloutFailed():
                 self._num_failed += 1

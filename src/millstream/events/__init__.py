@@ -247,6 +247,12 @@ class CheckpointFailed(Event, frozen=True, kw_only=True):
     message: str
 
 
+class Warned(Event, frozen=True, kw_only=True):
+    """Something that a person should know before the run goes far; said once."""
+
+    message: str
+
+
 class StopRequested(Event, frozen=True, kw_only=True):
     """Ctrl-C or SIGTERM: the batch in hand is finished first, for at most `grace_s`."""
 
@@ -279,6 +285,7 @@ AnyEvent = (
     | Evaluated
     | CheckpointSealed
     | CheckpointFailed
+    | Warned
     | StopRequested
     | RunEnded
 )

@@ -44,6 +44,7 @@ from millstream.events import (
     Status,
     StopRequested,
     WarmedUp,
+    Warned,
 )
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events
 from millstream.learner import LearnerConfig
@@ -81,6 +82,8 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     environment: SingleTurn
     sampling: Sampling
     data_digest: str
+    warning: str
+    """Empty if there is nothing to warn of."""
 
     @property
     def held_out(self) -> tuple[Task, ...]:
@@ -93,7 +96,7 @@ def prepare(config: RunConfig) -> Prepared:
     data = read(config.data, seed=config.seed)
     model, tokenizer = build.build_model(config.model, seed=config.seed)
     text = build.Text(tokenizer=tokenizer)
-    build.check_lengths(config, model, text, (*data.held_out, *data.train))
+    build.check_lengths(config, model, text, data)
     return Prepared(
         config=config,
         data=data,
@@ -103,6 +106,7 @@ def prepare(config: RunConfig) -> Prepared:
         environment=build.build_environment(config, text),
         sampling=build.build_sampling(config, model, tokenizer),
         data_digest=digest(data),
+        warning=build.unknown_text(text, data),
     )
 
 
@@ -195,6 +199,8 @@ def evaluate_model(config: RunConfig) -> Measured:
     prepared = prepare(config)
     if not prepared.held_out:
         raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
+    if prepared.warning:
+        logger.warning("%s", prepared.warning)
 
     async def measure() -> Measured:
         clock, sink = RealClock(), Tee([])
@@ -286,6 +292,8 @@ class _Run:
         self._is_done = False
         if before is not None:
             self._say_resumed()
+        elif prepared.warning:
+            sink.emit(Warned(at=self._clock.now(), message=prepared.warning))
 
     async def run(self) -> None:
         """To the end, or to a clean stop: then it raises `Stopped`."""
