@@ -53,6 +53,7 @@ def test_a_killed_run_goes_on_and_its_books_are_in_order(killed: Path, tmp_path:
     done = resume(run_dir)
     assert done.returncode == 0, done.stderr
     assert_clean(run_dir)
+    assert done.stdout.index("sampled before: accuracy") < done.stdout.index("goes on from step"), "shown again"
     lives = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed)]
     assert len(lives) == 1 and lives[0].version > 0 and lives[0].incarnation == 1
     steps = [event.version for event in read_history(run_dir / "events.jsonl") if isinstance(event, Stepped)]

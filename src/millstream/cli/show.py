@@ -10,6 +10,7 @@ from rich.table import Table
 
 from millstream.events import (
     EVENT_LOOP,
+    WARMUP,
     CheckpointFailed,
     Evaluated,
     Event,
@@ -83,7 +84,7 @@ class Lines:
                     f"{row['rollouts_per_s']:.0f} rollouts/s  {row['tokens_per_s']:.0f} tokens/s",
                 )
                 self._shown_at = event.at
-            case Evaluated() if event.name != "warmup":
+            case Evaluated() if event.name != WARMUP:
                 failed = f" ({event.num_failed} failed: {event.failure})" if event.num_failed else ""
                 self._say(event.at, f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks{failed}")
                 if event.sample is not None:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from millstream.cli.show import alarm, sample_line
 from millstream.events import (
+    WARMUP,
     CheckpointFailed,
     Evaluated,
     Event,
@@ -85,7 +86,7 @@ class View:
                 self._lags[event.lag] = self._lags.get(event.lag, 0) + 1
             case Status():
                 self._status = event
-            case Evaluated() if event.name != "warmup":
+            case Evaluated() if event.name != WARMUP:
                 self._accuracies.append(f"{event.name} {event.accuracy:.3f}")
                 self._sample = event.sample
             case Resumed():

@@ -159,6 +159,8 @@ class Span(Event, frozen=True, kw_only=True):
     num_tokens: int = 0
 
 
+WARMUP = "warmup"
+"""The name of the evaluations that the warm-up makes for itself."""
 EVENT_LOOP = "the event loop"
 """An owner of stalls: not one who waits, but one who is blocked."""
 

@@ -17,7 +17,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from millstream.env.data import DataSet, digest, in_order, read
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import CheckpointError, ConfigError, MillstreamError, OutputError, Stopped
 from millstream.events import (
+    WARMUP,
     CheckpointSealed,
     Evaluated,
     EventSink,
@@ -46,7 +47,7 @@ from millstream.events import (
     WarmedUp,
     Warned,
 )
-from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events
+from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events, read_history
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
 from millstream.model.load import set_up_cpu
@@ -140,6 +141,8 @@ def _carry_out(
     except OSError as error:
         raise OutputError(folder.cannot_write(folder.events, error)) from error
     tee = Tee([events, metrics], sinks)
+    for event in _accuracies_so_far(folder, before):
+        tee.show(event)
     run = _Run(prepared, folder, (events, metrics), tee, before)
     outcome = FINISHED
     try:
@@ -160,6 +163,15 @@ def _carry_out(
         finally:
             folder.unlock()
     return folder.conclude()
+
+
+def _accuracies_so_far(folder: RunFolder, before: Before | None) -> Iterator[Evaluated]:
+    """Of a run that goes on, up to its checkpoint: whoever looks on sees where it comes from."""
+    if before is None or before.found is None:
+        return
+    for event in read_history(folder.events, upto=before.found.manifest.covers_seq):
+        if isinstance(event, Evaluated) and event.name != WARMUP:
+            yield event
 
 
 class Life(NamedTuple):
@@ -437,7 +449,7 @@ class _Run:
 
         async def accuracy_of(weights: Weights) -> float:
             await self._waits.on("warm-up", f"{engine.name} to load its weights", engine.load(0, weights))
-            measured, _ = await evaluator.once("warmup", prepared.data.train[:WARMUP_PROBE], prepared.sampling)
+            measured, _ = await evaluator.once(WARMUP, prepared.data.train[:WARMUP_PROBE], prepared.sampling)
             return measured.accuracy
 
         def say(step: int, accuracy: float) -> None:
