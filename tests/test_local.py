@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,16 +15,17 @@ import pytest
 from msgspec import structs
 from typer.testing import CliRunner
 
-from millstream import train
+from millstream import DataConfig, ModelConfig, RewardConfig, resume, train
 from millstream.cli.main import app
 from millstream.config import load
-from millstream.errors import DataError, ModelError
+from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import GroupTaken, RunEnded, Span, Warned
 from millstream.events.sinks import MemorySink, read_events
 from millstream.runtime.config import RunConfig, with_absolute_paths
 from millstream.runtime.folder import RunFolder
 from millstream.runtime.local import prepare
 from millstream.runtime.pipeline import PipelineConfig
+from millstream.types import Task
 from tiny import make
 
 ROOT = Path(__file__).parent.parent
@@ -357,6 +359,41 @@ def test_what_the_tokenizer_does_not_know_is_told_once_at_the_start(finished: Pa
         structs.replace(own_data(finished, tmp_path, "1>", "X>", "2>"), pipeline=PipelineConfig(steps=1)), sinks=[sink]
     )
     assert len(sink.of(Warned)) == 1 and isinstance(sink.events[0], Warned)
+
+
+def test_a_function_is_passed_from_python_and_the_run_folder_tells_of_it(finished: Path, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def mine(task: Task, completion: str) -> float:
+        seen.append(task.id)
+        return float(len(completion) % 2)
+
+    config = structs.replace(own_data(finished, tmp_path, "1>", "2>", "3>"), pipeline=PipelineConfig(steps=1))
+    run_dir = Path(train(config, reward=mine).run_dir)
+    assert seen and '"callable:test_local.test_a_function_is_passed' in (run_dir / "config.toml").read_text()
+    (run_dir / "summary.json").unlink()
+    (run_dir / "events.jsonl").unlink()
+    result = CliRunner().invoke(app, ["train", "--resume", str(run_dir)])
+    assert result.exit_code == 1 and "millstream.resume(RUN, reward=function)" in result.output
+    assert "<locals>.mine" in result.output, "it says which function that was"
+    (tmp_path / "config.toml").write_text(Path(DEMO).read_text())
+    with pytest.raises(ConfigError, match="has its reward from its config"):
+        resume(tmp_path, reward=mine)
+    shutil.rmtree(run_dir / "checkpoints")
+    seen.clear()
+    assert resume(run_dir, reward=mine).summary.steps == 1 and seen
+
+
+def test_from_python_one_reward_is_enough_and_a_function_in_a_config_is_told_where_to_go() -> None:
+    model, data = ModelConfig(path="m"), DataConfig(path="d.jsonl")
+    config = RunConfig(model=model, data=data, reward=RewardConfig(weight=2.0))  # type: ignore[arg-type]
+    assert config.reward == (RewardConfig(weight=2.0),)
+    with pytest.raises(ConfigError, match=r"train\(config, reward=function\)"):
+        RunConfig(model=model, data=data, reward=lambda task, completion: 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"train\(config, reward=function\)"):
+        RewardConfig(function=lambda task, completion: 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="stands for one reward, and the config has 2"):
+        prepare(structs.replace(config, reward=(RewardConfig(), RewardConfig())), lambda task, completion: 1.0)
 
 
 def test_a_reward_that_always_fails_is_found_before_anything_is_trained(tmp_path: Path) -> None:

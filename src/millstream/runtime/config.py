@@ -10,7 +10,7 @@ from msgspec import Struct, field, structs
 from millstream.algo import AlgorithmConfig, check
 from millstream.engine import EngineConfig
 from millstream.env.data import DataConfig
-from millstream.env.rewards import RewardConfig
+from millstream.env.rewards import PASS_IT, RewardConfig
 from millstream.errors import ConfigError
 from millstream.learner import LearnerConfig
 from millstream.runtime.checkpoint import CheckpointConfig
@@ -82,6 +82,13 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warmup: WarmupConfig | None = None
+
+    def __post_init__(self) -> None:
+        """From Python, one reward need not be a tuple."""
+        if callable(self.reward):
+            raise ConfigError(PASS_IT)
+        rewards = (self.reward,) if isinstance(self.reward, RewardConfig) else tuple(self.reward)
+        structs.force_setattr(self, "reward", rewards)
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -31,6 +31,7 @@ from millstream.algo import recipe
 from millstream.clock import RealClock
 from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, digest, in_order, read
+from millstream.env.rewards import Reward, passed, was_passed
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import CheckpointError, ConfigError, MillstreamError, OutputError, Stopped
 from millstream.events import (
@@ -91,7 +92,9 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
         return self.data.held_out[: self.config.evaluation.tasks]
 
 
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
+    if reward is not None:
+        config = structs.replace(config, reward=passed(reward, config.reward))
     check_run(config)
     set_up_cpu()
     data = read(config.data, seed=config.seed)
@@ -104,25 +107,31 @@ def prepare(config: RunConfig) -> Prepared:
         model=model,
         tokenizer=tokenizer,
         text=text,
-        environment=build.build_environment(config, text),
+        environment=build.build_environment(config, text, reward),
         sampling=build.build_sampling(config, model, tokenizer),
         data_digest=digest(data),
         warning=build.unknown_text(text, data),
     )
 
 
-def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "run") -> RunResult:
+def train(
+    config: RunConfig, *, reward: Reward | None = None, sinks: Sequence[EventSink] = (), name: str = "run"
+) -> RunResult:
     """Run a config from beginning to end on this machine."""
-    prepared = prepare(config)
-    return _carry_out(prepared, RunFolder.create(config, name), sinks)
+    prepared = prepare(config, reward)
+    return _carry_out(prepared, RunFolder.create(prepared.config, name), sinks)
 
 
-def resume(path: Path, *, sinks: Sequence[EventSink] = ()) -> RunResult:
+def resume(path: Path, *, reward: Reward | None = None, sinks: Sequence[EventSink] = ()) -> RunResult:
     """Go on with a run that was stopped or died, from its newest checkpoint that is whole."""
     folder, config = RunFolder.reopen(path)
     if folder.is_finished():  # killed on its last metres: all that is missing is in the events
         return folder.conclude()
-    prepared = prepare(config)
+    if reward is not None and not was_passed(config.reward):
+        raise ConfigError(
+            f"the run in {path} has its reward from its config.toml, and goes on with that: leave reward= out"
+        )
+    prepared = prepare(config, reward)
     life = _last_life(folder)
     found, troubles = checkpoint.newest(path, life.sealed)
     for trouble in troubles:
@@ -205,10 +214,10 @@ class Before(NamedTuple):
         return 0 if self.found is None else self.found.manifest.version
 
 
-def evaluate_model(config: RunConfig) -> Measured:
+def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measured:
     """The config's model on its held-out tasks: sampled, and greedy. Leaves no run folder. Draws the random numbers of a run's
     last evaluation, so that a finished run's model gets its figure again."""
-    prepared = prepare(config)
+    prepared = prepare(config, reward)
     if not prepared.held_out:
         raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
     if prepared.warning:
