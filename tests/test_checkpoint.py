@@ -53,6 +53,7 @@ def test_a_killed_run_goes_on_and_its_books_are_in_order(killed: Path, tmp_path:
     done = resume(run_dir)
     assert done.returncode == 0, done.stderr
     assert_clean(run_dir)
+    assert done.stdout.index("sampled before: accuracy") < done.stdout.index("goes on from step"), "shown again"
     lives = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed)]
     assert len(lives) == 1 and lives[0].version > 0 and lives[0].incarnation == 1
     steps = [event.version for event in read_history(run_dir / "events.jsonl") if isinstance(event, Stepped)]
@@ -160,7 +161,7 @@ def test_sigterm_is_a_clean_stop_with_a_checkpoint_of_the_last_step(tmp_path: Pa
     until(lambda: steps_of(run_dir) >= 5, process)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 143 and f"To go on: millstream train --resume {run_dir}" in output
+    assert process.returncode == 143 and f"To go on:\n  millstream train --resume {run_dir}" in output
     assert "Traceback" not in output
     *_, last = read_events(run_dir / "events.jsonl")
     assert isinstance(last, RunEnded) and last.outcome == "Stopped" and last.version >= 5

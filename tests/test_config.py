@@ -38,6 +38,8 @@ def written(tmp_path: Path, text: str) -> Path:
         ("[[reward]]\nfunktion = 'f'", r"unknown key reward\[0\]\.funktion\. Did you mean function\?"),
         ("[engine]\nslots = 0", r"engine: slots and prefill_tokens must be at least 1"),
         ("= 3", "is not TOML"),
+        ("[reward]\nfunction = 'f'", r"reward is a list of tables, each a \[\[reward\]\] with two brackets"),
+        ("[engine]\nmax_lag = 3", r"unknown key engine\.max_lag\. Did you mean pipeline\.max_lag\?"),
     ],
 )
 def test_a_mistake_is_named_with_its_place_and_a_way_out(tmp_path: Path, text: str, message: str) -> None:
@@ -66,6 +68,35 @@ def test_overrides_change_one_key_and_are_checked_like_the_file(tmp_path: Path) 
         load(path, RunConfig, ["pipeline.max_lag"])
     with pytest.raises(ConfigError, match="seed is not a table"):
         load(path, RunConfig, ["seed=1", "seed.x=2"])
+
+
+def test_an_override_reaches_into_a_list_of_tables_by_number(tmp_path: Path) -> None:
+    first, second = load(
+        written(tmp_path, MINIMAL), RunConfig, ["reward.0.weight=2", "reward.1.function=a.py:f"]
+    ).reward
+    assert (first.weight, second.function) == (2.0, "a.py:f")
+    path = written(tmp_path, MINIMAL + "[[reward]]\nweight = 3.0\n")
+    (only,) = load(path, RunConfig, ["reward.0.function=a.py:f"]).reward
+    assert (only.weight, only.function) == (3.0, "a.py:f")
+    with pytest.raises(ConfigError, match=r"no table '2' in a list of 1; they count from 0"):
+        load(path, RunConfig, ["reward.2.weight=1"])
+    for text in (MINIMAL, MINIMAL + "[[reward]]\n"):
+        with pytest.raises(ConfigError, match=r"on the command line: --set reward\.0\.weight="):
+            load(written(tmp_path, text), RunConfig, ["reward.weight=1"])
+
+
+def test_a_key_without_its_table_is_answered_with_the_whole_name(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL)
+    with pytest.raises(ConfigError, match=r"unknown key max_lag\. Did you mean pipeline\.max_lag\?"):
+        load(path, RunConfig, ["max_lag=3"])
+    with pytest.raises(ConfigError, match=r"Did you mean model\.path or data\.path\?"):
+        load(path, RunConfig, ["path=x"])
+
+
+def test_an_override_without_a_value_leaves_the_key_unset(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL + "[warmup]\nmax_steps = 3\n")
+    assert load(path, RunConfig, ["warmup="]).warmup is None
+    assert load(path, RunConfig, ["evaluation.tasks="]).evaluation.tasks is None
 
 
 def test_the_resolved_config_reads_back_as_the_same_config(tmp_path: Path) -> None:

@@ -142,7 +142,10 @@ def test_several_rewards_add_up_with_their_weights() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda t, c: 1 / 0, "reward mine raised ZeroDivisionError"),
+        (
+            lambda t, c: 1 / 0,
+            r"reward mine raised ZeroDivisionError at test_data_and_rewards\.py:\d+: division by zero",
+        ),
         (lambda t, c: float("nan"), "returned nan: expected a finite number"),
         (lambda t, c: [1.0, 2.0], r"returned \[1.0, 2.0\]: expected one number"),
         (lambda t, c: None, "returned None: expected one number"),
@@ -154,6 +157,21 @@ def test_a_reward_that_breaks_fails_its_rollout_and_says_how(function: Any, mess
     with pytest.raises(RewardFailed, match=message):
         score(function, timeout_s=0.2)
     assert time.monotonic() - began < 10
+
+
+def test_a_reward_that_raises_is_named_with_the_line_of_its_own_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import json\n\ndef helper(text):\n    return json.loads(text)\n\ndef reward(task, completion):\n    return helper('{')\n"
+        "\nasync def later(task, completion):\n    return task.data['hrd']\n\ndef one_argument(task):\n    return 1.0\n"
+    )
+    for name, message in {
+        "reward": r"raised JSONDecodeError at mine\.py:4: Expecting",
+        "later": r"raised KeyError at mine\.py:10: 'hrd'",
+        "one_argument": r"raised TypeError at its call: one_argument\(\) takes 1 positional argument but 2 were given",
+    }.items():
+        with pytest.raises(RewardFailed, match=message):
+            score(find(f"{path}:{name}"))
 
 
 def test_calls_that_hang_hold_back_nobody_else() -> None:

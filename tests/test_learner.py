@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import os
 import random
 from pathlib import Path
 
@@ -215,6 +216,15 @@ def test_a_row_that_trains_its_first_token_is_refused() -> None:
     bad = TrainRow(tokens=row.tokens, loss_mask=mask, logprobs=row.logprobs, advantages=row.advantages)
     with pytest.raises(LearnerError, match="first token"):
         asyncio.run(learner().accumulate([bad]))
+
+
+def test_the_saved_weights_are_as_readable_as_every_other_file(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        learner().save(tmp_path / "model")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o640}
 
 
 def test_the_saved_model_is_a_hugging_face_checkpoint_with_the_same_outputs(tmp_path: Path) -> None:

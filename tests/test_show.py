@@ -13,6 +13,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import millstream
+from millstream.cli import main
 from millstream.cli.main import app
 from millstream.cli.show import Lines
 from millstream.cli.view import View, sparkline
@@ -21,7 +23,10 @@ from millstream.events import (
     Evaluated,
     Event,
     RolloutEnded,
+    RolloutFailed,
+    RunEnded,
     RunStarted,
+    Sample,
     Span,
     Stalled,
     Status,
@@ -30,8 +35,10 @@ from millstream.events import (
     WarmedUp,
 )
 from millstream.events.sinks import JsonlSink, MetricsSink
+from millstream.events.summary import summarise
 from millstream.events.trace import perfetto
 from millstream.runtime.config import RunConfig
+from millstream.runtime.folder import RunResult
 from simulated import World, simulate
 
 STATUS = Status(
@@ -106,6 +113,62 @@ def test_plain_lines_say_the_same_where_there_is_no_terminal() -> None:
     assert "step 6/6  reward" in text and "sampled before: accuracy 0.125" in text and "has waited 31 s" in text
 
 
+def test_the_view_and_the_lines_show_a_sample_of_every_evaluation() -> None:
+    sample = Sample(prompt="2+2=", completion="5[b]", reward=0.25, answer="4")
+    evaluated = Evaluated(at=0.0, name="step 3", version=3, accuracy=0.5, num_tasks=2, sample=sample)
+    console = Console(file=io.StringIO(), width=200)
+    view, lines = View(console, num_steps=6, max_lag=1), Lines(console, num_steps=6)
+    view.emit(evaluated)
+    lines.emit(evaluated)
+    for text in (drawn(view), console.file.getvalue()):  # type: ignore[attr-defined]
+        assert "'2+2=' -> '5[b]'  reward 0.250, answer '4'" in text
+
+
+def test_what_to_type_next_stands_alone_on_lines_that_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    monkeypatch.setattr(main, "console", console)
+    run_dir = "/a/folder/with/quite/a/long/name/for/a/terminal/that/is/eighty/columns/wide/runs/mine-1"
+    accuracies = dict.fromkeys(("accuracy_before", "accuracy_after", "greedy_before", "greedy_after"))
+    main._show_result(RunResult(run_dir=run_dir, summary=summarise([]), **accuracies))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert f"    millstream audit {run_dir}" in lines and f"    millstream eval {run_dir} --show 3" in lines
+    assert f"run folder    {run_dir}" in lines
+
+
+def failed(at: float, member: int, message: str) -> RolloutFailed:
+    return RolloutFailed(
+        at=at, group_id=1, member=member, attempt=1, error="RewardFailed", message=message, is_final=True
+    )
+
+
+def test_the_same_failure_is_said_once_and_then_counted() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    lines = Lines(console, num_steps=6)
+    view = View(Console(file=io.StringIO()), num_steps=6, max_lag=1)
+    view.emit(Stalled(at=0.0, owner="feed", what="room", seconds=31.0))
+    first = "reward mine.py:reward raised KeyError at mine.py:12"
+    failures = [failed(0.01 * i, i, f"{first}: 'key {i}'") for i in range(38)]
+    for event in [
+        *failures,
+        failed(1.0, 50, "another"),
+        failed(6.0, 51, "another"),
+        RunEnded(at=7.0, outcome="x", version=1),
+    ]:
+        lines.emit(event)
+        view.emit(event)
+    said = [line.partition("] ")[2] for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert said == [
+        f"group 1 goes on without member 0: {first}: 'key 0'",
+        "group 1 goes on without member 50: another",
+        f"the same, 37 times more: RewardFailed: {first}",
+        "the same, once more: RewardFailed: another",
+    ]
+    text = drawn(view)
+    assert "40 failed rollouts; the last: another" in text and "feed has waited 31 s" in text, (
+        "others are not driven out"
+    )
+
+
 def test_a_sparkline_follows_the_values() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
     assert len(sparkline([1.0] * 1000)) <= 40
@@ -155,6 +218,23 @@ def test_init_writes_a_config_that_is_valid_and_never_over_a_file(tmp_path: Path
     assert load(path, RunConfig).data.path == "data.jsonl"
     again = CliRunner().invoke(app, ["init", str(path)])
     assert again.exit_code == 1 and "exists already" in " ".join(again.output.split())
+
+
+def test_init_makes_the_folder_and_says_in_one_line_why_it_cannot(tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["init", str(tmp_path / "new/folder/mine.toml")]).exit_code == 0
+    assert (tmp_path / "new/folder/mine.toml").is_file()
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["init", str(tmp_path / "file/mine.toml")])
+    assert (
+        result.exit_code == 1
+        and result.output.startswith("ConfigError: cannot write")
+        and len(result.output.splitlines()) == 1
+    )
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.output.strip() == f"millstream {millstream.__version__}"
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "trace", "init"])

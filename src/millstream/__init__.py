@@ -23,31 +23,37 @@ from millstream.runtime.config import EvaluationConfig, ModelConfig, RunConfig, 
 from millstream.runtime.pipeline import PipelineConfig, RolloutConfig
 
 if TYPE_CHECKING:
+    from millstream.env.rewards import Reward
     from millstream.events import EventSink
+    from millstream.runtime.evaluate import Measured
     from millstream.runtime.folder import RunResult
 
 __version__ = "0.1.0"
 
 
-def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "run") -> RunResult:
-    """Run a config from beginning to end in this process; its events also go to `sinks`."""
+def train(
+    config: RunConfig, *, reward: Reward | None = None, sinks: Sequence[EventSink] = (), name: str = "run"
+) -> RunResult:
+    """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` takes
+    the place of the one that the config names."""
     from millstream.runtime import local
 
-    return local.train(config, sinks=sinks, name=name)
+    return local.train(config, reward=reward, sinks=sinks, name=name)
 
 
-def resume(run_dir: str | Path, *, sinks: Sequence[EventSink] = ()) -> RunResult:
-    """Go on with a run that was stopped or died, from its newest checkpoint."""
+def resume(run_dir: str | Path, *, reward: Reward | None = None, sinks: Sequence[EventSink] = ()) -> RunResult:
+    """Go on with a run that was stopped or died, from its newest checkpoint. A `reward` that was passed to `train` is passed
+    again."""
     from millstream.runtime import local
 
-    return local.resume(Path(run_dir), sinks=sinks)
+    return local.resume(Path(run_dir), reward=reward, sinks=sinks)
 
 
-def evaluate(config: RunConfig) -> tuple[float, float]:
-    """The mean reward of the config's model on its held-out tasks: sampled as in training, and greedy."""
+def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
+    """The mean reward of the config's model on its held-out tasks: sampled as in training, and greedy; and what it wrote."""
     from millstream.runtime import local
 
-    return local.evaluate_model(config)
+    return local.evaluate_model(config, reward=reward)
 
 
 __all__ = [

@@ -17,15 +17,16 @@ import millstream
 from millstream import config as configs
 from millstream.audit import audit
 from millstream.audit import lines as audit_lines
-from millstream.cli.show import Alarms, Lines, bias_tables, result_table
+from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text
 from millstream.cli.template import TEMPLATE
 from millstream.cli.view import View
 from millstream.errors import ConfigError, MillstreamError, Stopped
 from millstream.events import EventSink
 from millstream.events.bias import bias_report
 from millstream.events.sinks import read_history
+from millstream.runtime.check import check_parts
 from millstream.runtime.config import RunConfig, check_run
-from millstream.runtime.folder import RunFolder, program
+from millstream.runtime.folder import RunFolder, program, resume_command
 from millstream.runtime.pipeline import PipelineConfig
 
 if TYPE_CHECKING:
@@ -35,8 +36,18 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 console, errors = Console(), Console(stderr=True)
 
 
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        console.out(f"millstream {millstream.__version__}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Millstream: asynchronous reinforcement learning for language models."""
 
 
@@ -54,7 +65,10 @@ def train(
     ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and print the resolved config; run nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check config, data, reward and model folder, print the resolved config; run nothing."
+        ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the end.")] = False,
     as_json: AsJson = False,
@@ -65,9 +79,13 @@ def train(
             raise ConfigError("type either a config (millstream train RUN.toml) or a run to go on with (--resume RUN)")
         if resume is not None and overrides:
             raise ConfigError("--set does not go with --resume: a run goes on with the config it began with")
+        if path is not None and path.is_dir():
+            raise ConfigError(_not_a_config(path))
         config = configs.load(path or _config_in(resume), RunConfig, overrides or [])
         check_run(config)
         if dry_run:
+            for line in check_parts(config):
+                console.out(f"# {line}", highlight=False)
             console.out(configs.to_toml(config), end="", highlight=False)
             return
         with _shown(config.pipeline, is_quiet=quiet or as_json) as sinks:
@@ -81,10 +99,17 @@ def train(
             _show_result(result)
 
 
+def _not_a_config(folder: Path) -> str:
+    if RunFolder(folder).config.is_file():
+        return f"{folder} is a run folder, not a config. To go on with that run:\n  {resume_command(folder)}"
+    return f"{folder} is a folder: expected a config, a TOML file. To write one:\n  {program()} init mine.toml"
+
+
 def _config_in(run_dir: Path | None) -> Path:
-    if run_dir is None or not (run_dir / "config.toml").is_file():
+    folder = RunFolder(run_dir or Path())
+    if not folder.config.is_file():
         raise ConfigError(f"{run_dir} is not a run folder: it has no config.toml")
-    return run_dir / "config.toml"
+    return folder.config
 
 
 @contextmanager
@@ -108,18 +133,17 @@ def _show_result(result: RunResult) -> None:
             "what it should be? Is the task far too hard, or too easy, for the model?",
             style="bold yellow",
         )
-    model = f"{result.run_dir}/model"
-    console.print(f"run folder    {result.run_dir}", highlight=False)
-    console.print(f"saved model   {model}", highlight=False)
+    console.out(f"run folder    {result.run_dir}\nsaved model   {result.run_dir}/model", highlight=False)
     console.print("\nWhat to type next:", style="bold")
     name = program()
-    for command, what in (
-        (f"{name} audit {result.run_dir}", "proves what became of every prompt"),
-        (f"{name} report {result.run_dir}", "shows whether long or hard rollouts got lost"),
-        (f"{name} eval {result.run_dir}/config.toml --model {model}", "measures the saved model again"),
-        (f"{name} init mine.toml", "a commented config for data, a reward and a model of your own"),
+    for what, command in (
+        ("to prove what became of every prompt", f"{name} audit {result.run_dir}"),
+        ("to see whether long or hard rollouts got lost", f"{name} report {result.run_dir}"),
+        ("to measure the saved model again, and see what it writes", f"{name} eval {result.run_dir} --show 3"),
+        ("to begin with data, a reward and a model of your own", f"{name} init mine.toml"),
     ):
-        console.print(f"  {command:60} [dim]{what}[/]", highlight=False, soft_wrap=True)
+        console.print(f"  {what}", style="dim", highlight=False)
+        console.out(f"    {command}", highlight=False)
 
 
 @app.command()
@@ -173,22 +197,45 @@ def report(
 
 @app.command(name="eval")
 def evaluate(
-    path: Annotated[Path, typer.Argument(metavar="RUN.toml", help="A config: its data, reward and sampling are used.")],
-    model: Annotated[str | None, typer.Option("--model", help="Another checkpoint than the config's.")] = None,
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A config, whose data, reward and sampling are used; or a run folder.")
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", help="Another checkpoint than the config's, or a run folder.")
+    ] = None,
+    show: Annotated[
+        int, typer.Option("--show", metavar="N", min=0, help="Print N prompts and what the model wrote.")
+    ] = 0,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a model on the held-out tasks: sampled as in training, and greedy."""
     with said():
+        if path.is_dir():
+            path, model = _config_in(path), model or str(path)
         config = configs.load(path, RunConfig, overrides or [])
         if model is not None:
-            config = structs.replace(config, model=structs.replace(config.model, path=model, tiny=None))
-        check_run(config)
-        sampled, greedy = millstream.evaluate(config)
+            config = structs.replace(config, model=structs.replace(config.model, path=_model_in(model), tiny=None))
+        measured = millstream.evaluate(config)
+        measured = structs.replace(measured, samples=measured.samples[:show])
         if as_json:
-            console.out(msgspec.json.encode({"accuracy": sampled, "greedy": greedy}).decode(), highlight=False)
+            console.out(msgspec.json.encode(measured).decode(), highlight=False)
         else:
-            console.print(f"accuracy, sampled  {sampled:.3f}\naccuracy, greedy   {greedy:.3f}", highlight=False)
+            for sample in measured.samples:
+                console.out(sample_text(sample), highlight=False)
+            console.out(f"accuracy, sampled  {measured.accuracy:.3f}", highlight=False)
+            console.out(f"accuracy, greedy   {measured.greedy:.3f}", highlight=False)
+
+
+def _model_in(path: str) -> str:
+    """The model of a run, where a run folder is given."""
+    folder = RunFolder(Path(path))
+    if not folder.config.is_file():
+        return path
+    if not folder.model.is_dir():
+        raise ConfigError(f"the run in {path} has no model yet. To go on with it:\n  {resume_command(folder.path)}")
+    errors.out(f"{path} is a run folder: measuring its model, {folder.model}", highlight=False)
+    return str(folder.model)
 
 
 @app.command()
@@ -199,8 +246,16 @@ def init(
     with said():
         if path.exists():
             raise ConfigError(f"{path} exists already: choose another name")
-        path.write_text(TEMPLATE)
-        console.print(f"wrote {path}. Fill in the model and the data, then: millstream train {path}", highlight=False)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(TEMPLATE)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        console.print(
+            f"wrote {path}. Fill in the model and the data, then: {program()} train {path}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 @contextmanager

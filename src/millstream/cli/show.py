@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -9,15 +10,19 @@ from rich.table import Table
 
 from millstream.events import (
     EVENT_LOOP,
+    WARMUP,
     CheckpointFailed,
     Evaluated,
     Event,
     Resumed,
     RolloutFailed,
+    RunEnded,
+    Sample,
     Stalled,
     Stepped,
     StopRequested,
     WarmedUp,
+    Warned,
 )
 from millstream.events.bias import BiasReport
 from millstream.events.metrics import StepMetrics
@@ -26,12 +31,15 @@ if TYPE_CHECKING:
     from millstream.runtime.folder import RunResult
 
 
-Alarm = CheckpointFailed | Stalled | StopRequested
+NEXT_LINE = "\n" + 12 * " "
+Alarm = CheckpointFailed | Stalled | StopRequested | Warned
 
 
 def alarm(event: Alarm) -> str:
     if isinstance(event, StopRequested):
         return f"stopping: the batch in hand comes first, for at most {event.grace_s:g} s; once more to stop at once"
+    if isinstance(event, Warned):
+        return f"warning: {event.message}"
     if isinstance(event, Stalled) and event.owner == EVENT_LOOP:
         return f"{event.owner} has been blocked for {event.seconds:.0f} s by {event.what}"
     if isinstance(event, Stalled):
@@ -58,7 +66,8 @@ class Lines:
     def __init__(self, console: Console, *, num_steps: int) -> None:
         self._console, self._num_steps = console, num_steps
         self._metrics = StepMetrics()
-        self._shown_at = float("-inf")
+        self._shown_at = self._counted_at = float("-inf")
+        self._repeats: Counter[str] = Counter()
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
@@ -75,18 +84,66 @@ class Lines:
                     f"{row['rollouts_per_s']:.0f} rollouts/s  {row['tokens_per_s']:.0f} tokens/s",
                 )
                 self._shown_at = event.at
-            case Evaluated() if event.name != "warmup":
+            case Evaluated() if event.name != WARMUP:
                 failed = f" ({event.num_failed} failed: {event.failure})" if event.num_failed else ""
                 self._say(event.at, f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks{failed}")
+                if event.sample is not None:
+                    self._say(event.at, f"a sample: {sample_line(event.sample)}")
             case Resumed():
                 self._say(event.at, f"goes on from step {event.version}")
-            case CheckpointFailed() | Stalled() | StopRequested():
+            case CheckpointFailed() | Stalled() | StopRequested() | Warned():
                 self._say(event.at, alarm(event))
             case RolloutFailed() if event.is_final:
-                self._say(event.at, f"group {event.group_id} goes on without member {event.member}: {event.message}")
+                self._say_failed(event)
+            case RunEnded():
+                self._say_repeats(event.at)
+
+    def _say_failed(self, event: RolloutFailed) -> None:
+        """In full the first time; the same again is counted, and told now and then."""
+        if event.at - self._counted_at >= self.EVERY_S:
+            self._say_repeats(event.at)
+        kind = _kind_of(event)
+        if kind not in self._repeats:
+            self._say(event.at, f"group {event.group_id} goes on without member {event.member}: {event.message}")
+        self._repeats[kind] += kind in self._repeats
+
+    def _say_repeats(self, at: float) -> None:
+        for kind, count in self._repeats.items():
+            if count:
+                self._say(at, f"the same, {'once' if count == 1 else f'{count} times'} more: {kind}")
+        self._repeats = Counter(dict.fromkeys(self._repeats, 0))
+        self._counted_at = at
 
     def _say(self, at: float, text: str) -> None:
         self._console.out(f"[{at:7.1f} s] {text}", highlight=False)
+
+
+def _kind_of(event: RolloutFailed) -> str:
+    """What failures that differ only in their details have in common."""
+    return f"{event.error}: {event.message.partition(': ')[0]}"
+
+
+def sample_text(sample: Sample) -> str:
+    """A rollout in full, one paragraph."""
+    parts = [("prompt", sample.prompt), ("completion", sample.completion)]
+    parts += [] if sample.answer is None else [("answer", sample.answer)]
+    parts += [("reward", f"{sample.reward:.3f}{_because(sample)}")]
+    return "".join(f"{name:10}  {text.replace(chr(10), NEXT_LINE)}\n" for name, text in parts)
+
+
+def sample_line(sample: Sample) -> str:
+    """A rollout at a glance, one line."""
+    answer = "" if sample.answer is None else f", answer {_clipped(sample.answer)}"
+    reward = f"reward {sample.reward:.3f}{_because(sample)}"
+    return f"{_clipped(sample.prompt)} -> {_clipped(sample.completion)}  {reward}{answer}"
+
+
+def _because(sample: Sample) -> str:
+    return f" ({sample.failure})" if sample.failure else ""
+
+
+def _clipped(text: str, most: int = 40) -> str:
+    return repr(text if len(text) <= most else text[:most] + "…")
 
 
 def result_table(result: RunResult) -> Table:

@@ -16,8 +16,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from millstream.cli.show import alarm
+from millstream.cli.show import alarm, sample_line
 from millstream.events import (
+    WARMUP,
     CheckpointFailed,
     Evaluated,
     Event,
@@ -25,12 +26,14 @@ from millstream.events import (
     Resumed,
     RolloutFailed,
     RunStarted,
+    Sample,
     Stalled,
     Status,
     Stepped,
     StopRequested,
     WaitNow,
     WarmedUp,
+    Warned,
 )
 from millstream.events.metrics import StepMetrics
 
@@ -49,9 +52,11 @@ class View:
         self._rewards: list[float] = []
         self._lags: dict[int, int] = {}
         self._accuracies: list[str] = []
+        self._sample: Sample | None = None
         self._notes: deque[str] = deque(maxlen=3)
         self._status: Status | None = None
         self._begun: tuple[float, int] | None = None
+        self._failure = ""
         self._phase = "loading the model and the data"
         self._version, self._now, self._num_failed = 0, 0.0, 0
         self._live = Live(self, console=console, refresh_per_second=4, transient=False)
@@ -81,17 +86,18 @@ class View:
                 self._lags[event.lag] = self._lags.get(event.lag, 0) + 1
             case Status():
                 self._status = event
-            case Evaluated() if event.name != "warmup":
+            case Evaluated() if event.name != WARMUP:
                 self._accuracies.append(f"{event.name} {event.accuracy:.3f}")
+                self._sample = event.sample
             case Resumed():
                 self._phase, self._begun = "reinforcement learning", (event.at, event.version)
                 self._notes.append(f"goes on from step {event.version}")
                 self._version = event.version
-            case CheckpointFailed() | Stalled() | StopRequested():
+            case CheckpointFailed() | Stalled() | StopRequested() | Warned():
                 self._notes.append(alarm(event))
             case RolloutFailed():
                 self._num_failed += 1
-                self._notes.append(f"{self._num_failed} failed rollouts; the last: {event.message}")
+                self._failure = f"{self._num_failed} failed rollouts; the last: {event.message}"
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -99,7 +105,7 @@ class View:
         parts: list[RenderableType] = [self._progress(), self._numbers()]
         if self._status is not None:
             parts += [Text(), self._waits(self._status)]
-        parts += [Text(note, style="yellow") for note in self._notes]
+        parts += [Text(note, style="yellow") for note in (*self._notes, self._failure) if note]
         return Panel(Group(*parts), title="[bold]millstream[/]", subtitle=self._phase, border_style="cyan")
 
     def _progress(self) -> RenderableType:
@@ -127,6 +133,8 @@ class View:
         reward = f"{self._mean('reward'):.3f}  [green]{sparkline(self._rewards)}[/]" if self._rewards else "-"
         grid.add_row("reward", reward)
         grid.add_row("accuracy", ", ".join(self._accuracies) or "-")
+        if self._sample is not None:
+            grid.add_row("a sample", Text(sample_line(self._sample)))
         speed = f"{self._mean('rollouts_per_s'):.0f} rollouts/s, {self._mean('tokens_per_s'):.0f} tokens/s"
         grid.add_row("speed", speed if self._recent else "-")
         lags = "  ".join(f"{lag}: {count}" for lag, count in sorted(self._lags.items()))

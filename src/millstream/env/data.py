@@ -53,11 +53,21 @@ class DataConfig(Struct, frozen=True, kw_only=True):
 class DataSet(Struct, frozen=True, kw_only=True):
     train: tuple[Task, ...]
     held_out: tuple[Task, ...]
+    places: dict[str, str] = {}
+    """By task: the file and line that it comes from. Toy tasks come from nowhere."""
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        return (*self.held_out, *self.train)
+
+    def place_of(self, task: Task) -> str:
+        return self.places.get(task.id, f"task {task.id}")
 
 
 def read(config: DataConfig, *, seed: int) -> DataSet:
     source = config.path or config.name or config.toy
-    tasks = toy.make(config.toy, config.toy_size, seed) if config.toy is not None else _tasks(config)
+    places: dict[str, str] = {}
+    tasks = toy.make(config.toy, config.toy_size, seed) if config.toy is not None else _tasks(config, places)
     if not tasks:
         raise DataError(f"{source} has no tasks: expected records with a {config.prompt_key!r}")
     if len(tasks) <= config.holdout:
@@ -69,7 +79,7 @@ def read(config: DataConfig, *, seed: int) -> DataSet:
     random.Random(derive_seed(seed, "holdout")).shuffle(order)
     held_out = sorted(order[: config.holdout])
     kept = sorted(order[config.holdout :])
-    return DataSet(train=tuple(tasks[i] for i in kept), held_out=tuple(tasks[i] for i in held_out))
+    return DataSet(train=tuple(tasks[i] for i in kept), held_out=tuple(tasks[i] for i in held_out), places=places)
 
 
 def digest(data: DataSet) -> str:
@@ -92,9 +102,9 @@ def in_order(tasks: Sequence[Task], *, seed: int, shuffle: bool) -> Iterator[tup
         epoch += 1
 
 
-def _tasks(config: DataConfig) -> list[Task]:
+def _tasks(config: DataConfig, places: dict[str, str]) -> list[Task]:
+    """The tasks; where each comes from is put into `places`."""
     tasks: list[Task] = []
-    places: dict[str, str] = {}
     for number, record in enumerate(_records(config), start=1):
         task, where = _task(record, config, number), record[0]
         if task.id in places:

@@ -11,12 +11,14 @@ import importlib
 import importlib.util
 import inspect
 import math
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from millstream import threads
 from millstream.errors import ConfigError, RewardFailed
 from millstream.threads import DaemonThreads
 from millstream.types import Task
@@ -28,11 +30,16 @@ Reward = Callable[[Task, str], float | Awaitable[float]]
 def exact_match(task: Task, completion: str) -> float:
     """1 if the completion, without surrounding space, is the task's answer."""
     if task.answer is None:
-        raise RewardFailed(f"task {task.id} has no answer to compare with: set data.answer_key")
+        raise RewardFailed(f"no answer to compare with: task {task.id} has none; set data.answer_key")
     return float(completion.strip() == task.answer.strip())
 
 
+PASSED = "callable:"
+"""Before the name of a function that was passed from Python, and that a config can only tell of."""
 BUILT_IN: dict[str, Reward] = {"exact_match": exact_match}
+
+
+PASS_IT = "a config names functions, it does not hold them: pass a function to train(config, reward=function)"
 
 
 class RewardConfig(Struct, frozen=True, kw_only=True):
@@ -42,6 +49,8 @@ class RewardConfig(Struct, frozen=True, kw_only=True):
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.function, str):
+            raise ConfigError(PASS_IT)
         if self.timeout_s <= 0 or not math.isfinite(self.weight):
             raise ValueError("timeout_s must be above 0 and weight a finite number")
 
@@ -89,8 +98,21 @@ class _Timed:
                 f"reward {name} took longer than {self._config.timeout_s:g} s; reward.timeout_s sets the limit"
             ) from error
         except Exception as error:  # the border to the user's code: any error fails this rollout, and only it
-            raise RewardFailed(f"reward {name} raised {type(error).__name__}: {error}") from error
+            what = f"{type(error).__name__} at {_place(error)}"
+            raise RewardFailed(f"reward {name} raised {what}: {error}") from error
         return _number(value, name)
+
+
+OURS = (__file__, threads.__file__)
+
+
+def _place(error: Exception) -> str:
+    """The line of the user's own file where it was raised, or from where a library that raised it was called."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in OURS]
+    if not frames:  # it was not even called: wrong arguments, say
+        return "its call"
+    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    return f"{Path(last.filename).name}:{last.lineno}"
 
 
 def _number(value: Any, name: str) -> float:
@@ -103,8 +125,26 @@ def _number(value: Any, name: str) -> float:
     return number
 
 
+def passed(function: Reward, rewards: Sequence[RewardConfig]) -> tuple[RewardConfig]:
+    """How a config tells of a function that is passed from Python: in the place of its one reward, with that one's limits."""
+    if len(rewards) != 1:
+        raise ConfigError(f"reward=function stands for one reward, and the config has {len(rewards)}")
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__qualname__)
+    return (structs.replace(rewards[0], function=f"{PASSED}{module}.{name}"),)
+
+
+def was_passed(rewards: Sequence[RewardConfig]) -> bool:
+    return any(reward.function.startswith(PASSED) for reward in rewards)
+
+
 def find(name: str) -> Reward:
     """The function that a config names. Raises `ConfigError` that says what was looked for, and where."""
+    if name.startswith(PASSED):
+        raise ConfigError(
+            f"the reward is a Python function that was passed to train, {name.removeprefix(PASSED)}, and a config cannot hold "
+            "it. Pass it again from Python: millstream.resume(RUN, reward=function), or millstream.evaluate(config, "
+            'reward=function); or name it in config.toml: function = "file.py:function"'
+        )
     module_name, colon, function_name = name.rpartition(":")
     if not colon:
         if name in BUILT_IN:

@@ -159,6 +159,8 @@ class Span(Event, frozen=True, kw_only=True):
     num_tokens: int = 0
 
 
+WARMUP = "warmup"
+"""The name of the evaluations that the warm-up makes for itself."""
 EVENT_LOOP = "the event loop"
 """An owner of stalls: not one who waits, but one who is blocked."""
 
@@ -200,6 +202,17 @@ class WarmedUp(Event, frozen=True, kw_only=True):
     stop_at: float
 
 
+class Sample(Struct, frozen=True, kw_only=True):
+    """One rollout as text, to look at."""
+
+    prompt: str
+    completion: str
+    reward: float
+    answer: str | None = None
+    failure: str = ""
+    """Why it has no reward of its own; it counts 0."""
+
+
 class Evaluated(Event, frozen=True, kw_only=True):
     """`version` is the engine's; None if the weights changed while it ran (a mixed evaluation)."""
 
@@ -211,6 +224,8 @@ class Evaluated(Event, frozen=True, kw_only=True):
     """Rollouts that failed; they count 0."""
     failure: str = ""
     """Why the last of them did."""
+    sample: Sample | None = None
+    """The rollout of the first task."""
 
 
 class CheckpointSealed(Event, frozen=True, kw_only=True):
@@ -231,6 +246,12 @@ class CheckpointFailed(Event, frozen=True, kw_only=True):
     """It could not be written. The run goes on, and tries again when the next one is due."""
 
     version: int
+    message: str
+
+
+class Warned(Event, frozen=True, kw_only=True):
+    """Something that a person should know before the run goes far; said once."""
+
     message: str
 
 
@@ -266,6 +287,7 @@ AnyEvent = (
     | Evaluated
     | CheckpointSealed
     | CheckpointFailed
+    | Warned
     | StopRequested
     | RunEnded
 )

@@ -183,6 +183,11 @@ class Tee:
             if self._shown:
                 self._to_show.append(event)
 
+    def show(self, event: Event) -> None:
+        """To those that show it alone: it is in the books already."""
+        if self._shown:
+            self._to_show.append(event)
+
     def close(self) -> None:
         """Show what is left, if that does not take long."""
         self._closing.set()
@@ -210,8 +215,9 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
     return map(decode, _lines(path))
 
 
-def read_history(path: Path) -> Iterator[AnyEvent]:
-    """The events behind the newest weights: without those that a crash and a resume have undone."""
+def read_history(path: Path, *, upto: int | None = None) -> Iterator[AnyEvent]:
+    """The events behind the newest weights: without those that a crash and a resume have undone. Those up to the one of this
+    number, or all."""
     void: list[tuple[int, int]] = []
     for line in _lines(path):
         if b'"kind":"resumed"' in line:
@@ -219,6 +225,8 @@ def read_history(path: Path) -> Iterator[AnyEvent]:
             assert isinstance(event, Resumed)
             void.append((event.from_seq, _seq(line)))
     for line in _lines(path):
+        if upto is not None and _seq(line) > upto:
+            return
         if not void or not any(begin < _seq(line) < end for begin, end in void):
             yield decode(line)
 

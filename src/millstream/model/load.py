@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from millstream.errors import ModelError
 from millstream.model.attention import NAME
+from millstream.model.where import no_tokenizer, not_on_hub
 
 FEW_CORES = 8
 
@@ -43,7 +44,7 @@ def load_model(path: str | Path, *, device: str = "cpu", dtype: torch.dtype = to
     try:
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=NAME, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise ModelError(f"no causal language model in {path}: {error}") from error
+        raise ModelError(_not_loaded(path, f"no causal language model in {path}: {error}", error)) from error
     return model.to(device)
 
 
@@ -73,9 +74,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(
-            f"no tokenizer in {path}: {error}. Save one beside the model with tokenizer.save_pretrained({str(path)!r})"
-        ) from error
+        raise ModelError(_not_loaded(path, no_tokenizer(str(path), str(error)), error)) from error
+
+
+def _not_loaded(path: str | Path, from_folder: str, error: Exception) -> str:
+    return from_folder if Path(path).is_dir() else not_on_hub(str(path), str(error))
 
 
 def context_length(model: PreTrainedModel) -> int | None:
@@ -91,5 +94,8 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         model.save_pretrained(path)
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error)) from error
+    usual_mode = (path / "config.json").stat().st_mode
+    for weights in path.glob("*.safetensors"):  # safetensors makes them readable by their owner alone
+        weights.chmod(usual_mode)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)

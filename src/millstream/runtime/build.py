@@ -15,7 +15,8 @@ from millstream.engine import EngineConfig
 from millstream.engine.process import ProcessHost
 from millstream.engine.torch import Host, ThreadHost, TorchEngine
 from millstream.env import toy
-from millstream.env.rewards import Scorer, find
+from millstream.env.data import DataSet
+from millstream.env.rewards import Reward, Scorer, find
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
@@ -24,6 +25,7 @@ from millstream.learner.torch import TorchLearner
 from millstream.model.load import context_length, load_model, load_tokenizer, num_cores
 from millstream.model.objective import Objective
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
+from millstream.model.where import check_path
 from millstream.runtime.admission import full_budget
 from millstream.runtime.config import ModelConfig, RunConfig
 from millstream.runtime.pipeline import STORE_TASKS, Algorithm
@@ -31,6 +33,7 @@ from millstream.store.memory import MemoryStore
 from millstream.types import Message, Sampling, Task
 
 MOST_PROMPTS_CHECKED = 10_000
+MOST_PIECES = 5
 MOST_PROMPTS_KEPT = 32_768
 
 
@@ -61,6 +64,15 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
+    def unknown_pieces(self, task: Task) -> list[str]:
+        """Of a prompt that is a string, what the tokenizer does not know, each once."""
+        if not isinstance(task.prompt, str) or not self.tokenizer.is_fast:
+            return []
+        found = self.tokenizer(task.prompt, return_offsets_mapping=True)
+        spans = zip(found.input_ids, found.offset_mapping, strict=True)
+        pieces = (task.prompt[begin:end] for token, (begin, end) in spans if token == self.tokenizer.unk_token_id)
+        return list(dict.fromkeys(pieces))
+
     def encode_answer(self, task: Task) -> list[int]:
         """The gold answer, ended."""
         ids = self.tokenizer(task.answer or "", add_special_tokens=False).input_ids
@@ -78,6 +90,7 @@ def build_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, Pre
         shape = TinyShape(hidden=tiny.hidden, layers=tiny.layers, heads=tiny.heads, context=tiny.context)
         return tiny_model(shape, tokenizer, seed=seed, dtype=dtype).to(device), tokenizer
     path = config.path or ""
+    check_path(path)
     tokenizer = load_tokenizer(path)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer in {path} has no end token: a rollout could never stop by itself")
@@ -99,22 +112,40 @@ def build_sampling(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrai
     return Sampling(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature, stop=tuple(stop))
 
 
-def check_lengths(config: RunConfig, model: PreTrainedModel, text: Text, tasks: Sequence[Task]) -> None:
+def check_lengths(config: RunConfig, model: PreTrainedModel, text: Text, data: DataSet) -> None:
     """Prompts that leave no room for an answer are found before the run, not in it."""
     limit, max_tokens = context_length(model), config.rollout.max_tokens
     if limit is None:
         return
-    for task in tasks[:MOST_PROMPTS_CHECKED]:
+    for task in data.tasks[:MOST_PROMPTS_CHECKED]:
         length = len(text.encode(task))
         if length + max_tokens > limit:
             raise DataError(
-                f"task {task.id}: its prompt has {length} tokens, which with rollout.max_tokens = {max_tokens} exceeds the "
-                f"model's context of {limit}: set rollout.max_tokens lower, or drop the task"
+                f"{data.place_of(task)}: the prompt has {length} tokens, which with rollout.max_tokens = {max_tokens} exceeds "
+                f"the model's context of {limit}: set rollout.max_tokens lower, or drop the task"
             )
 
 
-def build_environment(config: RunConfig, text: Text) -> SingleTurn:
-    scorer = Scorer([(find(reward.function), reward) for reward in config.reward])
+def unknown_text(text: Text, data: DataSet) -> str:
+    """What to say of prompts with something in them that the tokenizer does not know; nothing if there are none."""
+    tokenizer = text.tokenizer
+    unknown = tokenizer.unk_token_id
+    if unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
+        return ""  # a tokenizer of bytes knows everything
+    tasks = data.tasks[:MOST_PROMPTS_CHECKED]
+    strange = [task for task in tasks if unknown in text.encode(task)]
+    if not strange:
+        return ""
+    pieces = ", ".join(map(repr, text.unknown_pieces(strange[0])[:MOST_PIECES]))
+    return (
+        f"{len(strange)} of {len(tasks)} prompts have something in them that the tokenizer does not know, and the model sees "
+        f"{tokenizer.unk_token} instead. The first is {data.place_of(strange[0])}: {pieces or 'its text'}"
+    )
+
+
+def build_environment(config: RunConfig, text: Text, reward: Reward | None) -> SingleTurn:
+    """With the rewards that the config names, or the one that was passed from Python."""
+    scorer = Scorer([(find(one.function) if reward is None else reward, one) for one in config.reward])
     return SingleTurn(encode=text.encode, decode=text.decode, scorer=scorer)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from millstream.algo import AlgorithmConfig, check
 from millstream.engine import EngineConfig
 from millstream.env.data import DataConfig
-from millstream.env.rewards import RewardConfig
+from millstream.env.rewards import PASS_IT, RewardConfig
 from millstream.errors import ConfigError
 from millstream.learner import LearnerConfig
 from millstream.runtime.checkpoint import CheckpointConfig
@@ -81,6 +82,34 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warmup: WarmupConfig | None = None
+
+    def __post_init__(self) -> None:
+        """From Python, one reward need not be a tuple."""
+        if callable(self.reward):
+            raise ConfigError(PASS_IT)
+        rewards = (self.reward,) if isinstance(self.reward, RewardConfig) else tuple(self.reward)
+        structs.force_setattr(self, "reward", rewards)
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Files and folders by names that mean the same from everywhere: what a run folder keeps."""
+    data = config.data
+    return structs.replace(
+        config,
+        model=structs.replace(config.model, path=_absolute(config.model.path)),
+        data=structs.replace(data, path=_absolute(data.path), name=_absolute(data.name)),
+        reward=tuple(structs.replace(reward, function=_absolute_function(reward.function)) for reward in config.reward),
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    """What is not a file or folder here is a name on the hub, and stays as it is."""
+    return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
+
+
+def _absolute_function(name: str) -> str:
+    module, colon, function = name.rpartition(":")
+    return f"{Path(module).resolve()}:{function}" if colon and module.endswith(".py") else name
 
 
 def check_run(config: RunConfig) -> None:

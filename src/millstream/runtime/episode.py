@@ -84,6 +84,11 @@ class Episode:
         """Tokens of the turns that are finished."""
         return sum(self._mask)
 
+    @property
+    def sampled(self) -> list[int]:
+        """What the model has said in the turns that are finished."""
+        return [token for turn in self._turns for token in turn.tokens]
+
     def finish(self, reward: float) -> Rollout:
         """The rollout, with its reward. Fails if the environment never let the model speak."""
         if not math.isfinite(reward):

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
 
 from millstream.clock import Clock
 from millstream.env import Environment
 from millstream.errors import EngineError, InvariantError
-from millstream.events import Evaluated, EventSink
+from millstream.events import Evaluated, EventSink, Sample
 from millstream.runtime.episode import Episode
 from millstream.runtime.router import Router
 from millstream.runtime.waits import Waits
 from millstream.types import Completion, Request, RequestKey, Sampling, Task
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """A model on the held-out tasks: mean rewards, and every rollout of the sampled half as text, in the order of the tasks."""
+
+    accuracy: float
+    greedy: float
+    samples: tuple[Sample, ...]
 
 
 async def evaluate(
@@ -27,9 +37,10 @@ async def evaluate(
     waits: Waits,
     seed: int,
     timeout_s: float,
-) -> Evaluated:
-    """The mean reward of one rollout a task. A rollout that fails, for whatever reason, counts 0."""
-    versions, failures = set[int](), list[str]()
+    decode: Callable[[Sequence[int]], str],
+) -> tuple[Evaluated, tuple[Sample, ...]]:
+    """The mean reward of one rollout a task, and the rollouts. One that fails, for whatever reason, counts 0."""
+    versions = set[int]()
 
     async def generate(request: Request) -> Completion:
         owner, turn = _owner(name, request.key), router.generate(request, floor=0)
@@ -37,7 +48,7 @@ async def evaluate(
         versions.update(completion.versions)
         return completion
 
-    async def one(index: int, task: Task) -> float:
+    async def one(index: int, task: Task) -> Sample:
         key = RequestKey(group_id=-1 - index, member=0)
         owner = _owner(name, key)
         episode = Episode(
@@ -49,27 +60,42 @@ async def evaluate(
             run_seed=seed,
             role=f"eval/{name}",
         )
+        reward, failure = 0.0, ""
         try:
             async with asyncio.timeout(timeout_s):
-                return episode.finish(await environment.rollout(episode)).reward
+                reward = episode.finish(await environment.rollout(episode)).reward
         except (EngineError, InvariantError):
             raise
         except Exception as error:  # whatever an environment or a reward raises is a failed rollout
-            failures.append(f"{type(error).__name__}: {error}")
-            return 0.0
+            failure = f"{type(error).__name__}: {error}"
+        return Sample(
+            prompt=_as_text(task),
+            completion=decode(episode.sampled),
+            reward=reward,
+            answer=task.answer,
+            failure=failure,
+        )
 
-    rewards = await asyncio.gather(*(one(index, task) for index, task in enumerate(tasks)))
+    samples = await asyncio.gather(*(one(index, task) for index, task in enumerate(tasks)))
+    failures = [sample.failure for sample in samples if sample.failure]
     result = Evaluated(
         at=clock.now(),
         name=name,
         version=versions.pop() if len(versions) == 1 else None,
-        accuracy=sum(rewards) / max(1, len(rewards)),
-        num_tasks=len(rewards),
+        accuracy=sum(sample.reward for sample in samples) / max(1, len(samples)),
+        num_tasks=len(samples),
         num_failed=len(failures),
         failure=failures[-1] if failures else "",
+        sample=samples[0] if samples else None,
     )
     sink.emit(result)
-    return result
+    return result, tuple(samples)
+
+
+def _as_text(task: Task) -> str:
+    if isinstance(task.prompt, str):
+        return task.prompt
+    return "\n".join(f"{message.role}: {message.content}" for message in task.prompt)
 
 
 def _owner(name: str, key: RequestKey) -> str:

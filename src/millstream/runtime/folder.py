@@ -28,7 +28,7 @@ from millstream.events import Evaluated, RunEnded
 from millstream.events.sinks import read_events, read_history
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
-from millstream.runtime.config import RunConfig
+from millstream.runtime.config import RunConfig, with_absolute_paths
 
 FINISHED = "finished"
 
@@ -48,7 +48,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.events, self.metrics = path / "events.jsonl", path / "metrics.jsonl"
-        self.model, self.stacks = path / "model", path / "stacks.txt"
+        self.config, self.model, self.stacks = path / "config.toml", path / "model", path / "stacks.txt"
         self._lock: BinaryIO | None = None
 
     @classmethod
@@ -58,7 +58,7 @@ class RunFolder:
             path = Path(config.run_dir)
             if (path / "events.jsonl").exists():
                 raise ConfigError(
-                    f"{path} holds a run already: choose another run_dir, or go on with it: {resume_command(path)}"
+                    f"{path} holds a run already: choose another run_dir, or go on with it:\n  {resume_command(path)}"
                 )
         else:
             number = 1
@@ -68,7 +68,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder.lock()
-            (path / "config.toml").write_text(to_toml(config))
+            folder.config.write_text(to_toml(with_absolute_paths(config)))
         except OSError as error:
             raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
         return folder
@@ -77,12 +77,16 @@ class RunFolder:
     def reopen(cls, path: Path) -> tuple[RunFolder, RunConfig]:
         """Of a run that was stopped, or died. Raises `ConfigError` if there is nothing to go on with."""
         folder = cls(path)
-        if not (path / "config.toml").is_file():
+        if not folder.config.is_file():
             raise ConfigError(f"{path} is not a run folder: it has no config.toml")
+        config = load(folder.config, RunConfig)
         if (path / "summary.json").exists():
-            raise ConfigError(f"the run in {path} is finished: there is nothing to go on with")
+            raise ConfigError(
+                f"the run in {path} is finished: its model is in {folder.model}. To train that further, in a new run:\n"
+                f"  {_further_command(folder, config)}"
+            )
         folder.lock()
-        return folder, load(path / "config.toml", RunConfig, [])
+        return folder, config
 
     def lock(self) -> None:
         """For the life of this process: two must not write to one run."""
@@ -133,11 +137,21 @@ class RunFolder:
         return path
 
     def cannot_write(self, path: Path, error: OSError) -> str:
-        return f"cannot write {path}: {error.strerror}. The run is not lost: mend that, then type {resume_command(self.path)}"
+        found = f"cannot write {path}: {error.strerror}. The run is not lost: mend that, then type"
+        return f"{found}\n  {resume_command(self.path)}"
 
 
 def resume_command(path: Path) -> str:
     return f"{program()} train --resume {path}"
+
+
+def _further_command(folder: RunFolder, config: RunConfig) -> str:
+    """Trains a finished run's model with the run's own config, less what made a model from nothing."""
+    changes = [f"model.path={folder.model}"]
+    changes += ["model.tiny="] if config.model.tiny is not None else []
+    changes += ["warmup="] if config.warmup is not None else []
+    changes += [f"run_dir={config.run_dir}-further"] if config.run_dir is not None else []
+    return " ".join([program(), "train", str(folder.config), *(f"--set {change}" for change in changes)])
 
 
 def program() -> str:

@@ -17,7 +17,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,20 +31,24 @@ from millstream.algo import recipe
 from millstream.clock import RealClock
 from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, digest, in_order, read
+from millstream.env.rewards import Reward, passed, was_passed
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import CheckpointError, ConfigError, MillstreamError, OutputError, Stopped
 from millstream.events import (
+    WARMUP,
     CheckpointSealed,
     Evaluated,
     EventSink,
     Resumed,
     RunEnded,
     RunStarted,
+    Sample,
     Status,
     StopRequested,
     WarmedUp,
+    Warned,
 )
-from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events
+from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events, read_history
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
 from millstream.model.load import set_up_cpu
@@ -52,7 +56,7 @@ from millstream.runtime import build, checkpoint
 from millstream.runtime.admission import full_budget
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run
-from millstream.runtime.evaluate import evaluate
+from millstream.runtime.evaluate import Measured, evaluate
 from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.router import Router
@@ -80,43 +84,54 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     environment: SingleTurn
     sampling: Sampling
     data_digest: str
+    warning: str
+    """Empty if there is nothing to warn of."""
 
     @property
     def held_out(self) -> tuple[Task, ...]:
         return self.data.held_out[: self.config.evaluation.tasks]
 
 
-def prepare(config: RunConfig) -> Prepared:
+def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
+    if reward is not None:
+        config = structs.replace(config, reward=passed(reward, config.reward))
     check_run(config)
     set_up_cpu()
     data = read(config.data, seed=config.seed)
     model, tokenizer = build.build_model(config.model, seed=config.seed)
     text = build.Text(tokenizer=tokenizer)
-    build.check_lengths(config, model, text, (*data.held_out, *data.train))
+    build.check_lengths(config, model, text, data)
     return Prepared(
         config=config,
         data=data,
         model=model,
         tokenizer=tokenizer,
         text=text,
-        environment=build.build_environment(config, text),
+        environment=build.build_environment(config, text, reward),
         sampling=build.build_sampling(config, model, tokenizer),
         data_digest=digest(data),
+        warning=build.unknown_text(text, data),
     )
 
 
-def train(config: RunConfig, *, sinks: Sequence[EventSink] = (), name: str = "run") -> RunResult:
+def train(
+    config: RunConfig, *, reward: Reward | None = None, sinks: Sequence[EventSink] = (), name: str = "run"
+) -> RunResult:
     """Run a config from beginning to end on this machine."""
-    prepared = prepare(config)
-    return _carry_out(prepared, RunFolder.create(config, name), sinks)
+    prepared = prepare(config, reward)
+    return _carry_out(prepared, RunFolder.create(prepared.config, name), sinks)
 
 
-def resume(path: Path, *, sinks: Sequence[EventSink] = ()) -> RunResult:
+def resume(path: Path, *, reward: Reward | None = None, sinks: Sequence[EventSink] = ()) -> RunResult:
     """Go on with a run that was stopped or died, from its newest checkpoint that is whole."""
     folder, config = RunFolder.reopen(path)
     if folder.is_finished():  # killed on its last metres: all that is missing is in the events
         return folder.conclude()
-    prepared = prepare(config)
+    if reward is not None and not was_passed(config.reward):
+        raise ConfigError(
+            f"the run in {path} has its reward from its config.toml, and goes on with that: leave reward= out"
+        )
+    prepared = prepare(config, reward)
     life = _last_life(folder)
     found, troubles = checkpoint.newest(path, life.sealed)
     for trouble in troubles:
@@ -135,6 +150,8 @@ def _carry_out(
     except OSError as error:
         raise OutputError(folder.cannot_write(folder.events, error)) from error
     tee = Tee([events, metrics], sinks)
+    for event in _accuracies_so_far(folder, before):
+        tee.show(event)
     run = _Run(prepared, folder, (events, metrics), tee, before)
     outcome = FINISHED
     try:
@@ -142,7 +159,7 @@ def _carry_out(
     except BaseException as error:
         outcome = type(error).__name__
         if isinstance(error, MillstreamError):
-            error.add_note(f"The run folder is {folder.path}. Mend it, and go on: {resume_command(folder.path)}")
+            error.add_note(f"The run folder is {folder.path}. Mend it, and go on:\n  {resume_command(folder.path)}")
         raise
     finally:
         run.say_ended(outcome)
@@ -155,6 +172,15 @@ def _carry_out(
         finally:
             folder.unlock()
     return folder.conclude()
+
+
+def _accuracies_so_far(folder: RunFolder, before: Before | None) -> Iterator[Evaluated]:
+    """Of a run that goes on, up to its checkpoint: whoever looks on sees where it comes from."""
+    if before is None or before.found is None:
+        return
+    for event in read_history(folder.events, upto=before.found.manifest.covers_seq):
+        if isinstance(event, Evaluated) and event.name != WARMUP:
+            yield event
 
 
 class Life(NamedTuple):
@@ -188,18 +214,21 @@ class Before(NamedTuple):
         return 0 if self.found is None else self.found.manifest.version
 
 
-def evaluate_model(config: RunConfig) -> tuple[float, float]:
-    """Accuracy of the config's model on its held-out tasks: sampled, and greedy. Leaves no run folder."""
-    prepared = prepare(config)
+def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measured:
+    """The config's model on its held-out tasks: sampled, and greedy. Leaves no run folder. Draws the random numbers of a run's
+    last evaluation, so that a finished run's model gets its figure again."""
+    prepared = prepare(config, reward)
     if not prepared.held_out:
         raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
+    if prepared.warning:
+        logger.warning("%s", prepared.warning)
 
-    async def measure() -> tuple[float, float]:
+    async def measure() -> Measured:
         clock, sink = RealClock(), Tee([])
         on_thread = structs.replace(config.engine, process=False)
         engine = build.build_engine(on_thread, prepared.model, clock=clock, sink=sink)
         evaluator = _Evaluator(prepared, Router([engine]), clock, sink, _waits(config, clock, sink))
-        found = await evaluator.sampled_and_greedy("")
+        found = await evaluator.sampled_and_greedy("after")
         await engine.close()
         assert found is not None
         return found
@@ -215,7 +244,7 @@ class _Evaluator:
         self._waits = waits
         self._is_running = False
 
-    async def once(self, name: str, tasks: Sequence[Task], sampling: Sampling) -> Evaluated:
+    async def once(self, name: str, tasks: Sequence[Task], sampling: Sampling) -> tuple[Evaluated, tuple[Sample, ...]]:
         config = self._prepared.config
         evaluation = evaluate(
             name,
@@ -228,20 +257,21 @@ class _Evaluator:
             waits=self._waits,
             seed=config.seed,
             timeout_s=config.rollout.timeout_s,
+            decode=self._prepared.text.decode,
         )
         # its rollouts have their timeouts
         return await self._waits.on(f"evaluation {name}", "its rollouts", evaluation, has_deadline=False)
 
-    async def sampled_and_greedy(self, when: str) -> tuple[float, float] | None:
+    async def sampled_and_greedy(self, when: str) -> Measured | None:
         """Sampled as in training, and greedy; None without held-out tasks."""
         tasks, sampling = self._prepared.held_out, self._prepared.sampling
         if not tasks:
             return None
-        sampled = await self.once(f"sampled {when}".strip(), tasks, sampling)
+        sampled, samples = await self.once(f"sampled {when}", tasks, sampling)
         if sampled.num_failed == sampled.num_tasks:
             raise MillstreamError(f"every rollout of an evaluation failed, the last with {sampled.failure}")
-        greedy = await self.once(f"greedy {when}".strip(), tasks, structs.replace(sampling, temperature=0.0))
-        return sampled.accuracy, greedy.accuracy
+        greedy, _ = await self.once(f"greedy {when}", tasks, structs.replace(sampling, temperature=0.0))
+        return Measured(accuracy=sampled.accuracy, greedy=greedy.accuracy, samples=samples)
 
     async def beside(self, version: int) -> None:
         """While training runs, every so many steps; left out while another is running."""
@@ -283,6 +313,8 @@ class _Run:
         self._is_done = False
         if before is not None:
             self._say_resumed()
+        elif prepared.warning:
+            sink.emit(Warned(at=self._clock.now(), message=prepared.warning))
 
     async def run(self) -> None:
         """To the end, or to a clean stop: then it raises `Stopped`."""
@@ -336,7 +368,8 @@ class _Run:
         resumed_from = None if self._found is None else self._version
         version = resumed_from if self._checkpoints is None else self._checkpoints.version
         kept = "nothing was trained yet" if version is None else f"the checkpoint of step {version} is written"
-        return f"stopped by {signal.Signals(self._stopped_by or 0).name}; {kept}. To go on: {resume_command(self._folder.path)}"
+        by = signal.Signals(self._stopped_by or 0).name
+        return f"stopped by {by}; {kept}. To go on:\n  {resume_command(self._folder.path)}"
 
     def _watchdog(self) -> Watchdog:
         pipeline = self._prepared.config.pipeline
@@ -359,7 +392,7 @@ class _Run:
         with suppress(OSError):
             self._sync()
         sys.stderr.write(f"StallError: {reason}. Stacks are in {self._folder.stacks}. ")
-        sys.stderr.write(f"To go on: {resume_command(self._folder.path)}\n")
+        sys.stderr.write(f"To go on:\n  {resume_command(self._folder.path)}\n")
         sys.stderr.flush()
         os._exit(1)
 
@@ -425,7 +458,8 @@ class _Run:
 
         async def accuracy_of(weights: Weights) -> float:
             await self._waits.on("warm-up", f"{engine.name} to load its weights", engine.load(0, weights))
-            return (await evaluator.once("warmup", prepared.data.train[:WARMUP_PROBE], prepared.sampling)).accuracy
+            measured, _ = await evaluator.once(WARMUP, prepared.data.train[:WARMUP_PROBE], prepared.sampling)
+            return measured.accuracy
 
         def say(step: int, accuracy: float) -> None:
             now, most = self._clock.now(), config.max_steps

@@ -1,0 +1,41 @@
+"""What can be wrong with a config and be found without a run: data, rewards, the model's folder. Light: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from millstream.env.data import read
+from millstream.env.rewards import find
+from millstream.model.where import check_path, check_tokenizer
+from millstream.runtime.config import RunConfig
+
+
+def check_parts(config: RunConfig) -> list[str]:
+    """Raises what a run would raise. What was looked at, and what was not, in words."""
+    return [*_checked_data(config), *_checked_rewards(config), *_checked_model(config)]
+
+
+def _checked_data(config: RunConfig) -> Iterator[str]:
+    if config.data.name is not None:
+        yield f"not checked: the data set {config.data.name}, which the run loads"
+    else:
+        data = read(config.data, seed=config.seed)
+        yield f"checked: {len(data.train)} tasks to train on, {len(data.held_out)} held out"
+
+
+def _checked_rewards(config: RunConfig) -> Iterator[str]:
+    for reward in config.reward:
+        find(reward.function)
+        yield f"checked: the reward {reward.function} is there"
+
+
+def _checked_model(config: RunConfig) -> Iterator[str]:
+    if (path := config.model.path) is None:
+        return
+    check_path(path)
+    if Path(path).is_dir():
+        check_tokenizer(path)
+        yield f"checked: {path} is a checkpoint's folder with a tokenizer"
+    else:
+        yield f"not checked: the model {path}, which is no folder here; the run asks the Hugging Face hub for it"
