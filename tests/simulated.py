@@ -240,7 +240,7 @@ def check(world: World, outcome: Outcome) -> None:
         assert len(steps) == world.steps
     assert all(engine.version == len(steps) for engine in outcome.engines)
 
-    assert outcome.store.stats().rows == 0, "rows were left in the store"
+    assert asyncio.run(outcome.store.stats()).rows == 0, "rows were left in the store"
     assert outcome.pipeline.admission.outstanding == 0
     assert not outcome.pipeline.waits.active(), "somebody still waits"
     _check_in_flight(world, sink)

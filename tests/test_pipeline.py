@@ -366,7 +366,7 @@ def test_what_comes_after_a_step_has_the_engines_to_itself_when_training_is_sync
 
         async def after_step(version: int) -> None:
             await asyncio.sleep(0.2)
-            found.append(pipelines[0].status().requests_running == 0)
+            found.append((await pipelines[0].status()).requests_running == 0)
 
         world = World(steps=10, max_lag=max_lag)
         check(world, simulate(world, after_step=after_step, on_pipeline=pipelines.append))
@@ -382,7 +382,7 @@ def test_the_status_says_how_full_everything_is_and_what_everybody_waits_for() -
     class Watched(SimEnvironment):
         async def rollout(self, context: Context) -> float:
             reward = await super().rollout(context)
-            seen.append(holder[0].status())
+            seen.append(await holder[0].status())
             return reward
 
     world = World(steps=3, groups_per_step=2, group_size=3, max_lag=1, slots=2)

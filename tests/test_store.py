@@ -1,208 +1,125 @@
-"""The store's promises, against the in-memory one."""
+"""The store's promises, against the one in memory and the one of many processes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import random
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.clock import run_virtual
-from millstream.errors import StoreError, StreamEnded
-from millstream.store import Lease, Reads
+from millstream.clock import VirtualClock, run_virtual
+from millstream.errors import StoreError
+from millstream.store import Lease, Reads, Store, Want
+from millstream.store.host import SharedStore, make_plan
 from millstream.store.memory import MemoryStore
-
-TASKS = {"score": Reads(("text",)), "train": Reads(("text", "score"), after=("score",))}
-
-
-def store(capacity: int = 100) -> MemoryStore:
-    return MemoryStore(TASKS, capacity_rows=capacity)
+from millstream.testing.store import GROUPS, MIXED, ROWS, StoreSuite, put_group, put_values, stop, values_now
 
 
-def run(program: Coroutine[Any, Any, None]) -> None:
-    run_virtual(program)
+class TestMemoryStore(StoreSuite):
+    @asynccontextmanager
+    async def open(
+        self, tasks: Mapping[str, Reads], capacity_rows: int | None = None, capacity_bytes: int | None = None
+    ) -> AsyncIterator[Store]:
+        yield MemoryStore(tasks, clock=VirtualClock(), capacity_rows=capacity_rows, capacity_bytes=capacity_bytes)
+
+    def run(self, program: Coroutine[Any, Any, None]) -> None:
+        run_virtual(program)
 
 
-async def add_group(store: MemoryStore, group_id: int, size: int = 2) -> list[int]:
-    rows = [await store.put(group_id, {"text": f"{group_id}.{i}"}) for i in range(size)]
-    store.close_group(group_id)
-    return rows
+@asynccontextmanager
+async def started(tasks: Mapping[str, Reads], **more: Any) -> AsyncIterator[SharedStore]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        SharedStore(make_plan(tasks, folder=Path(folder), grace_s=0.2, **more)) as shared,
+    ):
+        yield shared
 
 
-async def score(store: MemoryStore) -> Lease:
-    lease = await store.claim("score")
-    for row in lease.rows:
-        store.write(row.row_id, {"score": 1.0})
-    store.acknowledge(lease)
-    return lease
+class TestSharedStore(StoreSuite):
+    """A coordinator for each test, and one client."""
+
+    @asynccontextmanager
+    async def open(
+        self, tasks: Mapping[str, Reads], capacity_rows: int | None = None, capacity_bytes: int | None = None
+    ) -> AsyncIterator[Store]:
+        async with started(tasks, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes) as shared:
+            store = await shared.connect("the tests")
+            try:
+                yield store
+            finally:
+                await store.close()
 
 
-def test_a_task_sees_a_group_once_its_columns_are_there_and_only_once() -> None:
+def test_the_rows_of_a_consumer_that_is_gone_go_to_another_and_what_it_wrote_stays() -> None:
     async def program() -> None:
-        s = store()
-        waiting = asyncio.ensure_future(s.claim("train"))
-        await add_group(s, 7)
-        await asyncio.sleep(1)
-        assert not waiting.done(), "the score column is missing"
-        await score(s)
-        lease = await waiting
-        assert [row.columns["text"] for row in lease.rows] == ["7.0", "7.1"]
-        assert all(row.columns["score"] == 1.0 for row in lease.rows)
-        s.acknowledge(lease)
-        assert s.stats().rows == 0, "freed when every task is done"
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(s.claim("train"), 1)
+        async with started(ROWS) as shared:
+            first, second = await shared.connect("first"), await shared.connect("second")
+            ids = await put_values(first, [np.arange(20_000), "b"])
+            await first.write(ids, {"late": [np.full(20_000, 7), None]})
+            lease = await first.claim("read", Want(rows=2))
+            waiting = asyncio.ensure_future(second.claim("read", Want(rows=2)))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            stats = await second.stats()
+            assert [one.who for one in stats.waiting] == [second.name]
+            await first.close()
+            again = await asyncio.wait_for(waiting, 5)
+            assert again.row_ids == lease.row_ids
+            assert (again["value"][0] == np.arange(20_000)).all() and (again["late"][0] == 7).all()
+            with pytest.raises(StoreError, match="has ended"):
+                await second.acknowledge(lease)
+            await second.acknowledge(again)
+            assert (await second.stats()).bytes == 0
+            await second.close()
 
-    run(program())
+    asyncio.run(program())
 
 
-def test_an_open_group_is_not_handed_out_and_a_closed_one_takes_no_more_rows() -> None:
+def memory_of(shared: SharedStore) -> int:
+    return sum(path.stat().st_size for path in Path(shared.address.folder).iterdir())
+
+
+def test_a_large_put_that_is_refused_leaves_neither_room_nor_memory_taken() -> None:
     async def program() -> None:
-        s = store()
-        await s.put(0, {"text": "a"})
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(s.claim("score"), 1)
-        s.close_group(0)
-        assert len((await s.claim("score")).rows) == 1
-        with pytest.raises(StoreError, match="closed"):
-            await s.put(0, {"text": "b"})
+        async with started(MIXED, capacity_bytes=1 << 20) as shared:
+            store = await shared.connect()
+            await store.close_groups([0])
+            for _ in range(20):
+                with pytest.raises(StoreError, match="closed"):
+                    await put_values(store, [np.zeros(200_000, np.uint8)])
+                with pytest.raises(StoreError, match="not in the store"):
+                    await store.write([12345], {"value": [np.zeros(200_000, np.uint8)]})
+            await put_values(store, [np.zeros(800_000, np.uint8)], group_id=1, deadline_s=1)
+            assert memory_of(shared) < 3 << 20
+            await store.close()
 
-    run(program())
+    asyncio.run(program())
 
 
-def test_what_is_given_back_or_expires_is_handed_out_again() -> None:
+def test_a_claim_that_is_cancelled_while_the_coordinator_is_away_loses_nothing() -> None:
     async def program() -> None:
-        s = store()
-        await add_group(s, 0)
-        first = await s.claim("score")
-        s.give_back(first)
-        second = await s.claim("score", expires_s=5)
-        third = await asyncio.wait_for(s.claim("score"), 10)
-        assert first.group_id == second.group_id == third.group_id == 0
-        with pytest.raises(StoreError, match="has ended"):
-            s.acknowledge(second)
-        s.acknowledge(third)
-        with pytest.raises(StoreError, match="has ended"):
-            s.acknowledge(third)
+        async with started(ROWS) as shared:
+            store = await shared.connect()
+            waiting = [asyncio.ensure_future(store.claim("read", Want(rows=1))) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            shared.process.kill()
+            await asyncio.sleep(0.05)
+            for claim in waiting[:2]:
+                await stop(claim)
+            await put_values(store, [1, 2])
+            assert (await waiting[2])["value"] == [1]
+            assert await values_now(store) == [2]
+            await store.close()
 
-    run(program())
-
-
-def test_a_cancelled_claim_loses_nothing_even_if_it_had_been_served() -> None:
-    async def program() -> None:
-        s = store()
-        claim = asyncio.ensure_future(s.claim("score"))
-        await asyncio.sleep(0)
-        await add_group(s, 0)
-        claim.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await claim
-        assert (await asyncio.wait_for(s.claim("score"), 1)).group_id == 0
-
-    run(program())
-
-
-def test_producers_wait_while_the_store_is_full_and_go_on_when_rows_are_freed() -> None:
-    async def program() -> None:
-        s = store(capacity=2)
-        await add_group(s, 0)
-        late = asyncio.ensure_future(add_group(s, 1, size=1))
-        await asyncio.sleep(1)
-        assert not late.done() and s.stats().waiting_producers == 1
-        await score(s)
-        s.acknowledge(await s.claim("train"))
-        await late
-        assert s.stats().rows == 1
-
-    run(program())
-
-
-def test_a_dropped_group_is_seen_by_nobody() -> None:
-    async def program() -> None:
-        s = store()
-        await add_group(s, 0)
-        s.drop(await s.claim("score"))
-        assert s.stats().rows == 0 and s.stats().groups == 0
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(s.claim("train"), 1)
-
-    run(program())
-
-
-def test_a_chooser_may_wait_and_is_asked_again_when_woken() -> None:
-    async def program() -> None:
-        s = store()
-        wanted: list[int] = []
-        claim = asyncio.ensure_future(s.claim("score", lambda ready: next((g for g in ready if g in wanted), None)))
-        await add_group(s, 0)
-        await add_group(s, 1)
-        await asyncio.sleep(1)
-        assert not claim.done()
-        wanted.append(1)
-        s.wake()
-        assert (await claim).group_id == 1
-
-    run(program())
-
-
-def test_after_finish_a_claim_gets_what_is_left_and_then_ends() -> None:
-    async def program() -> None:
-        s = store()
-        await add_group(s, 0)
-        s.finish()
-        first = asyncio.ensure_future(s.claim("score"))
-        second = asyncio.ensure_future(s.claim("score"))
-        assert (await first).group_id == 0
-        with pytest.raises(StreamEnded):
-            await second
-
-    run(program())
-
-
-def test_misuse_is_an_error_and_never_another_rows_data() -> None:
-    async def program() -> None:
-        s = store()
-        (row,) = await add_group(s, 0, size=1)
-        with pytest.raises(StoreError, match="written once"):
-            s.write(row, {"text": "again"})
-        with pytest.raises(StoreError, match="not in the store"):
-            s.write(row + 1, {"score": 1.0})
-        with pytest.raises(StoreError, match="no task"):
-            await s.claim("trian")
-        s.drop(await s.claim("score"))
-        (new,) = await add_group(s, 1, size=1)
-        assert new != row, "ids are never used again"
-
-    run(program())
-
-
-def test_a_snapshot_holds_what_is_unconsumed_and_frees_what_was_on_lease() -> None:
-    async def program() -> None:
-        s = store()
-        for group_id in range(3):
-            await add_group(s, group_id)
-        await s.put(3, {"text": "open"})
-        await score(s)
-        s.acknowledge(await s.claim("train"))
-        on_lease = await s.claim("score")
-        saved = s.snapshot()
-        s.write(on_lease.rows[0].row_id, {"score": 5.0})
-
-        again = store()
-        again.restore(saved)
-        assert again.stats().groups == 3
-        assert (await again.claim("score")).group_id == on_lease.group_id
-        assert (await again.claim("score")).group_id == 2
-        again.close_group(3)
-        lease = await again.claim("score")
-        assert lease.group_id == 3 and "score" not in lease.rows[0].columns
-        with pytest.raises(StoreError, match="empty"):
-            again.restore(saved)
-
-    run(program())
+    asyncio.run(program())
 
 
 @given(
@@ -215,40 +132,40 @@ def test_a_snapshot_holds_what_is_unconsumed_and_frees_what_was_on_lease() -> No
 def test_with_many_producers_and_consumers_that_die_every_group_is_trained_exactly_once(
     num_groups: int, capacity: int, num_consumers: int, deaths: float, seed: int
 ) -> None:
-    import random
-
     rng = random.Random(seed)
 
     async def program() -> None:
-        s = store(capacity)
+        store = MemoryStore(GROUPS, capacity_rows=capacity)
         trained: list[int] = []
 
         async def produce(group_id: int) -> None:
             await asyncio.sleep(rng.random())
-            await add_group(s, group_id, size=1)
+            await put_group(store, group_id, ["text"] * rng.randint(1, 2))
 
         async def consume(task: str) -> None:
             while True:
-                lease = await s.claim(task)
+                lease = await store.claim(task)
                 await asyncio.sleep(rng.random())
                 if rng.random() < deaths:
-                    s.give_back(lease)
+                    await store.give_back(lease)
                     continue
-                if task == "score":
-                    for row in lease.rows:
-                        s.write(row.row_id, {"score": 0.0})
-                else:
-                    trained.append(lease.group_id)
-                s.acknowledge(lease)
+                await work(lease)
+                await store.acknowledge(lease)
 
-        consumers = [asyncio.ensure_future(consume(task)) for task in TASKS for _ in range(num_consumers)]
+        async def work(lease: Lease) -> None:
+            if lease.task == "score":
+                await store.write(lease.row_ids, {"score": [0.0] * len(lease)})
+            else:
+                trained.append(lease.group_id)
+
+        consumers = [asyncio.ensure_future(consume(task)) for task in GROUPS for _ in range(num_consumers)]
         await asyncio.gather(*(produce(group_id) for group_id in range(num_groups)))
         while len(trained) < num_groups:
             await asyncio.sleep(1)
         await asyncio.sleep(10)
         assert sorted(trained) == list(range(num_groups))
-        assert s.stats().rows == 0
+        assert (await store.stats()).rows == 0
         for consumer in consumers:
             consumer.cancel()
 
-    run(program())
+    run_virtual(program())

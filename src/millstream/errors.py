@@ -13,7 +13,8 @@ MillstreamError
 ├── LearnerError           the learner broke, or its gradient is not finite
 ├── WeightsError           weights that arrived are not those that were published
 ├── StoreError             a row, a column or a lease that is not there; a cell written twice
-│   └── StreamEnded            nothing more will ever come for this claim
+│   ├── StreamEnded            nothing more will ever come for this claim
+│   └── StoreTimeout           no room, or nothing to claim, before the deadline that was asked for
 ├── CheckpointError        a checkpoint that is not whole, or not of this run
 ├── OutputError            the run folder cannot be written: a full disk, say
 ├── StallError             a wait ran past its deadline; names who waits, for what, and since when
@@ -68,6 +69,9 @@ class StoreError(MillstreamError): ...
 
 
 class StreamEnded(StoreError): ...
+
+
+class StoreTimeout(StoreError): ...
 
 
 class CheckpointError(MillstreamError): ...

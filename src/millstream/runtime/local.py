@@ -549,7 +549,7 @@ class _Run:
     async def _watch(self) -> None:
         """Says about once a second what the run is doing."""
         while True:
-            self._sink.emit(self._pipeline.status() if self._pipeline is not None else self._status())
+            self._sink.emit(await self._pipeline.status() if self._pipeline is not None else self._status())
             await asyncio.sleep(STATUS_S)
 
     def _status(self) -> Status:

@@ -193,6 +193,7 @@ class Pipeline:
             pulse=self._pulse,
             leave=self._leave,
         )
+        self._rows = None if resumed is None else resumed.rows
         self._resumed = None if resumed is None else self._restore(resumed)
 
     def _rules(self) -> Rules:
@@ -210,6 +211,8 @@ class Pipeline:
         one did."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                if self._rows is not None:
+                    await self._store.restore(self._rows)
                 await self._keep_if_due()
                 in_order = self._gate is not None
                 loops = [self.feed(tasks), self._settler.settle(in_order=in_order)]
@@ -255,7 +258,7 @@ class Pipeline:
             )
             self._start(tasks, group_id, task, place, range(self._rollout.group_size))
         self._settler.is_fed = True
-        self._settler.end_if_drained()
+        await self._settler.end_if_drained()
         self._pulse.notify()
 
     def _start(self, tasks: asyncio.TaskGroup, group_id: int, task: Task, place: Place, members: Iterable[int]) -> None:
@@ -292,13 +295,14 @@ class Pipeline:
             key = RequestKey(group_id=group_id, member=member, attempt=attempt)
             rollout = await self._attempt(key, task, place)
             if rollout is not None:
-                put = self._store.put(group_id, {name: getattr(rollout, name) for name in rollout.__struct_fields__})
+                row = {name: [getattr(rollout, name)] for name in rollout.__struct_fields__}
+                put = self._store.put(group_id, row, versions=rollout.start_version)
                 await self.waits.on(f"group {group_id}", "room in the store", put)
                 break
         self._living[group_id].remove(member)
         if not self._living[group_id]:
             del self._living[group_id]
-            self._settler.close(group_id)
+            await self._settler.close(group_id)
         self._pulse.notify()
 
     async def _attempt(self, key: RequestKey, task: Task, place: Place) -> Rollout | None:
@@ -465,13 +469,13 @@ class Pipeline:
         packer, metrics = Packer(self._algorithm.micro_batch_tokens), list[Metrics]()
         groups_per_mini_batch = self._config.groups_per_step // self._algorithm.mini_batches
         while not self.admission.is_batch_full:
-            claim = self._store.claim(TRAIN, self._choose_and_take)
+            claim = self._store.claim(TRAIN, choose=self._choose_and_take)
             try:
                 lease = await self.waits.on("train", "a complete group", claim, has_deadline=False)  # rollouts time out
             except StreamEnded:
                 break
             leases.append(lease)
-            for row in self._take(lease):
+            for row in await self._take(lease):
                 rows.append(row)
                 await self._accumulate(packer.add(row))
             if self.admission.taken % groups_per_mini_batch == 0:
@@ -493,10 +497,10 @@ class Pipeline:
             self._taken[group_id] = self.admission.take(group_id)
         return group_id
 
-    def _take(self, lease: Lease) -> list[TrainRow]:
+    async def _take(self, lease: Lease) -> list[TrainRow]:
         """The rows of a group that joined the batch. The last line of defence: they are fresh enough, or the run stops."""
         place, version = self._taken.pop(lease.group_id), self.admission.version
-        self._settler.end_if_drained()
+        await self._settler.end_if_drained()
         if lease.group_id in self._settler.vacant:
             return []
         rows = by_member(lease)
@@ -535,7 +539,7 @@ class Pipeline:
         version = self.admission.step()
         self._settler.begin_batch()
         for lease in leases:
-            self._store.acknowledge(lease)
+            await self._store.acknowledge(lease)
             self._settler.vacant.discard(lease.group_id)
         for lease in trained:
             self._leave(lease.group_id, Fate.TRAINED, np.array([row.columns["reward"] for row in by_member(lease)]))
@@ -592,16 +596,16 @@ class Pipeline:
             return
         began, standing, mark = (
             self._now(),
-            self.standing(),
+            await self.standing(),
             self._keeper.mark(),
         )  # one moment: what follows is not in it
         snapshot = await self._learn("copy its state", self._learner.snapshot())
         keep = self._keeper.keep(standing, mark, snapshot, self._now() - began)
         await self.waits.on("train", "the checkpoint", keep)
 
-    def standing(self) -> Standing:
+    async def standing(self) -> Standing:
         """To be taken between two batches."""
-        rows = self._store.snapshot()
+        rows = await self._store.snapshot()
         kept: dict[int, list[int]] = {}
         for row in rows.rows:
             kept.setdefault(row.group_id, []).append(int(row.columns["member"]))
@@ -631,7 +635,6 @@ class Pipeline:
         ledger, rows = standing
         places = {group_id: Place(group.start, group.deadline) for group_id, group in ledger.groups.items()}
         self.admission.restore(ledger.version, places)
-        self._store.restore(rows)
         settled = rows.acknowledged[SETTLE]
         self._settler.restore(ledger, num_unsettled=sum(c for g, c in rows.is_closed.items() if g not in settled))
         self._next_group = ledger.next_group
@@ -652,14 +655,14 @@ class Pipeline:
 
     # ---- what it is doing, for those who watch --------------------------------------------------------------------
 
-    def status(self) -> Status:
+    async def status(self) -> Status:
         """How full everything is and what everybody waits for."""
         engines = [engine.stats() for engine in self._parts.engines]
         return Status(
             at=self._now(),
             requests_running=sum(stats.running for stats in engines),
             requests_waiting=sum(stats.waiting for stats in engines),
-            rows_in_store=self._store.stats().rows,
+            rows_in_store=(await self._store.stats()).rows,
             groups_outstanding=self.admission.outstanding,
             groups_taken=self.admission.taken,
             budget=self.admission.budget,

@@ -56,10 +56,10 @@ class Settler:
         """No prompt is left: nothing can be replaced any more."""
         self.last_failure = ""
 
-    def close(self, group_id: int) -> None:
+    async def close(self, group_id: int) -> None:
         """The last member of a group is done."""
         self.num_unsettled += 1
-        self._store.close_group(group_id)
+        await self._store.close_groups([group_id])
 
     def restore(self, ledger: Ledger, *, num_unsettled: int) -> None:
         """The groups whose fate is open are in the store, and will be claimed."""
@@ -81,14 +81,14 @@ class Settler:
             rewards_G = np.array([row.columns["reward"] for row in by_member(lease)], dtype=np.float64)
             fate = self._judge(rewards_G)
             if fate is Fate.TRAINED:
-                self._write_advantages(lease, self._rules.advantage(rewards_G))
-                self._store.acknowledge(lease)
-                self._settled()
+                await self._write_advantages(lease, self._rules.advantage(rewards_G))
+                await self._store.acknowledge(lease)
+                await self._settled()
             elif in_order:
                 self._waiting.append(Aside(lease, rewards_G, fate))
                 self._pulse.notify()
             else:
-                self._set_aside(Aside(lease, rewards_G, fate))
+                await self._set_aside(Aside(lease, rewards_G, fate))
 
     async def set_aside_in_order(self, is_still: Callable[[], bool]) -> None:
         """Synchronous training: waits until no rollout moves (`is_still`) and every other group is settled."""
@@ -98,7 +98,7 @@ class Settler:
             )
             waiting, self._waiting = sorted(self._waiting, key=lambda aside: aside.lease.group_id), []
             for aside in waiting:
-                self._set_aside(aside)
+                await self._set_aside(aside)
 
     def _judge(self, rewards_G: Rewards) -> Fate:
         if len(rewards_G) < self._rules.min_group_size:
@@ -108,22 +108,22 @@ class Settler:
             return Fate.FILTERED
         return Fate.TRAINED
 
-    def _set_aside(self, aside: Aside) -> None:
+    async def _set_aside(self, aside: Aside) -> None:
         lease, rewards_G, fate = aside
         if fate is Fate.FAILED:
             self._count_failure()
         stays_empty = not self.is_fed and self.num_replaced >= self._rules.max_replaced
         if stays_empty:
             self.vacant.add(lease.group_id)
-            self._write_advantages(lease, np.zeros(len(rewards_G)))
-            self._store.acknowledge(lease)
+            await self._write_advantages(lease, np.zeros(len(rewards_G)))
+            await self._store.acknowledge(lease)
         else:
             self.num_replaced += 1
-            self._store.drop(lease)
+            await self._store.drop(lease)
             self._admission.remove(lease.group_id)
             self._store.wake()  # the order that `train` may take groups in has changed
         self._leave(lease.group_id, fate, rewards_G, not stays_empty and not self.is_fed)
-        self._settled()
+        await self._settled()
 
     def _count_failure(self) -> None:
         self.num_failed_in_a_row += 1
@@ -133,20 +133,24 @@ class Settler:
                 f"The last failure was {self.last_failure}"
             )
 
-    def _write_advantages(self, lease: Lease, advantages_G: Rewards) -> None:
-        for row, advantage in zip(by_member(lease), advantages_G, strict=True):
-            per_token = np.full(len(row.columns["tokens"]), advantage, dtype=np.float32)
-            self._store.write(row.row_id, {"advantages": per_token})
+    async def _write_advantages(self, lease: Lease, advantages_G: Rewards) -> None:
+        rows = by_member(lease)
+        per_token = [
+            np.full(len(row.columns["tokens"]), advantage, dtype=np.float32)
+            for row, advantage in zip(rows, advantages_G, strict=True)
+        ]
+        if rows:
+            await self._store.write([row.row_id for row in rows], {"advantages": per_token})
 
-    def _settled(self) -> None:
+    async def _settled(self) -> None:
         self.num_unsettled -= 1
-        self.end_if_drained()
+        await self.end_if_drained()
         self._pulse.notify()
 
-    def end_if_drained(self) -> None:
+    async def end_if_drained(self) -> None:
         """No prompt is left and no group is outstanding: whoever waits for a group waits in vain."""
         if self.is_fed and not self._admission.outstanding:
-            self._store.finish()
+            await self._store.finish()
 
 
 def by_member(lease: Lease) -> list[Row]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import msgspec
@@ -11,8 +13,9 @@ from msgspec import Struct
 from millstream.errors import StoreError
 from millstream.store import Saved
 
-ARRAY = 1
-"""Our code among MessagePack's extension types."""
+ARRAY, SCALAR, TENSOR = 1, 2, 3
+"""Our codes among MessagePack's extension types."""
+Array = np.ndarray[Any, Any]
 
 
 class _Array(Struct, frozen=True, array_like=True):
@@ -21,25 +24,59 @@ class _Array(Struct, frozen=True, array_like=True):
     data: bytes
 
 
-def _to_bytes(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        array = _Array(value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
-        return msgspec.msgpack.Ext(ARRAY, msgspec.msgpack.encode(array))
-    if isinstance(value, np.generic):
-        return value.item()
-    raise StoreError(f"a column of type {type(value).__name__} cannot be saved: expected arrays, numbers, strings")
+def is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _from_bytes(code: int, data: memoryview) -> Any:
-    if code != ARRAY:
+def as_array(value: Any) -> tuple[Array, str]:
+    """Contiguous, on the host, with the name of its type."""
+    if not is_tensor(value):
+        if value.dtype.hasobject or value.dtype.names:
+            raise StoreError(f"arrays of type {value.dtype} hold objects or records: use a list of them")
+        flat: Array = np.ascontiguousarray(value).reshape(value.shape)
+        return flat, flat.dtype.str
+    host = value.detach().cpu().contiguous()
+    if str(host.dtype) == "torch.bfloat16":
+        return host.view(sys.modules["torch"].int16).numpy(), "bfloat16"
+    array: Array = host.numpy()
+    return array, array.dtype.str
+
+
+def as_tensor(array: Array, dtype: str) -> Any:
+    """Shares the array's memory."""
+    torch = importlib.import_module("torch")
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def raw_dtype(dtype: str) -> np.dtype[Any]:
+    """What numpy keeps it as."""
+    return np.dtype(np.int16) if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def to_extension(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)) or is_tensor(value):
+        code = TENSOR if is_tensor(value) else ARRAY if isinstance(value, np.ndarray) else SCALAR
+        array, dtype = as_array(value)
+        packed = _Array(dtype, array.shape, array.tobytes())
+        return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(packed))
+    raise StoreError(f"a value of type {type(value).__name__}: expected arrays, numbers, strings, lists, structs")
+
+
+def from_extension(code: int, data: memoryview) -> Any:
+    if code not in (ARRAY, SCALAR, TENSOR):
         raise StoreError(f"a saved column of unknown kind {code}")
-    array = _read_array(data)
-    return np.frombuffer(array.data, dtype=np.dtype(array.dtype)).reshape(array.shape).copy()
+    saved = _read_array(data)
+    array = np.frombuffer(saved.data, dtype=raw_dtype(saved.dtype)).reshape(saved.shape).copy()
+    if code == TENSOR:
+        return as_tensor(array, saved.dtype)
+    return array if code == ARRAY else array[()]
 
 
 _read_array = msgspec.msgpack.Decoder(_Array).decode
-_encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
-_decoder = msgspec.msgpack.Decoder(Saved, ext_hook=_from_bytes)
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)
+_decoder = msgspec.msgpack.Decoder(Saved, ext_hook=from_extension)
 
 
 def pack(saved: Saved) -> bytes:

@@ -5,246 +5,208 @@ Single-threaded: it lives on the event loop. The cost of an operation depends on
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from millstream.errors import StoreError, StreamEnded
-from millstream.store import Choose, Columns, Lease, Reads, Row, Saved, StoreStats
-
-
-class _Group:
-    """What the store knows of one group."""
-
-    __slots__ = ("acknowledged", "is_closed", "leased", "rows")
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.is_closed = False
-        self.leased: set[str] = set()
-        self.acknowledged: set[str] = set()
-
-
-def _oldest(ready: Iterable[int]) -> int | None:
-    return next(iter(ready), None)
+from millstream.clock import Clock, RealClock
+from millstream.errors import StoreError
+from millstream.store import ONE_GROUP, TRAIN, Choose, Columns, Lease, Reads, Row, Saved, StoreStats, Want
+from millstream.store.catalog import BlockSpec, Catalog, LeaseEntry, RestoredRows, runs
+from millstream.store.columns import each, integers, num_rows_of, token_counts
+from millstream.store.desk import Desk
+from millstream.store.entries import NO_VERSION, RowEntry
 
 
 class MemoryStore:
-    """See `millstream.store.Store` for the promises."""
+    """See `millstream.store.Store` for the promises. Capacities: None is no bound."""
 
-    def __init__(self, tasks: Mapping[str, Reads], *, capacity_rows: int) -> None:
-        self._tasks = dict(tasks)
-        self._capacity = capacity_rows
-        self._groups: dict[int, _Group] = {}
-        self._rows: dict[int, Row] = {}
-        self._ready: dict[str, dict[int, None]] = {task: {} for task in tasks}
-        self._leases: dict[int, Lease] = {}
-        self._claims: dict[str, deque[tuple[Choose, asyncio.Future[int]]]] = {task: deque() for task in tasks}
-        self._puts: deque[asyncio.Future[None]] = deque()
-        self._is_finished = False
-        self._next_row = 0
-        self._next_lease = 0
+    def __init__(
+        self,
+        tasks: Mapping[str, Reads],
+        *,
+        clock: Clock | None = None,
+        capacity_rows: int | None = None,
+        capacity_bytes: int | None = None,
+    ) -> None:
+        self._catalog = Catalog(tasks, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes)
+        self._clock = clock or RealClock()
+        self._desk = Desk(self._catalog, self._clock)
 
-    # ---- producers ---------------------------------------------------------------------------------------------------
-
-    async def put(self, group_id: int, columns: Columns) -> int:
-        while len(self._rows) >= self._capacity:
-            await self._wait_for_room()
-        group = self._groups.setdefault(group_id, _Group())
-        if group.is_closed:
-            raise StoreError(f"group {group_id} is closed: no row can be added to it")
-        row = Row(row_id=self._next_row, group_id=group_id, columns=dict(columns))
-        self._next_row += 1
-        self._rows[row.row_id] = row
-        group.rows.append(row)
-        return row.row_id
-
-    async def _wait_for_room(self) -> None:
-        room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._puts.append(room)
+    async def put(
+        self,
+        group_ids: int | Sequence[int],
+        columns: Columns,
+        *,
+        versions: int | Sequence[int] | None = None,
+        tokens: Sequence[int] | None = None,
+        partition: str = TRAIN,
+        deadline_s: float | None = None,
+    ) -> Sequence[int]:
+        block, num_rows = block_of(columns)
+        groups = each(group_ids, num_rows, "group_ids")
+        numbers = None if versions is None else each(versions, num_rows, "versions")
+        counts = token_counts(columns, tokens, num_rows)
+        await self._desk.room(num_rows, block.nbytes, who="a producer", deadline_s=deadline_s)
+        self._desk.use(num_rows, block.nbytes)
         try:
-            await room
-        finally:
-            if room in self._puts:
-                self._puts.remove(room)
-
-    def write(self, row_id: int, columns: Columns) -> None:
-        row = self._rows.get(row_id)
-        if row is None:
-            raise StoreError(f"row {row_id} is not in the store (freed, dropped, or never put)")
-        if twice := row.columns.keys() & columns.keys():
-            raise StoreError(f"row {row_id} has {', '.join(sorted(twice))} already: a cell is written once")
-        row.columns.update(columns)
-        self._refresh(row.group_id)
-
-    def close_group(self, group_id: int) -> None:
-        group = self._groups.setdefault(group_id, _Group())
-        group.is_closed = True
-        self._refresh(group_id)
-
-    # ---- consumers ---------------------------------------------------------------------------------------------------
-
-    async def claim(self, task: str, choose: Choose | None = None, *, expires_s: float | None = None) -> Lease:
-        if task not in self._tasks:
-            raise StoreError(f"no task {task!r}: the store was built for {', '.join(self._tasks)}")
-        chosen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._claims[task].append((choose or _oldest, chosen))
-        self._serve(task)
-        try:
-            group_id = await chosen
-        except asyncio.CancelledError:
-            self._withdraw(task, chosen)
+            ids = self._catalog.put(
+                groups, block, versions=numbers, tokens=counts, partition=partition, now=self._clock.now()
+            )
+        except StoreError:
+            self._desk.serve_producers()  # the room is free after all
             raise
-        return self._lease(task, group_id, expires_s)
+        self._desk.serve_all(partition)
+        return ids
 
-    def _withdraw(self, task: str, chosen: asyncio.Future[int]) -> None:
-        """A cancelled claim: leave the queue, and if a group had been promised, let another have it."""
-        self._claims[task] = deque(claim for claim in self._claims[task] if claim[1] is not chosen)
-        if chosen.done() and not chosen.cancelled():
-            self._groups[chosen.result()].leased.discard(task)
-            self._refresh(chosen.result())
+    async def write(self, row_ids: Sequence[int], columns: Columns, *, overwrite: bool = False) -> None:
+        block, num_rows = block_of(columns)
+        if num_rows != len(row_ids):
+            raise StoreError(f"columns of {num_rows} rows were written to {len(row_ids)}")
+        for partition in self._catalog.write(integers(row_ids), block, overwrite=overwrite):
+            self._desk.serve_all(partition)
+        if overwrite:
+            self._desk.serve_producers()
 
-    def _lease(self, task: str, group_id: int, expires_s: float | None) -> Lease:
-        lease = Lease(lease_id=self._next_lease, task=task, group_id=group_id, rows=tuple(self._groups[group_id].rows))
-        self._next_lease += 1
-        self._leases[lease.lease_id] = lease
-        if expires_s is not None:
-            asyncio.get_running_loop().call_later(expires_s, self._expire, lease)
-        return lease
+    async def close_groups(self, group_ids: Sequence[int], *, partition: str = TRAIN) -> None:
+        self._catalog.close(integers(group_ids), partition)
+        self._desk.serve_all(partition)
 
-    def _expire(self, lease: Lease) -> None:
-        if lease.lease_id in self._leases:
-            self.give_back(lease)
+    async def claim(
+        self, task: str, want: Want = ONE_GROUP, *, choose: Choose | None = None, partition: str = TRAIN
+    ) -> Lease:
+        lease = await self._desk.claim(self._catalog.task(task), want, choose, partition, "a consumer")
+        return lease_of(lease)
 
-    def acknowledge(self, lease: Lease) -> None:
-        group = self._end(lease)
-        group.acknowledged.add(lease.task)
-        if len(group.acknowledged) == len(self._tasks):
-            self._forget(lease.group_id, self._groups.pop(lease.group_id))
-        else:
-            self._refresh(lease.group_id)
-        if self._is_finished:
-            self.wake()
+    async def renew(self, lease: Lease) -> None:
+        self._desk.renew(lease.lease_id)
 
-    def drop(self, lease: Lease) -> None:
-        group = self._end(lease)
-        if group.leased:
-            raise StoreError(f"group {lease.group_id} is on lease to {', '.join(sorted(group.leased))}, too")
-        self._forget(lease.group_id, self._groups.pop(lease.group_id))
+    async def acknowledge(self, lease: Lease, *, step: int | None = None) -> None:
+        entry = self._catalog.lease(lease.lease_id)
+        self._catalog.acknowledge(lease.lease_id, step)
+        self._ended(entry)
 
-    def give_back(self, lease: Lease) -> None:
-        self._end(lease)
-        self._refresh(lease.group_id)
+    async def drop(self, lease: Lease) -> None:
+        entry = self._catalog.lease(lease.lease_id)
+        self._catalog.drop(lease.lease_id)
+        self._ended(entry)
 
-    def _end(self, lease: Lease) -> _Group:
-        if self._leases.pop(lease.lease_id, None) is None:
-            raise StoreError(f"the lease on group {lease.group_id} has ended (acknowledged, given back, or expired)")
-        group = self._groups[lease.group_id]
-        group.leased.discard(lease.task)
-        return group
+    def _ended(self, lease: LeaseEntry) -> None:
+        self._desk.forget(lease.id)
+        self._desk.serve_producers()
+        self._desk.serve_all(lease.partition)
 
-    # ---- who gets what -----------------------------------------------------------------------------------------------
+    async def give_back(self, lease: Lease) -> None:
+        self._desk.give_back(lease.lease_id)
+
+    async def cover(self, step: int, *, partition: str = TRAIN) -> None:
+        self._catalog.cover(step, partition)
+        self._desk.serve_producers()
+
+    async def rewind(self, task: str, step: int, *, partition: str = TRAIN) -> int:
+        num_rows = self._catalog.rewind(task, step, partition)
+        self._desk.serve_all(partition)
+        return num_rows
 
     def wake(self) -> None:
-        for task in self._tasks:
-            self._serve(task)
+        self._desk.wake()
 
-    def finish(self) -> None:
-        self._is_finished = True
-        self.wake()
+    async def finish(self, *, partition: str = TRAIN) -> None:
+        self._catalog.finish(partition)
+        self._desk.serve_all(partition)
 
-    def _refresh(self, group_id: int) -> None:
-        """Work out for which tasks this group is ready now."""
-        group = self._groups[group_id]
-        for task, reads in self._tasks.items():
-            is_ready = (
-                group.is_closed
-                and task not in group.leased
-                and task not in group.acknowledged
-                and group.acknowledged.issuperset(reads.after)
-                and all(column in row.columns for row in group.rows for column in reads.columns)
-            )
-            if is_ready:
-                self._ready[task].setdefault(group_id)
-                self._serve(task)
-            else:
-                self._ready[task].pop(group_id, None)
+    async def drop_partition(self, partition: str) -> int:
+        num_rows = self._catalog.drop_partition(partition)
+        self._desk.end_partition(partition)
+        return num_rows
 
-    def _serve(self, task: str) -> None:
-        """Hand ready groups to the waiting claims, the longest waiting first."""
-        ready, waiting = self._ready[task], deque[tuple[Choose, asyncio.Future[int]]]()
-        while ready and self._claims[task]:
-            choose, chosen = self._claims[task].popleft()
-            if chosen.done():
-                continue
-            group_id = choose(tuple(ready))
-            if group_id is None:
-                waiting.append((choose, chosen))
-                continue
-            del ready[group_id]
-            self._groups[group_id].leased.add(task)
-            chosen.set_result(group_id)
-        waiting.extend(self._claims[task])
-        self._claims[task] = waiting
-        if self._is_finished and not self._may_still_come(task):
-            self._end_claims(task)
-
-    def _may_still_come(self, task: str) -> bool:
-        return any(task not in group.acknowledged | group.leased for group in self._groups.values())
-
-    def _end_claims(self, task: str) -> None:
-        claims, self._claims[task] = self._claims[task], deque()
-        for _, chosen in claims:
-            if not chosen.done():
-                chosen.set_exception(StreamEnded(f"{task}: the stream has ended"))
-
-    def _forget(self, group_id: int, group: _Group) -> None:
-        for row in group.rows:
-            del self._rows[row.row_id]
-        for ready in self._ready.values():
-            ready.pop(group_id, None)
-        room = self._capacity - len(self._rows)
-        while self._puts and room > 0:
-            room -= 1
-            waiting = self._puts.popleft()
-            if not waiting.done():
-                waiting.set_result(None)
-
-    # ---- state -------------------------------------------------------------------------------------------------------
-
-    def snapshot(self) -> Saved:
+    async def snapshot(self, *, partition: str = TRAIN) -> Saved:
+        part, tasks = self._catalog.partition(partition), self._catalog.tasks.values()
+        rows = list(part.rows.values())
         return Saved(
             rows=tuple(
-                Row(row_id=row.row_id, group_id=row.group_id, columns=dict(row.columns)) for row in self._rows.values()
+                Row(row_id=row.id, group_id=row.group.id, columns=columns)
+                for row, columns in zip(rows, map(_cells_of, rows), strict=True)
             ),
-            is_closed={group_id: group.is_closed for group_id, group in self._groups.items()},
+            is_closed={group_id: group.is_closed for group_id, group in part.groups.items()},
             acknowledged={
-                task: tuple(g for g, group in self._groups.items() if task in group.acknowledged)
-                for task in self._tasks
+                task.name: tuple(
+                    entry.id
+                    for entry in (part.groups if task.reads.by_group else part.rows).values()
+                    if entry.done & task.bit
+                )
+                for task in tasks
             },
+            versions={row.id: row.version for row in rows if row.version != NO_VERSION},
+            tokens={row.id: row.tokens for row in rows},
+            steps={row.id: self._catalog.steps_of(row) for row in rows if row.steps},
+            generation=self._catalog.generation,
         )
 
-    def restore(self, saved: Saved) -> None:
-        if self._groups:
-            raise StoreError("a snapshot can only be restored into an empty store")
-        self._groups = {group_id: _Group() for group_id in saved.is_closed}
-        for row in saved.rows:
-            copy = Row(row_id=row.row_id, group_id=row.group_id, columns=dict(row.columns))
-            self._rows[row.row_id] = copy
-            self._groups[row.group_id].rows.append(copy)
-            self._next_row = max(self._next_row, row.row_id + 1)
-        for task, groups in saved.acknowledged.items():
-            for group_id in groups:
-                self._groups[group_id].acknowledged.add(task)
-        for group_id, is_closed in saved.is_closed.items():
-            self._groups[group_id].is_closed = is_closed
-            self._refresh(group_id)
-
-    def stats(self) -> StoreStats:
-        return StoreStats(
-            rows=len(self._rows),
-            groups=len(self._groups),
-            leases=len(self._leases),
-            waiting_producers=len(self._puts),
-            waiting_consumers={task: len(claims) for task, claims in self._claims.items()},
+    async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:
+        self._catalog.restore(
+            restored(saved), saved.is_closed, saved.acknowledged, partition, saved.generation, self._clock.now()
         )
+        self._desk.serve_all(partition)
+
+    async def stats(self) -> StoreStats:
+        return self._desk.stats()
+
+
+def block_of(columns: Columns) -> tuple[BlockSpec, int]:
+    """The columns by reference. The dictionary and its lists are copied, the cells are not."""
+    num_rows = num_rows_of(columns)
+    held = {name: list(cells) if isinstance(cells, list) else cells for name, cells in columns.items()}
+    return BlockSpec(tuple(columns), sum(map(_nbytes, columns.values())), held), num_rows
+
+
+def _nbytes(cells: Sequence[Any]) -> int:
+    size = getattr(cells, "nbytes", None)
+    return int(size) if size is not None else sum(getattr(cell, "nbytes", 0) or _length(cell) for cell in cells)
+
+
+def _length(cell: Any) -> int:
+    return len(cell) if isinstance(cell, (str, bytes)) else 8
+
+
+def lease_of(lease: LeaseEntry) -> Lease:
+    rows = lease.rows
+    columns: dict[str, list[Any]] = {}
+    for blocks, starts, count in runs(rows):
+        found: dict[str, Sequence[Any]] = {}
+        for block, start in zip(blocks, starts, strict=True):
+            for name, cells in block.payload.items():
+                found[name] = cells[start : start + count]
+        for name, cells in found.items():
+            columns.setdefault(name, []).extend(cells)
+    names = [name for name, cells in columns.items() if len(cells) == len(rows)]
+    return Lease(
+        lease_id=lease.id,
+        task=lease.task.name,
+        row_ids=[row.id for row in rows],
+        group_ids=[row.group.id for row in rows],
+        versions=[row.version for row in rows],
+        columns={name: columns[name] for name in names},
+        empty_groups=[unit.id for unit in lease.units if not unit.num_rows],
+    )
+
+
+def _cells_of(row: RowEntry) -> dict[str, Any]:
+    return {name: cells[index] for block, index in row.parts for name, cells in block.payload.items()}
+
+
+def restored(saved: Saved) -> list[RestoredRows]:
+    """The rows of a snapshot, those with the same columns together."""
+    by_columns: dict[tuple[str, ...], list[Row]] = {}
+    for row in saved.rows:
+        by_columns.setdefault(tuple(row.columns), []).append(row)
+    return [
+        RestoredRows(
+            ids=[row.row_id for row in rows],
+            group_ids=[row.group_id for row in rows],
+            block=block_of({name: [row.columns[name] for row in rows] for name in names})[0],
+            versions=[saved.versions.get(row.row_id, NO_VERSION) for row in rows],
+            tokens=[saved.tokens.get(row.row_id, 1) for row in rows],
+            steps=[saved.steps.get(row.row_id, {}) for row in rows],
+        )
+        for names, rows in by_columns.items()
+    ]

@@ -1,0 +1,244 @@
+"""Columns as one stretch of bytes and back: packed once per batch, not once per cell, without pickle.
+
+    | length of the header | header: MessagePack, one entry a column | pad | buffer | pad | buffer | ...
+
+Arrays are laid end to end, so that a cell comes back as a view of the bytes and nothing is copied. What comes out has the type,
+the shape and the values of what went in; a tensor comes back on the host.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from millstream.errors import StoreError
+from millstream.store import Columns
+from millstream.store.codec import Array, as_array, as_tensor, from_extension, is_tensor, raw_dtype, to_extension
+
+ALIGNMENT = 64
+PREFIX = 8
+PLAIN = (int, float, str, bytes, bool, type(None), list, dict)
+"""What MessagePack brings back as it was."""
+SEVERAL = "*"
+"""Instead of a type: every cell has its own beside it."""
+
+
+class Column(Struct, array_like=True):
+    """How one column lies in the buffers."""
+
+    name: str
+    kind: Literal["dense", "ragged", "packed"]
+    num_rows: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """dense: of the whole; ragged: the number of dimensions of a cell, as its length."""
+    is_tensor: bool = False
+    type: str = ""
+    """packed: the type of every cell, as module:name; empty if they are plain; or that there are several."""
+    buffers: list[tuple[int, int]] = []
+    """Where the buffers begin, counted from the end of the header, and their sizes."""
+
+
+_header = msgspec.msgpack.Decoder(list[Column])
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)
+
+
+class Packing:
+    """Columns on their way into bytes: first how many they are, then into a buffer of the caller's."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._pieces: list[tuple[int, int, Sequence[Array] | bytes]] = []
+        self._end = 0
+        self._columns = [self._plan(name, cells) for name, cells in columns.items()]
+        header = msgspec.msgpack.encode(self._columns)
+        self._header = len(header).to_bytes(PREFIX, "little") + header
+        self._begin = _aligned(len(self._header))
+        self.nbytes = self._begin + self._end
+        self.has_tensors = any(column.is_tensor for column in self._columns)
+
+    def _plan(self, name: str, cells: Sequence[Any]) -> Column:
+        try:
+            return self._plan_cells(name, cells)
+        except (TypeError, OverflowError, msgspec.EncodeError, StoreError) as error:
+            raise StoreError(f"column {name!r} cannot be stored: {error}") from error
+
+    def _plan_cells(self, name: str, cells: Sequence[Any]) -> Column:
+        count = len(cells)
+        if isinstance(cells, np.ndarray) or is_tensor(cells):
+            array, dtype = as_array(cells)
+            return self._dense(name, array, dtype, is_tensor=is_tensor(cells))
+        first, kinds = cells[0], set(map(type, cells))
+        is_alike = len(kinds) == 1
+        if is_alike and isinstance(first, np.generic) and first.dtype.kind in "biufc":
+            return self._dense(name, np.array(cells), first.dtype.str, is_tensor=False)
+        if is_alike and type(first) is np.ndarray and first.ndim > 0 and not first.dtype.hasobject:
+            dtype, dims = first.dtype, first.ndim
+            if all(cell.dtype == dtype and cell.ndim == dims for cell in cells):
+                return self._ragged(name, cells, dtype.str, is_tensor=False)
+        if is_alike and (type(first) is np.ndarray or is_tensor(first)):
+            arrays, dtypes = zip(*map(as_array, cells), strict=True)
+            is_uniform = len(set(dtypes)) == 1 and len({array.ndim for array in arrays}) == 1
+            if is_uniform and first.ndim > 0:
+                return self._ragged(name, arrays, dtypes[0], is_tensor=is_tensor(first))
+            if is_uniform and is_tensor(first):
+                return self._dense(name, np.stack(arrays), dtypes[0], is_tensor=True)
+        names = {kind: "" if kind in PLAIN else _type_name(kind) for kind in kinds}
+        column = Column(name, "packed", count, type=names[type(first)] if is_alike else "")
+        if is_alike or not any(names.values()):
+            column.buffers.append(self._place(_encoder.encode(list(cells))))
+        else:
+            column.type = SEVERAL
+            column.buffers.append(self._place(_encoder.encode([(names[type(cell)], cell) for cell in cells])))
+        return column
+
+    def _dense(self, name: str, array: Array, dtype: str, *, is_tensor: bool) -> Column:
+        column = Column(name, "dense", len(array), dtype, array.shape, is_tensor, buffers=[])
+        column.buffers.append(self._place([array.reshape(-1)], array.nbytes))
+        return column
+
+    def _ragged(self, name: str, arrays: Sequence[Array], dtype: str, *, is_tensor: bool) -> Column:
+        dims = arrays[0].ndim
+        column = Column(name, "ragged", len(arrays), dtype, (dims,), is_tensor, buffers=[])
+        if dims == 1:
+            lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+            flat: Sequence[Array] = arrays
+            size = int(lengths.sum())
+        else:
+            shapes = np.array([array.shape for array in arrays], np.int64)
+            lengths, flat = shapes.reshape(-1), [array.reshape(-1) for array in arrays]
+            size = int(shapes.prod(axis=1).sum())
+        column.buffers.append(self._place([lengths], lengths.nbytes))
+        column.buffers.append(self._place(flat, size * arrays[0].itemsize))
+        return column
+
+    def _place(self, piece: Sequence[Array] | bytes, size: int | None = None) -> tuple[int, int]:
+        begin = self._end
+        size = len(piece) if size is None else size
+        self._pieces.append((begin, size, piece))
+        self._end = _aligned(begin + size)
+        return begin, size
+
+    def write(self, target: memoryview) -> None:
+        """Into at least `nbytes` bytes."""
+        target[: len(self._header)] = self._header
+        for begin, size, piece in self._pieces:
+            part = target[self._begin + begin : self._begin + begin + size]
+            if isinstance(piece, bytes):
+                part[:] = piece
+            elif size:
+                np.concatenate(piece, out=np.frombuffer(part, piece[0].dtype))
+
+    def to_bytes(self) -> bytearray:
+        data = bytearray(self.nbytes)
+        self.write(memoryview(data))
+        return data
+
+
+class Block:
+    """Columns out of bytes. Cells are views: they keep the bytes alive, and are written to only if the bytes may be."""
+
+    def __init__(self, data: Any) -> None:
+        view = memoryview(data)
+        length = int.from_bytes(view[:PREFIX], "little")
+        self._columns = {column.name: column for column in _header.decode(view[PREFIX : PREFIX + length])}
+        self._data = np.frombuffer(view, np.uint8)[_aligned(PREFIX + length) :]
+        self._starts: dict[str, list[int]] = {}
+        self._flat: dict[str, Any] = {}
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._columns
+
+    def cells(self, name: str, start: int, count: int) -> list[Any]:
+        column = self._columns[name]
+        if name not in self._flat:
+            self._open(column)
+        flat = self._flat[name]
+        if column.kind != "ragged":
+            return list(flat[start : start + count])
+        starts = self._starts[name]
+        if column.shape[0] == 1:
+            return [flat[starts[i] : starts[i + 1]] for i in range(start, start + count)]
+        shapes = self._shapes(column)
+        return [flat[starts[i] : starts[i + 1]].reshape(tuple(shapes[i])) for i in range(start, start + count)]
+
+    def _buffer(self, column: Column, number: int, dtype: Any) -> Array:
+        begin, size = column.buffers[number]
+        found: Array = self._data[begin : begin + size].view(dtype)
+        return found
+
+    def _shapes(self, column: Column) -> list[list[int]]:
+        shapes: list[list[int]] = self._buffer(column, 0, np.int64).reshape(column.num_rows, -1).tolist()
+        return shapes
+
+    def _open(self, column: Column) -> None:
+        if column.kind == "packed":
+            self._flat[column.name] = _unpack(bytes(self._buffer(column, 0, np.uint8)), column)
+            return
+        flat: Any = self._buffer(column, len(column.buffers) - 1, raw_dtype(column.dtype))
+        if column.is_tensor:
+            flat = as_tensor(flat, column.dtype)
+        if column.kind == "dense":
+            flat = flat.reshape(column.shape)
+        else:
+            sizes = self._buffer(column, 0, np.int64).reshape(column.num_rows, -1).prod(axis=1)
+            self._starts[column.name] = [0, *np.cumsum(sizes).tolist()]
+        self._flat[column.name] = flat
+
+
+def _aligned(size: int) -> int:
+    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def _type_name(kind: type) -> str:
+    """Types that can be told again from what MessagePack keeps of them."""
+    is_known = issubclass(kind, (Struct, Enum, tuple, set, frozenset)) or dataclasses.is_dataclass(kind)
+    if not is_known and not issubclass(kind, (np.ndarray, np.generic)) and not _is_tensor_type(kind):
+        raise StoreError(f"cells of type {kind.__name__}: expected arrays, tensors, numbers, strings, lists, structs")
+    return f"{kind.__module__}:{kind.__qualname__}" if is_known else ""
+
+
+def _is_tensor_type(kind: type) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and issubclass(kind, torch.Tensor)
+
+
+def _unpack(data: bytes, column: Column) -> list[Any]:
+    if column.type == SEVERAL:
+        pairs = msgspec.msgpack.decode(data, type=list[tuple[str, msgspec.Raw]])
+        return [_decode(cell, _find_type(name)) for name, cell in pairs]
+    cells: list[Any] = _decode(data, list[_find_type(column.type)])  # type: ignore[misc]
+    return cells
+
+
+def _decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    return msgspec.msgpack.decode(data, type=kind, ext_hook=from_extension, dec_hook=_already)
+
+
+def _find_type(name: str) -> Any:
+    if not name:
+        return Any
+    module, _, path = name.partition(":")
+    kind: Any = builtins if module == "builtins" else importlib.import_module(module)
+    for part in path.split("."):
+        kind = getattr(kind, part)
+    if not isinstance(kind, type):
+        raise StoreError(f"a column holds cells of {name}, which is not a type")
+    _type_name(kind)
+    return kind
+
+
+def _already(kind: type, value: Any) -> Any:
+    """Fields of a struct that an extension has brought back."""
+    if isinstance(value, kind):
+        return value
+    raise StoreError(f"expected {kind.__name__}, found {type(value).__name__}")

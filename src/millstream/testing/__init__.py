@@ -1,0 +1,1 @@
+"""What a user's own parts can be held to. Needs pytest: `pip install pytest`."""
