@@ -1,4 +1,7 @@
-"""The commands: train, eval, audit, report, trace, init. Exit code 0, or 1 with a message that says what to type. No logic."""
+"""The commands: train, eval, audit, report, trace, init, serve-store. No logic.
+
+Exit code 0, or 1 with a message that says what to type.
+"""
 
 from __future__ import annotations
 
@@ -255,6 +258,39 @@ def init(
             f"wrote {path}. Fill in the model and the data, then: {program()} train {path}",
             highlight=False,
             soft_wrap=True,
+        )
+
+
+@app.command(name="serve-store")
+def serve_store(
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task",
+            metavar="NAME:COLUMNS",
+            help="A task and what it reads: train:tokens,reward. Behind it :rows (not whole groups), :after=NAME.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Beyond this machine only with a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: one that is free.")] = 7077,
+    capacity_rows: Annotated[
+        int | None, typer.Option("--capacity-rows", min=1, help="Puts wait beyond it. Default: no bound.")
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option("--token", envvar="MILLSTREAM_TOKEN", help="What clients must send; better not typed here."),
+    ] = None,
+) -> None:
+    """Serve a store over HTTP: prompts, experience and notice of new weights, for programs in any language."""
+    with said():
+        from millstream.serve import store
+
+        store.run(
+            tasks or [],
+            store.StoreServiceConfig(host=host, port=port),
+            capacity_rows=capacity_rows,
+            token=token,
+            on_ready=lambda url: console.out(f"the store is at {url}", highlight=False),
         )
 
 
