@@ -5,13 +5,18 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TRL := .venv-trl
 
-.PHONY: demo test check format bench bench-trl example clean
+TQ := .venv-tq
+
+.PHONY: demo test test-ray check format bench bench-trl bench-store example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
 
 test: $(INSTALLED)
 	$(BIN)/pytest
+
+test-ray: $(VENV)/.installed-ray
+	$(BIN)/pytest -m ray
 
 example: $(INSTALLED)
 	$(BIN)/python examples/one_file.py
@@ -33,6 +38,16 @@ bench: $(INSTALLED)
 bench-trl: $(INSTALLED) $(TRL)/.installed
 	$(BIN)/python bench/vs_trl.py
 
+bench-store: $(VENV)/.installed-ray $(TQ)/.installed
+	$(BIN)/python bench/store.py
+
+# TransferQueue has an environment of its own, with the same torch and Ray.
+$(TQ)/.installed: constraints.txt
+	test -x $(TQ)/bin/python || $(PYTHON) -m venv $(TQ)
+	$(TQ)/bin/pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(TQ)/bin/pip install --quiet --constraint constraints.txt TransferQueue==0.1.11 ray psutil
+	touch $@
+
 # TRL has an environment of its own, with the same torch and transformers.
 $(TRL)/.installed: constraints.txt
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
@@ -45,5 +60,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(VENV)/.installed-ray: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(TRL) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRL) $(TQ) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
