@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -41,6 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         head_node_args={"num_cpus": 4, "object_store_memory": MEMORY, "include_dashboard": False},
     )
     ray.init(address=head.address, log_to_driver=False)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not know this folder
     yield head
     ray.shutdown()
     head.shutdown()
