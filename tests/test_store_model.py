@@ -378,11 +378,11 @@ class ShortJournalMachine(SharedMachine):
 
 
 TestMemory = MemoryMachine.TestCase
-TestMemory.settings = settings(max_examples=200, stateful_step_count=60)
+TestMemory.settings = settings(max_examples=100, stateful_step_count=60)
 TestShared = SharedMachine.TestCase
-TestShared.settings = settings(max_examples=12, stateful_step_count=80)
+TestShared.settings = settings(max_examples=6, stateful_step_count=80)
 TestShortJournal = ShortJournalMachine.TestCase
-TestShortJournal.settings = settings(max_examples=10, stateful_step_count=80)
+TestShortJournal.settings = settings(max_examples=5, stateful_step_count=80)
 
 
 @pytest.mark.parametrize("kind", [SharedStore, ShortJournal])

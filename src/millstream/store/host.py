@@ -139,9 +139,9 @@ class SharedStore:
 
     def _keep(self) -> None:
         began, pause_s = time.monotonic(), 0.0
-        while self.process.wait() is not None and not self._is_closing:
-            lived_s = time.monotonic() - began
-            pause_s = 0.0 if lived_s > SHORT_LIFE_S else min(MOST_PAUSE_S, 2 * pause_s + 0.05)
+        while (code := self.process.wait()) is not None and not self._is_closing:
+            has_failed = code > 0 and time.monotonic() - began < SHORT_LIFE_S  # by itself: it was not killed
+            pause_s = min(MOST_PAUSE_S, 2 * pause_s + 0.05) if has_failed else 0.0
             time.sleep(pause_s)  # what cannot live is not started again and again at full speed
             began, self.process = time.monotonic(), self._start()
 
