@@ -698,6 +698,17 @@ class Catalog:
         done = [row for row in part.rows.values() if row.done == self._all]
         self._free_or_keep(part, done)
 
+    def acknowledged(self, part: Partition) -> dict[str, list[int]]:
+        """By task: the ids of the rows, or of the groups for a task that reads groups, that it is done with."""
+        return {
+            task.name: [
+                entry.id
+                for entry in (part.groups if task.reads.by_group else part.rows).values()
+                if entry.done & task.bit
+            ]
+            for task in self.tasks.values()
+        }
+
     def may_still_come(self, task: Task, partition: str) -> bool:
         """After `finish`: whether some row or group of this partition can still be handed to the task."""
         part = self.partition(partition)

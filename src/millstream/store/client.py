@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -26,7 +26,6 @@ from millstream.store.holder import fetch
 from millstream.store.segments import Segments
 from millstream.store.wire import Answer, Body, Frames, Granted, Payload, Reply, Request, Segment
 
-T = TypeVar("T")
 RETRY_S = 0.05
 GIVE_UP_S = 60.0
 """How long a coordinator may be away."""

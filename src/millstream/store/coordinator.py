@@ -255,7 +255,7 @@ class Coordinator:
             answer = self._obey(client, number, body)
         except StoreError as error:
             answer = Failed(type(error).__name__, str(error))
-        except Exception as error:
+        except Exception as error:  # a fault of ours: whoever asked is told, and what is true is read from the journal
             self._answer(client, number, Failed("StoreError", f"the coordinator failed: {error!r}"))
             self._die(error)
         if answer is not None:
@@ -354,7 +354,7 @@ class Coordinator:
             self._journal.append(Record(client, number, now, change))
         except StoreError:
             raise
-        except Exception as error:
+        except Exception as error:  # the journal cannot be written, say: the books must not be ahead of it
             self._die(error)
         return self._remember(client, number, answer)
 
@@ -632,14 +632,7 @@ class Coordinator:
         return Looked(
             granted=self._show(client, 0, rows, []),
             is_closed={group_id: group.is_closed for group_id, group in part.groups.items()},
-            acknowledged={
-                task.name: [
-                    entry.id
-                    for entry in (part.groups if task.reads.by_group else part.rows).values()
-                    if entry.done & task.bit
-                ]
-                for task in self.catalog.tasks.values()
-            },
+            acknowledged=self.catalog.acknowledged(part),
             tokens=[row.tokens for row in rows],
             steps=[self.catalog.steps_of(row) for row in rows],
             generation=self.catalog.generation,

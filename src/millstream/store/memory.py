@@ -120,7 +120,7 @@ class MemoryStore:
         return num_rows
 
     async def snapshot(self, *, partition: str = TRAIN) -> Saved:
-        part, tasks = self._catalog.partition(partition), self._catalog.tasks.values()
+        part = self._catalog.partition(partition)
         rows = list(part.rows.values())
         return Saved(
             rows=tuple(
@@ -128,14 +128,7 @@ class MemoryStore:
                 for row, columns in zip(rows, map(_cells_of, rows), strict=True)
             ),
             is_closed={group_id: group.is_closed for group_id, group in part.groups.items()},
-            acknowledged={
-                task.name: tuple(
-                    entry.id
-                    for entry in (part.groups if task.reads.by_group else part.rows).values()
-                    if entry.done & task.bit
-                )
-                for task in tasks
-            },
+            acknowledged={name: tuple(ids) for name, ids in self._catalog.acknowledged(part).items()},
             versions={row.id: row.version for row in rows if row.version != NO_VERSION},
             tokens={row.id: row.tokens for row in rows},
             steps={row.id: self._catalog.steps_of(row) for row in rows if row.steps},

@@ -40,7 +40,7 @@ def find(name: str) -> Policy:
     module, colon, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function) if colon else None
-    except Exception as error:
+    except Exception as error:  # the border to the user's code
         raise StoreError(f"no policy {name!r}: {error}") from error
     if found is None:
         raise StoreError(f"no policy {name!r}: use {', '.join(BUILT_IN)}, or one of your own: package.module:function")
@@ -53,7 +53,7 @@ def ask(name: str, ready: Sequence[Candidate], want: Want) -> list[int]:
     policy = find(name)
     try:
         chosen = [operator.index(index) for index in dict.fromkeys(policy(ready, want))]
-    except Exception as error:
+    except Exception as error:  # the border to the user's code
         raise StoreError(f"the policy {name} failed: {type(error).__name__}: {error}") from error
     if wrong := [index for index in chosen if not 0 <= index < len(ready)]:
         raise StoreError(f"the policy {name} chose {wrong[0]} of {len(ready)} that are ready")
