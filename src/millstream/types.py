@@ -81,10 +81,14 @@ class Completion(Struct, frozen=True, kw_only=True):
 
 
 class Rollout(Struct, frozen=True, kw_only=True, eq=False):
-    """One finished trajectory. `logprobs` is 0 and `versions` is -1 where the mask is False (nothing was sampled there)."""
+    """One finished trajectory, or one sequence of it: a rollout of several agents, or one whose history was rewritten between
+    two turns, has several *parts*. `logprobs` is 0 and `versions` is -1 where the mask is False (nothing was sampled there)."""
 
     group_id: int
     member: int
+    part: int = 0
+    agent: int = 0
+    """Whose sequence it is. Advantages compare the members of a group agent by agent."""
     attempt: int
     start_version: int
     reward: float
