@@ -89,8 +89,8 @@ class Episode:
         """What the model has said in the turns that are finished."""
         return [token for turn in self._turns for token in turn.tokens]
 
-    def finish(self, reward: float) -> Rollout:
-        """The rollout, with its reward. Fails if the environment never let the model speak."""
+    def finish(self, reward: float) -> tuple[Rollout, ...]:
+        """The rollout, part by part, with its reward. Fails if the environment never let the model speak."""
         if not math.isfinite(reward):
             raise EnvironmentFailed(f"the environment returned a reward of {reward}: expected a finite number")
         sampled = [version for version in self._versions if version >= 0]
@@ -98,7 +98,7 @@ class Episode:
             raise EnvironmentFailed(
                 "the environment ended without a token sampled: call context.generate at least once"
             )
-        return Rollout(
+        rollout = Rollout(
             group_id=self._key.group_id,
             member=self._key.member,
             attempt=self._key.attempt,
@@ -110,3 +110,4 @@ class Episode:
             logprobs=np.array(self._logprobs, dtype=np.float32),
             versions=np.array(self._versions, dtype=np.int32),
         )
+        return (rollout,)

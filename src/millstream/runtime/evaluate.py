@@ -63,7 +63,7 @@ async def evaluate(
         reward, failure = 0.0, ""
         try:
             async with asyncio.timeout(timeout_s):
-                reward = episode.finish(await environment.rollout(episode)).reward
+                reward = episode.finish(await environment.rollout(episode))[0].reward
         except (EngineError, InvariantError):
             raise
         except Exception as error:  # whatever an environment or a reward raises is a failed rollout

@@ -58,7 +58,7 @@ from millstream.runtime.episode import Episode
 from millstream.runtime.lockstep import Gate
 from millstream.runtime.router import Router
 from millstream.runtime.settle import TASK as SETTLE
-from millstream.runtime.settle import Advantage, Rules, Settler, by_member
+from millstream.runtime.settle import Advantage, Rules, Settler, by_member, rewards_of
 from millstream.runtime.state import GroupState, Keeper, Ledger, Standing
 from millstream.runtime.waits import Pulse, Waits
 from millstream.store import Lease, Reads, Store
@@ -70,8 +70,10 @@ AfterStep = Callable[[int], Coroutine[Any, Any, None]]
 """Called with every new version; beside training, or, when that is synchronous, between two steps."""
 TRAIN = "train"
 STORE_TASKS = {
-    SETTLE: Reads(("reward", "tokens")),
-    TRAIN: Reads(("tokens", "loss_mask", "logprobs", "start_version", "advantages"), after=(SETTLE,)),
+    SETTLE: Reads(("member", "part", "agent", "reward", "tokens")),
+    TRAIN: Reads(
+        ("member", "part", "reward", "tokens", "loss_mask", "logprobs", "start_version", "advantages"), after=(SETTLE,)
+    ),
 }
 """What each consumer reads: the columns of a `Rollout`, and `advantages`, which settling adds."""
 
@@ -293,10 +295,10 @@ class Pipeline:
         """One member, independent of all others. Waits for its environment, at most `timeout_s` an attempt."""
         for attempt in range(1 + self._rollout.retries):
             key = RequestKey(group_id=group_id, member=member, attempt=attempt)
-            rollout = await self._attempt(key, task, place)
-            if rollout is not None:
-                row = {name: [getattr(rollout, name)] for name in rollout.__struct_fields__}
-                put = self._store.put(group_id, row, versions=rollout.start_version)
+            parts = await self._attempt(key, task, place)
+            if parts:
+                rows = {name: [getattr(part, name) for part in parts] for name in Rollout.__struct_fields__}
+                put = self._store.put(group_id, rows, versions=min(part.start_version for part in parts))
                 await self.waits.on(f"group {group_id}", "room in the store", put)
                 break
         self._living[group_id].remove(member)
@@ -305,8 +307,8 @@ class Pipeline:
             await self._settler.close(group_id)
         self._pulse.notify()
 
-    async def _attempt(self, key: RequestKey, task: Task, place: Place) -> Rollout | None:
-        """One attempt; None if it failed, which is data and not a crash."""
+    async def _attempt(self, key: RequestKey, task: Task, place: Place) -> tuple[Rollout, ...]:
+        """One attempt, part by part; none if it failed, which is data and not a crash."""
         began = self._now()
         self._emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
 
@@ -330,7 +332,7 @@ class Pipeline:
                 reward = await self.waits.on(
                     _owner(key), "its environment", playing, has_deadline=False, has_alarm=False
                 )
-            rollout = episode.finish(reward)
+            parts = episode.finish(reward)
         except (EngineError, InvariantError, StallError):
             raise
         except asyncio.CancelledError:
@@ -343,10 +345,10 @@ class Pipeline:
         except Exception as error:  # whatever an environment or a reward raises is a failed rollout
             failure = error
         else:
-            self._record_rollout(rollout, began)
-            return rollout
+            self._record_rollout(parts, began)
+            return parts
         self._record_failure(key, failure, began, episode.num_sampled)
-        return None
+        return ()
 
     def _too_late(self, error: TimeoutError) -> RolloutTimeout:
         """Names what the rollout was waiting for when its time was up."""
@@ -354,7 +356,8 @@ class Pipeline:
         waiting = "" if cut is None else f": {self._now() - cut.since:.0f} s of it it waited for {cut.what}"
         return RolloutTimeout(f"no reward after {limit:g} s{waiting}; rollout.timeout_s sets the limit")
 
-    def _record_rollout(self, rollout: Rollout, began: float) -> None:
+    def _record_rollout(self, parts: tuple[Rollout, ...], began: float) -> None:
+        rollout = parts[0]
         self._emit(
             RolloutEnded(
                 at=self._now(),
@@ -362,11 +365,11 @@ class Pipeline:
                 member=rollout.member,
                 attempt=rollout.attempt,
                 reward=rollout.reward,
-                num_tokens=len(rollout.tokens),
-                num_sampled=int(rollout.loss_mask.sum()),
-                start_version=rollout.start_version,
-                end_version=int(rollout.versions.max()),
-                finish=rollout.finish,
+                num_tokens=sum(len(part.tokens) for part in parts),
+                num_sampled=sum(int(part.loss_mask.sum()) for part in parts),
+                start_version=min(part.start_version for part in parts),
+                end_version=max(int(part.versions.max()) for part in parts),
+                finish=parts[-1].finish,
                 seconds=self._now() - began,
             )
         )
@@ -516,7 +519,7 @@ class Pipeline:
                 group_id=lease.group_id,
                 version=version,
                 lag=version - oldest,
-                num_rollouts=len(rows),
+                num_rollouts=len({row.columns["member"] for row in rows}),
             )
         )
         return [TrainRow(**{name: row.columns[name] for name in TrainRow.__struct_fields__}) for row in rows]
@@ -542,7 +545,7 @@ class Pipeline:
             await self._store.acknowledge(lease)
             self._settler.vacant.discard(lease.group_id)
         for lease in trained:
-            self._leave(lease.group_id, Fate.TRAINED, np.array([row.columns["reward"] for row in by_member(lease)]))
+            self._leave(lease.group_id, Fate.TRAINED, rewards_of(lease))
         self._emit(
             Stepped(
                 at=self._now(),
@@ -606,9 +609,9 @@ class Pipeline:
     async def standing(self) -> Standing:
         """To be taken between two batches."""
         rows = await self._store.snapshot()
-        kept: dict[int, list[int]] = {}
+        kept: dict[int, set[int]] = {}
         for row in rows.rows:
-            kept.setdefault(row.group_id, []).append(int(row.columns["member"]))
+            kept.setdefault(row.group_id, set()).add(int(row.columns["member"]))
         groups = {}
         for group_id, place in self.admission.places():
             epoch, task_id = self._prompts[group_id]

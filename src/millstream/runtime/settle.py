@@ -78,10 +78,9 @@ class Settler:
                 lease = await self._waits.on("settle", "a finished group", claim, has_deadline=False, has_alarm=False)
             except StreamEnded:
                 return
-            rewards_G = np.array([row.columns["reward"] for row in by_member(lease)], dtype=np.float64)
-            fate = self._judge(rewards_G)
+            rewards_G, fate = rewards_of(lease), self._judge(lease)
             if fate is Fate.TRAINED:
-                await self._write_advantages(lease, self._rules.advantage(rewards_G))
+                await self._write_advantages(lease, self._rules.advantage)
                 await self._store.acknowledge(lease)
                 await self._settled()
             elif in_order:
@@ -100,11 +99,11 @@ class Settler:
             for aside in waiting:
                 await self._set_aside(aside)
 
-    def _judge(self, rewards_G: Rewards) -> Fate:
-        if len(rewards_G) < self._rules.min_group_size:
+    def _judge(self, lease: Lease) -> Fate:
+        if len(rewards_of(lease)) < self._rules.min_group_size:
             return Fate.FAILED
         self.num_failed_in_a_row = 0
-        if self._rules.filter_zero_signal and not has_signal(rewards_G):
+        if self._rules.filter_zero_signal and not any(has_signal(own.rewards_G) for own in by_agent(lease)):
             return Fate.FILTERED
         return Fate.TRAINED
 
@@ -115,7 +114,7 @@ class Settler:
         stays_empty = not self.is_fed and self.num_replaced >= self._rules.max_replaced
         if stays_empty:
             self.vacant.add(lease.group_id)
-            await self._write_advantages(lease, np.zeros(len(rewards_G)))
+            await self._write_advantages(lease, np.zeros_like)
             await self._store.acknowledge(lease)
         else:
             self.num_replaced += 1
@@ -133,11 +132,17 @@ class Settler:
                 f"The last failure was {self.last_failure}"
             )
 
-    async def _write_advantages(self, lease: Lease, advantages_G: Rewards) -> None:
+    async def _write_advantages(self, lease: Lease, advantage: Advantage) -> None:
+        """Members are compared agent by agent; every token of a part has the advantage of its member and agent."""
+        of = {
+            (member, own.agent): value
+            for own in by_agent(lease)
+            for member, value in zip(own.members, advantage(own.rewards_G), strict=True)
+        }
         rows = by_member(lease)
         per_token = [
-            np.full(len(row.columns["tokens"]), advantage, dtype=np.float32)
-            for row, advantage in zip(rows, advantages_G, strict=True)
+            np.full(len(row.columns["tokens"]), of[row.columns["member"], row.columns["agent"]], dtype=np.float32)
+            for row in rows
         ]
         if rows:
             await self._store.write([row.row_id for row in rows], {"advantages": per_token})
@@ -153,6 +158,31 @@ class Settler:
             await self._store.finish()
 
 
+class OfAgent(NamedTuple):
+    """What one agent earned in each member of a group; in a rollout of one agent, what the rollout earned."""
+
+    agent: int
+    members: list[int]
+    rewards_G: Rewards
+
+
 def by_member(lease: Lease) -> list[Row]:
-    """In the order of members, not in that of arrival."""
-    return sorted(lease.rows, key=lambda row: row.columns["member"])
+    """In the order of members and their parts, not in that of arrival."""
+    return sorted(lease.rows, key=lambda row: (row.columns["member"], row.columns["part"]))
+
+
+def by_agent(lease: Lease) -> list[OfAgent]:
+    earned: dict[int, dict[int, float]] = {}
+    for row in by_member(lease):
+        earned.setdefault(row.columns["agent"], {})[row.columns["member"]] = row.columns["reward"]
+    return [
+        OfAgent(agent, list(of), np.array(list(of.values()), dtype=np.float64)) for agent, of in sorted(earned.items())
+    ]
+
+
+def rewards_of(lease: Lease) -> Rewards:
+    """Of each member, in their order: the reward of its first part."""
+    first: dict[int, float] = {}
+    for row in by_member(lease):
+        first.setdefault(row.columns["member"], row.columns["reward"])
+    return np.array(list(first.values()), dtype=np.float64)
