@@ -26,7 +26,6 @@ from millstream.model.load import context_length, load_model, load_tokenizer, nu
 from millstream.model.objective import Objective
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
-from millstream.runtime.admission import full_budget
 from millstream.runtime.config import ModelConfig, RunConfig
 from millstream.runtime.pipeline import STORE_TASKS, Algorithm
 from millstream.store.memory import MemoryStore
@@ -158,7 +157,14 @@ def build_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, 
     if is_process and not is_cpu:
         raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
     host: Host = ProcessHost(model, config) if is_process else ThreadHost(copy.deepcopy(model), config)
-    return TorchEngine(host, max_length=context_length(model), clock=clock, sink=sink, answer_s=config.answer_s)
+    return TorchEngine(
+        host,
+        slots=config.slots,
+        max_length=context_length(model),
+        clock=clock,
+        sink=sink,
+        answer_s=config.answer_s,
+    )
 
 
 def build_learner(
@@ -182,8 +188,7 @@ def build_learner(
 
 def build_store(config: RunConfig) -> MemoryStore:
     """Room for every rollout that may be in flight or taken: with less the pipeline would wait for itself."""
-    budget = config.pipeline.budget or full_budget(config.pipeline.groups_per_step, config.pipeline.max_lag)
-    return MemoryStore(STORE_TASKS, capacity_rows=budget * config.rollout.group_size)
+    return MemoryStore(STORE_TASKS, capacity_rows=config.pipeline.most_groups * config.rollout.most_rows)
 
 
 def build_algorithm(config: RunConfig, sampling: Sampling) -> Algorithm:

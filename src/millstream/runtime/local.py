@@ -53,7 +53,6 @@ from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
 from millstream.model.load import set_up_cpu
 from millstream.runtime import build, checkpoint
-from millstream.runtime.admission import full_budget
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run
 from millstream.runtime.evaluate import Measured, evaluate
@@ -593,7 +592,10 @@ class _Run:
                 group_size=rollout.group_size,
                 max_lag=pipeline.max_lag,
                 lag_bound=math.ceil(pipeline.max_lag),
-                budget=pipeline.budget or full_budget(pipeline.groups_per_step, pipeline.max_lag),
+                budget=pipeline.most_groups,
+                extra_members=rollout.extra_members,
+                is_first_to_finish=pipeline.is_first_to_finish,
+                max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
             )
         )
 

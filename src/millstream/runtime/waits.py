@@ -34,6 +34,9 @@ class Waits:
         self._next = 0
         self.on_stall: Callable[[Wait], None] = lambda wait: None
 
+    def now(self) -> float:
+        return self._clock.now()
+
     async def on(
         self, owner: str, what: str, awaitable: Awaitable[T], *, has_deadline: bool = True, has_alarm: bool = True
     ) -> T:
