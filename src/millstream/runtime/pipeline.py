@@ -90,10 +90,12 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
     """A group with fewer survivors fails, by name."""
     timeout_s: float = 600.0
     """For one whole rollout, its reward included."""
+    max_parts: int = 1
+    """Sequences of one rollout at most: several agents, or turns whose history is rewritten, need more than one."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1 or self.retries < 0 or self.timeout_s <= 0:
-            raise ValueError("max_tokens must be at least 1, retries at least 0, timeout_s above 0")
+        if self.max_tokens < 1 or self.retries < 0 or self.timeout_s <= 0 or self.max_parts < 1:
+            raise ValueError("max_tokens and max_parts must be at least 1, retries at least 0, timeout_s above 0")
         if not 1 <= self.min_group_size <= self.group_size:
             raise ValueError("min_group_size must be between 1 and group_size")
 
@@ -324,6 +326,7 @@ class Pipeline:
             sampling=self._algorithm.sampling,
             run_seed=self._seed,
             role="train",
+            max_parts=self._rollout.max_parts,
         )
         limit = asyncio.timeout(self._rollout.timeout_s)
         try:
