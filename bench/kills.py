@@ -31,7 +31,7 @@ from millstream.config import load
 
 ROOT = Path(__file__).parent.parent
 COMMON = {
-    "data.toy_size": 4000,
+    "data.size": 4000,
     "data.holdout": 256,
     "pipeline.groups_per_step": 8,
     "rollout.group_size": 4,

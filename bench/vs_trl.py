@@ -104,7 +104,7 @@ def make_start(seed: int, steps: int, folder: Path) -> Start:
     demo = load(ROOT / "recipes/demo.toml", RunConfig, [f"seed={seed}"])
     assert demo.data.toy is not None
     all_path, train_path = folder / "all.jsonl", folder / "train.jsonl"
-    write_lines(all_path, (structs.asdict(task) for task in toy.make(demo.data.toy, demo.data.toy_size, seed)))
+    write_lines(all_path, (structs.asdict(task) for task in toy.make(demo.data.toy, demo.data.size, seed)))
     config = structs.replace(
         demo,
         model=ModelConfig(path=str(warm_up(demo, folder / "warm")), device="cpu"),
@@ -396,7 +396,7 @@ def measure(run: Run, config: RunConfig, limit_s: float) -> Run:
     requests = [
         Request(
             key=RequestKey(group_id=number, member=0),
-            tokens=tuple(prepared.text.encode(task)),
+            tokens=tuple(prepared.text.opening(task.prompt)),
             sampling=prepared.sampling,
             seed=derive_seed(config.seed, "held out", number),  # the same random numbers for every point of both sides
         )

@@ -13,7 +13,7 @@ from millstream.audit import audit
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {
-    "data.toy_size": 300,
+    "data.size": 300,
     "data.holdout": 16,
     "pipeline.steps": 60,
     "pipeline.groups_per_step": 4,

@@ -29,7 +29,7 @@ def written(tmp_path: Path, text: str) -> Path:
     [
         ("[pipelin]\nsteps = 1", r"unknown key pipelin\. Did you mean pipeline\?"),
         ("[pipeline]\nmaxlag = 1", r"unknown key pipeline\.maxlag\. Did you mean max_lag\?"),
-        ("[rollout]\nxyz = 1", r"unknown key rollout\.xyz\. Known here: group_size, max_tokens"),
+        ("[rollout]\nxyz = 1", r"unknown key rollout\.xyz\. Known here: group_size, max_parts, max_tokens"),
         ("[rollout]\ntop_p = 0.9", r"rollout\.top_p is refused: training needs the log-probability"),
         ('[pipeline]\nsteps = "many"', r"pipeline\.steps: expected `int`, got `str`"),
         ("[pipeline]\nsteps = 0", r"pipeline: steps and groups_per_step must be at least 1"),

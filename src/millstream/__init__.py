@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from millstream.algo import AlgorithmConfig
 from millstream.engine import EngineConfig
+from millstream.env.config import EnvironmentConfig
 from millstream.env.data import DataConfig
 from millstream.env.rewards import RewardConfig
 from millstream.errors import MillstreamError
@@ -62,6 +63,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "LearnerConfig",
     "MillstreamError",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from millstream.errors import DataError
 from millstream.seeds import derive_seed
 from millstream.types import Message, Task
 
+MakeTasks = Callable[[int, int], list[Task]]
+"""From a number and a seed."""
 Record = tuple[str, Any]
 """Where it came from, in words, and what it is."""
 NEEDS_EXTRA = "pip install 'millstream[data]'"
@@ -34,7 +36,8 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     """Of the `datasets` data set."""
     toy: str | None = None
     """A task that is made on the spot, such as "sort_digits"."""
-    toy_size: int = 4096
+    size: int = 4096
+    """Tasks to make, where they are made on the spot: by `toy`, or by the environment."""
     prompt_key: str = "prompt"
     answer_key: str = "answer"
     holdout: int = 256
@@ -42,12 +45,12 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        if sum(source is not None for source in (self.path, self.name, self.toy)) != 1:
+        if sum(source is not None for source in (self.path, self.name, self.toy)) > 1:
             raise ValueError(
-                "set one of path (a JSONL or Parquet file), name (of `datasets`) and toy (a built-in task)"
+                "set only one of path (a JSONL or Parquet file), name (of `datasets`) and toy (a built-in task)"
             )
-        if self.holdout < 0 or self.toy_size < 1:
-            raise ValueError("holdout must be at least 0 and toy_size at least 1")
+        if self.holdout < 0 or self.size < 1:
+            raise ValueError("holdout must be at least 0 and size at least 1")
 
 
 class DataSet(Struct, frozen=True, kw_only=True):
@@ -64,10 +67,11 @@ class DataSet(Struct, frozen=True, kw_only=True):
         return self.places.get(task.id, f"task {task.id}")
 
 
-def read(config: DataConfig, *, seed: int) -> DataSet:
-    source = config.path or config.name or config.toy
+def read(config: DataConfig, *, seed: int, make: MakeTasks | None = None) -> DataSet:
+    """`make` makes the tasks where no data set is named."""
+    source = config.path or config.name or config.toy or "the environment"
     places: dict[str, str] = {}
-    tasks = toy.make(config.toy, config.toy_size, seed) if config.toy is not None else _tasks(config, places)
+    tasks = _made(config, seed, make) if config.path is None and config.name is None else _tasks(config, places)
     if not tasks:
         raise DataError(f"{source} has no tasks: expected records with a {config.prompt_key!r}")
     if len(tasks) <= config.holdout:
@@ -80,6 +84,16 @@ def read(config: DataConfig, *, seed: int) -> DataSet:
     held_out = sorted(order[: config.holdout])
     kept = sorted(order[config.holdout :])
     return DataSet(train=tuple(tasks[i] for i in kept), held_out=tuple(tasks[i] for i in held_out), places=places)
+
+
+def _made(config: DataConfig, seed: int, make: MakeTasks | None) -> list[Task]:
+    if config.toy is not None:
+        return toy.make(config.toy, config.size, seed)
+    if make is None:
+        raise DataError(
+            "no data: set one of data.path (a JSONL or Parquet file), data.name (of `datasets`) and data.toy"
+        )
+    return make(config.size, seed)
 
 
 def digest(data: DataSet) -> str:

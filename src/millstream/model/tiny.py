@@ -22,7 +22,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
     """One token a character, and <pad>, <eos>, <unk> before them."""
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 

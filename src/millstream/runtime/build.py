@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
+from jinja2 import TemplateError
 from msgspec import Struct, field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,8 +15,10 @@ from millstream.clock import Clock
 from millstream.engine import EngineConfig
 from millstream.engine.process import ProcessHost
 from millstream.engine.torch import Host, ThreadHost, TorchEngine
-from millstream.env import toy
+from millstream.env import Content
 from millstream.env.data import DataSet
+from millstream.env.find import Kind
+from millstream.env.hosted import Environments, Hosted
 from millstream.env.rewards import Reward, Scorer, find
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, ModelError
@@ -40,28 +43,42 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
     """Between text and tokens, for one tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
-    _encoded: dict[str | tuple[Message, ...], list[int]] = field(default_factory=dict)
+    _opened: dict[str | tuple[Message, ...], list[int]] = field(default_factory=dict)
 
-    def encode(self, task: Task) -> list[int]:
-        """The prompt as the model expects it. Encoded once: by the check before the run, or by the first member of a group."""
-        if task.prompt not in self._encoded:
-            if len(self._encoded) >= MOST_PROMPTS_KEPT:
-                self._encoded.clear()
-            self._encoded[task.prompt] = self._encode(task)
-        return self._encoded[task.prompt]
+    @property
+    def has_chat(self) -> bool:
+        return bool(self.tokenizer.chat_template)
 
-    def _encode(self, task: Task) -> list[int]:
-        """A chat goes through the model's template, a string as it is."""
-        if isinstance(task.prompt, str):
-            return list(self.tokenizer(task.prompt).input_ids)
+    @property
+    def end_token(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def opening(self, content: Content) -> list[int]:
+        """Encoded once: by the check before the run, or by the first member of a group."""
+        key = content if isinstance(content, str) else tuple(content)
+        if key not in self._opened:
+            if len(self._opened) >= MOST_PROMPTS_KEPT:
+                self._opened.clear()
+            self._opened[key] = (
+                list(self.tokenizer(key).input_ids) if isinstance(key, str) else self.encode(self.render(key))
+            )
+        return self._opened[key]
+
+    def render(self, messages: Sequence[Message]) -> str:
         if not self.tokenizer.chat_template:
             raise DataError(
-                f"task {task.id}: its prompt is a list of messages, and the model's tokenizer has no chat template: "
+                "a prompt is a list of messages, and the model's tokenizer has no chat template: "
                 "use string prompts, or a model that has one"
             )
-        messages = [{"role": message.role, "content": message.content} for message in task.prompt]
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in messages)
+            raise DataError(f"the model's chat template refuses a chat of {roles}: {error}") from error
 
     def unknown_pieces(self, task: Task) -> list[str]:
         """Of a prompt that is a string, what the tokenizer does not know, each once."""
@@ -72,11 +89,6 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
         pieces = (task.prompt[begin:end] for token, (begin, end) in spans if token == self.tokenizer.unk_token_id)
         return list(dict.fromkeys(pieces))
 
-    def encode_answer(self, task: Task) -> list[int]:
-        """The gold answer, ended."""
-        ids = self.tokenizer(task.answer or "", add_special_tokens=False).input_ids
-        return [*ids, self.tokenizer.eos_token_id]
-
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
@@ -85,7 +97,7 @@ def build_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, Pre
     device, dtype = choose_device(config.device), getattr(torch, config.dtype)
     if config.tiny is not None:
         tiny = config.tiny
-        tokenizer = character_tokenizer(toy.ALPHABET)
+        tokenizer = character_tokenizer(tiny.alphabet)
         shape = TinyShape(hidden=tiny.hidden, layers=tiny.layers, heads=tiny.heads, context=tiny.context)
         return tiny_model(shape, tokenizer, seed=seed, dtype=dtype).to(device), tokenizer
     path = config.path or ""
@@ -111,13 +123,20 @@ def build_sampling(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrai
     return Sampling(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature, stop=tuple(stop))
 
 
-def check_lengths(config: RunConfig, model: PreTrainedModel, text: Text, data: DataSet) -> None:
+def check_lengths(
+    config: RunConfig, model: PreTrainedModel, text: Text, data: DataSet, environments: Environments
+) -> None:
     """Prompts that leave no room for an answer are found before the run, not in it."""
     limit, max_tokens = context_length(model), config.rollout.max_tokens
     if limit is None:
         return
     for task in data.tasks[:MOST_PROMPTS_CHECKED]:
-        length = len(text.encode(task))
+        if not isinstance(environments.of(task).environment, SingleTurn):
+            continue  # what it shows is known when it is played
+        try:
+            length = len(text.opening(task.prompt))
+        except DataError as error:
+            raise DataError(f"{data.place_of(task)}: {error}") from error
         if length + max_tokens > limit:
             raise DataError(
                 f"{data.place_of(task)}: the prompt has {length} tokens, which with rollout.max_tokens = {max_tokens} exceeds "
@@ -132,7 +151,8 @@ def unknown_text(text: Text, data: DataSet) -> str:
     if unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
         return ""  # a tokenizer of bytes knows everything
     tasks = data.tasks[:MOST_PROMPTS_CHECKED]
-    strange = [task for task in tasks if unknown in text.encode(task)]
+    shown = [task for task in tasks if isinstance(task.prompt, str) or text.has_chat]
+    strange = [task for task in shown if unknown in text.opening(task.prompt)]
     if not strange:
         return ""
     pieces = ", ".join(map(repr, text.unknown_pieces(strange[0])[:MOST_PIECES]))
@@ -142,10 +162,14 @@ def unknown_text(text: Text, data: DataSet) -> str:
     )
 
 
-def build_environment(config: RunConfig, text: Text, reward: Reward | None) -> SingleTurn:
+def build_environment(config: RunConfig, kinds: Sequence[Kind], text: Text, reward: Reward | None) -> Environments:
     """With the rewards that the config names, or the one that was passed from Python."""
-    scorer = Scorer([(find(one.function) if reward is None else reward, one) for one in config.reward])
-    return SingleTurn(encode=text.encode, decode=text.decode, scorer=scorer)
+
+    def single_turn() -> SingleTurn:
+        scorer = Scorer([(find(one.function) if reward is None else reward, one) for one in config.reward])
+        return SingleTurn(encode=lambda task: text.opening(task.prompt), decode=text.decode, scorer=scorer)
+
+    return Environments([Hosted(kind, kind.environment or single_turn(), text) for kind in kinds])
 
 
 def build_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink) -> TorchEngine:

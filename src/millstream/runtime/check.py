@@ -1,11 +1,16 @@
-"""What can be wrong with a config and be found without a run: data, rewards, the model's folder. Light: imports no torch."""
+"""What can be wrong with a config and be found without a run: data, environments, rewards, the model's folder. Light: imports
+no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from millstream.env.config import SINGLE_TURN
 from millstream.env.data import read
+from millstream.env.find import Kind, make_tasks
+from millstream.env.find import find as find_environment
+from millstream.env.hosted import name_of
 from millstream.env.rewards import find
 from millstream.model.where import check_path, check_tokenizer
 from millstream.runtime.config import RunConfig
@@ -13,18 +18,34 @@ from millstream.runtime.config import RunConfig
 
 def check_parts(config: RunConfig) -> list[str]:
     """Raises what a run would raise. What was looked at, and what was not, in words."""
-    return [*_checked_data(config), *_checked_rewards(config), *_checked_model(config)]
+    kinds = [find_environment(one) for one in config.environment]
+    return [
+        *_checked_data(config, kinds),
+        *_checked_environments(kinds),
+        *_checked_rewards(config),
+        *_checked_model(config),
+    ]
 
 
-def _checked_data(config: RunConfig) -> Iterator[str]:
+def _checked_data(config: RunConfig, kinds: Sequence[Kind]) -> Iterator[str]:
     if config.data.name is not None:
         yield f"not checked: the data set {config.data.name}, which the run loads"
     else:
-        data = read(config.data, seed=config.seed)
+        data = read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
+        for task in data.tasks:
+            name_of(task, [kind.name for kind in kinds])
         yield f"checked: {len(data.train)} tasks to train on, {len(data.held_out)} held out"
 
 
+def _checked_environments(kinds: Sequence[Kind]) -> Iterator[str]:
+    for kind in kinds:
+        if kind.environment is not None:
+            yield f"checked: the environment {kind.name} is there"
+
+
 def _checked_rewards(config: RunConfig) -> Iterator[str]:
+    if all(one.use != SINGLE_TURN for one in config.environment):
+        return
     for reward in config.reward:
         find(reward.function)
         yield f"checked: the reward {reward.function} is there"

@@ -9,6 +9,8 @@ from msgspec import Struct, field, structs
 
 from millstream.algo import AlgorithmConfig, check
 from millstream.engine import EngineConfig
+from millstream.env import toy
+from millstream.env.config import SINGLE_TURN, EnvironmentConfig, check_environments
 from millstream.env.data import DataConfig
 from millstream.env.rewards import PASS_IT, RewardConfig
 from millstream.errors import ConfigError
@@ -19,12 +21,18 @@ from millstream.runtime.rollouts import RolloutConfig
 
 
 class TinyConfig(Struct, frozen=True, kw_only=True):
-    """A model made on the spot: characters of the toy tasks for tokens, random weights from the run's seed."""
+    """A model made on the spot: characters for tokens, random weights from the run's seed."""
 
     hidden: int = 64
     layers: int = 2
     heads: int = 4
     context: int = 64
+    alphabet: str = toy.ALPHABET
+    """The characters that it knows."""
+
+    def __post_init__(self) -> None:
+        if not self.alphabet or len(set(self.alphabet)) < len(self.alphabet):
+            raise ValueError("alphabet must have characters, each of them once")
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -70,11 +78,12 @@ class EvaluationConfig(Struct, frozen=True, kw_only=True):
 
 class RunConfig(Struct, frozen=True, kw_only=True):
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig = field(default_factory=DataConfig)
     seed: int = 0
     run_dir: str | None = None
     """Where the run's folder is made. None: runs/NAME-NUMBER, after the config file."""
     reward: tuple[RewardConfig, ...] = field(default_factory=lambda: (RewardConfig(),))
+    environment: tuple[EnvironmentConfig, ...] = field(default_factory=lambda: (EnvironmentConfig(),))
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -85,11 +94,13 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     warmup: WarmupConfig | None = None
 
     def __post_init__(self) -> None:
-        """From Python, one reward need not be a tuple."""
+        """From Python, one reward or environment need not be a tuple."""
         if callable(self.reward):
             raise ConfigError(PASS_IT)
         rewards = (self.reward,) if isinstance(self.reward, RewardConfig) else tuple(self.reward)
         structs.force_setattr(self, "reward", rewards)
+        is_one = isinstance(self.environment, EnvironmentConfig)
+        structs.force_setattr(self, "environment", (self.environment,) if is_one else tuple(self.environment))
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -100,6 +111,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         model=structs.replace(config.model, path=_absolute(config.model.path)),
         data=structs.replace(data, path=_absolute(data.path), name=_absolute(data.name)),
         reward=tuple(structs.replace(reward, function=_absolute_function(reward.function)) for reward in config.reward),
+        environment=tuple(structs.replace(one, use=_absolute_function(one.use)) for one in config.environment),
     )
 
 
@@ -128,5 +140,6 @@ def check_run(config: RunConfig) -> None:
             f"learner.mini_batches = {minis} does not divide pipeline.groups_per_step = {groups}: "
             "every optimizer step takes the same number of groups"
         )
-    if not config.reward:
+    check_environments(config.environment)
+    if not config.reward and any(one.use == SINGLE_TURN for one in config.environment):
         raise ConfigError("no [[reward]] table: without a reward there is nothing to learn")

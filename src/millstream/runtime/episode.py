@@ -1,17 +1,21 @@
 """One rollout on its way: collects, token by token, what was shown, what was sampled, by which version, how likely.
 
-Tokens in, tokens out: what was sampled is what is trained; nothing is ever decoded and encoded again.
+Tokens in, tokens out: what was sampled is what is trained; nothing is ever decoded and encoded again. A rollout may have
+several parts, each a sequence of its own: several agents, or one whose history is rewritten between two turns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec import structs
 
-from millstream.errors import EnvironmentFailed
+from millstream.env import Content, Reward, Text
+from millstream.errors import EnvironmentFailed, RequestRefused
 from millstream.seeds import request_seed
 from millstream.types import Completion, Finish, Request, RequestKey, Rollout, Sampling, Task
 
@@ -19,10 +23,12 @@ T = TypeVar("T")
 Generate = Callable[[Request], Awaitable[Completion]]
 Waiting = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 """Awaits under a name: see `runtime.waits`."""
+TURNS_PER_PART = 1 << 16
+"""Requests of one rollout are told apart, and seeded, by their turn: those of part n count from n times this."""
 
 
 class Episode:
-    """The `Context` of an environment. `role` keeps the seeds of training and evaluation apart."""
+    """The `Context` of an environment, as far as tokens go. `role` keeps the seeds of training and evaluation apart."""
 
     def __init__(
         self,
@@ -34,42 +40,121 @@ class Episode:
         sampling: Sampling,
         run_seed: int,
         role: str,
+        max_parts: int = 1,
     ) -> None:
         self.task = task
         self._waiting = waiting
         self.seed = request_seed(run_seed, f"{role}/environment", key)
         self._key, self._generate, self._sampling = key, generate, sampling
-        self._run_seed, self._role = run_seed, role
+        self._run_seed, self._role, self._max_parts = run_seed, role, max_parts
+        self._turn = asyncio.Lock()  # one request at a time: synchronous training counts rollouts by their requests
+        self._is_cut = False
+        self._parts: list[_Part] = []
+        self.part()
+
+    async def generate(self, tokens: Sequence[int]) -> Completion:
+        return await self._parts[0].generate(tokens)
+
+    async def waiting(self, what: str, work: Awaitable[T]) -> T:
+        result: T = await self._waiting(what, work)
+        return result
+
+    def part(self, agent: int = 0) -> _Part:
+        self._parts.append(_Part(self, len(self._parts), agent))
+        return self._parts[-1]
+
+    @property
+    def text(self) -> Text:
+        raise EnvironmentFailed("this context speaks tokens: `millstream.env.dialog.Conversation` gives it words")
+
+    async def ask(self, content: Content) -> str:
+        return self.text.decode([])  # says why not
+
+    async def request(self, part: _Part, turn: int, tokens: Sequence[int]) -> Completion:
+        """One turn of a part that has its place among those that may speak."""
+        if part not in (speaking := [one for one in self._parts if one.turns]) and len(speaking) >= self._max_parts:
+            raise EnvironmentFailed(
+                f"more than {self._max_parts} sequences in one rollout: set rollout.max_parts to as many as the environment "
+                'needs (with thinking = "drop", one for every turn)'
+            )
+        key = structs.replace(self._key, turn=part.index * TURNS_PER_PART + turn)
+        seed = request_seed(self._run_seed, self._role, key)
+        request = Request(key=key, tokens=tuple(tokens), sampling=self._sampling, seed=seed)
+        async with self._turn:
+            try:
+                return await self._generate(request)
+            except RequestRefused:
+                self._is_cut = True
+                raise
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the turns that are finished."""
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def turns(self) -> list[Completion]:
+        """What the model has said, part after part."""
+        return [turn for part in self._parts for turn in part.turns]
+
+    def finish(self, reward: Reward) -> tuple[Rollout, ...]:
+        """The rollout, part by part, with its reward. Fails if the environment never let the model speak. Where the model's
+        context had no room for one more turn, the last part says that its length ended it."""
+        spoken = [part for part in self._parts if any(turn.tokens for turn in part.turns)]
+        if not spoken:
+            raise EnvironmentFailed(
+                "the environment ended without a token sampled: call context.generate at least once"
+            )
+        rewards = _rewards(reward, num_agents=1 + max(part.agent for part in spoken))
+        rollouts = [
+            part.finish(self._key, number, rewards[min(part.agent, len(rewards) - 1)])
+            for number, part in enumerate(spoken)
+        ]
+        if self._is_cut:
+            rollouts[-1] = structs.replace(rollouts[-1], finish=Finish.LENGTH)
+        return tuple(rollouts)
+
+
+class _Part:
+    """One sequence of an episode: a `Context`, too."""
+
+    def __init__(self, episode: Episode, index: int, agent: int) -> None:
+        if agent < 0:
+            raise EnvironmentFailed(f"context.part({agent}): agents count from 0")
+        self.task, self.seed = episode.task, episode.seed
+        self._episode, self.index, self.agent = episode, index, agent
         self._is_generating = False
-        self._turns: list[Completion] = []
+        self.turns: list[Completion] = []
         self._tokens: list[int] = []
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
 
+    @property
+    def text(self) -> Text:
+        return self._episode.text
+
+    async def ask(self, content: Content) -> str:
+        return await self._episode.ask(content)
+
+    async def waiting(self, what: str, work: Awaitable[T]) -> T:
+        return await self._episode.waiting(what, work)
+
+    def part(self, agent: int = 0) -> _Part:
+        return self._episode.part(agent)
+
     async def generate(self, tokens: Sequence[int]) -> Completion:
         if self._is_generating:
             raise EnvironmentFailed("context.generate was called while another turn was being sampled: take turns")
-        self._append(tokens, [0.0] * len(tokens), [-1] * len(tokens), is_sampled=False)
-        key = RequestKey(
-            group_id=self._key.group_id, member=self._key.member, attempt=self._key.attempt, turn=len(self._turns)
-        )
-        request = Request(
-            key=key,
-            tokens=tuple(self._tokens),
-            sampling=self._sampling,
-            seed=request_seed(self._run_seed, self._role, key),
-        )
         self._is_generating = True
-        completion = await self._generate(request)
-        self._is_generating = False
+        try:
+            completion = await self._episode.request(self, len(self.turns), [*self._tokens, *tokens])
+        finally:
+            self._is_generating = False
+        self._append(tokens, [0.0] * len(tokens), [-1] * len(tokens), is_sampled=False)
         self._append(completion.tokens, completion.logprobs, completion.versions, is_sampled=True)
-        self._turns.append(completion)
+        self.turns.append(completion)
         return completion
-
-    async def waiting(self, what: str, work: Awaitable[T]) -> T:
-        result: T = await self._waiting(what, work)
-        return result
 
     def _append(
         self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, is_sampled: bool
@@ -79,35 +164,34 @@ class Episode:
         self._logprobs.extend(logprobs)
         self._versions.extend(versions)
 
-    @property
-    def num_sampled(self) -> int:
-        """Tokens of the turns that are finished."""
-        return sum(self._mask)
-
-    @property
-    def sampled(self) -> list[int]:
-        """What the model has said in the turns that are finished."""
-        return [token for turn in self._turns for token in turn.tokens]
-
-    def finish(self, reward: float) -> tuple[Rollout, ...]:
-        """The rollout, part by part, with its reward. Fails if the environment never let the model speak."""
-        if not math.isfinite(reward):
-            raise EnvironmentFailed(f"the environment returned a reward of {reward}: expected a finite number")
-        sampled = [version for version in self._versions if version >= 0]
-        if not sampled:
-            raise EnvironmentFailed(
-                "the environment ended without a token sampled: call context.generate at least once"
-            )
-        rollout = Rollout(
-            group_id=self._key.group_id,
-            member=self._key.member,
-            attempt=self._key.attempt,
-            start_version=min(sampled),
-            reward=float(reward),
-            finish=self._turns[-1].finish if self._turns else Finish.ABORT,
+    def finish(self, key: RequestKey, number: int, reward: float) -> Rollout:
+        return Rollout(
+            group_id=key.group_id,
+            member=key.member,
+            part=number,
+            agent=self.agent,
+            attempt=key.attempt,
+            start_version=min(version for version in self._versions if version >= 0),
+            reward=reward,
+            finish=self.turns[-1].finish,
             tokens=np.array(self._tokens, dtype=np.int32),
             loss_mask=np.array(self._mask, dtype=np.bool_),
             logprobs=np.array(self._logprobs, dtype=np.float32),
             versions=np.array(self._versions, dtype=np.int32),
         )
-        return (rollout,)
+
+
+def _rewards(reward: Any, *, num_agents: int) -> list[float]:
+    """One number for all, or one for each agent."""
+    is_one = not isinstance(reward, Sequence) or isinstance(reward, str)
+    try:
+        rewards = [float(reward)] if is_one else [float(one) for one in reward]
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailed(f"the environment returned {reward!r}: expected a number, or one per agent") from error
+    if not is_one and len(rewards) < num_agents:
+        raise EnvironmentFailed(
+            f"the environment returned {len(rewards)} rewards, and agent {num_agents - 1} spoke: expected one for each agent"
+        )
+    if not all(map(math.isfinite, rewards)):
+        raise EnvironmentFailed(f"the environment returned a reward of {reward}: expected a finite number")
+    return rewards

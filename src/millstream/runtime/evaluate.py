@@ -38,8 +38,10 @@ async def evaluate(
     seed: int,
     timeout_s: float,
     decode: Callable[[Sequence[int]], str],
+    max_parts: int = 1,
 ) -> tuple[Evaluated, tuple[Sample, ...]]:
-    """The mean reward of one rollout a task, and the rollouts. One that fails, for whatever reason, counts 0."""
+    """The mean reward of one rollout a task (of several agents, that of the first), and the rollouts. One that fails, for
+    whatever reason, counts 0."""
     versions = set[int]()
 
     async def generate(request: Request) -> Completion:
@@ -59,6 +61,7 @@ async def evaluate(
             sampling=sampling,
             run_seed=seed,
             role=f"eval/{name}",
+            max_parts=max_parts,
         )
         reward, failure = 0.0, ""
         try:
@@ -70,7 +73,7 @@ async def evaluate(
             failure = f"{type(error).__name__}: {error}"
         return Sample(
             prompt=_as_text(task),
-            completion=decode(episode.sampled),
+            completion="\n".join(decode(turn.tokens) for turn in episode.turns),
             reward=reward,
             answer=task.answer,
             failure=failure,

@@ -31,8 +31,9 @@ from millstream.algo import recipe
 from millstream.clock import RealClock
 from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, digest, in_order, read
+from millstream.env.find import find, make_tasks
+from millstream.env.hosted import Environments, check_tasks
 from millstream.env.rewards import Reward, passed, was_passed
-from millstream.env.single_turn import SingleTurn
 from millstream.errors import CheckpointError, ConfigError, MillstreamError, OutputError, Stopped
 from millstream.events import (
     WARMUP,
@@ -60,7 +61,7 @@ from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_com
 from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.router import Router
 from millstream.runtime.waits import Waits
-from millstream.runtime.warmup import gold_row, warm_up
+from millstream.runtime.warmup import Script, warm_up
 from millstream.runtime.watchdog import Watchdog
 from millstream.types import Sampling, Task, Weights
 from millstream.weights.local import LocalChannel
@@ -80,7 +81,7 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     text: build.Text
-    environment: SingleTurn
+    environment: Environments
     sampling: Sampling
     data_digest: str
     warning: str
@@ -96,17 +97,20 @@ def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
         config = structs.replace(config, reward=passed(reward, config.reward))
     check_run(config)
     set_up_cpu()
-    data = read(config.data, seed=config.seed)
+    kinds = [find(one) for one in config.environment]
+    data = read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
     model, tokenizer = build.build_model(config.model, seed=config.seed)
     text = build.Text(tokenizer=tokenizer)
-    build.check_lengths(config, model, text, data)
+    environment = build.build_environment(config, kinds, text, reward)
+    check_tasks(environment, data, needs_gold=config.warmup is not None)
+    build.check_lengths(config, model, text, data, environment)
     return Prepared(
         config=config,
         data=data,
         model=model,
         tokenizer=tokenizer,
         text=text,
-        environment=build.build_environment(config, text, reward),
+        environment=environment,
         sampling=build.build_sampling(config, model, tokenizer),
         data_digest=digest(data),
         warning=build.unknown_text(text, data),
@@ -257,6 +261,7 @@ class _Evaluator:
             seed=config.seed,
             timeout_s=config.rollout.timeout_s,
             decode=self._prepared.text.decode,
+            max_parts=config.rollout.max_parts,
         )
         # its rollouts have their timeouts
         return await self._waits.on(f"evaluation {name}", "its rollouts", evaluation, has_deadline=False)
@@ -445,7 +450,7 @@ class _Run:
             raise OutputError(self._folder.cannot_write(self._folder.model, error)) from error
 
     async def _warm_up(self, engine: TorchEngine, evaluator: _Evaluator, config: WarmupConfig) -> None:
-        prepared, text = self._prepared, self._prepared.text
+        prepared = self._prepared
         learner = build.build_learner(
             prepared.config,
             prepared.model,
@@ -468,7 +473,7 @@ class _Run:
             await warm_up(
                 learner,
                 prepared.data.train,
-                lambda task: gold_row(text.encode(task), text.encode_answer(task)),
+                Script(prepared.environment, prepared.text, prepared.config).rows,
                 accuracy_of,
                 config,
                 waits=self._waits,

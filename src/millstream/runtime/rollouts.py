@@ -227,6 +227,7 @@ class Rollouts:
             sampling=self._set.sampling,
             run_seed=self._set.seed,
             role="train",
+            max_parts=self._set.config.max_parts,
         )
         failure: Exception | None = None
         try:

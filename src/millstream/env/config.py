@@ -1,0 +1,46 @@
+"""Which environments there are, and under which limits: the `[[environment]]` tables of a config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from millstream.errors import ConfigError
+
+SINGLE_TURN = "single_turn"
+
+
+class EnvironmentConfig(Struct, frozen=True, kw_only=True):
+    use: str = SINGLE_TURN
+    """One that is built in, `package.module:Name`, or `file.py:Name`."""
+    name: str = ""
+    """How it shows, and what a task's field `environment` says to go to it. Empty: the last part of `use`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments: of the class or the function, and, as far as they take them, of its `tasks` and `gold`."""
+    thinking: Literal["keep", "drop"] = "keep"
+    """Of a chat of several turns. keep: one sequence that only grows. drop: every turn is shown what the chat template shows,
+    which may have removed earlier thinking; where it has, a new part begins (`rollout.max_parts`)."""
+    share: float = 1.0
+    """Where several environments make their own tasks: in which proportion."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.use, str):
+            raise ConfigError("a config names environments, it does not hold them: use = 'file.py:Name'")
+        if not 0 < self.share < math.inf:
+            raise ValueError("share must be a number above 0")
+
+    @property
+    def shown(self) -> str:
+        return self.name or self.use.rpartition(":")[2]
+
+
+def check_environments(environments: Sequence[EnvironmentConfig]) -> None:
+    """What no single table can see. Raises `ConfigError`."""
+    if not environments:
+        raise ConfigError("environment = []: leave it out for tasks of a single turn, or name one: [[environment]]")
+    names = [environment.shown for environment in environments]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"two [[environment]] tables are named {min(twice)!r}: give each a name of its own")

@@ -1,0 +1,126 @@
+"""A conversation as tokens: exact, because it only ever grows.
+
+What was sampled is what is trained: it is decoded to be read, and never encoded again. A later turn of a chat is appended as
+the *difference* that it makes in the chat template: a small chat is rendered with a placeholder where the model spoke, and the
+text after the placeholder (end of turn, the new messages, the start of the next turn) is encoded alone. Where the model has
+ended its turn itself, that end is not repeated; where it was cut short, it is added, untrained.
+
+Some templates remove the thinking of earlier turns. With `thinking = "keep"` it stays (the model then sees what it was
+trained on); with "drop" every turn is shown what the template shows, and a new part begins where that is not what stands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
+
+from millstream.env import Content, Context, Text
+from millstream.errors import EnvironmentFailed
+from millstream.types import Completion, Finish, Message
+
+T = TypeVar("T")
+PLACEHOLDER = "\u2016millstream\u2016"
+"""What no environment says and no template cuts: it has neither space nor markup in it."""
+SMALL_CHAT = (Message(role="user", content="?"), Message(role="assistant", content=PLACEHOLDER))
+
+
+def as_messages(content: Content) -> tuple[Message, ...]:
+    return (Message(role="user", content=content),) if isinstance(content, str) else tuple(content)
+
+
+def delta(text: Text, new: Sequence[Message], *, after: Completion) -> list[int]:
+    """The tokens between what the model has just said and what it says next."""
+    tokens = text.encode(after_placeholder(text, new))
+    return tokens if after.finish is not Finish.STOP else without_end(text, tokens, after)
+
+
+def after_placeholder(text: Text, new: Sequence[Message]) -> str:
+    rendered = text.render([*SMALL_CHAT, *new])
+    before, found, rest = rendered.rpartition(PLACEHOLDER)
+    if not found or PLACEHOLDER in before:
+        raise EnvironmentFailed(
+            "the model's chat template does not show what the assistant said exactly once: its turns cannot be appended one by "
+            "one. Use string prompts, or a model with another template"
+        )
+    return rest
+
+
+def without_end(text: Text, tokens: list[int], after: Completion) -> list[int]:
+    """Without the end of the turn, where the model has sampled it: nothing but space may stand before it."""
+    end = after.tokens[-1] if after.tokens else None
+    if end not in tokens:
+        return tokens
+    place = tokens.index(end)
+    return tokens[place + 1 :] if not text.decode(tokens[:place]).strip() else tokens
+
+
+class Conversation:
+    """A context of tokens, with words: see `millstream.env.Context`."""
+
+    def __init__(self, context: Context, text: Text, *, thinking: str = "keep", agent: int = 0) -> None:
+        self._first = self._context = context
+        self.task, self.seed, self.text = context.task, context.seed, text
+        self._is_dropping, self._agent = thinking == "drop", agent
+        self._shown: list[int] = []
+        """The sequence as it stands, sampled and not."""
+        self._messages: list[Message] = []
+        self._last: Completion | None = None
+        self._is_chat = False
+
+    async def ask(self, content: Content) -> str:
+        if self._last is None:
+            self._is_chat = not isinstance(content, str) or self._is_task_chat()
+        if not self._is_chat and not isinstance(content, str):
+            raise EnvironmentFailed("the conversation began as plain text: messages cannot be added to it")
+        num_messages = len(self._messages)
+        try:
+            completion = await self.generate(self._tokens_for(content))
+        except BaseException:
+            del self._messages[num_messages:]  # it was not said
+            raise
+        said = self.text.decode(completion.tokens)
+        if self._is_chat:
+            self._messages.append(Message(role="assistant", content=said))
+        return said
+
+    async def generate(self, tokens: Sequence[int]) -> Completion:
+        completion = await self._context.generate(tokens)
+        self._shown += [*tokens, *completion.tokens]
+        self._last = completion
+        return completion
+
+    async def waiting(self, what: str, work: Awaitable[T]) -> T:
+        return await self._context.waiting(what, work)
+
+    def part(self, agent: int = 0) -> Conversation:
+        thinking = "drop" if self._is_dropping else "keep"
+        return Conversation(self._first.part(agent), self.text, thinking=thinking, agent=agent)
+
+    def _is_task_chat(self) -> bool:
+        return self.text.has_chat and not isinstance(self.task.prompt, str)
+
+    def _tokens_for(self, content: Content) -> list[int]:
+        """What is to be appended; in a new part, what it begins with."""
+        if not self._is_chat:
+            assert isinstance(content, str)
+            return self.text.opening(content) if self._last is None else self.text.encode(content)
+        new = as_messages(content)
+        if self._last is None:
+            self._messages += [*self._system(content), *new]
+            return self.text.opening(self._messages)
+        self._messages += new
+        return self._after_rewriting() if self._is_dropping else delta(self.text, new, after=self._last)
+
+    def _system(self, content: Content) -> Sequence[Message]:
+        """The task's system messages, where the environment says a string and leaves them to the task."""
+        if isinstance(self.task.prompt, str) or not isinstance(content, str):
+            return ()
+        return [message for message in self.task.prompt if message.role == "system"]
+
+    def _after_rewriting(self) -> list[int]:
+        """What the template shows now, whole. Where the sequence is how that begins, it goes on; else a new part does."""
+        tokens = self.text.encode(self.text.render(self._messages))
+        if tokens[: len(self._shown)] == self._shown:
+            return tokens[len(self._shown) :]
+        self._context, self._shown = self._first.part(self._agent), []
+        return tokens

@@ -1,0 +1,111 @@
+"""A walk over a frozen lake: find the goal, fall into no hole. Small enough for a tiny model, deterministic unless slippery.
+
+    pfff=fhfh=fffh=hffg>     the lake, row by row: p the player, f frozen, h a hole, g the goal
+    r                        the player goes left, down, right or up: l, d, r, u
+    01>                      where the player is now: row and column
+
+The reward is 1 at the goal, and 0 in a hole or when the turns are over. Every lake has a path. Slow environments can be studied
+with `latency_s`: steps then take that long on average, with a tail as heavy as `latency_tail` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import deque
+from collections.abc import Iterator
+
+from millstream.env import Step
+from millstream.seeds import derive_seed
+from millstream.types import Task
+
+MOVES = {"l": (0, -1), "d": (1, 0), "r": (0, 1), "u": (-1, 0)}
+ORDER = "ldru"
+"""Neighbours in it are at right angles: where one may slip to."""
+MOST_SIZE = 10
+"""A row and a column are one digit each."""
+Place = tuple[int, int]
+
+
+class FrozenLake:
+    def __init__(
+        self, *, is_slippery: bool = False, max_turns: int = 16, latency_s: float = 0.0, latency_tail: float = 0.0
+    ) -> None:
+        self.max_turns = max_turns
+        self._is_slippery = is_slippery
+        self._latency_s, self._latency_tail = latency_s, latency_tail
+
+    @staticmethod
+    def tasks(num: int, seed: int, size: int = 4, holes: float = 0.2) -> Iterator[Task]:
+        """Distinct lakes, as far as there are that many."""
+        if not 2 <= size <= MOST_SIZE or not 0 <= holes <= 1:
+            raise ValueError(f"size must be from 2 to {MOST_SIZE}, holes from 0 to 1")
+        rng, seen = random.Random(derive_seed(seed, "frozen_lake")), set[str]()
+        for _ in range(20 * num):
+            lake = _draw(rng, size, holes)
+            if len(seen) < num and lake not in seen and shortest(lake):
+                seen.add(lake)
+                yield Task(id=lake, prompt=f"p{lake[1:]}>")
+
+    @staticmethod
+    def gold(task: Task, is_slippery: bool = False) -> list[str]:
+        """A shortest path. On slippery ice nobody can promise to walk it."""
+        return [] if is_slippery else shortest(lake_of(task))
+
+    async def reset(self, task: Task, seed: int) -> str:
+        self._rows = lake_of(task).split("=")
+        self._at, self._rng = (0, 0), random.Random(seed)
+        return str(task.prompt)
+
+    async def step(self, action: str) -> Step:
+        await self._take_time()
+        move = action.strip().lower()[:1]
+        if move in MOVES:
+            self._at = _moved(self._rows, self._at, self._slipped(move))
+        row, column = self._at
+        found = self._rows[row][column]
+        return Step(observation=f"{row}{column}>", reward=float(found == "g"), is_done=found in "gh")
+
+    def _slipped(self, move: str) -> str:
+        if not self._is_slippery:
+            return move
+        return ORDER[(ORDER.index(move) + self._rng.choice((-1, 0, 1))) % len(ORDER)]
+
+    async def _take_time(self) -> None:
+        if self._latency_s > 0:
+            sigma = self._latency_tail
+            await asyncio.sleep(self._rng.lognormvariate(math.log(self._latency_s) - sigma**2 / 2, sigma))
+
+
+def lake_of(task: Task) -> str:
+    """The lake without its player: the prompt is all that a task needs."""
+    return "f" + str(task.prompt).strip("p>")
+
+
+def _draw(rng: random.Random, size: int, holes: float) -> str:
+    cells = ["h" if rng.random() < holes else "f" for _ in range(size * size)]
+    cells[0], cells[-1] = "f", "g"
+    return "=".join("".join(cells[row * size : (row + 1) * size]) for row in range(size))
+
+
+def _moved(rows: list[str], at: Place, move: str) -> Place:
+    (row, column), (down, right) = at, MOVES[move]
+    last = len(rows) - 1
+    return min(max(row + down, 0), last), min(max(column + right, 0), last)
+
+
+def shortest(lake: str) -> list[str]:
+    """The moves from the first cell to the goal; none if there is no path."""
+    rows, paths = lake.split("="), {(0, 0): ""}
+    ahead: deque[Place] = deque(paths)
+    while ahead:
+        at = ahead.popleft()
+        if rows[at[0]][at[1]] == "g":
+            return list(paths[at])
+        for move in ORDER:
+            to = _moved(rows, at, move)
+            if to not in paths and rows[to[0]][to[1]] != "h":
+                paths[to] = paths[at] + move
+                ahead.append(to)
+    return []

@@ -1,0 +1,92 @@
+"""Environments with `reset` and `step`: one instance an episode, turn by turn, until a step says that it is done.
+
+Methods may be plain or coroutine functions. Plain ones are called on a thread, so that a slow one holds back nobody, unless the
+class says `is_quick = True`. An episode that runs out of turns, or of the model's context, ends with the reward so far.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from millstream.env import Context, Step
+from millstream.errors import EnvironmentFailed, RequestRefused
+from millstream.threads import DaemonThreads
+from millstream.types import Message
+
+MAX_TURNS = 16
+MOST_THREADS = 128
+
+
+class MultiTurn:
+    """Plays what `make` makes. `max_turns` None: what the instance says, or 16."""
+
+    def __init__(self, make: Callable[[], Any], name: str, *, is_quick: bool, max_turns: int | None = None) -> None:
+        self._make, self._name, self._is_quick, self._max_turns = make, name, is_quick, max_turns
+        self._threads: DaemonThreads | None = None
+
+    async def rollout(self, context: Context) -> float:
+        game = await self._call(self._make)
+        try:
+            return await self._play(game, context)
+        finally:
+            if hasattr(game, "close"):
+                await self._call(game.close)
+
+    async def _play(self, game: Any, context: Context) -> float:
+        reward = 0.0
+        observation = await self._call(lambda: game.reset(context.task, context.seed))
+        for turn in range(self._max_turns or int(getattr(game, "max_turns", MAX_TURNS))):
+            _check_observation(observation, f"{self._name}.{'step' if turn else 'reset'}")
+            try:
+                action = await context.ask(observation)
+            except RequestRefused:
+                if turn == 0:
+                    raise
+                break  # the model's context is full: the rollout is marked as cut, and what was earned counts
+            step = await self._call(functools.partial(game.step, action))
+            reward += _checked(step, self._name).reward
+            if step.is_done:
+                break
+            observation = step.observation
+        return reward
+
+    async def _call(self, function: Callable[[], Any]) -> Any:
+        if self._is_quick:
+            value = function()
+        else:
+            self._threads = self._threads or DaemonThreads(self._name, most=MOST_THREADS)
+            value = await self._threads.call(function)
+        return await value if inspect.isawaitable(value) else value
+
+
+def is_quick(game: type[Any]) -> bool:
+    """Coroutine functions are called on the event loop, too: they return at once, with something to await."""
+    if hasattr(game, "is_quick"):
+        return bool(game.is_quick)
+    return inspect.iscoroutinefunction(game.reset) and inspect.iscoroutinefunction(game.step)
+
+
+def _check_observation(observation: Any, said_by: str) -> None:
+    if isinstance(observation, str) and observation:
+        return
+    with suppress(TypeError):
+        if observation and all(isinstance(message, Message) for message in observation):
+            return
+    raise EnvironmentFailed(
+        f"{said_by} gave {observation!r} to show: expected a text that is not empty, or Messages (role=..., content=...)"
+    )
+
+
+def _checked(step: Any, name: str) -> Step:
+    if not isinstance(step, Step):
+        raise EnvironmentFailed(
+            f"{name}.step returned {type(step).__name__}: expected Step(observation=..., reward=..., is_done=...)"
+        )
+    if not math.isfinite(step.reward):
+        raise EnvironmentFailed(f"{name}.step gave a reward of {step.reward}: expected a finite number")
+    return step
