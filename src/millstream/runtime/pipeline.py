@@ -318,6 +318,7 @@ class Pipeline:
             await self._pass_gate(request.key, limit)
             return await self._generate(request, place)
 
+        limit = asyncio.timeout(self._rollout.timeout_s)
         episode = Episode(
             task,
             key,
@@ -327,8 +328,8 @@ class Pipeline:
             run_seed=self._seed,
             role="train",
             max_parts=self._rollout.max_parts,
+            limit=limit,
         )
-        limit = asyncio.timeout(self._rollout.timeout_s)
         try:
             async with limit:
                 playing = self._parts.environment.rollout(episode)

@@ -7,7 +7,8 @@ deadline a `StallError` that names the culprit. A wait inside another of the sam
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from millstream.clock import Clock
@@ -95,6 +96,18 @@ class Waits:
             seconds, count = (seen.seconds, seen.count + 1) if seen else (now - wait.since, 1)
             found[owner, wait.what] = WaitNow(owner=owner, what=wait.what, seconds=seconds, count=count)
         return list(found.values())
+
+
+@contextmanager
+def paused(limit: asyncio.Timeout) -> Iterator[None]:
+    """Time that does not count: the limit goes on afterwards with what was left of it."""
+    loop, deadline = asyncio.get_running_loop(), limit.when()
+    left = None if deadline is None else deadline - loop.time()
+    limit.reschedule(None)
+    try:
+        yield
+    finally:
+        limit.reschedule(None if left is None else loop.time() + left)
 
 
 class _Ticks:
