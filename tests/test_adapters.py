@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from millstream.env import reasoning
 from millstream.env.config import EnvironmentConfig
 from millstream.env.find import Kind, find, make_tasks
 from millstream.env.gym_text import plain, read_action
 from millstream.env.hosted import Environments, Hosted
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, RequestRefused
 from millstream.types import Task
 from talk import CHATML, Scripted, text_with
 
@@ -96,9 +98,10 @@ def test_what_gymnasium_does_not_have_is_named() -> None:
 # ---- reasoning gym ---------------------------------------------------------------------------------------------------
 
 
-def test_every_generator_of_reasoning_gym_loads_and_its_own_answer_scores_one() -> None:
+def test_every_generator_of_reasoning_gym_loads_and_its_own_answer_scores_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """All hundred and more of them: some seconds, and the only way to know."""
     pytest.importorskip("reasoning_gym")
+    monkeypatch.setattr(reasoning, "CHUNK", 1)  # some make all that they are asked for at once
     kind = found("reasoning_gym")
     assert kind.gold is not None
     tasks = make_tasks([kind], 106 - 1, 0)
@@ -158,3 +161,106 @@ def test_a_generator_that_is_not_there_is_a_config_error(args: dict[str, Any], m
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ConfigError, match=message):
         make_tasks([found("reasoning_gym", args=args)], 1, 0)
+
+
+# ---- verifiers -------------------------------------------------------------------------------------------------------
+
+TASKSET = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str = ""
+
+class Reverse(vf.Task[Data]):
+    @vf.reward
+    async def right(self, task, trace) -> float:
+        return float(trace.last_reply.strip() == task.answer)
+
+class Words(vf.Taskset[Reverse, vf.TasksetConfig]):
+    def load(self):
+        for word in ("abc", "xyz", "loop"):
+            yield Reverse(Data(prompt=f"Reverse {word}.", system_prompt="Be brief.", answer=word[::-1]), self.config.task)
+
+__all__ = ["Words"]
+"""
+GAME = TASKSET.replace(
+    '__all__ = ["Words"]',
+    '''
+class Config(vf.EnvConfig):
+    asker: vf.AgentConfig = vf.AgentConfig()
+    solver: vf.AgentConfig = vf.AgentConfig()
+
+class Game(vf.Env[Config]):
+    """One asks, the other has two tries."""
+    async def run(self, task, agents):
+        async with agents.solver.interaction(task) as solving:
+            first = await solving.turn()
+            second = await solving.turn("Again, " + first.last_reply)
+        solving.trace.record_reward("tries", 0.5 if second.last_reply == task.data.answer else 0.0, 1.0)
+        await agents.asker.run(task)
+
+__all__ = ["Words", "Game"]
+''',
+)
+
+
+@pytest.fixture
+def tasksets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("verifiers.v1")
+    (tmp_path / "reverse_words.py").write_text(TASKSET)
+    (tmp_path / "reverse_game.py").write_text(GAME)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_a_taskset_of_verifiers_is_played_and_scored_by_its_own_rewards(tasksets: None) -> None:
+    kind = found("verifiers", args={"taskset": "reverse-words"})
+    tasks = make_tasks([kind], 9, 0)
+    assert [task.answer for task in tasks] == ["cba", "zyx", "pool"] and kind.gold is not None
+
+    async def program() -> None:
+        text = text_with(CHATML)
+        assert kind.environment is not None and kind.gold is not None
+        environments = Environments([Hosted(kind, kind.environment, text)])
+        try:
+            for task in tasks:
+                for says, reward in ((kind.gold(task), 1.0), (["no"], 0.0)):
+                    scripted = Scripted(text, says, task=task)
+                    (rollout,) = scripted.episode.finish(await environments.rollout(scripted.episode))
+                    assert rollout.reward == reward
+                    shown = scripted.shown(rollout.tokens)
+                    assert shown.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nReverse ")
+                    assert scripted.shown(rollout.tokens[rollout.loss_mask]) == f"{says[0]}<|im_end|>"
+            scripted = Scripted(text, ["a"], task=tasks[0], room=1)
+            with pytest.raises(RequestRefused):
+                await environments.rollout(scripted.episode)
+        finally:
+            await environments.close()
+
+    asyncio.run(program())
+
+
+def test_roles_of_verifiers_are_agents_and_turns_go_on_in_the_same_sequence(tasksets: None) -> None:
+    kind = found("verifiers", args={"taskset": "reverse-game"})
+    (task, *_) = make_tasks([kind], 1, 0)
+
+    async def program() -> None:
+        text = text_with(CHATML)
+        assert kind.environment is not None
+        environments = Environments([Hosted(kind, kind.environment, text)])
+        try:
+            scripted = Scripted(text, ["abc", "cba", "cba"], task=task, max_parts=2)
+            parts = scripted.episode.finish(await environments.rollout(scripted.episode))
+        finally:
+            await environments.close()
+        by_agent = {part.agent: part for part in parts}
+        assert {agent: part.reward for agent, part in by_agent.items()} == {0: 1.0, 1: 1.5}
+        shown = scripted.shown(by_agent[1].tokens)
+        assert shown.count("Be brief.") == 1 and "abc<|im_end|>\n<|im_start|>user\nAgain, abc<|im_end|>" in shown
+        assert scripted.shown(by_agent[1].tokens[by_agent[1].loss_mask]) == "abc<|im_end|>cba<|im_end|>"
+
+    asyncio.run(program())
+
+
+def test_a_taskset_that_is_not_there_is_a_config_error(tasksets: None) -> None:
+    with pytest.raises(ConfigError, match="verifiers cannot load taskset 'no-such': ModuleNotFoundError"):
+        found("verifiers", args={"taskset": "no-such"})

@@ -61,8 +61,11 @@ class Hosted:
             ) from error
 
     async def close(self) -> None:
+        """Of the processes, and of an environment that has something to close."""
         if self._isolated is not None:
             await self._isolated.close()
+        if hasattr(self.environment, "close"):
+            await self.environment.close()
 
 
 class _StepClock:
