@@ -7,7 +7,7 @@ TRL := .venv-trl
 
 TQ := .venv-tq
 
-.PHONY: demo test test-ray check format bench bench-trl bench-store example clean
+.PHONY: demo test test-ray test-envs check format bench bench-trl bench-store example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -17,6 +17,10 @@ test: $(INSTALLED)
 
 test-ray: $(VENV)/.installed-ray
 	$(BIN)/pytest -m ray
+
+# The environments of other libraries; without them their tests are skipped.
+test-envs: $(VENV)/.installed-envs
+	$(BIN)/pytest tests/test_adapters.py
 
 example: $(INSTALLED)
 	$(BIN)/python examples/one_file.py
@@ -62,6 +66,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(VENV)/.installed-ray: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	touch $@
+
+$(VENV)/.installed-envs: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,envs]'
 	touch $@
 
 clean:

@@ -80,8 +80,9 @@ class Context(Protocol):
         otherwise. What was sampled stays as it was sampled: it is never encoded again."""
         ...
 
-    async def waiting(self, what: str, work: Awaitable[T]) -> T:
-        """Await something of the environment's own under a name, which the terminal shows and a timeout tells."""
+    async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
+        """Await something of the environment's own under a name, which the terminal shows and a timeout tells. What is not
+        timed does not count against the rollout's time limit."""
         ...
 
     def part(self, agent: int = 0) -> Context:

@@ -23,14 +23,24 @@ class EnvironmentConfig(Struct, frozen=True, kw_only=True):
     thinking: Literal["keep", "drop"] = "keep"
     """Of a chat of several turns. keep: one sequence that only grows. drop: every turn is shown what the chat template shows,
     which may have removed earlier thinking; where it has, a new part begins (`rollout.max_parts`)."""
+    max_concurrent: int | None = None
+    """Episodes at once; more wait their turn, first come, first served. None: as many as there are rollouts."""
+    step_timeout_s: float = 60.0
+    """For what the environment does between two turns of the model, and before the first. Rewards have a limit of their own."""
+    process: bool = False
+    """Whether episodes are played in processes of their own: one that hangs or crashes is killed and replaced."""
     share: float = 1.0
     """Where several environments make their own tasks: in which proportion."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.use, str):
             raise ConfigError("a config names environments, it does not hold them: use = 'file.py:Name'")
-        if not 0 < self.share < math.inf:
-            raise ValueError("share must be a number above 0")
+        if not 0 < self.share < math.inf or self.step_timeout_s <= 0:
+            raise ValueError("share must be a number above 0, and step_timeout_s, too")
+        if self.max_concurrent is not None and self.max_concurrent < 1:
+            raise ValueError("max_concurrent must be at least 1")
+        if self.process and self.use == SINGLE_TURN:
+            raise ValueError("single_turn needs no process: its rewards have time limits")
 
     @property
     def shown(self) -> str:

@@ -89,8 +89,8 @@ class Conversation:
         self._last = completion
         return completion
 
-    async def waiting(self, what: str, work: Awaitable[T]) -> T:
-        return await self._context.waiting(what, work)
+    async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
+        return await self._context.waiting(what, work, is_timed=is_timed)
 
     def part(self, agent: int = 0) -> Conversation:
         thinking = "drop" if self._is_dropping else "keep"

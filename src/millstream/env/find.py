@@ -25,6 +25,9 @@ from millstream.types import Task
 
 BUILT_IN = {
     "frozen_lake": "millstream.env.frozen_lake:FrozenLake",
+    "gymnasium": "millstream.env.gym_text:GymText",
+    "reasoning_gym": "millstream.env.reasoning:ReasoningGym",
+    "verifiers": "millstream.env.verified:Verifiers",
 }
 EXPECTED = (
     "expected a class with reset(task, seed) and step(action), a class with rollout(context), or a coroutine function of a "

@@ -6,6 +6,7 @@ class says `is_quick = True`. An episode that runs out of turns, or of the model
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
@@ -20,6 +21,7 @@ from millstream.types import Message
 
 MAX_TURNS = 16
 MOST_THREADS = 128
+CLOSE_S = 2.0
 
 
 class MultiTurn:
@@ -35,7 +37,9 @@ class MultiTurn:
             return await self._play(game, context)
         finally:
             if hasattr(game, "close"):
-                await self._call(game.close)
+                with suppress(TimeoutError):  # it may hang where a step hung before
+                    async with asyncio.timeout(CLOSE_S):
+                        await self._call(game.close)
 
     async def _play(self, game: Any, context: Context) -> float:
         reward = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from msgspec import structs
 
 from millstream.env import Content, Reward, Text
 from millstream.errors import EnvironmentFailed, RequestRefused
+from millstream.runtime.waits import paused
 from millstream.seeds import request_seed
 from millstream.types import Completion, Finish, Request, RequestKey, Rollout, Sampling, Task
 
@@ -28,7 +30,8 @@ TURNS_PER_PART = 1 << 16
 
 
 class Episode:
-    """The `Context` of an environment, as far as tokens go. `role` keeps the seeds of training and evaluation apart."""
+    """The `Context` of an environment, as far as tokens go. `role` keeps the seeds of training and evaluation apart; `limit` is
+    the rollout's time limit, which waits that are not its own suspend."""
 
     def __init__(
         self,
@@ -41,9 +44,10 @@ class Episode:
         run_seed: int,
         role: str,
         max_parts: int = 1,
+        limit: asyncio.Timeout | None = None,
     ) -> None:
         self.task = task
-        self._waiting = waiting
+        self._waiting, self._limit = waiting, limit
         self.seed = request_seed(run_seed, f"{role}/environment", key)
         self._key, self._generate, self._sampling = key, generate, sampling
         self._run_seed, self._role, self._max_parts = run_seed, role, max_parts
@@ -55,8 +59,9 @@ class Episode:
     async def generate(self, tokens: Sequence[int]) -> Completion:
         return await self._parts[0].generate(tokens)
 
-    async def waiting(self, what: str, work: Awaitable[T]) -> T:
-        result: T = await self._waiting(what, work)
+    async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
+        with nullcontext() if is_timed or self._limit is None else paused(self._limit):
+            result: T = await self._waiting(what, work)
         return result
 
     def part(self, agent: int = 0) -> _Part:
@@ -142,8 +147,8 @@ class _Part:
     async def ask(self, content: Content) -> str:
         return await self._episode.ask(content)
 
-    async def waiting(self, what: str, work: Awaitable[T]) -> T:
-        return await self._episode.waiting(what, work)
+    async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
+        return await self._episode.waiting(what, work, is_timed=is_timed)
 
     def part(self, agent: int = 0) -> _Part:
         return self._episode.part(agent)

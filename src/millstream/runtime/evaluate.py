@@ -52,7 +52,7 @@ async def evaluate(
 
     async def one(index: int, task: Task) -> Sample:
         key = RequestKey(group_id=-1 - index, member=0)
-        owner = _owner(name, key)
+        owner, limit = _owner(name, key), asyncio.timeout(timeout_s)
         episode = Episode(
             task,
             key,
@@ -62,10 +62,11 @@ async def evaluate(
             run_seed=seed,
             role=f"eval/{name}",
             max_parts=max_parts,
+            limit=limit,
         )
         reward, failure = 0.0, ""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with limit:
                 reward = episode.finish(await environment.rollout(episode))[0].reward
         except (EngineError, InvariantError):
             raise

@@ -231,8 +231,11 @@ def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measur
         on_thread = structs.replace(config.engine, process=False)
         engine = build.build_engine(on_thread, prepared.model, clock=clock, sink=sink)
         evaluator = _Evaluator(prepared, Router([engine]), clock, sink, _waits(config, clock, sink))
-        found = await evaluator.sampled_and_greedy("after")
-        await engine.close()
+        try:
+            found = await evaluator.sampled_and_greedy("after")
+        finally:
+            await prepared.environment.close()
+            await engine.close()
         assert found is not None
         return found
 
@@ -424,6 +427,7 @@ class _Run:
             await evaluator.sampled_and_greedy("after")
             self._is_done = True
         finally:
+            await prepared.environment.close()
             await engine.close()
 
     async def _restore(self, learner: TorchLearner, engine: TorchEngine, found: Found) -> None:

@@ -28,7 +28,7 @@ from millstream.runtime.admission import Place
 from millstream.runtime.episode import Episode
 from millstream.runtime.lockstep import Gate
 from millstream.runtime.router import Router
-from millstream.runtime.waits import Pulse, Waits
+from millstream.runtime.waits import Pulse, Waits, paused
 from millstream.store import Store
 from millstream.types import Completion, Request, RequestKey, Rollout, Sampling, Task
 
@@ -229,6 +229,7 @@ class Rollouts:
             run_seed=self._set.seed,
             role="train",
             max_parts=self._set.config.max_parts,
+            limit=limit,
         )
         failure: Exception | None = None
         try:
@@ -280,13 +281,9 @@ class Rollouts:
 
     async def _pass_gate(self, gate: Gate, key: RequestKey, limit: asyncio.Timeout) -> None:
         """Synchronous training: wait for the others. The time spent here does not count as the rollout's own."""
-        loop, deadline = asyncio.get_running_loop(), limit.when()
-        left = None if deadline is None else deadline - loop.time()
-        limit.reschedule(None)
-        others = gate.pass_through(key)
         what = "the other rollouts of the step"  # which have their timeouts
-        await self._set.waits.on(owner_of(key), what, others, has_deadline=False, has_alarm=False)
-        limit.reschedule(None if left is None else loop.time() + left)
+        with paused(limit):
+            await self._set.waits.on(owner_of(key), what, gate.pass_through(key), has_deadline=False, has_alarm=False)
 
     # ---- aborts ------------------------------------------------------------------------------------------------------
 

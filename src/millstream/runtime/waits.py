@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from millstream.clock import Clock
@@ -125,6 +126,18 @@ def _rest(steps: Generator[Any, Any, T], first: Any) -> Generator[Any, Any, T]:
     except StopIteration as done:
         result: T = done.value
         return result
+
+
+@contextmanager
+def paused(limit: asyncio.Timeout) -> Iterator[None]:
+    """Time that does not count: the limit goes on afterwards with what was left of it."""
+    loop, deadline = asyncio.get_running_loop(), limit.when()
+    left = None if deadline is None else deadline - loop.time()
+    limit.reschedule(None)
+    try:
+        yield
+    finally:
+        limit.reschedule(None if left is None else loop.time() + left)
 
 
 class _Ticks:
