@@ -1,8 +1,8 @@
 """A sandbox for programs that a model wrote. A program gets so much time, memory, disk, output and so many processes; it sees
 neither the network, nor our files, nor our variables; and when it is over, nothing of it is left.
 
-What holds here depends on the kernel and on who we are. It is not assumed but tried, once: `what_is_contained` runs a program that
-attempts each escape, and says which failed. Where namespaces are refused, weaker walls stand (`env.inside.walls`).
+What holds here depends on the kernel and on who we are. It is not assumed but tried, once: `what_is_contained` runs a program
+that attempts each escape, and says which failed. Where namespaces are refused, weaker walls stand (`env.inside.walls`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,21 @@ from millstream.errors import MillstreamError
 Walls = Literal["root", "user", "none"]
 WALLS: tuple[Walls, ...] = ("root", "user", "none")
 HEADER = 4
+VERDICT_BYTES = 4096
 GRACE_S = 5.0
 """Past the time limit, until we no longer believe that the keeper lives."""
+LAST_WORDS_S = 1.0
 BOOT = (
     "import sys, socket; sys.path.insert(0, sys.argv[1]); from inside import zygote; del sys.path[0]; "
     "zygote.main(socket.socket(fileno=int(sys.argv[2])))"
 )
-VARIABLES = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+VARIABLES = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+    "OMP_NUM_THREADS": "1",
+}
 """All that a program finds in its environment, with HOME and TMPDIR."""
 
 
@@ -63,11 +71,14 @@ class Limits(Struct, frozen=True, kw_only=True):
 class Ran(Struct, frozen=True, kw_only=True):
     """How a program ended."""
 
-    how: Literal["ended", "time", "output", "disk"]
+    how: Literal["ended", "time", "output", "disk", "stopped"]
+    """stopped: nobody waited for it any more."""
     code: int | None = None
     """Its exit code, or minus the number of the signal that killed it. None: we have ended it."""
     output: str = ""
     errors: str = ""
+    is_clean: bool = True
+    """Nobody holds its output any more."""
 
 
 class Contained(Struct, frozen=True, kw_only=True):
@@ -97,7 +108,7 @@ class Contained(Struct, frozen=True, kw_only=True):
         }
         open_ = [name for name in PROMISES if not getattr(self, name)]
         rest = f"NOT contained: {', '.join(open_)}" if open_ else "contained: " + ", ".join(PROMISES)
-        return f"programs run {how[self.walls]}; {rest}"
+        return f"a program runs {how[self.walls]}; {rest}"
 
 
 PROMISES = ("network", "writes", "reads", "environment", "signals", "processes", "survivors")
@@ -124,20 +135,17 @@ class Sandbox:
         with ours_in, ours_out, ours_err:
             async with self._keeper(order, (their_in, their_out, their_err), wall_s) as keeper:
                 feeding = asyncio.create_task(_feed(ours_in, stdin.encode(errors="replace")))
-                listening = asyncio.create_task(_listen(ours_err, self.limits.output_bytes))
+                outputs = [asyncio.create_task(_listen(one, self.limits.output_bytes)) for one in (ours_out, ours_err)]
+                ending = asyncio.create_task(keeper.ended())
                 try:
-                    output, is_whole = await _listen(ours_out, self.limits.output_bytes)
-                    if not is_whole:
-                        return Ran(how="output", output=_text(output))
-                    errors, is_whole = await listening
-                    if not is_whole:
-                        return Ran(how="output", output=_text(output), errors=_text(errors))
-                    ended = await keeper.ended()
-                    return Ran(how=ended.how, code=ended.code, output=_text(output), errors=_text(errors))
+                    how, code = await _first_of(ending, outputs)
+                    (output, _), (errors, _) = [task.result() if task.done() else (b"", False) for task in outputs]
+                    is_clean = all(task.done() for task in outputs)
+                    return Ran(how=how, code=code, output=_text(output), errors=_text(errors), is_clean=is_clean)
                 finally:
-                    for task in (feeding, listening):
+                    for task in (feeding, ending, *outputs):
                         task.cancel()
-                    await asyncio.gather(feeding, listening, return_exceptions=True)
+                    await asyncio.gather(feeding, ending, *outputs, return_exceptions=True)
 
     async def examine(self, program: str, tests: Sequence[str], *, wall_s: float | None = None) -> list[str]:
         """Define what the program defines, and run tests against it: of each, why it fails; nothing, if it passes. Tests share
@@ -153,8 +161,9 @@ class Sandbox:
             ):
                 listening = asyncio.create_task(_listen(err_ours, self.limits.output_bytes))
                 try:
-                    whole, _ = await _listen(ours, self.limits.output_bytes)
-                    verdicts = [str(json.loads(line)["why"]) for line in whole.decode().splitlines()]
+                    whole, _ = await _listen(ours, len(tests) * VERDICT_BYTES)
+                    lines = whole.decode().split("\n")[:-1]  # what has no end of line was cut off
+                    verdicts = [str(json.loads(line)["why"]) for line in lines]
                     missing = len(tests) - len(verdicts)
                     if missing or any("has ended" in why for why in verdicts):
                         why = await _why(keeper, listening)
@@ -167,7 +176,11 @@ class Sandbox:
 
     @asynccontextmanager
     async def _keeper(
-        self, order: dict[str, Any], descriptors: Sequence[socket.socket | int], wall_s: float | None, grace_s: float = 0.0
+        self,
+        order: dict[str, Any],
+        descriptors: Sequence[socket.socket | int],
+        wall_s: float | None,
+        grace_s: float = 0.0,
     ) -> AsyncIterator[_Keeper]:
         """One process tree. It is gone when this is left."""
         limits = msgspec.to_builtins(self.limits)
@@ -236,7 +249,7 @@ class _Keeper:
     def __init__(self, control: socket.socket, wall_s: float) -> None:
         self._control, self.wall_s = control, wall_s
 
-    async def ended(self) -> Any:
+    async def ended(self) -> _Ended:
         """How it ended, when everything of it is gone."""
         try:
             async with asyncio.timeout(self.wall_s + GRACE_S):
@@ -275,6 +288,22 @@ async def _listen(source: socket.socket, most: int) -> tuple[bytes, bool]:
             return bytes(data), True
         data += piece
     return bytes(data[:most]), False
+
+
+async def _first_of(
+    ending: asyncio.Task[_Ended], outputs: Sequence[asyncio.Task[tuple[bytes, bool]]]
+) -> tuple[Any, int | None]:
+    """How a run ended: by itself, or because it has printed too much."""
+    waiting: set[asyncio.Task[Any]] = {ending, *outputs}
+    while not ending.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if any(task in done and not task.result()[1] for task in outputs):
+            return "output", None
+    ended = ending.result()
+    await asyncio.wait(outputs, timeout=LAST_WORDS_S)  # all its processes are gone: what they wrote is there
+    if any(task.done() and not task.result()[1] for task in outputs):
+        return "output", None
+    return ended.how, ended.code
 
 
 def _text(data: bytes) -> str:
@@ -371,21 +400,22 @@ def _in_thread(walls: Walls) -> Contained:
 
 async def _try(walls: Walls) -> Contained:
     limits = Limits(wall_s=10.0, processes=8)
-    with tempfile.TemporaryDirectory(prefix="millstream-probe-") as name, socket.create_server(("127.0.0.1", 0)) as server:
-        folder = Path(name)
-        folder.chmod(0o777)
-        (folder / "secret").write_text("secret")
-        (folder / "secret").chmod(0o666)
-        asked = {
-            "port": server.getsockname()[1],
-            "folder": str(folder),
-            "process": os.getpid(),
-            "processes": limits.processes,
-        }
-        sandbox = Sandbox(limits, walls=walls)
-        ran = await sandbox.run(PROBE, stdin=json.dumps(asked))
+    with (
+        tempfile.TemporaryDirectory(prefix="millstream-probe-") as name,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
+        _lay_out(Path(name))
+        asked = {"port": server.getsockname()[1], "folder": name, "process": os.getpid(), "processes": limits.processes}
+        ran = await Sandbox(limits, walls=walls).run(PROBE, stdin=json.dumps(asked))
     try:
         found = json.loads(ran.output.splitlines()[0])
     except (ValueError, IndexError) as error:
         raise SandboxBroken(f"the program that tries the walls came to nothing: {ran}") from error
-    return Contained(walls=walls, survivors=True, **found)
+    return Contained(walls=walls, survivors=ran.is_clean, **found)
+
+
+def _lay_out(folder: Path) -> None:
+    """Something to read and a place to write, that no permission of the file system protects."""
+    folder.chmod(0o777)
+    (folder / "secret").write_text("secret")
+    (folder / "secret").chmod(0o666)

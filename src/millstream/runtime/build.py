@@ -16,7 +16,7 @@ from millstream.engine.process import ProcessHost
 from millstream.engine.torch import Host, ThreadHost, TorchEngine
 from millstream.env import toy
 from millstream.env.data import DataSet
-from millstream.env.rewards import Reward, Scorer, find
+from millstream.env.rewards import Reward, Scorer, prepare
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
@@ -145,7 +145,7 @@ def unknown_text(text: Text, data: DataSet) -> str:
 
 def build_environment(config: RunConfig, text: Text, reward: Reward | None) -> SingleTurn:
     """With the rewards that the config names, or the one that was passed from Python."""
-    scorer = Scorer([(find(one.function) if reward is None else reward, one) for one in config.reward])
+    scorer = Scorer(prepare(config.reward, reward))
     return SingleTurn(encode=text.encode, decode=text.decode, scorer=scorer)
 
 

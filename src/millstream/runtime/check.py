@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from millstream.env.data import read
-from millstream.env.rewards import find
+from millstream.env.rewards import check, find
+from millstream.env.sandbox import what_is_contained
 from millstream.model.where import check_path, check_tokenizer
 from millstream.runtime.config import RunConfig
 
@@ -26,8 +27,10 @@ def _checked_data(config: RunConfig) -> Iterator[str]:
 
 def _checked_rewards(config: RunConfig) -> Iterator[str]:
     for reward in config.reward:
-        find(reward.function)
-        yield f"checked: the reward {reward.function} is there"
+        check(find(reward.function), reward)
+        yield f"checked: the reward {reward.function} is there, and takes its arguments"
+        if reward.function == "python_tests":
+            yield f"checked: {what_is_contained().words()}"
 
 
 def _checked_model(config: RunConfig) -> Iterator[str]:

@@ -1,12 +1,12 @@
 """What the program's process does: run a program, or be examined, or examine.
 
 An examination takes two processes, each behind walls of its own. The *candidate* runs the program and then answers calls. The
-*examiner* runs the tests, and has never run a line of the program: a function of the candidate is, for it, something that sends
-arguments and gets back plain data. So there is nothing in the process of the candidate that could make a test pass but the right
-values: no exit code, no output, no frame to look into, no patched built-in, no object that says it equals everything.
+*examiner* runs the tests, and has never run a line of the program: a function of the candidate is, for it, something that
+sends arguments and gets back plain data. So there is nothing in the process of the candidate that could make a test pass but
+the right values: no exit code, no output, no frame to look into, no patched built-in, no object that says it equals everything.
 
-An object of a class of the candidate's own stays with the candidate. It can be called, indexed, iterated and asked for attributes,
-and compared with others of its kind; it never equals plain data, and is neither ordered nor calculated with it.
+An object of a class of the candidate's own stays with the candidate. It can be called, indexed, iterated and asked for
+attributes, and compared with others of its kind; it never equals plain data, and is neither ordered nor calculated with it.
 """
 
 from __future__ import annotations
@@ -111,9 +111,14 @@ def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
         return {"b": value.hex()}
     if type(value) is complex:
         return {"c": [value.real, value.imag]}
-    for plain in (int, float, str):  # numbers of an enumeration, say
-        if isinstance(value, plain):
-            return plain.__call__(value) if plain is not str else str.__str__(value)
+    if isinstance(value, int):  # a number of an enumeration, say
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return pack(value.item(), keep)
     return keep(value)
 
 
@@ -194,7 +199,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "enter": lambda manager: manager.__enter__(),
     "exit": lambda manager: manager.__exit__(None, None, None),
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")},
-    **{name: getattr(operator, name) for name in ("floordiv", "mod", "pow", "and_", "or_", "xor", "matmul", "neg", "abs")},
+    **{
+        name: getattr(operator, name)
+        for name in ("floordiv", "mod", "pow", "and_", "or_", "xor", "matmul", "neg", "abs")
+    },
 }
 
 
@@ -231,9 +239,11 @@ class Remote:
             kind = getattr(builtins, str(name), None)
             is_error = isinstance(kind, type) and issubclass(kind, Exception)
             raise kind(text) if is_error and kind is not None else CandidateError(f"{name}: {text}")
-        for before, after in zip(arguments, unpack(answer["arguments"], find)[1:], strict=True):
-            _take_over(before, after)
-        return unpack(answer["value"], find)
+        value = unpack(answer["value"], find)
+        if value is None:
+            for before, after in zip(arguments, unpack(answer["arguments"], find)[1:], strict=True):
+                _take_over(before, after)
+        return value
 
     def _with(self, what: str, other: Any) -> Any:
         """With another object of the candidate's only: plain data must be compared here, and not there."""
@@ -307,12 +317,29 @@ def _between(what: str) -> Callable[[Remote, Any], Any]:
     return lambda self, other: self._with(what, other)
 
 
-for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "matmul"):
+for _name in (
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and_",
+    "or_",
+    "xor",
+    "matmul",
+):
     setattr(Remote, f"__{_name.rstrip('_')}__", _between(_name))
 
 
 def _take_over(before: Any, after: Any) -> None:
-    """What the program has changed in a list, a dictionary or a set that a test has passed to it."""
+    """What a function that returns nothing has changed in a list, a dictionary or a set that a test has passed to it. (One that
+    returns something could otherwise change what it is then compared with.)"""
     if type(before) is not type(after):
         return
     if isinstance(before, list):

@@ -135,7 +135,7 @@ def landlock_version() -> int:
 
 
 def landlock(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """From here on: read below these, write below those, connect nowhere, and signal nobody outside (as far as the kernel can)."""
+    """Read below these, write below those, connect nowhere, and signal nobody outside, as far as the kernel can."""
     version = landlock_version()
     if version == 0:
         raise OSError(ENOSYS, "landlock: the kernel has none")
@@ -157,7 +157,7 @@ def _landlock_allow(rules: int, path: str, rights: int) -> None:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return
-    if not os.path.isdir(path):  # noqa: PTH112
+    if not os.path.isdir(path):
         rights &= LANDLOCK_FILE_ONLY
     _call("landlock_add_rule", rules, 1, struct.pack("=Qi", rights, place), 0)
     os.close(place)

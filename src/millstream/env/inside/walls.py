@@ -113,7 +113,7 @@ def become_nobody(number: int) -> bool:
 
 def confine(walls: str, limits: dict[str, Any], number: int, scratch: str) -> None:
     """What the program's own process does to itself, last of all. There is no way back."""
-    _limit(limits)
+    _limit(limits, num_others=_num_tasks() if walls == "none" and os.geteuid() != 0 else 0)
     if walls == "root" or (walls == "none" and os.geteuid() == 0 and _can_all_read()):
         become_nobody(number)
     with contextlib.suppress(OSError):
@@ -126,13 +126,22 @@ def confine(walls: str, limits: dict[str, Any], number: int, scratch: str) -> No
         system.seccomp()
 
 
-def _limit(limits: dict[str, Any]) -> None:
-    for name, value in _resources(limits):
+def _num_tasks() -> int:
+    """Processes and threads on this machine. The kernel counts those of a user together: without an identity or a namespace of
+    its own, a program is counted with us."""
+    with open("/proc/loadavg") as file:
+        return int(file.read().split()[3].partition("/")[2])
+
+
+def _limit(limits: dict[str, Any], *, num_others: int) -> None:
+    for name, value in _resources({**limits, "processes": limits["processes"] + num_others}):
         number = getattr(resource, name, None)
         if number is not None:
             hard = resource.getrlimit(number)[1]
             most = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            then = most + 1 if name == "RLIMIT_CPU" and most != hard else most  # a signal that tells, then one that kills
+            then = (
+                most + 1 if name == "RLIMIT_CPU" and most != hard else most
+            )  # a signal that tells, then one that kills
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(number, (most, then))
 

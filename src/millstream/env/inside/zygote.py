@@ -5,8 +5,8 @@
                                           └─ init      the first process of a namespace: when it dies, the kernel kills the rest
                                                └─ the program
 
-A keeper gets its orders over a socket of its own. When that socket closes (the caller has lost interest, or is dead), or the time is
-over, or the program has ended, everything that it started is killed.
+A keeper gets its orders over a socket of its own. When that socket closes (the caller has lost interest, or is dead), or the
+time is over, or the program has ended, everything that it started is killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from typing import Any
 
 from . import exam, system, walls
 
-WARM = "bisect collections copy datetime decimal fractions functools heapq itertools math operator random re statistics string typing"
+WARM = (
+    "bisect collections copy datetime decimal fractions functools heapq itertools math operator random re statistics string "
+    "typing"
+)
 """What programs import most: there already."""
 
 HEADER = 4

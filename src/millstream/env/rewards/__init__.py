@@ -1,7 +1,8 @@
 """Rewards: plain functions of a task and a completion, sync or async, called with a time limit.
 
 A reward that raises, hangs, kills its process, or returns something that is not a finite number fails its rollout with
-`RewardFailed`; the run goes on. Functions are named by a name of `BUILT_IN`, by `package.module:function`, or by `file.py:function`.
+`RewardFailed`; the run goes on. Functions are named by a name of `BUILT_IN`, by `package.module:function`, or by
+`file.py:function`.
 
     config     what a [[reward]] table says
     find       from a name to a function, and its arguments checked
@@ -12,7 +13,7 @@ A reward that raises, hangs, kills its process, or returns something that is not
 """
 
 from millstream.env.rewards.config import PASS_IT, PASSED, RewardConfig, passed, was_passed
-from millstream.env.rewards.find import BUILT_IN, GroupReward, Reward, find, prepare
+from millstream.env.rewards.find import BUILT_IN, GroupReward, Reward, check, find, prepare
 from millstream.env.rewards.scorer import GroupScorer, Scorer, group_scorer
 from millstream.env.rewards.text import exact_match, fuzzy_match
 
@@ -25,6 +26,7 @@ __all__ = [
     "Reward",
     "RewardConfig",
     "Scorer",
+    "check",
     "exact_match",
     "find",
     "fuzzy_match",

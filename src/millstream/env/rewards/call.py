@@ -71,7 +71,9 @@ class Call:
         except RewardFailed:
             raise
         except TimeoutError as error:
-            raise RewardFailed(f"reward {name} took longer than {limit_s:g} s; reward.timeout_s sets the limit") from error
+            raise RewardFailed(
+                f"reward {name} took longer than {limit_s:g} s; reward.timeout_s sets the limit"
+            ) from error
         except Exception as error:  # the border to the user's code: any error fails this rollout, and only it
             raise RewardFailed(f"reward {name} {told(error)}") from error
 
@@ -106,7 +108,7 @@ def _place(error: Exception) -> str:
 
 
 def _is_ours(file: str) -> bool:
-    return file == threads.__file__ or file.startswith(PACKAGE) or file.startswith("<frozen ")
+    return file == threads.__file__ or file.startswith((PACKAGE, "<frozen "))
 
 
 def number(value: Any, name: str) -> float:
@@ -122,7 +124,7 @@ def number(value: Any, name: str) -> float:
 
 def numbers(values: Any, name: str, *, expected: int) -> list[float]:
     """What a reward of a group returned: so many finite numbers."""
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence) and not hasattr(values, "tolist"):
+    if isinstance(values, str | bytes) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
         raise RewardFailed(f"group reward {name} returned {values!r}: expected {expected} numbers, one a completion")
     if len(values) != expected:
         raise RewardFailed(f"group reward {name} returned {len(values)} numbers: expected {expected}, one a completion")

@@ -52,7 +52,9 @@ class PythonTests:
         self._loop: asyncio.AbstractEventLoop | None = None
         contained = _contained()
         if open_ := [name for name in require if not getattr(contained, name)]:
-            raise ConfigError(f"reward python_tests, args.require = {list(require)}: not contained here: {', '.join(open_)}")
+            raise ConfigError(
+                f"reward python_tests, args.require = {list(require)}: not contained here: {', '.join(open_)}"
+            )
         limits = Limits(cpu_s=program_s + 1, memory_bytes=memory_mb << 20, processes=processes)
         self._sandbox = Sandbox(limits, walls=contained.walls)
 
@@ -78,7 +80,7 @@ class PythonTests:
         if statements:
             wall_s = min(self._program_s, self._timeout_s)
             return [not why for why in await self._sandbox.examine(program, statements, wall_s=wall_s)]
-        has_passed = []
+        has_passed: list[bool] = []
         for pair in (test for test in tests if isinstance(test, Pair)):
             left_s = deadline - time.monotonic()
             if left_s <= 0 or (self._all_or_nothing and not all(has_passed)):
@@ -107,14 +109,16 @@ def tests_of(task: Task) -> list[str] | list[Pair]:
     tests = task.data.get("tests")
     is_statements = isinstance(tests, list) and bool(tests) and isinstance(tests[0], str)
     try:
-        found = msgspec.convert(tests, list[str] if is_statements else list[Pair])
+        found: list[str] | list[Pair] = (
+            msgspec.convert(tests, list[str]) if is_statements else msgspec.convert(tests, list[Pair])
+        )
         problem = "" if found else "an empty list"
     except msgspec.ValidationError as error:
         problem = str(error)
     if problem:
         raise RewardFailed(
-            f"task {task.id} has no tests that can be run ({problem}): expected a field `tests`, a list of assert statements or "
-            "of {input, output} pairs"
+            f"task {task.id} has no tests that can be run ({problem}): expected a field `tests`, a list of assert statements "
+            "or of {input, output} pairs"
         )
     return found
 

@@ -89,7 +89,9 @@ class Endpoint:
         if config.most_at_once < 1 or config.retries < 0 or config.max_tokens < 1:
             raise ConfigError(f"reward {name}: most_at_once and max_tokens must be at least 1, retries at least 0")
         if config.api_key_env is not None and not os.environ.get(config.api_key_env):
-            raise ConfigError(f"reward {name}: no API key: export {config.api_key_env}=..., or leave args.api_key_env out")
+            raise ConfigError(
+                f"reward {name}: no API key: export {config.api_key_env}=..., or leave args.api_key_env out"
+            )
 
     async def ask(self, question: str) -> str:
         """What the model says. Raises `RewardFailed`."""
@@ -109,7 +111,9 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._free = loop, asyncio.Semaphore(self._config.most_at_once)
-            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=self._config.most_at_once))
+            self._client = httpx.AsyncClient(
+                timeout=None, limits=httpx.Limits(max_connections=self._config.most_at_once)
+            )
         async with self._free:
             yield self._client
 
@@ -123,7 +127,9 @@ class Endpoint:
             except _TryAgain as error:
                 after_s = min(MOST_PAUSE_S, pause_s) if error.after_s is None else error.after_s
                 if attempt == self._config.retries:
-                    raise RewardFailed(f"reward {self._name}: {error}, {attempt + 1} times; args.retries sets how often") from None
+                    raise RewardFailed(
+                        f"reward {self._name}: {error}, {attempt + 1} times; args.retries sets how often"
+                    ) from None
                 if time.monotonic() - began + after_s > self._config.timeout_s:
                     what = f"{error}, and the next attempt would be in {after_s:g} s, past reward.timeout_s"
                     raise RewardFailed(f"reward {self._name}: {what} = {self._config.timeout_s:g}") from None

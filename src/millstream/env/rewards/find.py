@@ -98,7 +98,7 @@ def bind(function: Callable[..., Any], config: RewardConfig) -> Callable[..., An
 
 
 def check(function: Callable[..., Any], config: RewardConfig) -> None:
-    """What can be found without a call. Classes of ours are made, which is cheap and finds the rest; those of others are not."""
+    """What can be found without a call. Classes of ours are made, which finds the rest; those of others may be costly."""
     if is_built_in(function, config):
         bind(function, config)
     else:
@@ -143,7 +143,9 @@ def _check_kind(known: BuiltIn, config: RewardConfig) -> None:
 
 def _check_needs(known: BuiltIn, config: RewardConfig) -> None:
     if known.needs is not None and importlib.util.find_spec(known.needs[0]) is None:
-        raise ConfigError(f"reward {config.function} needs {known.needs[0]}: pip install 'millstream[{known.needs[1]}]'")
+        raise ConfigError(
+            f"reward {config.function} needs {known.needs[0]}: pip install 'millstream[{known.needs[1]}]'"
+        )
 
 
 def _check_names(function: Callable[..., Any], config: RewardConfig) -> None:
@@ -174,7 +176,7 @@ def _nearest(name: str, names: Sequence[str]) -> str:
 
 def _typed(function: Callable[..., Any], config: RewardConfig) -> dict[str, Any]:
     """The arguments of a built-in, checked against their types."""
-    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)  # type: ignore[misc]
+    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
     typed = {}
     for name, value in config.args.items():
         try:

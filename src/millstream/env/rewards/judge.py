@@ -10,7 +10,7 @@ from millstream.errors import ConfigError, RewardFailed
 from millstream.types import Task
 
 SCORE_PROMPT = """\
-Rate the answer to the question below on a scale from {low} to {high}, where {high} is best. A reference is given where there is one.
+Rate the answer to the question below on a scale from {low} to {high}, where {high} is best.
 
 Question:
 {prompt}
@@ -102,7 +102,9 @@ class Judge:
         except (TypeError, ValueError) as error:
             raise RewardFailed(f"reward judge: {found[-1].group(0)!r} has no number in its first group") from error
         if not low <= score <= high:
-            raise RewardFailed(f"reward judge: the score {score:g} is not within args.low = {low:g} and args.high = {high:g}")
+            raise RewardFailed(
+                f"reward judge: the score {score:g} is not within args.low = {low:g} and args.high = {high:g}"
+            )
         return (score - low) / (high - low)
 
 

@@ -1,8 +1,8 @@
 """Worker processes for a reward that may hang, crash or take the memory: they can be killed, and a thread cannot.
 
-A worker has one call at a time, so that one which is killed or dies takes no other call with it. Whatever has ended a worker, the
-next one is started at once. They are started as programs of their own (nothing is forked from a process with torch in it), talk
-over a socket in msgpack, and end with the parent, however that ends.
+A worker has one call at a time, so that one which is killed or dies takes no other call with it. Whatever has ended a worker,
+the next one is started at once. They are started as programs of their own (nothing is forked from a process with torch in it),
+talk over a socket in msgpack, and end with the parent, however that ends.
 """
 
 from __future__ import annotations
@@ -193,7 +193,9 @@ class Workers:
             raise RewardFailed(f"reward {name} {what}") from error
         except _Gone as error:
             how = await worker.last_words()
-            raise RewardFailed(f"reward {name}: its worker process {how} in the call; another has taken its place") from error
+            raise RewardFailed(
+                f"reward {name}: its worker process {how} in the call; another has taken its place"
+            ) from error
         except TypeError as error:
             what = f"task {order.task.id} cannot be sent to a worker process ({error}): its fields must be plain data"
             raise RewardFailed(f"reward {name}: {what}") from error

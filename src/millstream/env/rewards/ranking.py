@@ -13,7 +13,11 @@ RIGHT = {"exact_match": exact_match, "math_answer": math_answer}
 
 
 def shortest_right(
-    task: Task, completions: Sequence[str], *, right: Literal["exact_match", "math_answer"] = "exact_match", longest: float = 0.5
+    task: Task,
+    completions: Sequence[str],
+    *,
+    right: Literal["exact_match", "math_answer"] = "exact_match",
+    longest: float = 0.5,
 ) -> list[float]:
     """Among the right answers the shortest gets 1 and the longest gets `longest`, the others by their place in between (equal
     lengths share the better place). Wrong answers get 0; a single right one gets 1."""

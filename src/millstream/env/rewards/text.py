@@ -52,12 +52,16 @@ class Format:
 
     def __init__(self, *, pattern: str | None = None, tags: Sequence[str] = ("think", "answer")) -> None:
         if isinstance(tags, str) or not tags:
-            raise ConfigError(f'reward format: args.tags = {tags!r}: expected a list of names, such as ["think", "answer"]')
+            raise ConfigError(
+                f'reward format: args.tags = {tags!r}: expected a list of names, such as ["think", "answer"]'
+            )
         self._tags = tuple(tags)
         try:
             self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise ConfigError(f"reward format: args.pattern is no regular expression: {error}; it is {pattern!r}") from error
+            raise ConfigError(
+                f"reward format: args.pattern is no regular expression: {error}; it is {pattern!r}"
+            ) from error
 
     def __call__(self, task: Task, completion: str) -> float:
         if self._pattern is not None:
