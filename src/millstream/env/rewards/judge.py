@@ -33,7 +33,7 @@ Question:
 
 End with one line that has every number once, best first: Ranking: 2 > 1 > 3"""
 
-SCORE = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
+SCORE = r"(?i)score[\s:=*_`]*(-?\d+(?:\.\d+)?)"
 RANKING = re.compile(r"\d+(?:\s*>\s*\d+)*")
 
 
