@@ -18,7 +18,7 @@ from typing import Any
 
 from . import system
 
-SCRATCH = "/tmp"
+SCRATCH = "/scratch"
 OLD = "/.old"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/mime.types")
@@ -69,7 +69,9 @@ def furnish(scratch_bytes: int) -> None:
     os.mkdir("/proc")
     with contextlib.suppress(OSError):  # where it is refused (in some containers), there is none
         system.mount("proc", "/proc", "proc", system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC)
-    os.makedirs(SCRATCH, exist_ok=True)
+    os.mkdir(SCRATCH)
+    if not os.path.lexists("/tmp"):  # Python itself may live below it
+        os.symlink(SCRATCH, "/tmp")
     options = f"size={scratch_bytes},nr_inodes={MOST_FILES},mode=777"
     system.unmount(OLD)
     os.rmdir(OLD)

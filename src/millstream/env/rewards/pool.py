@@ -100,15 +100,13 @@ class Worker:
 
     async def last_words(self) -> str:
         """How it ended: it has closed its line, and has a moment to follow."""
-        waiting = asyncio.to_thread(os.waitid, os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         try:
             async with asyncio.timeout(LAST_WORDS_S):
-                ended = await waiting
+                return await asyncio.to_thread(_how, self.process)
         except TimeoutError:
             return "closed its line"
         finally:
             self.end()
-        return "is gone" if ended is None else _how(ended.si_code == os.CLD_EXITED, ended.si_status)
 
     async def _send(self, message: Any) -> None:
         payload = msgspec.msgpack.encode(message)
@@ -149,8 +147,15 @@ def _kill(process: subprocess.Popen[bytes], line: socket.socket) -> None:
         process.stdin.close()
 
 
-def _how(has_exited: bool, status: int) -> str:
-    if has_exited:
+def _how(process: subprocess.Popen[bytes]) -> str:
+    """Waits for its end, and leaves it to be waited for once more: until then its id is nobody else's."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return "ended"
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    if ended is None:
+        return "is gone"
+    status = ended.si_status
+    if ended.si_code == os.CLD_EXITED:
         return f"ended itself with exit code {status}"
     name = signal.Signals(status).name if status in set(signal.Signals) else f"signal {status}"
     return f"was killed by {name}" + (" (out of memory?)" if status == signal.SIGKILL else "")

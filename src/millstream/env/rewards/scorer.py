@@ -19,7 +19,7 @@ class Scorer:
     def __init__(self, rewards: Rewards) -> None:
         own = [(function, config) for function, config in rewards if not config.group]
         self._rewards = [(Call(function, config), config) for function, config in own]
-        self.name = "reward " + " + ".join(config.function for _, config in own)
+        self.name = "reward " + (" + ".join(config.function for _, config in own) or "of the group alone")
 
     async def score(self, task: Task, completion: str) -> float:
         """Raises `RewardFailed` if any of them fails."""
