@@ -340,15 +340,15 @@ def write():
 def fork():
     for _ in range(asked["processes"] + 1):
         if os.fork() == 0:
-            time.sleep(60)
+            time.sleep(5)
+            os._exit(0)
 def survive():
     if os.fork() == 0:
         os.setsid()
         if os.fork():
             os._exit(0)
-        os.environ.clear()
-        while True:
-            time.sleep(1)
+        time.sleep(5)
+        os._exit(0)
 survive()
 found = dict(
     network=fails(connect),
