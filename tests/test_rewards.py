@@ -55,6 +55,9 @@ async def later(task, completion):
 def strange(task, completion):
     match completion:
         case "hang": time.sleep(60)
+        case "tell and hang":
+            Path(task.answer).write_text(str(os.getpid()))
+            time.sleep(60)
         case "exit": os._exit(7)
         case "segfault": os.kill(os.getpid(), signal.SIGSEGV)
         case "memory": os.kill(os.getpid(), signal.SIGKILL)
@@ -186,26 +189,25 @@ def test_a_caller_that_gives_up_does_not_leave_a_busy_worker_behind(mine: Path) 
     assert asyncio.run(program()) == 1.0
 
 
-def test_workers_end_when_their_parent_is_killed(mine: Path) -> None:
+def test_a_busy_worker_ends_when_its_parent_is_killed(mine: Path, tmp_path: Path) -> None:
+    told = tmp_path / "worker"
     program = f"""
-import asyncio, os
+import asyncio
 from millstream.env.rewards import RewardConfig, Scorer, prepare
 from millstream.types import Task
-async def main():
-    task = Task(id="1", prompt="", answer="")
-    print(int(await Scorer(prepare([RewardConfig(function={str(mine)!r} + ":identity", process=True)])).score(task, "")), flush=True)
-    await Scorer(prepare([RewardConfig(function={str(mine)!r} + ":strange", process=True)])).score(task, "hang")
-asyncio.run(main())
+scorer = Scorer(prepare([RewardConfig(function="{mine}:strange", process=True, workers=1)]))
+asyncio.run(scorer.score(Task(id="1", prompt="", answer="{told}"), "tell and hang"))
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        worker = int(parent.stdout.readline())
+    with subprocess.Popen([sys.executable, "-c", program]) as parent:
+        while not (told.exists() and told.read_text()):
+            time.sleep(0.01)
+        worker = Path(f"/proc/{told.read_text()}")
+        assert worker.exists()
         parent.send_signal(signal.SIGKILL)
-        parent.wait()
     deadline = time.monotonic() + 5
-    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+    while worker.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not Path(f"/proc/{worker}").exists()
+    assert not worker.exists()
 
 
 def test_a_worker_that_cannot_start_fails_the_call_and_says_why(tmp_path: Path) -> None:

@@ -135,13 +135,17 @@ class Sandbox:
         with ours_in, ours_out, ours_err:
             async with self._keeper(order, (their_in, their_out, their_err), wall_s) as keeper:
                 feeding = asyncio.create_task(_feed(ours_in, stdin.encode(errors="replace")))
-                outputs = [asyncio.create_task(_listen(one, self.limits.output_bytes)) for one in (ours_out, ours_err)]
+                sources, heard, most = (ours_out, ours_err), (bytearray(), bytearray()), self.limits.output_bytes
+                outputs = [
+                    asyncio.create_task(_listen(source, most, data))
+                    for source, data in zip(sources, heard, strict=True)
+                ]
                 ending = asyncio.create_task(keeper.ended())
                 try:
                     how, code = await _first_of(ending, outputs)
-                    (output, _), (errors, _) = [task.result() if task.done() else (b"", False) for task in outputs]
+                    output, errors = (_text(bytes(data[:most])) for data in heard)
                     is_clean = all(task.done() for task in outputs)
-                    return Ran(how=how, code=code, output=_text(output), errors=_text(errors), is_clean=is_clean)
+                    return Ran(how=how, code=code, output=output, errors=errors, is_clean=is_clean)
                 finally:
                     for task in (feeding, ending, *outputs):
                         task.cancel()
@@ -275,10 +279,11 @@ async def _feed(target: socket.socket, data: bytes) -> None:
         target.shutdown(socket.SHUT_WR)
 
 
-async def _listen(source: socket.socket, most: int) -> tuple[bytes, bool]:
-    """All that comes until the other end closes, and whether that was all: past the limit nobody listens any more."""
+async def _listen(source: socket.socket, most: int, data: bytearray | None = None) -> tuple[bytes, bool]:
+    """All that comes until the other end closes, and whether that was all: past the limit nobody listens any more. `data` has
+    what came so far."""
     source.setblocking(False)
-    loop, data = asyncio.get_running_loop(), bytearray()
+    loop, data = asyncio.get_running_loop(), bytearray() if data is None else data
     while len(data) <= most:
         try:
             piece = await loop.sock_recv(source, 1 << 16)
