@@ -19,7 +19,7 @@ from millstream.env import Content
 from millstream.env.data import DataSet
 from millstream.env.find import Kind
 from millstream.env.hosted import Environments, Hosted
-from millstream.env.rewards import Reward, Scorer, find
+from millstream.env.rewards import Rewards, Scorer, group_scorer
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
@@ -30,7 +30,7 @@ from millstream.model.objective import Objective
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
 from millstream.runtime.config import ModelConfig, RunConfig
-from millstream.runtime.pipeline import STORE_TASKS, Algorithm
+from millstream.runtime.pipeline import STORE_TASKS, Algorithm, GroupReward
 from millstream.store.memory import MemoryStore
 from millstream.types import Message, Sampling, Task
 
@@ -162,12 +162,11 @@ def unknown_text(text: Text, data: DataSet) -> str:
     )
 
 
-def build_environment(config: RunConfig, kinds: Sequence[Kind], text: Text, reward: Reward | None) -> Environments:
-    """With the rewards that the config names, or the one that was passed from Python."""
+def build_environment(kinds: Sequence[Kind], text: Text, rewards: Rewards) -> Environments:
+    """Data sets are scored with these rewards, other environments by themselves."""
 
     def single_turn() -> SingleTurn:
-        scorer = Scorer([(find(one.function) if reward is None else reward, one) for one in config.reward])
-        return SingleTurn(encode=lambda task: text.opening(task.prompt), decode=text.decode, scorer=scorer)
+        return SingleTurn(encode=lambda task: text.opening(task.prompt), decode=text.decode, scorer=Scorer(rewards))
 
     return Environments([Hosted(kind, kind.environment or single_turn(), text) for kind in kinds])
 
@@ -215,10 +214,22 @@ def build_store(config: RunConfig) -> MemoryStore:
     return MemoryStore(STORE_TASKS, capacity_rows=config.pipeline.most_groups * config.rollout.most_rows)
 
 
-def build_algorithm(config: RunConfig, sampling: Sampling) -> Algorithm:
+def build_algorithm(config: RunConfig, sampling: Sampling, text: Text, rewards: Rewards) -> Algorithm:
     return Algorithm(
         advantage=recipe.advantage_function(config.algorithm),
         sampling=sampling,
         micro_batch_tokens=config.learner.micro_batch_tokens,
         mini_batches=config.learner.mini_batches,
+        group_reward=_group_reward(text, rewards),
     )
+
+
+def _group_reward(text: Text, rewards: Rewards) -> GroupReward | None:
+    scorer = group_scorer(rewards)
+    if scorer is None:
+        return None
+
+    async def score(task: Task, said: Sequence[Sequence[int]]) -> Sequence[float]:
+        return await scorer.score(task, [text.decode(tokens) for tokens in said])
+
+    return score

@@ -33,7 +33,8 @@ from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, digest, in_order, read
 from millstream.env.find import find, make_tasks
 from millstream.env.hosted import Environments, check_tasks
-from millstream.env.rewards import Reward, passed, was_passed
+from millstream.env.rewards import Reward, Rewards, passed, was_passed
+from millstream.env.rewards import prepare as prepare_rewards
 from millstream.errors import CheckpointError, ConfigError, MillstreamError, OutputError, Stopped
 from millstream.events import (
     WARMUP,
@@ -82,6 +83,7 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     tokenizer: PreTrainedTokenizerBase
     text: build.Text
     environment: Environments
+    rewards: Rewards
     sampling: Sampling
     data_digest: str
     warning: str
@@ -101,7 +103,8 @@ def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
     data = read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
     model, tokenizer = build.build_model(config.model, seed=config.seed)
     text = build.Text(tokenizer=tokenizer)
-    environment = build.build_environment(config, kinds, text, reward)
+    rewards = prepare_rewards(config.reward, reward)
+    environment = build.build_environment(kinds, text, rewards)
     check_tasks(environment, data, needs_gold=config.warmup is not None)
     build.check_lengths(config, model, text, data, environment)
     return Prepared(
@@ -111,6 +114,7 @@ def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
         tokenizer=tokenizer,
         text=text,
         environment=environment,
+        rewards=rewards,
         sampling=build.build_sampling(config, model, tokenizer),
         data_digest=digest(data),
         warning=build.unknown_text(text, data),
@@ -510,7 +514,7 @@ class _Run:
         self._pipeline = Pipeline(
             parts,
             in_order(prepared.data.train, seed=config.seed, shuffle=config.data.shuffle),
-            build.build_algorithm(config, prepared.sampling),
+            build.build_algorithm(config, prepared.sampling, prepared.text, prepared.rewards),
             config=config.pipeline,
             rollout=config.rollout,
             seed=config.seed,
@@ -609,6 +613,7 @@ class _Run:
                 extra_members=rollout.extra_members,
                 is_first_to_finish=pipeline.is_first_to_finish,
                 max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
+                has_group_rewards=any(reward.group for reward in config.reward),
             )
         )
 
