@@ -21,7 +21,10 @@ from millstream.events.sinks import MemorySink
 from millstream.runtime.admission import full_budget
 from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig
 from millstream.runtime.rollouts import RolloutConfig
-from millstream.sim.parts import SimEngine, SimEnvironment, SimLearner, lognormal
+from millstream.sim.draws import lognormal
+from millstream.sim.engine import SimEngine
+from millstream.sim.environment import SimEnvironment
+from millstream.sim.learner import SimLearner
 from millstream.store.memory import MemoryStore
 from millstream.types import Sampling, Task
 from millstream.weights.local import LocalChannel
