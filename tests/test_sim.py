@@ -520,10 +520,11 @@ def test_the_simulator_drives_the_production_pipeline_admission_rule_and_store()
     program = """
 import sys
 sys.path[:0] = ["tests", "bench"]
-import simulated
+import scheduling_worlds, simulated
 from millstream.runtime import admission, pipeline, settle
 from millstream.store import memory
-assert simulated.Pipeline is pipeline.Pipeline and simulated.MemoryStore is memory.MemoryStore
+for user in (simulated, scheduling_worlds):
+    assert user.Pipeline is pipeline.Pipeline and user.MemoryStore is memory.MemoryStore
 assert pipeline.Admission is admission.Admission and pipeline.Settler is settle.Settler
 for part in (pipeline.Pipeline, admission.Admission, settle.Settler, memory.MemoryStore):
     assert part.__subclasses__() == [], part
