@@ -403,7 +403,8 @@ class _Run:
     async def _run(self) -> None:
         prepared, config = self._prepared, self._prepared.config
         engine = build.build_engine(config.engine, prepared.model, clock=self._clock, sink=self._sink)
-        evaluator = _Evaluator(prepared, Router([engine]), self._clock, self._sink, self._waits)
+        router = Router([engine], is_queueing=not config.pipeline.is_in_lockstep)
+        evaluator = _Evaluator(prepared, router, self._clock, self._sink, self._waits)
         try:
             if self._found is None:
                 if config.warmup is not None:
@@ -413,7 +414,7 @@ class _Run:
             try:
                 if self._found is not None:
                     await self._restore(learner, engine, self._found)
-                await self._reinforce(learner, engine, evaluator)
+                await self._reinforce(learner, engine, router, evaluator)
             finally:
                 await learner.close()
             if self._stopped_by is not None:
@@ -485,7 +486,9 @@ class _Run:
         finally:
             await learner.close()
 
-    async def _reinforce(self, learner: TorchLearner, engine: TorchEngine, evaluator: _Evaluator) -> None:
+    async def _reinforce(
+        self, learner: TorchLearner, engine: TorchEngine, router: Router, evaluator: _Evaluator
+    ) -> None:
         prepared, config = self._prepared, self._prepared.config
         parts = Parts(
             engines=(engine,),
@@ -511,6 +514,7 @@ class _Run:
             keeper=self._checkpoints,
             resumed=None if self._found is None else self._found.standing(),
             incarnation=self._incarnation,
+            router=router,
         )
         if self._state is not None:
             _restore_generators(self._state.generators)

@@ -168,6 +168,8 @@ class Pipeline:
     """One run. `tasks` yields (epoch, task) in the order of training; it is read one ahead, as room appears. `after_step`
     (an evaluation, say) may use the engines: it takes no budget and holds nothing up. `keeper` writes checkpoints.
 
+    Whoever else uses the engines shares the `router`, so that they wait in one queue.
+
     With `resumed` it goes on where another stood: the store must be empty, the learner restored, the engines at the
     version."""
 
@@ -684,7 +686,7 @@ class Pipeline:
         return Status(
             at=self._now(),
             requests_running=sum(stats.running for stats in engines),
-            requests_waiting=sum(stats.waiting for stats in engines),
+            requests_waiting=sum(stats.waiting for stats in engines) + self._router.num_waiting,
             rows_in_store=(await self._store.stats()).rows,
             groups_outstanding=self.admission.outstanding,
             groups_taken=self.admission.taken,

@@ -216,8 +216,9 @@ class Rollouts:
         limit = asyncio.timeout(self._set.config.timeout_s)
 
         async def generate(request: Request) -> Completion:
-            await self._pass_gate(request.key, limit)
-            return await self._generate(request, member, place)
+            if self._set.gate is not None:
+                await self._pass_gate(self._set.gate, request.key, limit)
+            return await self._generate(request, member, place, owner)
 
         episode = Episode(
             task,
@@ -259,9 +260,8 @@ class Rollouts:
         self._record_rollout(parts, began)
         return parts
 
-    async def _generate(self, request: Request, member: _Member, place: Place) -> Completion:
+    async def _generate(self, request: Request, member: _Member, place: Place, owner: str) -> Completion:
         """One turn, on an engine that is not older than the group's start."""
-        owner = owner_of(request.key)
         if self._set.books.version > place.deadline:
             raise LagError(f"{owner} is overdue: deadline {place.deadline}, version {self._set.books.version}")
         if member.why:  # an environment that does not let itself be cancelled
@@ -278,14 +278,12 @@ class Rollouts:
             raise asyncio.CancelledError
         return completion
 
-    async def _pass_gate(self, key: RequestKey, limit: asyncio.Timeout) -> None:
+    async def _pass_gate(self, gate: Gate, key: RequestKey, limit: asyncio.Timeout) -> None:
         """Synchronous training: wait for the others. The time spent here does not count as the rollout's own."""
-        if self._set.gate is None:
-            return
         loop, deadline = asyncio.get_running_loop(), limit.when()
         left = None if deadline is None else deadline - loop.time()
         limit.reschedule(None)
-        others = self._set.gate.pass_through(key)
+        others = gate.pass_through(key)
         what = "the other rollouts of the step"  # which have their timeouts
         await self._set.waits.on(owner_of(key), what, others, has_deadline=False, has_alarm=False)
         limit.reschedule(None if left is None else loop.time() + left)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -43,50 +44,54 @@ class Router:
         self.engines = tuple(engines)
         self._most = [engine.slots + max(1, engine.slots // AHEAD) if is_queueing else None for engine in self.engines]
         self._in_flight = [0] * len(self.engines)
-        self._serving: dict[RequestKey, int] = {}
+        self._serving: dict[RequestKey, Engine] = {}
         self._ranked = _Queue()
         self._others = _Queue()
-        self._turn = 0
+        self._turn = self._num_waiting = 0
         self.rank_of: RankOf = lambda group_id: None
 
     @property
     def num_waiting(self) -> int:
-        return len(self._ranked) + len(self._others)
+        return self._num_waiting
 
     def serving_versions(self) -> list[int]:
         """The versions a new group could start at: the oldest lets every replica serve it, the newest only some."""
         return sorted({engine.version for engine in self.engines})
 
     async def generate(self, request: Request, *, floor: int) -> Completion:
-        """On an engine at version `floor` or later. If one has room, the request is queued there before this first
-        suspends."""
-        if not any(engine.version >= floor for engine in self.engines):
-            raise EngineError(f"no engine is at version {floor} or later: they are at {self.serving_versions()}")
-        index = None if self.num_waiting else self._free_engine(floor)
+        """On an engine at version `floor` or later. If one has room, the request is queued there before this first suspends."""
+        index = None if self._num_waiting else self._free_engine(floor)
         if index is None:
+            self._check_floor(floor)
             index = await self._wait_for_engine(request, floor)
         else:
             self._in_flight[index] += 1
-        self._serving[request.key] = index
+        engine = self.engines[index]
+        self._serving[request.key] = engine
         try:
-            completion = await self.engines[index].generate(request)
+            completion = await engine.generate(request)
         finally:
             del self._serving[request.key]
             self._in_flight[index] -= 1
-            self.dispatch()
+            if self._num_waiting:
+                self.dispatch()
         if completion.versions and min(completion.versions) < floor:
             raise EngineError(
-                f"{self.engines[index].name} sampled {request.key} with version {min(completion.versions)} after it had "
+                f"{engine.name} sampled {request.key} with version {min(completion.versions)} after it had "
                 f"shown version {floor}: an engine's version must never fall"
             )
         return completion
 
+    def _check_floor(self, floor: int) -> None:
+        if not any(engine.version >= floor for engine in self.engines):
+            raise EngineError(f"no engine is at version {floor} or later: they are at {self.serving_versions()}")
+
     async def abort(self, key: RequestKey) -> bool:
         """Whether the request is with an engine: its `generate` then returns what there is, with `Finish.ABORT`."""
-        index = self._serving.get(key)
-        if index is not None:
-            await self.engines[index].abort(key)
-        return index is not None
+        engine = self._serving.get(key)
+        if engine is not None:
+            await engine.abort(key)
+        return engine is not None
 
     def rerank(self, group_id: int) -> None:
         """The group's rank has changed."""
@@ -94,13 +99,14 @@ class Router:
 
     def dispatch(self) -> None:
         """Room or versions have changed: whoever is next goes."""
-        while self.num_waiting:
+        while self._num_waiting:
             queues = (self._ranked, self._others) if self._turn % TURNS else (self._others, self._ranked)
             found = next((found for queue in queues if (found := queue.pop(self._free_engine)) is not None), None)
             if found is None:
                 return
             waiter, index = found
             self._turn += 1
+            self._num_waiting -= 1
             if not waiter.engine.done():
                 self._in_flight[index] += 1
                 waiter.engine.set_result(index)
@@ -110,6 +116,7 @@ class Router:
         rank = self.rank_of(group_id)
         queue = self._others if rank is None else self._ranked
         queue.push(waiter, rank or (0, 0))
+        self._num_waiting += 1
         self.dispatch()
         try:
             return await waiter.engine
@@ -118,17 +125,18 @@ class Router:
                 self._in_flight[waiter.engine.result()] -= 1
             else:
                 queue.remove(waiter)
+                self._num_waiting -= 1
             self.dispatch()
             raise
 
     def _free_engine(self, floor: int) -> int | None:
         """The least loaded one that is new enough and has room."""
-        free = [
-            index
-            for index, (engine, most) in enumerate(zip(self.engines, self._most, strict=True))
-            if engine.version >= floor and (most is None or self._in_flight[index] < most)
-        ]
-        return min(free, key=lambda index: (self._in_flight[index], index), default=None)
+        best, least = None, math.inf
+        for index, engine in enumerate(self.engines):
+            load, most = self._in_flight[index], self._most[index]
+            if load < least and (most is None or load < most) and engine.version >= floor:
+                best, least = index, load
+        return best
 
 
 class _Queue:
@@ -138,15 +146,10 @@ class _Queue:
         self._waiting: dict[int, deque[_Waiter]] = {}
         self._ranks: dict[int, Rank] = {}
         self._heap: list[tuple[Rank, int]] = []
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
 
     def push(self, waiter: _Waiter, rank: Rank) -> None:
         group_id = waiter.request.key.group_id
         self._waiting.setdefault(group_id, deque()).append(waiter)
-        self._size += 1
         self.rerank(group_id, rank)
 
     def rerank(self, group_id: int, rank: Rank | None) -> None:
@@ -181,6 +184,5 @@ class _Queue:
         return found
 
     def _shrink(self, group_id: int) -> None:
-        self._size -= 1
         if not self._waiting[group_id]:
             del self._waiting[group_id], self._ranks[group_id]
