@@ -25,7 +25,8 @@ from millstream.events import (
     bias,
 )
 from millstream.events.bias import BiasReport, BiasTest, bias_report, kaplan_meier_mean
-from millstream.sim.parts import SimEnvironment, uniform
+from millstream.sim.draws import uniform
+from millstream.sim.environment import SimEnvironment
 from millstream.types import Fate, Finish
 from simulated import World, simulate
 
