@@ -303,7 +303,7 @@ def _environments(steps: int) -> Iterator[Case]:
     spare = {"surplus": "abort", "extra_members": 2}
     synchronous, carried = _seconds(heavy, {}), _seconds(heavy, {"max_lag": 1.0})
     yield Case(
-        workload="redundant environments, 16 + 4 groups of 8 + 2, heavy tail, max_lag 0",
+        workload="redundant environments, 4 more groups, 2 more members, heavy tail, max_lag 0",
         peer="16 groups of 8",
         theirs=synchronous,
         ours=_seconds(heavy, {**spare, "extra_groups": 4}),
@@ -319,7 +319,7 @@ def _environments(steps: int) -> Iterator[Case]:
         least=1.5,
     )
     yield Case(
-        workload="redundant environments on top of that, 4 more groups, 2 more members",
+        workload="redundant environments, 4 more groups, 2 more members, heavy tail, max_lag 1",
         peer="carry-over, max_lag 1",
         theirs=carried,
         ours=_seconds(heavy, {**spare, "max_lag": 1.0, "extra_groups": 20}),
@@ -327,7 +327,7 @@ def _environments(steps: int) -> Iterator[Case]:
         least=1.6,
     )
     yield Case(
-        workload="the same with steps normal(10 s, 10 s)",
+        workload="redundant environments, 4 more groups, 2 more members, normal steps, max_lag 1",
         peer="carry-over, max_lag 1",
         theirs=_seconds(normal, {"max_lag": 1.0}),
         ours=_seconds(normal, {**spare, "max_lag": 1.0, "extra_groups": 20}),

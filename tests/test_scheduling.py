@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
+import bias
 from millstream.clock import run_virtual
 from millstream.env import Context
 from millstream.errors import EngineError, RewardFailed
@@ -273,6 +274,17 @@ def test_an_overdue_group_is_waited_for_or_begins_anew_with_other_numbers() -> N
         assert {s.attempt for s in again} >= {0, event.first_attempt}
         left = [e for e in restarting.sink.of(GroupLeft) if e.group_id == event.group_id]
         assert [e.fate for e in left] == [Fate.TRAINED], "it is trained under its own id"
+
+
+# ---- bias, shown -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", bias.POLICIES)
+def test_waiting_and_carrying_over_pass_the_bias_report_and_whatever_throws_the_slow_away_fails_it(policy: str) -> None:
+    found = bias.run(policy, steps=20, seed=1)
+    assert found.report.is_biased == (policy not in bias.FAIR), found.report.tests
+    if found.report.is_biased:
+        assert found.bias("sampled tokens") < -3
 
 
 # ---- rewards of whole groups -----------------------------------------------------------------------------------------
