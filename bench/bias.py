@@ -1,4 +1,4 @@
-"""What each way to treat the slow does to what is trained, and what it buys: on the virtual clock, long rollouts being hard ones.
+"""What each way to treat the slow does to what is trained, and what it buys: on the virtual clock, the long ones being hard.
 
 The production pipeline and the bias report of a run, unchanged. Lengths are log-normal (mean 1,000 tokens, sigma 1), half of
 the rollouts of 1,000 tokens succeed and fewer of the longer ones; 8 groups of 8 a step, as many slots as rollouts, max_lag 2
