@@ -43,6 +43,10 @@ PATIENCE_S = 30.0
 OURS = Path(__file__).parent
 
 
+class NotMade(EnvironmentFailed):
+    """A worker could not make the environment."""
+
+
 class Make(Struct, frozen=True, tag=True):
     config: EnvironmentConfig
     patience_s: float
@@ -199,11 +203,9 @@ class _Worker:
             async with asyncio.timeout(START_S):
                 message = await self._receive()
         except TimeoutError as error:
-            raise EnvironmentFailed(
-                f"{self._name} was not made within {START_S:g} s in a process of its own"
-            ) from error
+            raise NotMade(f"{self._name} was not made within {START_S:g} s in a process of its own") from error
         if isinstance(message, Failed):
-            raise EnvironmentFailed(f"{self._name} cannot be made in a process of its own: {message.message}")
+            raise NotMade(f"{self._name} cannot be made in a process of its own: {message.message}")
         self.is_sound = True
 
     async def play(self, context: Context) -> Reward:
