@@ -258,22 +258,25 @@ def test_what_an_environment_prints_does_not_reach_our_output(wild: str, capfd: 
 
 
 PARENT = """
-import asyncio, sys
-sys.path[:0] = {path}
-from test_isolated import *
+import asyncio
 from millstream.env import isolated
+from millstream.env.bytes_text import Bytes
+from millstream.env.config import EnvironmentConfig
+from millstream.env.find import find
+from millstream.env.hosted import Hosted
+from millstream.runtime.episode import Episode
+from millstream.types import Completion, Finish, RequestKey, Sampling, Task
+
+async def speak(request):
+    print(Bytes().decode(request.tokens).strip(">"), flush=True)
+    return Completion(tokens=(97,), logprobs=(0.0,), versions=(0,), finish=Finish.STOP)
 
 async def program():
     isolated.PATIENCE_S = 0.5
-    async with hosted("{wild}:Wild", process=True, step_timeout_s=1.5) as environments:
-        await play(environments, "fine")
-        scripted = Scripted(text_with(CHATML), ["a"], task=Task(id="1", prompt="{what}"))
-        playing = asyncio.ensure_future(environments.rollout(scripted.episode))
-        while not scripted.requests:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.3)
-        print(pid_of(scripted), flush=True)
-        await playing
+    kind = find(EnvironmentConfig(use="{wild}:Wild", process=True, step_timeout_s=1.5))
+    episode = Episode(Task(id="1", prompt="{what}"), RequestKey(group_id=0, member=0), generate=speak,
+                      waiting=lambda what, work: work, sampling=Sampling(max_tokens=1), run_seed=0, role="train")
+    await Hosted(kind, kind.environment, Bytes()).rollout(episode)
 
 asyncio.run(program())
 """
@@ -282,10 +285,11 @@ asyncio.run(program())
 @pytest.mark.parametrize("what", ["hang with a child", "lock"])
 def test_no_process_outlives_a_run_that_is_killed(wild: str, what: str) -> None:
     """Not even one that keeps the interpreter's lock, so that no thread of its own gets a turn."""
-    program = PARENT.format(wild=wild, what=what, path=[str(Path(__file__).parent)])
+    program = PARENT.format(wild=wild, what=what)
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
+    time.sleep(0.3)  # it takes its step
     assert is_alive(pid)
     parent.kill()
     parent.wait()
