@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -173,6 +174,19 @@ def test_a_process_is_used_again_after_an_episode_and_after_one_that_raised_and_
             await failure(environments, "hang")
             assert not is_alive(first)
             assert pid_of((await play(environments, "fine"))[1]) != first
+
+    asyncio.run(program())
+
+
+def test_a_process_that_died_between_two_episodes_is_replaced(wild: str) -> None:
+    async def program() -> None:
+        async with hosted(f"{wild}:Wild", process=True) as environments:
+            first = pid_of((await play(environments, "fine"))[1])
+            os.kill(first, signal.SIGKILL)
+            while is_alive(first):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)  # its end is noticed
+            assert (await play(environments, "fine"))[0] == 1.0
 
     asyncio.run(program())
 

@@ -115,7 +115,7 @@ class Isolated:
         self._all: set[_Worker] = set()
 
     async def rollout(self, context: Context) -> Reward:
-        worker = self._idle.pop() if self._idle else await self._started(context)
+        worker = await self._idle_worker() or await self._started(context)
         try:
             reward = await worker.play(context)
         except RolloutError:
@@ -126,6 +126,14 @@ class Isolated:
             raise
         await self._settle(worker)
         return reward
+
+    async def _idle_worker(self) -> _Worker | None:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive:
+                return worker
+            await self._end(worker)  # it died of something else: the machine's memory, say
+        return None
 
     async def _started(self, context: Context) -> _Worker:
         worker = await _Worker.start(self._config)
@@ -192,6 +200,10 @@ class _Worker:
         worker = cls(config.shown, process, reader, writer)
         worker._send(Make(config, config.step_timeout_s + PATIENCE_S))
         return worker
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._exit.done()
 
     def _on_exit(self, _: asyncio.Future[int]) -> None:
         """A process of its own may hold the line open when it is gone."""

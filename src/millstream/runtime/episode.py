@@ -76,16 +76,17 @@ class Episode:
         return self.text.decode([])  # says why not
 
     async def request(self, part: _Part, turn: int, tokens: Sequence[int]) -> Completion:
-        """One turn of a part that has its place among those that may speak."""
-        if part not in (speaking := [one for one in self._parts if one.turns]) and len(speaking) >= self._max_parts:
-            raise EnvironmentFailed(
-                f"more than {self._max_parts} sequences in one rollout: set rollout.max_parts to as many as the environment "
-                'needs (with thinking = "drop", one for every turn)'
-            )
+        """One turn of a part, if that has its place among those that may speak."""
         key = structs.replace(self._key, turn=part.index * TURNS_PER_PART + turn)
         seed = request_seed(self._run_seed, self._role, key)
         request = Request(key=key, tokens=tuple(tokens), sampling=self._sampling, seed=seed)
         async with self._turn:
+            speaking = [one for one in self._parts if one.turns]
+            if part not in speaking and len(speaking) >= self._max_parts:
+                raise EnvironmentFailed(
+                    f"more than {self._max_parts} sequences in one rollout: set rollout.max_parts to as many as the "
+                    'environment needs (with thinking = "drop", one for every turn)'
+                )
             try:
                 return await self._generate(request)
             except RequestRefused:
