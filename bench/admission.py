@@ -19,7 +19,8 @@ from millstream.clock import VirtualClock, run_virtual
 from millstream.events import GroupTaken
 from millstream.events.sinks import MemorySink
 from millstream.runtime.admission import full_budget
-from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig, RolloutConfig
+from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig
+from millstream.runtime.rollouts import RolloutConfig
 from millstream.sim.parts import SimEngine, SimEnvironment, SimLearner, lognormal
 from millstream.store.memory import MemoryStore
 from millstream.types import Sampling, Task
@@ -51,7 +52,7 @@ async def run(max_lag: float, budget: int, sigma: float, seed: int) -> tuple[flo
         ((0, Task(id=str(number), prompt="")) for number in itertools.count()),
         Algorithm(advantage=grpo, sampling=Sampling(max_tokens=8192), micro_batch_tokens=4096),
         config=PipelineConfig(
-            steps=STEPS, groups_per_step=GROUPS, max_lag=max_lag, budget=budget, filter_zero_signal=False
+            steps=STEPS, groups_per_step=GROUPS, max_lag=max_lag, extra_groups=budget - GROUPS, filter_zero_signal=False
         ),
         rollout=RolloutConfig(group_size=MEMBERS, timeout_s=1e6),
         seed=seed,

@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -16,10 +17,19 @@ from msgspec import Struct
 from millstream.algo.advantages import grpo
 from millstream.clock import VirtualClock, run_virtual
 from millstream.env import Environment
-from millstream.events import GroupAdmitted, GroupLeft, GroupTaken, RolloutEnded, Stepped
+from millstream.events import (
+    GroupAdmitted,
+    GroupLeft,
+    GroupRestarted,
+    GroupTaken,
+    RolloutAborted,
+    RolloutEnded,
+    RolloutFailed,
+    RolloutStarted,
+    Stepped,
+)
 from millstream.events.sinks import MemorySink
 from millstream.learner import Snapshot
-from millstream.runtime.admission import full_budget
 from millstream.runtime.pipeline import (
     STORE_TASKS,
     AfterStep,
@@ -27,8 +37,8 @@ from millstream.runtime.pipeline import (
     Parts,
     Pipeline,
     PipelineConfig,
-    RolloutConfig,
 )
+from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.state import Ledger, Standing
 from millstream.runtime.waits import Waits
 from millstream.sim.parts import (
@@ -54,7 +64,12 @@ class World(Struct, frozen=True, kw_only=True):
     groups_per_step: int = 2
     group_size: int = 2
     max_lag: float = 1.0
-    budget: int | None = None
+    extra_groups: int | None = None
+    surplus: Literal["carry_over", "abort"] = "carry_over"
+    overdue: Literal["wait", "restart"] = "wait"
+    max_restarts: int = 1
+    lockstep: bool = True
+    extra_members: int = 0
     num_tasks: int | None = None
     num_engines: int = 1
     slots: int = 8
@@ -115,6 +130,22 @@ def tasks(world: World) -> Iterator[tuple[int, Task]]:
         yield 0, Task(id=f"task-{number}", prompt="?")
 
 
+def configs(world: World) -> tuple[PipelineConfig, RolloutConfig]:
+    config = PipelineConfig(
+        steps=world.steps,
+        groups_per_step=world.groups_per_step,
+        max_lag=world.max_lag,
+        lockstep=world.lockstep,
+        extra_groups=world.extra_groups,
+        surplus=world.surplus,
+        overdue=world.overdue,
+        max_restarts=world.max_restarts,
+        filter_zero_signal=world.filter_zero_signal,
+        max_replaced_per_step=world.max_replaced_per_step,
+    )
+    return config, RolloutConfig(group_size=world.group_size, extra_members=world.extra_members, retries=world.retries)
+
+
 def simulate(
     world: World,
     *,
@@ -146,8 +177,8 @@ async def _simulate(
         with tempfile.TemporaryDirectory() as folder:
             SimSnapshot(kept.num_rows).write(Path(folder))
             learner.restore(Path(folder))
-    budget = world.budget or full_budget(world.groups_per_step, world.max_lag)
-    store = MemoryStore(STORE_TASKS, capacity_rows=budget * world.group_size)
+    config, rollout = configs(world)
+    store = MemoryStore(STORE_TASKS, capacity_rows=config.most_groups * rollout.most_rows)
     engines = tuple(
         SimEngine(
             name=f"engine-{number}",
@@ -185,15 +216,8 @@ async def _simulate(
             micro_batch_tokens=128,
             mini_batches=world.mini_batches,
         ),
-        config=PipelineConfig(
-            steps=world.steps,
-            groups_per_step=world.groups_per_step,
-            max_lag=world.max_lag,
-            budget=world.budget,
-            filter_zero_signal=world.filter_zero_signal,
-            max_replaced_per_step=world.max_replaced_per_step,
-        ),
-        rollout=RolloutConfig(group_size=world.group_size, retries=world.retries),
+        config=config,
+        rollout=rollout,
         seed=world.seed,
         after_step=after_step,
         keeper=keeper,
@@ -214,24 +238,28 @@ async def _simulate(
 
 def check(world: World, outcome: Outcome) -> None:
     """The guarantees, read off the events alone: nothing too old, nothing lost, nothing twice, memory bounded."""
-    sink = outcome.sink
-    starts: dict[int, list[int]] = {}
-    for ended in sink.of(RolloutEnded):
-        starts.setdefault(ended.group_id, []).append(ended.start_version)
+    sink, config = outcome.sink, configs(world)[0]
+    starts = _starts(sink)
     for taken in sink.of(GroupTaken):
         oldest = min(starts[taken.group_id])
         assert taken.version - oldest <= math.ceil(world.max_lag), f"{taken} with a rollout that started at {oldest}"
         assert taken.num_rollouts == len(starts[taken.group_id]), (
             "a rollout was lost or doubled between end and training"
         )
+        if world.surplus == "abort":
+            assert taken.num_rollouts <= world.group_size, "first to finish: the surplus was not aborted"
 
     admitted = Counter(event.group_id for event in sink.of(GroupAdmitted))
     left = Counter(event.group_id for event in sink.of(GroupLeft))
     assert admitted == left, "every admitted group leaves exactly once"
     assert set(admitted.values()) <= {1}
-    trained = {event.group_id for event in sink.of(GroupLeft) if event.fate is Fate.TRAINED}
+    fates = {event.group_id: event.fate for event in sink.of(GroupLeft)}
+    trained = {group_id for group_id, fate in fates.items() if fate is Fate.TRAINED}
     assert trained == {event.group_id for event in sink.of(GroupTaken)}
     assert outcome.learner.num_rows == sum(len(starts[group_id]) for group_id in trained)
+    if world.surplus == "carry_over":
+        assert Fate.ABORTED not in fates.values()
+    _check_declared(world, sink)
 
     steps = sink.of(Stepped)
     assert [step.version for step in steps] == list(range(1, len(steps) + 1))
@@ -243,17 +271,47 @@ def check(world: World, outcome: Outcome) -> None:
     assert asyncio.run(outcome.store.stats()).rows == 0, "rows were left in the store"
     assert outcome.pipeline.admission.outstanding == 0
     assert not outcome.pipeline.waits.active(), "somebody still waits"
-    _check_in_flight(world, sink)
+    assert not any(engine.stats().running or engine.stats().waiting for engine in outcome.engines), (
+        "an abort left something"
+    )
+    _check_in_flight(config.most_groups, sink)
 
 
-def _check_in_flight(world: World, sink: MemorySink) -> None:
+def _starts(sink: MemorySink) -> dict[int, list[int]]:
+    """By group: the versions that its rollouts started with, without those of before a restart."""
+    starts: dict[int, list[int]] = {}
+    for event in sink.events:
+        match event:
+            case RolloutEnded():
+                starts.setdefault(event.group_id, []).append(event.start_version)
+            case GroupRestarted():
+                starts[event.group_id] = []
+    return starts
+
+
+def _check_declared(world: World, sink: MemorySink) -> None:
+    """Aborts and restarts are only where they were asked for, within their limits, and every attempt ends once."""
+    restarts = Counter(event.group_id for event in sink.of(GroupRestarted))
+    assert max(restarts.values(), default=0) <= (world.max_restarts if world.overdue == "restart" else 0)
+    if world.surplus == "carry_over" and world.overdue == "wait":
+        assert not sink.of(RolloutAborted)
+    attempts = Counter((e.group_id, e.member, e.attempt) for e in sink.of(RolloutStarted))
+    ended = Counter(
+        (e.group_id, e.member, e.attempt)
+        for kind in (RolloutEnded, RolloutFailed, RolloutAborted)
+        for e in sink.of(kind)
+    )
+    assert attempts == ended, "an attempt has no end, or two"
+    assert set(attempts.values()) <= {1}
+
+
+def _check_in_flight(most: int, sink: MemorySink) -> None:
     """Groups admitted and neither stepped nor set aside never exceed the budget."""
-    budget = world.budget or full_budget(world.groups_per_step, world.max_lag)
     in_flight: set[int] = set()
     for event in sink.events:
         match event:
             case GroupAdmitted():
                 in_flight.add(event.group_id)
-                assert len(in_flight) <= budget
+                assert len(in_flight) <= most
             case GroupLeft():
                 in_flight.discard(event.group_id)

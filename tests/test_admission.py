@@ -109,7 +109,7 @@ def test_a_smaller_budget_leaves_room_to_pass_a_straggler() -> None:
 
 
 def test_synchronous_training_takes_groups_in_the_order_of_their_ids() -> None:
-    admission = Admission(groups_per_step=3, max_lag=0)
+    admission = Admission(groups_per_step=3, max_lag=0, is_in_order=True)
     for group_id in range(3):
         admission.admit(group_id, start=0)
     assert admission.choose([2, 1]) is None

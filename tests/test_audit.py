@@ -31,9 +31,12 @@ from millstream.events import (
     Event,
     GroupAdmitted,
     GroupLeft,
+    GroupRestarted,
     GroupResumed,
+    GroupScored,
     GroupTaken,
     Resumed,
+    RolloutAborted,
     RolloutEnded,
     RolloutFailed,
     RolloutStarted,
@@ -47,15 +50,14 @@ from millstream.events import (
 )
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import summarise
-from millstream.runtime.admission import full_budget
 from millstream.types import Fate
-from simulated import Diary, World, simulate
+from simulated import Diary, World, configs, simulate
 
 E = TypeVar("E", bound=Event)
 Rows = list[dict[str, Any]]
 Member = tuple[int, int]
 RUN_ID = "c0ffee"
-OF_ROLLOUTS = (RolloutStarted, RolloutEnded, RolloutFailed)
+OF_ROLLOUTS = (RolloutStarted, RolloutEnded, RolloutFailed, RolloutAborted)
 OF_GROUPS = (GroupAdmitted, *OF_ROLLOUTS, GroupTaken, GroupLeft)
 WORLD = World(
     steps=6,
@@ -173,7 +175,10 @@ def _started(world: World, num_tasks: int = 0) -> RunStarted:
         group_size=world.group_size,
         max_lag=world.max_lag,
         lag_bound=math.ceil(world.max_lag),
-        budget=world.budget or full_budget(world.groups_per_step, world.max_lag),
+        budget=configs(world)[0].most_groups,
+        extra_members=world.extra_members,
+        is_first_to_finish=world.surplus == "abort",
+        max_restarts=world.max_restarts if world.overdue == "restart" else 0,
     )
 
 
@@ -320,6 +325,10 @@ def resumed_run() -> Run:
 
 # ---- what is right is found right ----------------------------------------------------------------------------------------
 
+FIRST_TO_FINISH = World(
+    extra_groups=4, extra_members=2, surplus="abort", tail=2.0, failure=0.1, max_replaced_per_step=1
+)
+BEGIN_ANEW = World(overdue="restart", max_restarts=2, max_lag=2, tail=2.5, slots=64, failure=0.1, steps=12)
 WORLDS = {
     "plain": World(),
     "synchronous": World(max_lag=0, groups_per_step=3, failure=0.1, num_engines=2),
@@ -327,7 +336,12 @@ WORLDS = {
     "lag 2, a long tail": World(max_lag=2, tail=2.0, latency=5.0, group_size=3),
     "lag 2.5": World(max_lag=2.5, groups_per_step=4, load=3.0),
     "lag 4, slow engines": World(max_lag=4, groups_per_step=3, num_engines=3, load=20.0, failure=0.1),
-    "a small budget": World(max_lag=3, budget=4, groups_per_step=3),
+    "a small budget": World(max_lag=3, extra_groups=1, groups_per_step=3),
+    "synchronous, without a gate": World(max_lag=0, groups_per_step=3, lockstep=False, failure=0.1, num_turns=3),
+    "first to finish": FIRST_TO_FINISH,
+    "first to finish, synchronous": World(max_lag=0, extra_groups=3, surplus="abort", tail=1.5, success=0.9),
+    "the overdue begin anew": BEGIN_ANEW,
+    "larger groups": World(extra_members=2, failure=0.2, tail=1.5),
     "much filtering": World(success=0.9, group_size=3),
     "no filtering": World(success=0.9, filter_zero_signal=False),
     "empty places": World(success=0.9, max_replaced_per_step=1, failure=0.1),
@@ -344,7 +358,7 @@ def test_a_run_of_the_pipeline_is_clean_and_every_event_of_it_was_checked(name: 
     assert report.is_clean
     assert report.events == len(run.events) and report.lives == 1 and report.void_events == 0
     assert report.checks > 3 * sum(isinstance(event, OF_GROUPS) for event in run.events)
-    fates = report.groups_trained, report.groups_filtered, report.groups_failed
+    fates = report.groups_trained, report.groups_filtered, report.groups_failed, report.groups_aborted
     assert sum(fates) == report.groups_admitted == len(run.all(GroupAdmitted))
     assert report.lag_max <= math.ceil(WORLDS[name].max_lag) == report.lag_bound
 
@@ -602,8 +616,9 @@ def train_a_group_twice(run: Run) -> None:
     other, stepped = run.get(GroupLeft, seq - 1).group_id, run.get(Stepped, seq)
     more, less = run.tokens_of(group_id), run.tokens_of(other)
     rows, tokens = stepped.num_rows + len(more) - len(less), stepped.num_tokens + sum(more) - sum(less)
+    told = {"num_rollouts": rows, "num_rows": rows, "num_tokens": tokens}
     again = structs.replace(taken, version=taken.version + 1)
-    run.events[seq - 1 : seq + 1] = [again, left, structs.replace(stepped, num_rows=rows, num_tokens=tokens)]
+    run.events[seq - 1 : seq + 1] = [again, left, structs.replace(stepped, **told)]
     del run.events[run.all(GroupTaken, group_id=other)[0]]
 
 
@@ -689,7 +704,7 @@ def take_and_not_train(run: Run) -> None:
     seq = run.all(Stepped)[2]
     tokens, stepped = run.tokens_of(run.get(GroupLeft, seq - 1).group_id), run.get(Stepped, seq)
     rows, all_tokens = stepped.num_rows - len(tokens), stepped.num_tokens - sum(tokens)
-    run.change(seq, num_groups=stepped.num_groups - 1, num_rows=rows, num_tokens=all_tokens)
+    run.change(seq, num_groups=stepped.num_groups - 1, num_rollouts=rows, num_rows=rows, num_tokens=all_tokens)
     del run.events[seq - 1]
 
 
@@ -735,6 +750,12 @@ def drop_the_last_weights(run: Run) -> None:
         del run.events[seq]
 
 
+def begin_anew_while_at_work(run: Run) -> None:
+    seq = run.all(GroupRestarted)[0]
+    group_id = run.get(GroupRestarted, seq).group_id
+    swap(run, max(s for s in run.all(RolloutAborted, group_id=group_id) if s < seq), seq)
+
+
 def go_on_after_the_end(run: Run) -> None:
     run.events.append(run.events[run.all(GroupAdmitted)[0]])
 
@@ -749,6 +770,7 @@ CRIMES: dict[str, dict[str, Crime]] = {
         "a trained group is gone and the gap is closed": group_dropped(Fate.TRAINED, 4, is_gap_closed=True),
         "a mean reward is forged": changed(GroupLeft, 0, {"fate": Fate.TRAINED}, mean_reward=0.9),
         "a step has fewer groups": changed(Stepped, 2, num_groups=one_less),
+        "a step has more rollouts": changed(Stepped, 2, num_rollouts=one_more),
         "a step has more rows": changed(Stepped, 2, num_rows=one_more),
         "a step has more tokens": changed(Stepped, 2, num_tokens=one_more),
         "a step comes before its groups leave": step_before_the_groups_leave,
@@ -1130,8 +1152,55 @@ def test_a_checkpoint_that_is_not_sound_does_not_count_as_verified(tmp_path: Pat
     assert report.checkpoints == 3 and report.checkpoints_verified == 2
 
 
+DECLARED_CRIMES: dict[str, tuple[str, World, Crime]] = {
+    "a rollout is aborted in a run that waits": (
+        "declared",
+        FIRST_TO_FINISH,
+        changed(RunStarted, is_first_to_finish=False),
+    ),
+    "a group is aborted before the batch is full": (
+        "declared",
+        FIRST_TO_FINISH,
+        changed(RunStarted, groups_per_step=one_more),
+    ),
+    "a group begins anew more often than it may": ("declared", BEGIN_ANEW, changed(RunStarted, max_restarts=0)),
+    "a restart is counted twice": ("declared", BEGIN_ANEW, changed(GroupRestarted, restarts=one_more)),
+    "a group begins anew with a later deadline": ("deadline", BEGIN_ANEW, changed(GroupRestarted, deadline=one_more)),
+    "a group begins anew while it is at work": ("rollout", BEGIN_ANEW, begin_anew_while_at_work),
+    "an attempt of before comes again": ("rollout", BEGIN_ANEW, changed(GroupRestarted, first_attempt=0)),
+    "an aborted rollout is gone": ("members", FIRST_TO_FINISH, dropped(RolloutAborted)),
+    "an abort is told twice": ("rollout", FIRST_TO_FINISH, doubled(RolloutAborted)),
+    "a restart is gone": ("members", BEGIN_ANEW, dropped(GroupRestarted)),
+}
+
+
+@pytest.mark.parametrize("name", DECLARED_CRIMES)
+def test_what_is_declared_is_checked_too(name: str, tmp_path: Path) -> None:
+    rule, world, commit = DECLARED_CRIMES[name]
+    run = run_of(world)
+    assert audit(run.write(tmp_path / "right")).is_clean
+    commit(run)
+    assert rule in {finding.rule for finding in audit(run.write(tmp_path / "wrong")).findings}
+
+
+def test_a_reward_of_the_whole_group_decides_its_fate(tmp_path: Path) -> None:
+    run = run_of(WORLD)
+    group_id = run.of_fate(Fate.TRAINED)
+    last = max(run.all(RolloutEnded, group_id=group_id))
+    size = len(run.all(RolloutEnded, group_id=group_id))
+    scored = GroupScored(at=0.0, group_id=group_id, rewards=[0.5] * size, seconds=0.1)
+    run.events.insert(last + 1, scored)
+    rules = {finding.rule for finding in audit(run.write(tmp_path / "wrong")).findings}
+    assert rules == {"fate", "totals"}
+    rewards = [0.5 + member for member in range(size)]
+    run.change(last + 1, rewards=rewards)
+    run.change(run.all(GroupLeft, group_id=group_id)[0], mean_reward=sum(rewards) / size)
+    assert audit(run.write(tmp_path / "right")).is_clean
+
+
 def test_every_rule_has_a_crime_that_breaks_it() -> None:
-    assert CRIMES.keys() | CRIMES_OF_CRASHES.keys() | {"summary"} == RULES.keys()
+    declared = {rule for rule, _, _ in DECLARED_CRIMES.values()}
+    assert CRIMES.keys() | CRIMES_OF_CRASHES.keys() | {"summary"} | declared == RULES.keys()
 
 
 # ---- every event counts --------------------------------------------------------------------------------------------------

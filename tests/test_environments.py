@@ -484,7 +484,7 @@ def test_what_an_environment_says_and_the_tokenizer_does_not_know_is_told_once(
     config = run_config(model={"tiny": {"alphabet": "abc"}}, environment=[{"use": "frozen_lake"}])
     _, tokenizer = build_model(config.model, seed=0)
     text, kind = Text(tokenizer=tokenizer), found("frozen_lake")
-    environments = build_environment(config, [kind], text, None)
+    environments = build_environment([kind], text, [])
     task = Task(id="1", prompt="pf=fg>")
     for _ in range(2):
         scripted = Scripted(text, ["a", "b"] * 8, task=task)

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from millstream.errors import LagError
 from millstream.runtime import pipeline
@@ -32,7 +33,26 @@ worlds = st.builds(
     train_token_s=st.sampled_from([1e-5, 1e-3, 1e-2]),
     max_replaced_per_step=st.sampled_from([None, 0, 2]),
     filter_zero_signal=st.booleans(),
+    lockstep=st.booleans(),
+    overdue=st.sampled_from(["wait", "restart"]),
+    max_restarts=st.integers(1, 2),
+    extra_members=st.integers(0, 2),
     seed=st.integers(0, 2**32),
+)
+
+
+def with_surplus(world: World, extra_groups: int | None, surplus: str) -> World:
+    most = math.floor(world.max_lag * world.groups_per_step)
+    if surplus == "carry_over" and extra_groups is not None:
+        extra_groups = min(extra_groups, most)
+    return replace(world, extra_groups=extra_groups, surplus=surplus)
+
+
+worlds = st.builds(
+    with_surplus,
+    worlds,
+    st.one_of(st.none(), st.integers(0, 8)),
+    st.sampled_from(["carry_over", "carry_over", "abort"]),
 )
 
 

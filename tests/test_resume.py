@@ -16,6 +16,7 @@ from millstream.events import (
     GroupLeft,
     GroupResumed,
     GroupTaken,
+    RolloutAborted,
     RolloutEnded,
     RolloutFailed,
     RolloutStarted,
@@ -27,7 +28,7 @@ from millstream.runtime.state import Standing
 from simulated import Diary, Kept, Outcome, World, check, simulate
 from test_lag_bound import worlds
 
-MEMBER_EVENTS = (RolloutStarted, RolloutEnded, RolloutFailed)
+MEMBER_EVENTS = (RolloutStarted, RolloutEnded, RolloutFailed, RolloutAborted)
 
 
 def history(first: list[Event], second: list[Event]) -> MemorySink:

@@ -26,7 +26,8 @@ from millstream.learner import LearnerConfig
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
 from millstream.runtime.build import build_engine
-from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig, RolloutConfig
+from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig
+from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.waits import Waits
 from millstream.seeds import request_seed
 from millstream.store.memory import MemoryStore

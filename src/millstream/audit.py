@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,9 +45,10 @@ RULES = {
     "budget": "groups in flight are within the budget",
     "in flight": "only a group that was admitted and has not left does anything",
     "rollout": "a member's attempts follow each other, each ends once, on versions from the group's start to the newest",
-    "members": "a group is taken or leaves when each member has ended or failed for good, and says how many ended",
+    "declared": "rollouts are aborted and groups begin anew only where the run said so at its start, within its limits",
+    "members": "a group is taken or leaves when each member has ended, failed for good or was aborted, and says how many ended",
     "lag": "no group is trained later than the bound and its deadline allow, and none is overdue",
-    "fate": "rewards and survivors decide the fate: failed, filtered (no signal) or trained",
+    "fate": "rewards and survivors decide the fate: failed, filtered (no signal) or trained; or aborted, with the batch full",
     "batch": "a group leaves as trained exactly if the batch took it, and batches are full while groups are left",
     "step": "versions rise by one",
     "totals": "groups, rows, tokens and rewards add up",
@@ -64,7 +66,7 @@ SKIPPED = frozenset(
     (b"span", b"status", b"stalled", b"evaluated", b"warmed_up", b"checkpoint_failed", b"stop_requested")
 )
 """Kinds that say nothing of a group's fate: of them, only the number is checked."""
-SUMS = ("groups", "rows", "tokens")
+SUMS = ("groups", "rollouts", "rows", "tokens")
 """What a batch and its `stepped` event both have."""
 COUNTS = (
     "steps",
@@ -73,6 +75,9 @@ COUNTS = (
     "groups_trained",
     "groups_filtered",
     "groups_failed",
+    "groups_aborted",
+    "groups_restarted",
+    "rollouts_aborted",
     "lag_max",
 )
 """What `summary.json` and a report both have."""
@@ -100,6 +105,10 @@ class Report:
     groups_trained: int = 0
     groups_filtered: int = 0
     groups_failed: int = 0
+    groups_aborted: int = 0
+    groups_restarted: int = 0
+    """Times that a group began anew."""
+    rollouts_aborted: int = 0
     groups_in_flight: int = 0
     steps: int = 0
     rollouts_trained: int = 0
@@ -147,7 +156,9 @@ def lines(report: Report) -> list[str]:
         f"{report.run_dir}: {f'{num_findings:,} findings' if num_findings else 'clean'}, {report.checks:,} checks",
         f"  events       {report.events:,}, {report.void_events:,} of them void; lives: {report.lives}",
         f"  groups       {report.groups_admitted:,} admitted = {report.groups_trained:,} trained + "
-        f"{report.groups_filtered:,} filtered + {report.groups_failed:,} failed + {report.groups_in_flight:,} in flight",
+        f"{report.groups_filtered:,} filtered + {report.groups_failed:,} failed + {report.groups_aborted:,} aborted + "
+        f"{report.groups_in_flight:,} in flight",
+        *_declared(report),
         f"  steps        {report.steps:,} with {report.rollouts_trained:,} rollouts",
         f"  lag          at most {report.lag_max}, the bound is {report.lag_bound}",
         f"  checkpoints  {report.checkpoints_verified} of {report.checkpoints} verified",
@@ -155,6 +166,14 @@ def lines(report: Report) -> list[str]:
         *(f"  note         {note}" for note in report.notes),
         *(f"  FOUND        [{finding.rule}] {finding.message}" for finding in report.findings),
         *left_out,
+    ]
+
+
+def _declared(report: Report) -> list[str]:
+    if not report.rollouts_aborted and not report.groups_restarted:
+        return []
+    return [
+        f"  declared     {report.rollouts_aborted:,} rollouts aborted, {report.groups_restarted:,} groups began anew"
     ]
 
 
@@ -173,13 +192,23 @@ class Promises(NamedTuple):
     group_size: int
     lag_bound: int
     budget: int
+    extra_members: int
+    is_first_to_finish: bool
+    max_restarts: int
+
+    @property
+    def num_members(self) -> int:
+        return self.group_size + self.extra_members
 
 
 class Ended(NamedTuple):
     """A rollout that ended well."""
 
     reward: float
+    rewards: list[float]
+    """Of each of its agents; one, as a rule."""
     num_tokens: int
+    num_rows: int
     start: int
 
 
@@ -195,13 +224,19 @@ class Group:
     running: set[int] = field(default_factory=set)
     ended: dict[int, Ended] = field(default_factory=dict)
     out: set[int] = field(default_factory=set)
+    """Failed for good, or aborted."""
     is_taken: bool = False
+    first_attempt: int = 0
+    restarts: int = 0
+    has_failed_score: bool = False
+    """Its reward as a whole could not be given."""
 
     def due_fate(self, promises: Promises) -> str:
-        rewards = [member.reward for member in self.ended.values()]
-        if len(rewards) < promises.min_group_size:
+        if len(self.ended) < promises.min_group_size or self.has_failed_score:
             return "failed"
-        has_signal = bool(rewards) and max(rewards) > min(rewards)
+        of_agents = zip_longest(*(member.rewards for member in self.ended.values()))
+        known = ([reward for reward in rewards if reward is not None] for rewards in of_agents)
+        has_signal = any(max(rewards) > min(rewards) for rewards in known)
         return "filtered" if promises.filter_zero_signal and not has_signal else "trained"
 
     def mean_reward(self) -> float:
@@ -222,6 +257,12 @@ class Group:
         self.out.difference_update(to_do)
         self.next_attempt, self.running = {}, set()
 
+    def begin_anew(self, event: Fields) -> None:
+        """What was said of its members is void."""
+        self.start, self.deadline, self.restarts = event["start_version"], event["deadline"], event["restarts"]
+        self.first_attempt, self.next_attempt = event["first_attempt"], {}
+        self.ended, self.out = {}, set()
+
 
 @dataclass(slots=True)
 class Batch:
@@ -230,6 +271,7 @@ class Batch:
     groups: int = 0
     rows: int = 0
     tokens: int = 0
+    rollouts: int = 0
 
 
 @dataclass(slots=True)
@@ -253,6 +295,8 @@ class History:
     fates: Counter[str] = field(default_factory=Counter)
     num_vacant: int = 0
     rollouts_trained: int = 0
+    rollouts_aborted: int = 0
+    num_restarts: int = 0
     lag_max: int = 0
     outcome: str | None = None
 
@@ -340,9 +384,9 @@ class GroupRules:
         group, member, attempt = self._group(event), event["member"], event["attempt"]
         if group is None:
             return
-        due = group.next_attempt.get(member, 0)
+        due = group.next_attempt.get(member, group.first_attempt)
         is_free = member not in group.running and member not in group.ended and member not in group.out
-        if not self._holds(is_free and attempt == due and 0 <= member < self._reading.promises.group_size):
+        if not self._holds(is_free and attempt == due and 0 <= member < self._reading.promises.num_members):
             what = f"attempt {due} was due" if is_free else "it is at work or done"
             self._blame("rollout", f"group {event['group_id']} member {member} began attempt {attempt}: {what}")
         group.running.add(member)
@@ -356,12 +400,54 @@ class GroupRules:
         if not self._holds(group.start <= start <= end <= newest):
             who = f"group {event['group_id']} member {event['member']}"
             self._blame("rollout", f"{who} ran on versions {start} to {end}: {group.start} to {newest} would be right")
-        group.ended[event["member"]] = Ended(float(event["reward"]), event["num_tokens"], start)
+        reward = float(event["reward"])
+        rewards, rows = event.get("rewards") or [reward], event.get("num_parts", 1)
+        group.ended[event["member"]] = Ended(reward, rewards, event["num_tokens"], rows, start)
 
     def on_rollout_failed(self, event: Fields) -> None:
         group = self._end_attempt(event)
         if group is not None and event["is_final"]:
             group.out.add(event["member"])
+
+    def on_rollout_aborted(self, event: Fields) -> None:
+        group, promises = self._end_attempt(event), self._reading.promises
+        if group is None:
+            return
+        if not self._holds(promises.is_first_to_finish or promises.max_restarts > 0):
+            self._blame("declared", f"group {event['group_id']} member {event['member']} was aborted, undeclared")
+        group.out.add(event["member"])
+        self._now.rollouts_aborted += 1
+
+    def on_group_restarted(self, event: Fields) -> None:
+        group, group_id, now, promises = self._group(event), event["group_id"], self._now, self._reading.promises
+        if group is None:
+            return
+        start, deadline, restarts = event["start_version"], event["deadline"], event["restarts"]
+        if not self._holds(group.restarts + 1 == restarts <= promises.max_restarts):
+            what = f"for the {restarts}. time after {group.restarts}, {promises.max_restarts} are allowed"
+            self._blame("declared", f"group {group_id} began anew {what}")
+        if not self._holds(group.start <= start <= now.version <= deadline == start + promises.lag_bound):
+            places = f"start {start}, deadline {deadline}, version {now.version}, bound {promises.lag_bound}"
+            self._blame("deadline", f"group {group_id} began anew with {places}")
+        is_at_rest = not group.running and not group.is_taken
+        if not self._holds(is_at_rest and event["first_attempt"] >= max(group.next_attempt.values(), default=0)):
+            self._blame("rollout", f"group {group_id} began anew while it was at work or done")
+        group.begin_anew(event)
+        now.num_restarts += 1
+
+    def on_group_scored(self, event: Fields) -> None:
+        """What each member earned in all; the fate is judged by that."""
+        group, rewards = self._group(event), event["rewards"]
+        if group is None:
+            return
+        group.has_failed_score = bool(event["failure"])
+        if not self._holds(group.has_failed_score or (len(rewards) == len(group.ended) and not group.running)):
+            self._blame(
+                "totals", f"group {event['group_id']} has {len(rewards)} rewards for {len(group.ended)} members"
+            )
+        for (number, member), reward in zip(sorted(group.ended.items()), rewards, strict=False):
+            more = reward - member.reward
+            group.ended[number] = member._replace(reward=reward, rewards=[one + more for one in member.rewards])
 
     def _end_attempt(self, event: Fields) -> Group | None:
         group, member, attempt = self._group(event), event["member"], event["attempt"]
@@ -377,10 +463,10 @@ class GroupRules:
 
     def _check_members(self, group: Group, event: Fields, said: int) -> None:
         """Every member is done, and as many have ended as the event says."""
-        size, ended, out = self._reading.promises.group_size, len(group.ended), len(group.out)
+        size, ended, out = self._reading.promises.num_members, len(group.ended), len(group.out)
         if not self._holds(ended + out == size and said == ended):
             what = f"{event['kind']} of group {event['group_id']} with {said} members"
-            self._blame("members", f"{what}: of {size}, {ended} have ended and {out} failed for good")
+            self._blame("members", f"{what}: of {size}, {ended} have ended and {out} failed for good or were aborted")
 
     def on_group_taken(self, event: Fields) -> None:
         group, group_id, now = self._group(event), event["group_id"], self._now
@@ -406,7 +492,9 @@ class GroupRules:
             return
         self._check_members(group, event, event["num_members"])
         due, mean = group.due_fate(self._reading.promises), group.mean_reward()
-        if not self._holds(fate == due):
+        if fate == "aborted":
+            self._check_aborted(group_id)
+        elif not self._holds(fate == due):
             rewards = [member.reward for member in group.ended.values()]
             self._blame("fate", f"group {group_id} left as {fate}, rewards {rewards} ask for {due}")
         if not self._holds(math.isclose(event["mean_reward"], mean, rel_tol=1e-6, abs_tol=1e-9)):
@@ -416,13 +504,27 @@ class GroupRules:
             self._blame("batch", f"group {group_id} left as {fate}, and {was}")
         self._let_go(group_id, group, fate, event["is_replaced"])
 
+    def _check_aborted(self, group_id: int) -> None:
+        """First to finish aborts what a full batch does not need."""
+        promises, now = self._reading.promises, self._now
+        num_taken = sum(group.is_taken for group in now.groups.values())
+        filled = now.fates["trained"] + now.num_vacant + num_taken
+        is_full = filled >= promises.groups_per_step * (len(now.steps) + 1)
+        if not self._holds(promises.is_first_to_finish and is_full):
+            what = f"{num_taken} of {promises.groups_per_step} were taken"
+            self._blame(
+                "declared",
+                f"group {group_id} was aborted: {what}, and first to finish is {promises.is_first_to_finish}",
+            )
+
     def _let_go(self, group_id: int, group: Group, fate: str, is_replaced: bool) -> None:
         now = self._now
         del now.groups[group_id]
         now.fates[fate] += 1
         if fate == "trained":
             now.batch.groups += 1
-            now.batch.rows += len(group.ended)
+            now.batch.rows += sum(member.num_rows for member in group.ended.values())
+            now.batch.rollouts += len(group.ended)
             now.batch.tokens += sum(member.num_tokens for member in group.ended.values())
         elif not is_replaced:
             now.num_vacant += 1
@@ -439,7 +541,7 @@ class GroupRules:
             self._blame("totals", f"step {version} says {said} {', '.join(SUMS)}; its groups have {due}")
         now.version, now.batch = version, Batch()
         now.steps.append(batch.groups)
-        now.rollouts_trained += batch.rows
+        now.rollouts_trained += batch.rollouts
         self._check_places(batch.groups)
         for group_id, group in now.groups.items():
             self._check_left_behind(group_id, group)
@@ -471,7 +573,7 @@ class GroupRules:
         group = now.groups.get(group_id)
         if group is None:
             return
-        for objection in group.objections(kept, to_do, self._reading.promises.group_size):
+        for objection in group.objections(kept, to_do, self._reading.promises.num_members):
             if not self._holds(not objection):
                 self._blame("resume", f"group {group_id} was taken up: {objection}")
         listed = self._reading.ledger.get("groups", {}).get(str(group_id), event)
@@ -551,10 +653,10 @@ class Checkpoint:
                 self._compare_group(group_id, listed[group_id], now.groups[group_id], now.promises)
 
     def _compare_group(self, group_id: int, listed: Fields, group: Group, promises: Promises | None) -> None:
-        said = [listed[name] for name in ("task_id", "epoch", "start", "deadline")]
-        due = [group.task_id, group.epoch, group.start, group.deadline]
+        said = [*(listed[name] for name in ("task_id", "epoch", "start", "deadline")), listed.get("restarts", 0)]
+        due = [group.task_id, group.epoch, group.start, group.deadline, group.restarts]
         self.expect(said == due, "ledger", f"group {group_id} is {said} in the ledger, {due} in the events")
-        for objection in group.objections(listed["kept"], listed["to_do"], promises.group_size if promises else 0):
+        for objection in group.objections(listed["kept"], listed["to_do"], promises.num_members if promises else 0):
             self.expect(not objection, "ledger", f"group {group_id}: {objection}")
 
 
@@ -752,6 +854,9 @@ class Replay:
             "rollout_started": groups.on_rollout_started,
             "rollout_ended": groups.on_rollout_ended,
             "rollout_failed": groups.on_rollout_failed,
+            "rollout_aborted": groups.on_rollout_aborted,
+            "group_restarted": groups.on_group_restarted,
+            "group_scored": groups.on_group_scored,
             "group_taken": groups.on_group_taken,
             "group_left": groups.on_group_left,
             "group_resumed": groups.on_group_resumed,
@@ -852,7 +957,8 @@ def _reason(error: Exception) -> str:
 def _count(now: History, report: Report) -> None:
     report.groups_admitted, report.groups_in_flight = now.num_admitted, len(now.groups)
     report.groups_trained, report.groups_filtered = now.fates["trained"], now.fates["filtered"]
-    report.groups_failed = now.fates["failed"]
+    report.groups_failed, report.groups_aborted = now.fates["failed"], now.fates["aborted"]
+    report.groups_restarted, report.rollouts_aborted = now.num_restarts, now.rollouts_aborted
     report.steps, report.rollouts_trained = len(now.steps), now.rollouts_trained
     report.lag_max, report.outcome = now.lag_max, now.outcome
     report.lag_bound = None if now.promises is None else now.promises.lag_bound

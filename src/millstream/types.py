@@ -116,3 +116,5 @@ class Fate(StrEnum):
     """Its rewards carry no signal. It was replaced by a new prompt, or, past the step's budget, its place stayed empty."""
     FAILED = "failed"
     """Fewer members than the smallest group survived their retries."""
+    ABORTED = "aborted"
+    """First to finish: the batch was full without it, and it could not be trained any more."""

@@ -26,6 +26,7 @@ from millstream.events import (
 )
 from millstream.events.bias import BiasReport
 from millstream.events.metrics import StepMetrics
+from millstream.events.summary import Summary
 
 if TYPE_CHECKING:
     from millstream.runtime.folder import RunResult
@@ -165,11 +166,22 @@ def result_table(result: RunResult) -> Table:
         ("tokens/s generated", f"{summary.tokens_per_s:.0f}"),
         ("groups admitted", str(summary.groups_admitted)),
         ("trained, filtered, failed", f"{summary.groups_trained}, {summary.groups_filtered}, {summary.groups_failed}"),
+        *_declared(summary),
         ("groups by lag", lags),
         ("training overlapped by generation", f"{summary.overlap_share:.0%}"),
     ):
         table.add_row(name, "", value)
     return table
+
+
+def _declared(summary: Summary) -> list[tuple[str, str]]:
+    """What was thrown away because the config said so."""
+    if not summary.rollouts_aborted:
+        return []
+    return [
+        ("groups aborted, begun anew", f"{summary.groups_aborted}, {summary.groups_restarted}"),
+        ("rollouts aborted", str(summary.rollouts_aborted)),
+    ]
 
 
 def bias_tables(report: BiasReport) -> list[Table]:

@@ -44,6 +44,8 @@ class Engine(Protocol):
     """
 
     name: str
+    slots: int
+    """Requests that it decodes at the same time; more wait in its queue."""
 
     @property
     def version(self) -> int:

@@ -112,13 +112,14 @@ class TorchEngine:
         self,
         host: Host,
         *,
+        slots: int,
         max_length: int | None,
         clock: Clock,
         sink: EventSink,
         answer_s: float = 300.0,
         name: str = "engine",
     ) -> None:
-        self.name = name
+        self.name, self.slots = name, slots
         self._answer_s, self._num_heard, self._is_paused = answer_s, 0, False
         self._listening: asyncio.Task[None] | None = None
         self._host, self._max_length = host, max_length

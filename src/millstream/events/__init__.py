@@ -41,6 +41,14 @@ class RunStarted(Event, frozen=True, kw_only=True):
     max_lag: float
     lag_bound: int
     budget: int
+    extra_members: int = 0
+    """Members that a group has beyond `group_size`."""
+    is_first_to_finish: bool = False
+    """Whether what is over is aborted: declared biased."""
+    max_restarts: int = 0
+    """How often an overdue group may begin anew: declared biased."""
+    has_group_rewards: bool = False
+    """Whether some rewards are given to a group as a whole, after its rollouts have ended."""
 
 
 class Resumed(Event, frozen=True, kw_only=True):
@@ -87,8 +95,12 @@ class RolloutEnded(Event, frozen=True, kw_only=True):
     member: int
     attempt: int
     reward: float
+    rewards: list[float] = []
+    """Of each agent, where there are several; `reward` is that of the first."""
     num_tokens: int
     num_sampled: int
+    num_parts: int = 1
+    """Token sequences that it is made of: each is a row."""
     start_version: int
     end_version: int
     finish: Finish
@@ -107,6 +119,39 @@ class RolloutFailed(Event, frozen=True, kw_only=True):
     seconds: float = 0.0
     num_sampled: int = 0
     """Tokens of the turns it had finished."""
+
+
+class RolloutAborted(Event, frozen=True, kw_only=True):
+    """A rollout was ended on purpose, in the engine and in its environment."""
+
+    group_id: int
+    member: int
+    attempt: int
+    why: str
+    seconds: float
+    num_sampled: int
+    """Tokens that it had sampled: how long it would have become is not known."""
+
+
+class GroupRestarted(Event, frozen=True, kw_only=True):
+    """An overdue group begins anew, whole, under its own id. Its rollouts so far are void."""
+
+    group_id: int
+    start_version: int
+    deadline: int
+    restarts: int
+    first_attempt: int
+    """The number that its rollouts' attempts begin with."""
+
+
+class GroupScored(Event, frozen=True, kw_only=True):
+    """Rewards that were given to a complete group as a whole; each member's own are in them."""
+
+    group_id: int
+    rewards: list[float]
+    """Of the members that ended, in their order. Empty if it failed."""
+    seconds: float
+    failure: str = ""
 
 
 class GroupTaken(Event, frozen=True, kw_only=True):
@@ -133,7 +178,9 @@ class Stepped(Event, frozen=True, kw_only=True):
 
     version: int
     num_groups: int
+    num_rollouts: int
     num_rows: int
+    """Token sequences: a rollout of several parts has several."""
     num_tokens: int
     seconds: float
     metrics: Metrics
@@ -275,6 +322,9 @@ AnyEvent = (
     | RolloutStarted
     | RolloutEnded
     | RolloutFailed
+    | RolloutAborted
+    | GroupRestarted
+    | GroupScored
     | GroupTaken
     | GroupLeft
     | Stepped

@@ -1,8 +1,9 @@
 """Is what was kept a fair sample of what was admitted, or did the long, the slow, the hard ones get lost? From events alone.
 
 Kept is a rollout that reached its reward in a group that was trained, or filtered, which is declared. Lost is one whose
-attempt failed, be it tried again or not (a second attempt is a new draw: under a time limit, a shorter one), or whose group
-failed. Only groups whose fate is told are compared: what is in flight when the log ends is not lost, and is in the table alone.
+attempt failed or was aborted, be it tried again or not (a second attempt is a new draw: under a time limit, a shorter one),
+whose group failed, was aborted, or began anew. Only groups whose fate is told are compared: what is in flight when the log
+ends is not lost, and is in the table alone.
 
 How long a lost rollout would have become is often unknown: it was cut off. Its length is then censored, "at least so much",
 and the mean over all admitted has two ends. At one, it would have gone on like the others that came as far (Kaplan-Meier); at
@@ -31,7 +32,9 @@ from millstream.events import (
     Event,
     GroupAdmitted,
     GroupLeft,
+    GroupRestarted,
     GroupResumed,
+    RolloutAborted,
     RolloutEnded,
     RolloutFailed,
     RolloutStarted,
@@ -47,8 +50,8 @@ MAX_EDGES = 16
 ROUNDING = 1e-9
 MAX_SOURCES = 32
 """Smaller ones are counted together."""
-CLASSES = ("trained", "filtered", "failed", "aborted", "open")
-TRAINED, FILTERED, FAILED, ABORTED, OPEN = range(len(CLASSES))
+CLASSES = ("trained", "filtered", "failed", "aborted", "in flight", "open")
+TRAINED, FILTERED, FAILED, ABORTED, IN_FLIGHT, OPEN = range(len(CLASSES))
 KEPT = 1
 """Trained or filtered. `TRAINED` and `KEPT` number the two choices that are compared with all admitted."""
 UNNAMED = "unnamed"
@@ -59,8 +62,8 @@ Index = NDArray[np.int64]
 
 
 class ClassRow(Struct, frozen=True, kw_only=True):
-    """Rollouts of one class. `aborted`: in flight when the log ends; `open`: done, or between two attempts, in a group whose
-    fate is not told yet. None: not known of any."""
+    """Rollouts of one class. `aborted`: on purpose, or thrown away with its group; `in flight`: when the log ends; `open`:
+    done, or between two attempts, in a group whose fate is not told yet. None: not known of any."""
 
     name: str
     rollouts: int
@@ -142,6 +145,7 @@ class _Member(Struct):
     is_done: bool = False
     """Some attempt has ended or failed."""
     is_lost: bool = False
+    is_aborted: bool = False
     is_first_cut: bool = False
     first_tokens: float = 0.0
     first_seconds: float = 0.0
@@ -174,6 +178,12 @@ class _Group(Struct):
         for number, member in self.members.items():
             if number not in event.kept and number not in event.to_do:
                 member.is_lost, member.since = True, None
+
+    def begin_anew(self) -> None:
+        """Every member draws again; what it drew first is remembered."""
+        for member in self.members.values():
+            member.is_aborted = member.is_lost = False
+            member.reward = member.since = None
 
 
 class _Table(NamedTuple):
@@ -212,6 +222,12 @@ class _Log:
                 member.finish(event.num_sampled, event.seconds, event.reward)
             case RolloutFailed():
                 self._fail(event)
+            case RolloutAborted():
+                member = self._group(event.group_id).member(event.member)
+                member.finish(event.num_sampled, event.seconds, None)
+                member.is_aborted = True
+            case GroupRestarted():
+                self._group(event.group_id).begin_anew()
             case GroupAdmitted():
                 group = self._group(event.group_id)
                 group.task, group.source = event.task_id, event.source
@@ -252,7 +268,7 @@ class _Log:
     def _line(self, member: _Member, fate: Fate | None) -> tuple[float, ...]:
         """The columns of a rollout from `kind` on."""
         kind, tokens, seconds = _kind(member, fate), member.tokens, member.seconds
-        if kind == ABORTED and member.since is not None:
+        if kind == IN_FLIGHT and member.since is not None:
             tokens, seconds = np.nan, self._last_at - member.since
         reward = np.nan if member.reward is None else member.reward
         is_cut = member.is_first_cut or not member.is_done
@@ -260,11 +276,13 @@ class _Log:
 
 
 def _kind(member: _Member, fate: Fate | None) -> int:
+    if member.is_aborted or fate is Fate.ABORTED:
+        return ABORTED
     if member.is_lost or fate is Fate.FAILED or (fate is not None and member.reward is None):
         return FAILED
     if member.reward is not None:
         return OPEN if fate is None else TRAINED if fate is Fate.TRAINED else FILTERED
-    return OPEN if member.since is None else ABORTED
+    return OPEN if member.since is None else IN_FLIGHT
 
 
 def _select(table: _Table, mask: Mask) -> _Table:
@@ -333,7 +351,7 @@ class _Means(NamedTuple):
 
 
 def _measured(quantity: str, table: _Table, first: Column, last: Column) -> _Sample:
-    is_lost = (table.kind == FAILED) | table.is_first_cut
+    is_lost = _is_lost(table) | table.is_first_cut
     return _Sample(
         quantity=quantity,
         group=table.group,
@@ -344,6 +362,10 @@ def _measured(quantity: str, table: _Table, first: Column, last: Column) -> _Sam
         lost=int(is_lost.sum()),
         known=int((is_lost & (~table.is_first_cut | (first > 0))).sum()),
     )
+
+
+def _is_lost(table: _Table) -> Mask:
+    return np.isin(table.kind, (FAILED, ABORTED))
 
 
 def _choices(table: _Table) -> tuple[Mask, Mask]:
@@ -359,7 +381,7 @@ def _logarithm(sample: _Sample) -> _Sample:
 
 def _difficulty(table: _Table) -> _Sample:
     """1 - reward. For a lost rollout, that of its group's others; without any, that of the same task in other epochs."""
-    reward, is_lost = table.reward, table.kind == FAILED
+    reward, is_lost = table.reward, _is_lost(table)
     for label in (table.group, table.task):
         reward = np.where(np.isnan(reward), _mean_of_same(label, table.reward)[label], reward)
     known = ~np.isnan(reward)
@@ -543,7 +565,7 @@ def _kaplan_meier_means(ended: Column, sums: Column, cut: Column, edges: Column)
 
 def _compare_sources(table: _Table, names: list[str], rng: np.random.Generator) -> list[BiasTest]:
     """By choice. The test is by permutation: without bias, a group's losses might as well be those of any other group."""
-    choices, lost = _choices(table), int((table.kind == FAILED).sum())
+    choices, lost = _choices(table), int(_is_lost(table).sum())
     empty = [_untested("source", chosen, lost) for chosen in choices]
     if all(test.note for test in empty):
         return empty

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from millstream.events import Event, GroupAdmitted, GroupLeft, GroupTaken, Span, Stepped
+from millstream.events import Event, GroupAdmitted, GroupLeft, GroupRestarted, GroupTaken, RolloutAborted, Span, Stepped
 from millstream.types import Fate
 
 
@@ -21,6 +21,11 @@ class Summary(Struct, frozen=True, kw_only=True):
     groups_trained: int
     groups_filtered: int
     groups_failed: int
+    groups_aborted: int = 0
+    """First to finish: thrown away because the batch was full."""
+    groups_restarted: int = 0
+    """Times that an overdue group began anew."""
+    rollouts_aborted: int = 0
     tokens_per_s: float
     """Generated while training ran."""
     rollouts_per_s: float
@@ -51,7 +56,7 @@ def summarise(events: Iterable[Event]) -> Summary:
     training = merge((s.at - s.seconds, s.at) for s in spans if s.worker == "learner")
     seconds = max(end - begin, 1e-9)
     lags = Counter(event.lag for event in taken)
-    rollouts = sum(step.num_rows for step in steps)
+    rollouts = sum(step.num_rollouts for step in steps)
     return Summary(
         seconds=end - begin,
         steps=len(steps),
@@ -60,6 +65,9 @@ def summarise(events: Iterable[Event]) -> Summary:
         groups_trained=fates[Fate.TRAINED],
         groups_filtered=fates[Fate.FILTERED],
         groups_failed=fates[Fate.FAILED],
+        groups_aborted=fates[Fate.ABORTED],
+        groups_restarted=sum(isinstance(event, GroupRestarted) for event in events),
+        rollouts_aborted=sum(isinstance(event, RolloutAborted) for event in events),
         tokens_per_s=sum(span.num_tokens for span in spans if span.what == "generate") / seconds,
         rollouts_per_s=rollouts / seconds,
         lag_max=max(lags, default=0),

@@ -33,8 +33,15 @@ leaves slack, so that complete groups may pass it.
 Two rules that look right and are not: a budget without an order (B = 1, max_lag = 2 breaks it: one group can be passed for
 ever), and "earliest deadline of the *complete* groups first" without the invariant (the late ones pile up on one deadline).
 
-max_lag = 0 is synchronous training: B groups, one version, and they are taken in the order of their ids, so that the
-order of micro-batches does not depend on timing.
+max_lag = 0 is synchronous training: B groups, one version. With `is_in_order` they are taken in the order of their ids, so
+that the order of micro-batches does not depend on timing.
+
+*Restart* (an overdue group begins anew, under the same id): a deadline D <= D' is exchanged for D'. The left side falls by one
+for D <= d < D' and stays as it is elsewhere, so that it is always allowed.
+
+First to finish (`is_greedy`) gives the invariant up: more groups are in flight than can be trained in time, complete ones are
+taken as they come, and whatever is due when the batch is full, and is not in it, must be removed before the step (`overdue`).
+The bound holds, for nothing is left whose deadline is past; what it costs is that slow groups are thrown away.
 """
 
 from __future__ import annotations
@@ -56,9 +63,17 @@ class Admission:
     """The ledger of what is outstanding. Pure bookkeeping: it neither waits nor knows tasks, threads or time."""
 
     def __init__(
-        self, *, groups_per_step: int, max_lag: float, budget: int | None = None, num_steps: int | None = None
+        self,
+        *,
+        groups_per_step: int,
+        max_lag: float,
+        budget: int | None = None,
+        num_steps: int | None = None,
+        is_in_order: bool = False,
+        is_greedy: bool = False,
     ) -> None:
         self.groups_per_step = groups_per_step
+        self.is_in_order, self.is_greedy = is_in_order, is_greedy
         self.bound = math.ceil(max_lag)
         self.budget = budget if budget is not None else full_budget(groups_per_step, max_lag)
         self.num_steps = num_steps
@@ -80,9 +95,8 @@ class Admission:
         return self.num_steps is not None and self.version >= self.num_steps
 
     @property
-    def is_in_order(self) -> bool:
-        """Synchronous training takes groups in the order of their ids."""
-        return self.bound == 0
+    def _is_last_batch(self) -> bool:
+        return self.num_steps is not None and self.version + 1 >= self.num_steps
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._places
@@ -99,7 +113,7 @@ class Admission:
         self.version, self.taken = version, 0
         self._places = dict(places)
         self._deadlines = Counter(place.deadline for place in places.values())
-        if not self._holds(taken=0):
+        if not self.is_greedy and not self._holds(taken=0):
             raise InvariantError(f"groups were restored that cannot all be trained in time: {self}")
 
     # ---- the three moves ---------------------------------------------------------------------------------------------
@@ -109,6 +123,9 @@ class Admission:
         in_flight = self.outstanding + self.taken
         if in_flight >= self.budget or in_flight >= self._room_until_the_end():
             return False
+        if self.is_greedy:
+            is_over = self.is_finished or (self.is_batch_full and self._is_last_batch)
+            return not is_over and start + self.bound >= self.version + self.is_batch_full
         return self._holds(taken=self.taken, extra=start + self.bound)
 
     def admit(self, group_id: int, start: int) -> Place:
@@ -126,7 +143,31 @@ class Admission:
             return False
         if self.is_in_order and group_id != min(self._places):
             return False
-        return self._holds(taken=self.taken + 1, without=self._places[group_id].deadline)
+        return self.is_greedy or self._holds(taken=self.taken + 1, without=self._places[group_id].deadline)
+
+    def blockers(self, ready: Iterable[int]) -> list[int]:
+        """The groups that are not complete and without which the complete ones would fill the batch now: the most urgent of
+        them, as many as places are open. None unless the learner waits for these alone."""
+        complete, places = set(ready), self.groups_per_step - self.taken
+        if not places or len(complete & self._places.keys()) < places or self.choose(complete) is not None:
+            return []
+        late = sorted((place.deadline, group) for group, place in self._places.items() if group not in complete)
+        return [group for _, group in late[:places]]
+
+    def overdue(self) -> list[int]:
+        """First to finish: what can not be trained any more once this batch is."""
+        due = math.inf if self._is_last_batch else self.version
+        return [group for group, place in self._places.items() if place.deadline <= due] if self.is_greedy else []
+
+    def restart(self, group_id: int, start: int) -> Place:
+        """The group begins anew at this version. Raises `InvariantError` if that is older than where it began."""
+        old = self._places[group_id]
+        if start < old.start:
+            raise InvariantError(f"group {group_id} began at {old.start} and may not begin anew at {start}")
+        self._leave(group_id)
+        place = self._places[group_id] = Place(start, start + self.bound)
+        self._deadlines[place.deadline] += 1
+        return place
 
     def choose(self, ready: Iterable[int]) -> int | None:
         """The complete group to take next: the earliest deadline that the invariant lets through; None to wait."""
@@ -153,7 +194,7 @@ class Admission:
 
     def step(self) -> int:
         """The batch is trained: the version rises. A batch that is not full (end of data) must be the last there is."""
-        if not self.is_batch_full and self._places:
+        if (not self.is_batch_full and self._places) or self.overdue():
             raise InvariantError(f"a step with {self.taken} groups while others are outstanding: {self}")
         self.version += 1
         self.taken = 0
@@ -181,10 +222,12 @@ class Admission:
         return place
 
     def _room_until_the_end(self) -> float:
-        """Groups that the remaining steps can train: nothing is admitted that nobody would take."""
+        """Groups that the remaining steps can train: nothing is admitted that nobody would take, but for what first to finish
+        has to spare."""
         if self.num_steps is None:
             return math.inf
-        return (self.num_steps - self.version) * self.groups_per_step
+        spare = max(0, self.budget - full_budget(self.groups_per_step, self.bound)) if self.is_greedy else 0
+        return (self.num_steps - self.version) * self.groups_per_step + spare
 
     def __str__(self) -> str:
         return (

@@ -20,7 +20,7 @@ from millstream.env import Content
 from millstream.env.data import DataSet
 from millstream.env.find import Kind
 from millstream.env.hosted import Environments, Hosted
-from millstream.env.rewards import Reward, Scorer, find
+from millstream.env.rewards import Rewards, Scorer, group_scorer
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
@@ -30,9 +30,8 @@ from millstream.model.load import context_length, load_model, load_tokenizer, nu
 from millstream.model.objective import Objective
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
-from millstream.runtime.admission import full_budget
 from millstream.runtime.config import ModelConfig, RunConfig
-from millstream.runtime.pipeline import STORE_TASKS, Algorithm
+from millstream.runtime.pipeline import STORE_TASKS, Algorithm, GroupReward
 from millstream.store.memory import MemoryStore
 from millstream.types import Message, Sampling, Task
 
@@ -185,12 +184,11 @@ def unknown_text(text: Text, data: DataSet, environments: Environments) -> str:
     )
 
 
-def build_environment(config: RunConfig, kinds: Sequence[Kind], text: Text, reward: Reward | None) -> Environments:
-    """With the rewards that the config names, or the one that was passed from Python."""
+def build_environment(kinds: Sequence[Kind], text: Text, rewards: Rewards) -> Environments:
+    """Data sets are scored with these rewards, other environments by themselves."""
 
     def single_turn() -> SingleTurn:
-        scorer = Scorer([(find(one.function) if reward is None else reward, one) for one in config.reward])
-        return SingleTurn(encode=lambda task: text.opening(task.prompt), decode=text.decode, scorer=scorer)
+        return SingleTurn(encode=lambda task: text.opening(task.prompt), decode=text.decode, scorer=Scorer(rewards))
 
     watched = structs.replace(text, is_watched=True)
     return Environments([Hosted(kind, kind.environment or single_turn(), watched) for kind in kinds])
@@ -205,7 +203,14 @@ def build_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, 
     if is_process and not is_cpu:
         raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
     host: Host = ProcessHost(model, config) if is_process else ThreadHost(copy.deepcopy(model), config)
-    return TorchEngine(host, max_length=context_length(model), clock=clock, sink=sink, answer_s=config.answer_s)
+    return TorchEngine(
+        host,
+        slots=config.slots,
+        max_length=context_length(model),
+        clock=clock,
+        sink=sink,
+        answer_s=config.answer_s,
+    )
 
 
 def build_learner(
@@ -229,14 +234,25 @@ def build_learner(
 
 def build_store(config: RunConfig) -> MemoryStore:
     """Room for every rollout that may be in flight or taken: with less the pipeline would wait for itself."""
-    budget = config.pipeline.budget or full_budget(config.pipeline.groups_per_step, config.pipeline.max_lag)
-    return MemoryStore(STORE_TASKS, capacity_rows=budget * config.rollout.group_size * config.rollout.max_parts)
+    return MemoryStore(STORE_TASKS, capacity_rows=config.pipeline.most_groups * config.rollout.most_rows)
 
 
-def build_algorithm(config: RunConfig, sampling: Sampling) -> Algorithm:
+def build_algorithm(config: RunConfig, sampling: Sampling, text: Text, rewards: Rewards) -> Algorithm:
     return Algorithm(
         advantage=recipe.advantage_function(config.algorithm),
         sampling=sampling,
         micro_batch_tokens=config.learner.micro_batch_tokens,
         mini_batches=config.learner.mini_batches,
+        group_reward=_group_reward(text, rewards),
     )
+
+
+def _group_reward(text: Text, rewards: Rewards) -> GroupReward | None:
+    scorer = group_scorer(rewards)
+    if scorer is None:
+        return None
+
+    async def score(task: Task, said: Sequence[Sequence[int]]) -> Sequence[float]:
+        return await scorer.score(task, [text.decode(tokens) for tokens in said])
+
+    return score

@@ -11,7 +11,8 @@ from millstream.env.data import read
 from millstream.env.find import Kind, make_tasks
 from millstream.env.find import find as find_environment
 from millstream.env.hosted import name_of
-from millstream.env.rewards import find
+from millstream.env.rewards import check, find
+from millstream.env.sandbox import what_is_contained
 from millstream.model.where import check_path, check_tokenizer
 from millstream.runtime.config import RunConfig
 
@@ -47,8 +48,10 @@ def _checked_rewards(config: RunConfig) -> Iterator[str]:
     if all(one.use != SINGLE_TURN for one in config.environment):
         return
     for reward in config.reward:
-        find(reward.function)
-        yield f"checked: the reward {reward.function} is there"
+        check(find(reward.function), reward)
+        yield f"checked: the reward {reward.function} is there, and takes its arguments"
+        if reward.function == "python_tests":
+            yield f"checked: {what_is_contained().words()}"
 
 
 def _checked_model(config: RunConfig) -> Iterator[str]:

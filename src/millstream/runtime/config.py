@@ -17,7 +17,8 @@ from millstream.errors import ConfigError
 from millstream.learner import LearnerConfig
 from millstream.runtime.admission import full_budget
 from millstream.runtime.checkpoint import CheckpointConfig
-from millstream.runtime.pipeline import PipelineConfig, RolloutConfig
+from millstream.runtime.pipeline import PipelineConfig
+from millstream.runtime.rollouts import RolloutConfig
 
 
 class TinyConfig(Struct, frozen=True, kw_only=True):

@@ -77,12 +77,16 @@ class Episode:
 
     async def request(self, part: _Part, turn: int, tokens: Sequence[int]) -> Completion:
         """One turn of a part, if that has its place among those that may speak."""
-        key = structs.replace(self._key, turn=part.index * TURNS_PER_PART + turn)
+        key = RequestKey(
+            group_id=self._key.group_id,
+            member=self._key.member,
+            attempt=self._key.attempt,
+            turn=part.index * TURNS_PER_PART + turn,
+        )
         seed = request_seed(self._run_seed, self._role, key)
         request = Request(key=key, tokens=tuple(tokens), sampling=self._sampling, seed=seed)
         async with self._turn:
-            speaking = [one for one in self._parts if one.turns]
-            if part not in speaking and len(speaking) >= self._max_parts:
+            if not part.turns and sum(bool(one.turns) for one in self._parts) >= self._max_parts:
                 raise EnvironmentFailed(
                     f"more than {self._max_parts} sequences in one rollout: set rollout.max_parts to as many as the "
                     'environment needs (with thinking = "drop", one for every turn)'

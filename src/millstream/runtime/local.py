@@ -33,7 +33,8 @@ from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, digest, in_order, read
 from millstream.env.find import find, make_tasks
 from millstream.env.hosted import Environments, check_tasks
-from millstream.env.rewards import Reward, passed, was_passed
+from millstream.env.rewards import Reward, Rewards, passed, was_passed
+from millstream.env.rewards import prepare as prepare_rewards
 from millstream.errors import CheckpointError, ConfigError, MillstreamError, OutputError, Stopped
 from millstream.events import (
     WARMUP,
@@ -54,7 +55,6 @@ from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
 from millstream.model.load import set_up_cpu
 from millstream.runtime import build, checkpoint
-from millstream.runtime.admission import full_budget
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run
 from millstream.runtime.evaluate import Measured, evaluate
@@ -83,6 +83,7 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     tokenizer: PreTrainedTokenizerBase
     text: build.Text
     environment: Environments
+    rewards: Rewards
     sampling: Sampling
     data_digest: str
     warning: str
@@ -102,7 +103,8 @@ def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
     data = read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
     model, tokenizer = build.build_model(config.model, seed=config.seed)
     text = build.Text(tokenizer=tokenizer)
-    environment = build.build_environment(config, kinds, text, reward)
+    rewards = prepare_rewards(config.reward, reward)
+    environment = build.build_environment(kinds, text, rewards)
     check_tasks(environment, data, needs_gold=config.warmup is not None)
     build.check_lengths(config, model, text, data, environment)
     return Prepared(
@@ -112,6 +114,7 @@ def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
         tokenizer=tokenizer,
         text=text,
         environment=environment,
+        rewards=rewards,
         sampling=build.build_sampling(config, model, tokenizer),
         data_digest=digest(data),
         warning=build.unknown_text(text, data, environment),
@@ -407,7 +410,8 @@ class _Run:
     async def _run(self) -> None:
         prepared, config = self._prepared, self._prepared.config
         engine = build.build_engine(config.engine, prepared.model, clock=self._clock, sink=self._sink)
-        evaluator = _Evaluator(prepared, Router([engine]), self._clock, self._sink, self._waits)
+        router = Router([engine], is_queueing=not config.pipeline.is_in_lockstep)
+        evaluator = _Evaluator(prepared, router, self._clock, self._sink, self._waits)
         try:
             if self._found is None:
                 if config.warmup is not None:
@@ -417,7 +421,7 @@ class _Run:
             try:
                 if self._found is not None:
                     await self._restore(learner, engine, self._found)
-                await self._reinforce(learner, engine, evaluator)
+                await self._reinforce(learner, engine, router, evaluator)
             finally:
                 await learner.close()
             if self._stopped_by is not None:
@@ -490,7 +494,9 @@ class _Run:
         finally:
             await learner.close()
 
-    async def _reinforce(self, learner: TorchLearner, engine: TorchEngine, evaluator: _Evaluator) -> None:
+    async def _reinforce(
+        self, learner: TorchLearner, engine: TorchEngine, router: Router, evaluator: _Evaluator
+    ) -> None:
         prepared, config = self._prepared, self._prepared.config
         parts = Parts(
             engines=(engine,),
@@ -508,7 +514,7 @@ class _Run:
         self._pipeline = Pipeline(
             parts,
             in_order(prepared.data.train, seed=config.seed, shuffle=config.data.shuffle),
-            build.build_algorithm(config, prepared.sampling),
+            build.build_algorithm(config, prepared.sampling, prepared.text, prepared.rewards),
             config=config.pipeline,
             rollout=config.rollout,
             seed=config.seed,
@@ -516,6 +522,7 @@ class _Run:
             keeper=self._checkpoints,
             resumed=None if self._found is None else self._found.standing(),
             incarnation=self._incarnation,
+            router=router,
         )
         if self._state is not None:
             _restore_generators(self._state.generators)
@@ -602,7 +609,11 @@ class _Run:
                 group_size=rollout.group_size,
                 max_lag=pipeline.max_lag,
                 lag_bound=math.ceil(pipeline.max_lag),
-                budget=pipeline.budget or full_budget(pipeline.groups_per_step, pipeline.max_lag),
+                budget=pipeline.most_groups,
+                extra_members=rollout.extra_members,
+                is_first_to_finish=pipeline.is_first_to_finish,
+                max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
+                has_group_rewards=any(reward.group for reward in config.reward),
             )
         )
 

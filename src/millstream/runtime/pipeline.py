@@ -15,36 +15,27 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from millstream.algo.advantages import Rewards
 from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.env import Environment
-from millstream.errors import (
-    DataError,
-    EngineError,
-    EnvironmentFailed,
-    InvariantError,
-    LagError,
-    MillstreamError,
-    RolloutTimeout,
-    StallError,
-    StreamEnded,
-)
+from millstream.errors import DataError, LagError, MillstreamError, StreamEnded
 from millstream.events import (
     Event,
     EventSink,
     GroupAdmitted,
     GroupLeft,
+    GroupRestarted,
     GroupResumed,
+    GroupScored,
     GroupTaken,
-    RolloutEnded,
-    RolloutFailed,
-    RolloutStarted,
     Span,
     Status,
     Stepped,
@@ -53,24 +44,26 @@ from millstream.events import (
 )
 from millstream.learner import Learner
 from millstream.learner.packing import Packer
-from millstream.runtime.admission import Admission, Place
-from millstream.runtime.episode import Episode
+from millstream.runtime.admission import Admission, Place, full_budget
 from millstream.runtime.lockstep import Gate
-from millstream.runtime.router import Router
+from millstream.runtime.rollouts import RolloutConfig, Rollouts, Setting
+from millstream.runtime.router import Rank, Router
 from millstream.runtime.settle import TASK as SETTLE
-from millstream.runtime.settle import Advantage, Rules, Settler, by_member, rewards_of
+from millstream.runtime.settle import Advantage, Doom, Rules, Settler, by_member, members_of, rewards_of
 from millstream.runtime.state import GroupState, Keeper, Ledger, Standing
 from millstream.runtime.waits import Pulse, Waits
 from millstream.store import Lease, Reads, Store
-from millstream.types import Completion, Fate, Metrics, Request, RequestKey, Rollout, Sampling, Task, TrainRow
+from millstream.types import Fate, Metrics, Sampling, Task, TrainRow
 from millstream.weights import WeightChannel
 
 T = TypeVar("T")
 AfterStep = Callable[[int], Coroutine[Any, Any, None]]
 """Called with every new version; beside training, or, when that is synchronous, between two steps."""
+GroupReward = Callable[[Task, Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
+"""What each member earns beside its own reward, from the task and the tokens that each has sampled."""
 TRAIN = "train"
 STORE_TASKS = {
-    SETTLE: Reads(("member", "part", "agent", "reward", "tokens")),
+    SETTLE: Reads(("member", "part", "agent", "reward", "tokens", "loss_mask")),
     TRAIN: Reads(
         ("member", "part", "reward", "tokens", "loss_mask", "logprobs", "start_version", "advantages"), after=(SETTLE,)
     ),
@@ -78,35 +71,26 @@ STORE_TASKS = {
 """What each consumer reads: the columns of a `Rollout`, and `advantages`, which settling adds."""
 
 
-class RolloutConfig(Struct, frozen=True, kw_only=True):
-    group_size: int = 8
-    """Rollouts of one prompt; each is a request of its own."""
-    max_tokens: int = 256
-    """Tokens that one turn may sample."""
-    temperature: float = 1.0
-    retries: int = 1
-    """How often a failed rollout is tried again before its group goes on without it."""
-    min_group_size: int = 2
-    """A group with fewer survivors fails, by name."""
-    timeout_s: float = 600.0
-    """For one whole rollout, its reward included."""
-    max_parts: int = 1
-    """Sequences of one rollout at most: several agents, or turns whose history is rewritten, need more than one."""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1 or self.retries < 0 or self.timeout_s <= 0 or self.max_parts < 1:
-            raise ValueError("max_tokens and max_parts must be at least 1, retries at least 0, timeout_s above 0")
-        if not 1 <= self.min_group_size <= self.group_size:
-            raise ValueError("min_group_size must be between 1 and group_size")
-
-
 class PipelineConfig(Struct, frozen=True, kw_only=True):
     steps: int = 100
     groups_per_step: int = 16
     max_lag: float = 1.0
     """The asynchronous ratio: how many versions old a rollout's start may be when it is trained. 0 is synchronous."""
-    budget: int | None = None
-    """Groups in flight. None: floor((1 + max_lag) * groups_per_step). Less leaves room to pass a straggler."""
+    lockstep: bool = True
+    """With max_lag = 0: let decode batches depend on ids alone, so that a run repeats bit for bit. Every turn then waits for
+    all others; without it, every rollout goes on by itself."""
+    extra_groups: int | None = None
+    """Groups in flight beyond those of one batch. None: as many as the lag allows, floor(max_lag * groups_per_step). Fewer
+    leave room to pass a straggler, which is then trained in a later batch."""
+    surplus: Literal["carry_over", "abort"] = "carry_over"
+    """What becomes of groups that a batch does not need. "carry_over": a later one trains them. "abort": first to finish; what
+    could not be trained in time any more is thrown away, and extra_groups may be any number. Faster, and biased against the
+    slow."""
+    overdue: Literal["wait", "restart"] = "wait"
+    """When a batch lacks only groups that are not complete: wait for them, or let them begin anew and take others instead,
+    which is biased against the slow."""
+    max_restarts: int = 1
+    """How often one group may begin anew."""
     filter_zero_signal: bool = True
     """Replace groups whose rewards are all equal: they have no gradient."""
     max_replaced_per_step: int | None = None
@@ -119,12 +103,41 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.steps < 1 or self.groups_per_step < 1 or not 0 <= self.max_lag < math.inf:
             raise ValueError("steps and groups_per_step must be at least 1, max_lag a number from 0")
-        if self.budget is not None and self.budget < self.groups_per_step:
+        if self.extra_groups is not None and self.extra_groups < 0:
+            raise ValueError("extra_groups must be at least 0")
+        most = full_budget(self.groups_per_step, self.max_lag) - self.groups_per_step
+        if self.surplus == "carry_over" and self.extra_groups is not None and self.extra_groups > most:
             raise ValueError(
-                f"budget = {self.budget} is below groups_per_step = {self.groups_per_step}: no batch fills"
+                f"extra_groups = {self.extra_groups} cannot all be trained within max_lag = {self.max_lag:g}, which allows "
+                f"{most}: "
+                'set max_lag higher, or surplus = "abort" (first to finish: biased against slow rollouts)'
             )
+        if self.max_restarts < 1:
+            raise ValueError('max_restarts must be at least 1; overdue = "wait" restarts nothing')
         if self.stall_s <= 0 or self.deadline_s <= 0:
             raise ValueError("stall_s and deadline_s must be above 0")
+
+    @property
+    def most_groups(self) -> int:
+        """In flight."""
+        full = full_budget(self.groups_per_step, self.max_lag)
+        return full if self.extra_groups is None else self.groups_per_step + self.extra_groups
+
+    @property
+    def is_first_to_finish(self) -> bool:
+        return self.surplus == "abort"
+
+    @property
+    def is_in_lockstep(self) -> bool:
+        return self.max_lag == 0 and self.lockstep and not self.is_first_to_finish
+
+
+class Prompt(NamedTuple):
+    """Of a group in flight. A task is None until a resumed run has read it again."""
+
+    epoch: int
+    task_id: str
+    task: Task | None
 
 
 class Parts(Struct, frozen=True, kw_only=True, eq=False):
@@ -147,13 +160,18 @@ class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
     sampling: Sampling
     micro_batch_tokens: int
     mini_batches: int = 1
+    group_reward: GroupReward | None = None
+    """Of a complete group as a whole; None where every rollout has only its own."""
 
 
 class Pipeline:
     """One run. `tasks` yields (epoch, task) in the order of training; it is read one ahead, as room appears. `after_step`
     (an evaluation, say) may use the engines: it takes no budget and holds nothing up. `keeper` writes checkpoints.
 
-    With `resumed` it goes on where another stood: the store must be empty, the learner restored, the engines at the version."""
+    Whoever else uses the engines shares the `router`, so that they wait in one queue.
+
+    With `resumed` it goes on where another stood: the store must be empty, the learner restored, the engines at the
+    version."""
 
     def __init__(
         self,
@@ -168,27 +186,33 @@ class Pipeline:
         keeper: Keeper | None = None,
         resumed: Standing | None = None,
         incarnation: int = 0,
+        router: Router | None = None,
     ) -> None:
         self._after_step, self._is_held = after_step, False
         self._keeper, self._incarnation, self._is_stopping = keeper, incarnation, False
         self._parts, self._algorithm = parts, algorithm
-        self._tasks: Iterator[tuple[int, Task]] = iter(tasks)
+        self._feed: Iterator[tuple[int, Task]] = iter(tasks)
         self._config, self._rollout, self._seed = config, rollout, seed
         self.admission = Admission(
             groups_per_step=config.groups_per_step,
             max_lag=config.max_lag,
-            budget=config.budget,
+            budget=config.most_groups,
             num_steps=config.steps,
+            is_in_order=config.is_in_lockstep,
+            is_greedy=config.is_first_to_finish,
         )
         self.waits = parts.waits
         self._store, self._learner, self._channel = parts.store, parts.learner, parts.channel
-        self._router, self._pulse = Router(parts.engines), Pulse()
-        self._gate = Gate(self._router, self._pulse, self.waits) if self.admission.is_in_order else None
+        self._router = router or Router(parts.engines, is_queueing=not config.is_in_lockstep)
+        self._router.rank_of = self._rank
+        self._pulse = Pulse()
+        self._gate = Gate(self._router, self._pulse, self.waits) if config.is_in_lockstep else None
         self._next_group = 0
-        self._prompts: dict[int, tuple[int, str]] = {}
-        self._living: dict[int, set[int]] = {}
-        self._rolling_out: set[asyncio.Task[None]] = set()
+        self._prompts: dict[int, Prompt] = {}
+        self._restarts: dict[int, int] = {}
         self._taken: dict[int, Place] = {}
+        self._to_do: dict[int, set[int]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
         self._settler = Settler(
             self._rules(),
             store=self._store,
@@ -196,6 +220,11 @@ class Pipeline:
             waits=self.waits,
             pulse=self._pulse,
             leave=self._leave,
+            begin_anew=self._begin_anew,
+            scored=self._record_scores,
+        )
+        self._rollouts = Rollouts(
+            self._setting(), emit=self._emit, close=self._settler.close, on_failure=self._on_failure
         )
         self._rows = None if resumed is None else resumed.rows
         self._resumed = None if resumed is None else self._restore(resumed)
@@ -204,6 +233,7 @@ class Pipeline:
         groups, replaced = self._config.groups_per_step, self._config.max_replaced_per_step
         return Rules(
             advantage=self._algorithm.advantage,
+            score=None if self._algorithm.group_reward is None else self._score_group,
             min_group_size=self._rollout.min_group_size,
             filter_zero_signal=self._config.filter_zero_signal,
             max_replaced=8 * groups if replaced is None else replaced,
@@ -215,11 +245,12 @@ class Pipeline:
         one did."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
                 if self._rows is not None:
                     await self._store.restore(self._rows)
                 await self._keep_if_due()
                 in_order = self._gate is not None
-                loops = [self.feed(tasks), self._settler.settle(in_order=in_order)]
+                loops = [self.feed(), self._settler.settle(in_order=in_order)]
                 loops += [self.sync(engine) for engine in self._parts.engines]
                 if self._gate is not None:
                     loops += [self._gate.keep(self._is_quiet), self._settler.set_aside_in_order(self._is_still)]
@@ -228,7 +259,8 @@ class Pipeline:
                     await self._look_back(tasks)  # what came after the last step may have been cut short
                 await self.train(tasks)
                 await self.waits.on("the run", "every engine to load the last version", self._engines_at_the_end())
-                for task in (*running, *self._rolling_out):
+                self._rollouts.cancel()
+                for task in running:
                     task.cancel()
         except BaseExceptionGroup as errors:
             raise _first(errors) from errors
@@ -239,16 +271,16 @@ class Pipeline:
 
     # ---- 1. feed: consumes tasks; produces groups -----------------------------------------------------------------
 
-    async def feed(self, tasks: asyncio.TaskGroup) -> None:
+    async def feed(self) -> None:
         """Waits for room under the lag bound; `train` (a step), `settle` (a replacement) and `sync` make it."""
-        for group_id, (epoch, task) in enumerate(self._tasks):
+        for group_id, (epoch, task) in enumerate(self._feed):
             if group_id < self._next_group:  # resumed: this prompt has been admitted before
-                self._take_up(tasks, group_id, task)
+                self._take_up(group_id, task)
                 continue
             room = self._pulse.until(self._start_for_next)
             start = await self.waits.on("feed", "room under the lag bound", room, has_deadline=False, has_alarm=False)
             place = self.admission.admit(group_id, start)
-            self._next_group, self._prompts[group_id] = group_id + 1, (epoch, task.id)
+            self._next_group, self._prompts[group_id] = group_id + 1, Prompt(epoch, task.id, task)
             self._emit(
                 GroupAdmitted(
                     at=self._now(),
@@ -260,19 +292,17 @@ class Pipeline:
                     source=str(task.data.get("source", "")),
                 )
             )
-            self._start(tasks, group_id, task, place, range(self._rollout.group_size))
+            self._start(group_id, task, place, range(self._rollout.num_members))
         self._settler.is_fed = True
         await self._settler.end_if_drained()
         self._pulse.notify()
 
-    def _start(self, tasks: asyncio.TaskGroup, group_id: int, task: Task, place: Place, members: Iterable[int]) -> None:
-        self._living[group_id] = set(members)
-        for member in sorted(self._living[group_id]):
-            rolling_out = tasks.create_task(self.roll_out(group_id, member, task, place))
-            self._rolling_out.add(rolling_out)
-            rolling_out.add_done_callback(self._rolling_out.discard)
+    def _start(self, group_id: int, task: Task, place: Place, members: Iterable[int], *, num_ended: int = 0) -> None:
+        assert self._tasks is not None
+        first = self._first_attempt(group_id)
+        self._rollouts.start(self._tasks, group_id, task, place, members, num_ended=num_ended, first_attempt=first)
 
-    def _take_up(self, tasks: asyncio.TaskGroup, group_id: int, task: Task) -> None:
+    def _take_up(self, group_id: int, task: Task) -> None:
         """A group that was in flight at the checkpoint: what it still lacks is done under its own id and deadline."""
         state = None if self._resumed is None else self._resumed.groups.get(group_id)
         if state is None:
@@ -282,8 +312,12 @@ class Pipeline:
                 f"the checkpoint has group {group_id} at work on task {state.task_id!r}, the data set has {task.id!r} there: "
                 "the data must be the same as before"
             )
-        if state.to_do:
-            self._start(tasks, group_id, task, self.admission.place(group_id), state.to_do)
+        self._prompts[group_id] = Prompt(state.epoch, task.id, task)
+        to_do, is_complete = self._to_do.pop(group_id, None), len(state.kept) >= self._rollout.group_size
+        if to_do and self._tasks is not None:
+            self._start(group_id, task, self.admission.place(group_id), to_do, num_ended=len(state.kept))
+            if self._config.is_first_to_finish and is_complete:
+                self._rollouts.abort(self._tasks, group_id, "its group is complete")
 
     def _start_for_next(self) -> int | None:
         """The oldest serving version that a new group may start at: the older, the more engines may serve it."""
@@ -291,133 +325,67 @@ class Pipeline:
             return None  # synchronous: no rollout starts before every engine has the new weights
         return next((v for v in self._router.serving_versions() if self.admission.may_admit(v)), None)
 
-    # ---- 2. roll out: consumes one place of a group; produces a row in the store ----------------------------------
+    # ---- 2. roll out: consumes the places of a group; produces rows in the store: see `runtime.rollouts` ---------------
 
-    async def roll_out(self, group_id: int, member: int, task: Task, place: Place) -> None:
-        """One member, independent of all others. Waits for its environment, at most `timeout_s` an attempt."""
-        for attempt in range(1 + self._rollout.retries):
-            key = RequestKey(group_id=group_id, member=member, attempt=attempt)
-            parts = await self._attempt(key, task, place)
-            if parts:
-                rows = {name: [getattr(part, name) for part in parts] for name in Rollout.__struct_fields__}
-                put = self._store.put(group_id, rows, versions=min(part.start_version for part in parts))
-                await self.waits.on(f"group {group_id}", "room in the store", put)
-                break
-        self._living[group_id].remove(member)
-        if not self._living[group_id]:
-            del self._living[group_id]
-            await self._settler.close(group_id)
-        self._pulse.notify()
-
-    async def _attempt(self, key: RequestKey, task: Task, place: Place) -> tuple[Rollout, ...]:
-        """One attempt, part by part; none if it failed, which is data and not a crash."""
-        began = self._now()
-        self._emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
-
-        async def generate(request: Request) -> Completion:
-            await self._pass_gate(request.key, limit)
-            return await self._generate(request, place)
-
-        limit = asyncio.timeout(self._rollout.timeout_s)
-        episode = Episode(
-            task,
-            key,
-            generate=generate,
-            waiting=lambda what, work: self.waits.on(_owner(key), what, work, has_deadline=False, has_alarm=False),
+    def _setting(self) -> Setting:
+        return Setting(
+            environment=self._parts.environment,
+            store=self._store,
+            router=self._router,
+            books=self.admission,
+            waits=self.waits,
+            clock=self._parts.clock,
+            pulse=self._pulse,
+            gate=self._gate,
+            config=self._rollout,
             sampling=self._algorithm.sampling,
-            run_seed=self._seed,
-            role="train",
-            max_parts=self._rollout.max_parts,
-            limit=limit,
+            seed=self._seed,
+            is_first_to_finish=self._config.is_first_to_finish,
         )
-        try:
-            async with limit:
-                playing = self._parts.environment.rollout(episode)
-                reward = await self.waits.on(
-                    _owner(key), "its environment", playing, has_deadline=False, has_alarm=False
-                )
-            parts = episode.finish(reward)
-        except (EngineError, InvariantError, StallError):
-            raise
-        except asyncio.CancelledError:
-            own = asyncio.current_task()
-            if own is not None and own.cancelling():
-                raise  # the run is ending
-            failure: Exception = EnvironmentFailed("the environment was cancelled from inside")
-        except TimeoutError as error:
-            failure = self._too_late(error) if limit.expired() else error
-        except Exception as error:  # whatever an environment or a reward raises is a failed rollout
-            failure = error
-        else:
-            self._record_rollout(parts, began)
-            return parts
-        self._record_failure(key, failure, began, episode.num_sampled)
-        return ()
 
-    def _too_late(self, error: TimeoutError) -> RolloutTimeout:
-        """Names what the rollout was waiting for when its time was up."""
-        limit, cut = self._rollout.timeout_s, Waits.cut_by(error)
-        waiting = "" if cut is None else f": {self._now() - cut.since:.0f} s of it it waited for {cut.what}"
-        return RolloutTimeout(f"no reward after {limit:g} s{waiting}; rollout.timeout_s sets the limit")
+    def _rank(self, group_id: int) -> Rank | None:
+        """What is due first goes first; of that, what is almost complete."""
+        if group_id not in self.admission:
+            return None
+        return self.admission.place(group_id).deadline, len(self._rollouts.living(group_id))
 
-    def _record_rollout(self, parts: tuple[Rollout, ...], began: float) -> None:
-        rollout = parts[0]
+    def _on_failure(self, failure: str) -> None:
+        self._settler.last_failure = failure
+
+    def _restart_overdue(self, ready: Iterable[int]) -> None:
+        """The batch lacks only groups that are not complete: they begin anew, and others take their place."""
+        assert self._tasks is not None
+        for group_id in self.admission.blockers(ready):
+            is_at_work = group_id in self._rollouts and group_id not in self._settler.condemned
+            if is_at_work and self._restarts.get(group_id, 0) < self._config.max_restarts:
+                self._settler.condemned[group_id] = Doom.RESTART
+                self._rollouts.abort(self._tasks, group_id, "its group begins anew")
+
+    def _begin_anew(self, group_id: int) -> None:
+        task = self._prompts[group_id].task
+        assert self._tasks is not None and task is not None
+        place = self.admission.restart(group_id, self._router.serving_versions()[-1])
+        restarts = self._restarts[group_id] = self._restarts.get(group_id, 0) + 1
         self._emit(
-            RolloutEnded(
+            GroupRestarted(
                 at=self._now(),
-                group_id=rollout.group_id,
-                member=rollout.member,
-                attempt=rollout.attempt,
-                reward=rollout.reward,
-                num_tokens=sum(len(part.tokens) for part in parts),
-                num_sampled=sum(int(part.loss_mask.sum()) for part in parts),
-                start_version=min(part.start_version for part in parts),
-                end_version=max(int(part.versions.max()) for part in parts),
-                finish=parts[-1].finish,
-                seconds=self._now() - began,
+                group_id=group_id,
+                start_version=place.start,
+                deadline=place.deadline,
+                restarts=restarts,
+                first_attempt=self._first_attempt(group_id),
             )
         )
+        self._start(group_id, task, place, range(self._rollout.num_members))
 
-    def _record_failure(self, key: RequestKey, error: Exception, began: float, num_sampled: int) -> None:
-        self._settler.last_failure = f"{type(error).__name__}: {error}"
-        self._emit(
-            RolloutFailed(
-                at=self._now(),
-                group_id=key.group_id,
-                member=key.member,
-                attempt=key.attempt,
-                error=type(error).__name__,
-                message=str(error),
-                is_final=key.attempt == self._rollout.retries,
-                seconds=self._now() - began,
-                num_sampled=num_sampled,
-            )
-        )
-
-    async def _generate(self, request: Request, place: Place) -> Completion:
-        """One turn, on an engine that is not older than the group's start."""
-        owner = _owner(request.key)
-        if self.admission.version > place.deadline:
-            raise LagError(f"{owner} is overdue: deadline {place.deadline}, version {self.admission.version}")
-        turn = self._router.generate(request, floor=place.start)
-        # rollout.timeout_s is its deadline
-        return await self.waits.on(owner, "an engine", turn, has_deadline=False, has_alarm=False)
-
-    async def _pass_gate(self, key: RequestKey, limit: asyncio.Timeout) -> None:
-        """Synchronous training: wait for the others. The time spent here does not count as the rollout's own."""
-        if self._gate is None:
-            return
-        loop, deadline = asyncio.get_running_loop(), limit.when()
-        left = None if deadline is None else deadline - loop.time()
-        limit.reschedule(None)
-        others = self._gate.pass_through(key)
-        what = "the other rollouts of the step"  # which have their timeouts
-        await self.waits.on(_owner(key), what, others, has_deadline=False, has_alarm=False)
-        limit.reschedule(None if left is None else loop.time() + left)
+    def _first_attempt(self, group_id: int) -> int:
+        """A group that begins anew draws new numbers."""
+        return self._restarts.get(group_id, 0) * (1 + self._rollout.retries)
 
     def _is_still(self) -> bool:
         """Whether every living rollout waits at the gate."""
-        return self._gate is not None and self._gate.num_waiting == sum(map(len, self._living.values()))
+        num_living = self._rollouts.num_living + sum(map(len, self._to_do.values()))
+        return self._gate is not None and self._gate.num_waiting == num_living
 
     def _is_quiet(self) -> bool:
         """Whether nothing but the gate can move: see `lockstep`."""
@@ -437,6 +405,26 @@ class Pipeline:
                 is_replaced=is_replaced,
                 num_members=len(rewards_G),
                 mean_reward=mean,
+            )
+        )
+
+    async def _score_group(self, lease: Lease) -> Sequence[float]:
+        """Consumes a complete group; waits for whoever gives the reward, which has time limits of its own."""
+        assert self._algorithm.group_reward is not None
+        group_id = lease.group_id
+        task = await self._pulse.until(lambda: self._prompts[group_id].task)
+        said = dict[int, list[int]]()
+        for row in by_member(lease):
+            sampled = row.columns["tokens"][row.columns["loss_mask"]]
+            said.setdefault(row.columns["member"], []).extend(sampled.tolist())
+        scoring = self._algorithm.group_reward(task, list(said.values()))
+        return await self.waits.on(f"group {group_id}", "the reward of the whole group", scoring, has_deadline=False)
+
+    def _record_scores(self, group_id: int, rewards_G: Rewards, began: float, failure: str) -> None:
+        rewards = [] if failure else rewards_G.tolist()
+        self._emit(
+            GroupScored(
+                at=self._now(), group_id=group_id, rewards=rewards, seconds=self._now() - began, failure=failure
             )
         )
 
@@ -499,14 +487,18 @@ class Pipeline:
     def _choose_and_take(self, ready: Iterable[int]) -> int | None:
         """The group that the admission rule lets through joins the batch in the same moment: a choice that waited for the
         event loop could be overtaken by a new admission."""
+        ready = list(ready)
         group_id = self.admission.choose(ready)
         if group_id is not None:
             self._taken[group_id] = self.admission.take(group_id)
+        elif self._config.overdue == "restart":
+            self._restart_overdue(ready)
         return group_id
 
     async def _take(self, lease: Lease) -> list[TrainRow]:
         """The rows of a group that joined the batch. The last line of defence: they are fresh enough, or the run stops."""
         place, version = self._taken.pop(lease.group_id), self.admission.version
+        self._settler.settled.discard(lease.group_id)
         await self._settler.end_if_drained()
         if lease.group_id in self._settler.vacant:
             return []
@@ -543,6 +535,7 @@ class Pipeline:
     async def _finish_batch(self, leases: list[Lease], rows: list[TrainRow], metrics: Metrics, began: float) -> None:
         """The version rises, the rows are done with, the weights go out."""
         trained = [lease for lease in leases if lease.group_id not in self._settler.vacant]
+        await self._abort_overdue()
         version = self.admission.step()
         self._settler.begin_batch()
         for lease in leases:
@@ -555,6 +548,7 @@ class Pipeline:
                 at=self._now(),
                 version=version,
                 num_groups=len(trained),
+                num_rollouts=sum(len(members_of(lease)) for lease in trained),
                 num_rows=len(rows),
                 num_tokens=sum(len(row.tokens) for row in rows),
                 seconds=self._now() - began,
@@ -562,8 +556,22 @@ class Pipeline:
             )
         )
         self._prompts = {g: prompt for g, prompt in self._prompts.items() if g in self.admission}
+        self._restarts = {g: count for g, count in self._restarts.items() if g in self.admission}
         self._is_held = self._gate is not None and self._after_step is not None
         await self._publish(version)
+
+    async def _abort_overdue(self) -> None:
+        """First to finish: what this batch could have trained, and no later one can, ends here and now."""
+        assert self._tasks is not None
+        for group_id in self.admission.overdue():
+            if group_id in self._settler.settled:
+                claim = self._store.claim(TRAIN, choose=partial(_this_one, group_id))
+                await self._settler.discard(await self.waits.on("train", f"group {group_id}, which is over", claim))
+            elif group_id not in self._settler.condemned:
+                self._settler.condemned[group_id] = Doom.ABORT
+                self._rollouts.abort(self._tasks, group_id, "the batch is full")
+        gone = self._pulse.until(lambda: not self.admission.overdue())
+        await self.waits.on("train", "aborted rollouts to leave", gone)
 
     # ---- 5. publish and sync: consume versions; produce engines that serve them -----------------------------------
 
@@ -586,6 +594,7 @@ class Pipeline:
             began = self._now()
             await self.waits.on(owner, f"{engine.name} to load version {version}", engine.load(version, weights))
             self._emit(WeightsLoaded(at=self._now(), engine=engine.name, version=version, seconds=self._now() - began))
+            self._router.dispatch()
             self._pulse.notify()
 
     def _are_engines_alike(self) -> bool:
@@ -613,20 +622,27 @@ class Pipeline:
     async def standing(self) -> Standing:
         """To be taken between two batches."""
         rows = await self._store.snapshot()
+        condemned = (
+            self._settler.condemned
+        )  # their rollouts are being aborted: whoever resumes goes on with them instead
+        if condemned:
+            rows = replace(rows, is_closed={g: c and g not in condemned for g, c in rows.is_closed.items()})
         kept: dict[int, set[int]] = {}
         for row in rows.rows:
             kept.setdefault(row.group_id, set()).add(int(row.columns["member"]))
         groups = {}
         for group_id, place in self.admission.places():
-            epoch, task_id = self._prompts[group_id]
-            done = sorted(kept.get(group_id, ()))
+            prompt, done = self._prompts[group_id], kept.get(group_id, set())
+            living = self._to_do.get(group_id) or self._rollouts.living(group_id)
+            to_do = set(range(self._rollout.num_members)) if group_id in condemned else living
             groups[group_id] = GroupState(
-                task_id=task_id,
-                epoch=epoch,
+                task_id=prompt.task_id,
+                epoch=prompt.epoch,
                 start=place.start,
                 deadline=place.deadline,
-                kept=done,
-                to_do=sorted(self._living.get(group_id, set()).difference(done)),
+                kept=sorted(done),
+                to_do=sorted(to_do - done),
+                restarts=self._restarts.get(group_id, 0),
             )
         ledger = Ledger(
             version=self.admission.version,
@@ -643,10 +659,12 @@ class Pipeline:
         places = {group_id: Place(group.start, group.deadline) for group_id, group in ledger.groups.items()}
         self.admission.restore(ledger.version, places)
         settled = rows.acknowledged[SETTLE]
-        self._settler.restore(ledger, num_unsettled=sum(c for g, c in rows.is_closed.items() if g not in settled))
+        num_unsettled = sum(c for g, c in rows.is_closed.items() if g not in settled)
+        self._settler.restore(ledger, num_unsettled=num_unsettled, settled=set(settled) & ledger.groups.keys())
         self._next_group = ledger.next_group
-        self._living = {group_id: set(group.to_do) for group_id, group in ledger.groups.items() if group.to_do}
-        self._prompts = {group_id: (group.epoch, group.task_id) for group_id, group in ledger.groups.items()}
+        self._to_do = {group_id: set(group.to_do) for group_id, group in ledger.groups.items() if group.to_do}
+        self._prompts = {g: Prompt(group.epoch, group.task_id, None) for g, group in ledger.groups.items()}
+        self._restarts = {group_id: group.restarts for group_id, group in ledger.groups.items() if group.restarts}
         for group_id, group in ledger.groups.items():
             if group_id not in self._settler.vacant:
                 self._emit(
@@ -668,7 +686,7 @@ class Pipeline:
         return Status(
             at=self._now(),
             requests_running=sum(stats.running for stats in engines),
-            requests_waiting=sum(stats.waiting for stats in engines),
+            requests_waiting=sum(stats.waiting for stats in engines) + self._router.num_waiting,
             rows_in_store=(await self._store.stats()).rows,
             groups_outstanding=self.admission.outstanding,
             groups_taken=self.admission.taken,
@@ -691,8 +709,8 @@ def _mean(metrics: Sequence[Metrics]) -> Metrics:
     return {name: float(np.mean([some[name] for some in metrics if name in some])) for name in names}
 
 
-def _owner(key: RequestKey) -> str:
-    return f"group {key.group_id} member {key.member}"
+def _this_one(group_id: int, ready: Iterable[int]) -> int | None:
+    return group_id if group_id in set(ready) else None
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -1,5 +1,7 @@
 """What becomes of a finished group: advantages, or set aside. Every group that comes in leaves exactly once, by name.
 
+Rewards that are given to a group as a whole come first; they may be slow, and hold nobody else up.
+
 A group without signal, or with too few members left, is replaced by a new prompt within the step's budget of replacements; past
 it, its place in the batch stays empty, and it waits for its turn like any other. When training is synchronous, groups are set
 aside only when nothing else moves, in the order of their ids: which of them is replaced then depends on ids, never on timing.
@@ -7,13 +9,16 @@ aside only when nothing else moves, in the order of their ids: which of them is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from millstream.algo.advantages import Rewards, has_signal
-from millstream.errors import MillstreamError, StreamEnded
+from millstream.errors import MillstreamError, RolloutError, StreamEnded
 from millstream.runtime.admission import Admission
 from millstream.runtime.state import Ledger
 from millstream.runtime.waits import Pulse, Waits
@@ -26,12 +31,26 @@ Leave = Callable[[int, Fate, Rewards, bool], None]
 """(group id, fate, rewards, whether it is replaced): tells the world that a group has left."""
 
 
+Score = Callable[[Lease], Awaitable[Sequence[float]]]
+"""What each member of a complete group earns beside its own reward, in their order."""
+Scored = Callable[[int, Rewards, float, str], None]
+"""(group id, rewards, when it began, why it failed): tells the world of a group's rewards."""
+Begin = Callable[[int], None]
+"""A group whose rollouts were aborted begins anew."""
+
+
 class Rules(NamedTuple):
     advantage: Advantage
+    score: Score | None
     min_group_size: int
     filter_zero_signal: bool
     max_replaced: int
     max_failed_in_a_row: int
+
+
+class Doom(Enum):
+    ABORT = "abort"
+    RESTART = "restart"
 
 
 class Aside(NamedTuple):
@@ -42,9 +61,18 @@ class Aside(NamedTuple):
 
 class Settler:
     def __init__(
-        self, rules: Rules, *, store: Store, admission: Admission, waits: Waits, pulse: Pulse, leave: Leave
+        self,
+        rules: Rules,
+        *,
+        store: Store,
+        admission: Admission,
+        waits: Waits,
+        pulse: Pulse,
+        leave: Leave,
+        begin_anew: Begin,
+        scored: Scored,
     ) -> None:
-        self._rules, self._leave = rules, leave
+        self._rules, self._leave, self._begin_anew, self._scored = rules, leave, begin_anew, scored
         self._store, self._admission, self._waits, self._pulse = store, admission, waits, pulse
         self._waiting: list[Aside] = []
         self.num_replaced = self.num_failed_in_a_row = 0
@@ -52,6 +80,10 @@ class Settler:
         """Groups that are closed and whose fate is open."""
         self.vacant: set[int] = set()
         """Groups whose place stays empty."""
+        self.settled: set[int] = set()
+        """Groups that wait to be taken."""
+        self.condemned: dict[int, Doom] = {}
+        """Groups whose rollouts are being aborted, and what for."""
         self.is_fed = False
         """No prompt is left: nothing can be replaced any more."""
         self.last_failure = ""
@@ -61,9 +93,9 @@ class Settler:
         self.num_unsettled += 1
         await self._store.close_groups([group_id])
 
-    def restore(self, ledger: Ledger, *, num_unsettled: int) -> None:
+    def restore(self, ledger: Ledger, *, num_unsettled: int, settled: set[int]) -> None:
         """The groups whose fate is open are in the store, and will be claimed."""
-        self.num_unsettled = num_unsettled
+        self.num_unsettled, self.settled = num_unsettled, settled
         self.num_replaced, self.num_failed_in_a_row = ledger.num_replaced, ledger.num_failed_in_a_row
         self.vacant = set(ledger.vacant)
 
@@ -72,22 +104,75 @@ class Settler:
 
     async def settle(self, *, in_order: bool) -> None:
         """Consumes closed groups; produces advantages. Waits for a closed group; the last member of a group closes it."""
-        while True:
-            claim = self._store.claim(TASK)
-            try:
-                lease = await self._waits.on("settle", "a finished group", claim, has_deadline=False, has_alarm=False)
-            except StreamEnded:
-                return
-            rewards_G, fate = rewards_of(lease), self._judge(lease)
-            if fate is Fate.TRAINED:
-                await self._write_advantages(lease, self._rules.advantage)
-                await self._store.acknowledge(lease)
-                await self._settled()
-            elif in_order:
-                self._waiting.append(Aside(lease, rewards_G, fate))
-                self._pulse.notify()
-            else:
-                await self._set_aside(Aside(lease, rewards_G, fate))
+        async with asyncio.TaskGroup() as scoring:
+            while True:
+                claim = self._store.claim(TASK)
+                try:
+                    lease = await self._waits.on(
+                        "settle", "a finished group", claim, has_deadline=False, has_alarm=False
+                    )
+                except StreamEnded:
+                    return
+                if lease.group_id in self.condemned:
+                    await self._let_go(lease)
+                elif self._rules.score is not None and lease.rows:
+                    scoring.create_task(self._score_and_settle(lease, self._rules.score, in_order=in_order))
+                else:
+                    await self._settle(lease, rewards_of(lease), self._judge(lease), in_order=in_order)
+
+    async def _settle(self, lease: Lease, rewards_G: Rewards, fate: Fate, *, in_order: bool) -> None:
+        if fate is Fate.TRAINED:
+            await self._write_advantages(lease, self._rules.advantage)
+            self.settled.add(lease.group_id)
+            await self._store.acknowledge(lease)
+            await self._settled()
+        elif in_order:
+            self._waiting.append(Aside(lease, rewards_G, fate))
+            self._pulse.notify()
+        else:
+            await self._set_aside(Aside(lease, rewards_G, fate))
+
+    async def _score_and_settle(self, lease: Lease, score: Score, *, in_order: bool) -> None:
+        """A group whose reward fails has failed."""
+        began, failure = self._waits.now(), ""
+        try:
+            extra_G = np.array(await score(lease), dtype=np.float64)
+        except RolloutError as error:
+            failure = self.last_failure = f"{type(error).__name__}: {error}"
+            extra_G = np.zeros(len(rewards_of(lease)))
+        extra_of = dict(zip(members_of(lease), extra_G, strict=True))
+        earned = [row.columns["reward"] + float(extra_of[row.columns["member"]]) for row in lease.rows]
+        lease = replace(lease, columns={**lease.columns, "reward": earned})
+        self._scored(lease.group_id, rewards_of(lease), began, failure)
+        if lease.group_id in self.condemned:
+            await self._let_go(lease)
+        else:
+            fate = Fate.FAILED if failure else self._judge(lease)
+            await self._settle(lease, rewards_of(lease), fate, in_order=in_order)
+
+    async def discard(self, lease: Lease) -> None:
+        """A settled group that nobody takes. The fate of one whose place stays empty has been told."""
+        await self._store.drop(lease)
+        self._admission.remove(lease.group_id)
+        self.settled.discard(lease.group_id)
+        if lease.group_id in self.vacant:
+            self.vacant.discard(lease.group_id)
+        else:
+            self._leave(lease.group_id, Fate.ABORTED, rewards_of(lease), True)
+        await self.end_if_drained()
+        self._pulse.notify()
+
+    async def _let_go(self, lease: Lease) -> None:
+        """Its rollouts were aborted: it leaves, or begins anew."""
+        doom = self.condemned.pop(lease.group_id)
+        await self._store.drop(lease)
+        if doom is Doom.RESTART:
+            self._begin_anew(lease.group_id)
+        else:
+            self._admission.remove(lease.group_id)
+            self._leave(lease.group_id, Fate.ABORTED, rewards_of(lease), True)
+        self._store.wake()
+        await self._settled()
 
     async def set_aside_in_order(self, is_still: Callable[[], bool]) -> None:
         """Synchronous training: waits until no rollout moves (`is_still`) and every other group is settled."""
@@ -114,6 +199,7 @@ class Settler:
         stays_empty = not self.is_fed and self.num_replaced >= self._rules.max_replaced
         if stays_empty:
             self.vacant.add(lease.group_id)
+            self.settled.add(lease.group_id)
             await self._write_advantages(lease, np.zeros_like)
             await self._store.acknowledge(lease)
         else:
@@ -144,8 +230,12 @@ class Settler:
             np.full(len(row.columns["tokens"]), of[row.columns["member"], row.columns["agent"]], dtype=np.float32)
             for row in rows
         ]
-        if rows:
-            await self._store.write([row.row_id for row in rows], {"advantages": per_token})
+        if not rows:
+            return
+        columns: dict[str, list[Any]] = {"advantages": per_token}
+        if self._rules.score is not None:
+            columns["reward"] = [row.columns["reward"] for row in rows]
+        await self._store.write([row.row_id for row in rows], columns, overwrite=self._rules.score is not None)
 
     async def _settled(self) -> None:
         self.num_unsettled -= 1
@@ -186,3 +276,7 @@ def rewards_of(lease: Lease) -> Rewards:
     for row in by_member(lease):
         first.setdefault(row.columns["member"], row.columns["reward"])
     return np.array(list(first.values()), dtype=np.float64)
+
+
+def members_of(lease: Lease) -> list[int]:
+    return list(dict.fromkeys(row.columns["member"] for row in by_member(lease)))

@@ -24,7 +24,10 @@ class GroupState(Struct, frozen=True, kw_only=True):
     kept: list[int]
     """Members whose rollouts are among the store's rows."""
     to_do: list[int]
-    """Members that have to be rolled out, again or for the first time. A member in neither list has failed for good."""
+    """Members that have to be rolled out, again or for the first time. A member in neither list has failed for good, or was
+    aborted."""
+    restarts: int = 0
+    """How often it has begun anew."""
 
 
 class Ledger(Struct, frozen=True, kw_only=True):

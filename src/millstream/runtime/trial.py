@@ -21,8 +21,7 @@ from millstream.env.find import Kind
 from millstream.env.hosted import Hosted
 from millstream.env.isolated import NotMade
 from millstream.env.multi_turn import NothingToShow
-from millstream.env.rewards import RewardConfig, Scorer
-from millstream.env.rewards import find as find_reward
+from millstream.env.rewards import RewardConfig, Scorer, prepare
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import EnvironmentFailed
 from millstream.runtime.episode import Episode
@@ -118,7 +117,7 @@ class _Trial:
         self.num_episodes = 0
 
     def _single_turn(self, rewards: Sequence[RewardConfig]) -> SingleTurn:
-        scorer = Scorer([(find_reward(one.function), one) for one in rewards])
+        scorer = Scorer(prepare(rewards))
         return SingleTurn(encode=lambda task: self._text.opening(task.prompt), decode=self._text.decode, scorer=scorer)
 
     def _find(self, name: str, what: str) -> None:

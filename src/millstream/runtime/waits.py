@@ -7,9 +7,10 @@ deadline a `StallError` that names the culprit. A wait inside another of the sam
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import types
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from millstream.clock import Clock
 from millstream.errors import StallError
@@ -35,17 +36,26 @@ class Waits:
         self._next = 0
         self.on_stall: Callable[[Wait], None] = lambda wait: None
 
+    def now(self) -> float:
+        return self._clock.now()
+
     async def on(
         self, owner: str, what: str, awaitable: Awaitable[T], *, has_deadline: bool = True, has_alarm: bool = True
     ) -> T:
         """Await under a name. Without a deadline the wait depends on another that has one. Without an alarm it shows among
-        the active ones only: it is in the nature of the work that it may be long."""
-        wait, number = Wait(owner, what, self._clock.now()), self._next
+        the active ones only: it is in the nature of the work that it may be long. What need not be waited for costs nothing."""
+        wait, number, steps = Wait(owner, what, self._clock.now()), self._next, awaitable.__await__()
         self._next += 1
+        try:
+            first = next(steps)
+        except StopIteration as done:
+            result: T = done.value
+            return result
         self._active[number] = wait
         alarm = asyncio.get_running_loop().call_later(self._stall_s, self._report, wait) if has_alarm else None
         try:
-            return await (self._within_deadline(wait, awaitable) if has_deadline else awaitable)
+            rest = _rest(steps, first)
+            return await (self._within_deadline(wait, rest) if has_deadline else rest)
         except asyncio.CancelledError as error:
             if not hasattr(error, CUT):
                 setattr(error, CUT, wait)
@@ -83,7 +93,8 @@ class Waits:
 
     def active(self) -> list[Wait]:
         """What everybody waits for now, the longest wait first; of waits within each other the innermost."""
-        innermost = {wait.owner: wait for wait in list(self._active.values())}  # another thread may ask
+        begun = sorted(self._active.copy().items())  # another thread may ask; an inner wait may have been entered first
+        innermost = {wait.owner: wait for _, wait in begun}
         return sorted(innermost.values(), key=lambda wait: wait.since)
 
     def counted(self) -> list[WaitNow]:
@@ -96,6 +107,25 @@ class Waits:
             seconds, count = (seen.seconds, seen.count + 1) if seen else (now - wait.since, 1)
             found[owner, wait.what] = WaitNow(owner=owner, what=wait.what, seconds=seconds, count=count)
         return list(found.values())
+
+
+@types.coroutine
+def _rest(steps: Generator[Any, Any, T], first: Any) -> Generator[Any, Any, T]:
+    """What is left of an awaitable that has come to its first wait."""
+    try:
+        while True:
+            try:
+                sent = yield first
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as error:  # a cancellation, say: it is the awaitable's own
+                first = steps.throw(error)
+            else:
+                first = steps.send(sent)
+    except StopIteration as done:
+        result: T = done.value
+        return result
 
 
 @contextmanager

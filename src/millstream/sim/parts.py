@@ -52,7 +52,7 @@ class SimEngine:
         version: int = 0,
         seed: int = 0,
     ) -> None:
-        self.name = name
+        self.name, self.slots = name, slots
         self._slots = asyncio.Semaphore(slots)
         self._token_s, self._num_tokens, self._load_s = token_s, num_tokens, load_s
         self._rng = random.Random(derive_seed(seed, name))

@@ -54,6 +54,8 @@ class Line:
     def __init__(self) -> None:
         self.plain: deque[Claim] = deque()
         self.special: list[Claim] = []
+        self.stamp = -2
+        """Of what was ready when they were served last: see `Ready.stamp`."""
 
 
 class Room:
@@ -200,8 +202,15 @@ class Desk:
             raise StoreTimeout(f"{why()} after {deadline_s:g} s") from error
 
     def serve_all(self, partition: str) -> None:
-        for task in self._catalog.tasks.values():
-            self.serve(partition, task)
+        """After a change: those who wait for what has become ready. Whoever came later has looked already."""
+        part = self._catalog.partitions.get(partition)
+        for (line_partition, name), line in list(self._lines.items()):
+            if line_partition != partition:
+                continue
+            stamp = -1 if part is None or part.is_finished else part.ready[name].stamp
+            if stamp != line.stamp or stamp == -1:
+                line.stamp = stamp
+                self.serve(partition, self._catalog.tasks[name])
 
     def wake(self) -> None:
         for partition, name in list(self._lines):

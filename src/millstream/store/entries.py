@@ -104,6 +104,11 @@ class Ready:
         self.tokens_of_rank: dict[int, int] = {}
         """What each rank has been given by the policy `balanced`."""
 
+    @property
+    def stamp(self) -> int:
+        """Another one whenever something has become ready."""
+        return self._back - self._front
+
     def push(self, units: Iterable[Unit]) -> None:
         for version, alike in groupby(units, attrgetter("version")):
             entries = [(turn, unit, unit.num_rows, unit.tokens) for turn, unit in enumerate(alike, self._back)]

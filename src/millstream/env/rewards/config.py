@@ -1,0 +1,51 @@
+"""What a [[reward]] table says, and how a config tells of a function that was passed from Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import Struct, structs
+
+from millstream.errors import ConfigError
+
+PASSED = "callable:"
+"""Before the name of a function that was passed from Python, and that a config can only tell of."""
+PASS_IT = "a config names functions, it does not hold them: pass a function to train(config, reward=function)"
+
+
+class RewardConfig(Struct, frozen=True, kw_only=True):
+    function: str = "exact_match"
+    """A name of `millstream.env.rewards.BUILT_IN`, `package.module:function`, or `file.py:function`."""
+    weight: float = 1.0
+    timeout_s: float = 30.0
+    """Of one call, without the wait for a free thread, process or connection."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the function; of a class, those that it is made with, once."""
+    process: bool | None = None
+    """Call it in a worker process, which is killed when it overruns. None: as the built-in prefers; false for your own."""
+    workers: int | None = None
+    """Worker processes at most, with process. None: as many as there are cores, and at most 8."""
+    group: bool = False
+    """It is a function of a task and all completions of a group, and returns a number for each."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.function, str):
+            raise ConfigError(PASS_IT)
+        if self.timeout_s <= 0 or not math.isfinite(self.weight):
+            raise ValueError("timeout_s must be above 0 and weight a finite number")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError("workers must be at least 1")
+
+
+def passed(function: Callable[..., Any], rewards: Sequence[RewardConfig]) -> tuple[RewardConfig]:
+    """How a config tells of a function that is passed from Python: in the place of its one reward, with that one's limits."""
+    if len(rewards) != 1:
+        raise ConfigError(f"reward=function stands for one reward, and the config has {len(rewards)}")
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__qualname__)
+    return (structs.replace(rewards[0], function=f"{PASSED}{module}.{name}"),)
+
+
+def was_passed(rewards: Sequence[RewardConfig]) -> bool:
+    return any(reward.function.startswith(PASSED) for reward in rewards)

@@ -1,0 +1,205 @@
+"""From a name in a config to a function, and its arguments checked: whatever can be wrong is found before the run."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import typing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from millstream.env.rewards.code import PythonTests
+from millstream.env.rewards.config import PASSED, RewardConfig
+from millstream.env.rewards.judge import Judge, RankingJudge
+from millstream.env.rewards.mathematics import math_answer
+from millstream.env.rewards.ranking import shortest_right
+from millstream.env.rewards.text import Format, exact_match, fuzzy_match
+from millstream.errors import ConfigError
+from millstream.types import Task
+
+Reward = Callable[[Task, str], float | Awaitable[float]]
+"""Or a class that is made with `args`, and whose objects are called so."""
+GroupReward = Callable[[Task, Sequence[str]], Sequence[float] | Awaitable[Sequence[float]]]
+
+
+class BuiltIn(Struct, frozen=True):
+    function: Callable[..., Any]
+    is_quick: bool = False
+    """It takes next to no time: called without a thread."""
+    process: bool = False
+    """Whether it runs in a worker process where the config does not say."""
+    group: bool = False
+    needs: tuple[str, str] | None = None
+    """A module, and the extra of ours that brings it."""
+
+
+BUILT_IN: dict[str, BuiltIn] = {
+    "exact_match": BuiltIn(exact_match, is_quick=True),
+    "fuzzy_match": BuiltIn(fuzzy_match, is_quick=True),
+    "format": BuiltIn(Format, is_quick=True),
+    "math_answer": BuiltIn(math_answer, process=True, needs=("math_verify", "math")),
+    "python_tests": BuiltIn(PythonTests),
+    "judge": BuiltIn(Judge),
+    "shortest_right": BuiltIn(shortest_right, group=True),
+    "ranking_judge": BuiltIn(RankingJudge, group=True),
+}
+
+
+def prepare(
+    configs: Sequence[RewardConfig], reward: Reward | None = None
+) -> list[tuple[Reward | GroupReward, RewardConfig]]:
+    """The functions that the configs name, or the one that was passed from Python, each with its config: what `Scorer` and
+    `group_scorer` take. Raises `ConfigError`."""
+    return [(find(config.function) if reward is None else reward, config) for config in configs]
+
+
+def find(name: str) -> Any:
+    """The function that a config names. Raises `ConfigError` that says what was looked for, and where."""
+    if name.startswith(PASSED):
+        raise ConfigError(
+            f"the reward is a Python function that was passed to train, {name.removeprefix(PASSED)}, and a config cannot hold "
+            "it. Pass it again from Python: millstream.resume(RUN, reward=function), or millstream.evaluate(config, "
+            'reward=function); or name it in config.toml: function = "file.py:function"'
+        )
+    module_name, colon, function_name = name.rpartition(":")
+    if not colon:
+        if name in BUILT_IN:
+            return BUILT_IN[name].function
+        raise ConfigError(
+            f"no reward {name!r}: use {', '.join(BUILT_IN)}, or one of your own: file.py:function or package.module:function"
+        )
+    module = _module_from(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{module_name} has no function {function_name!r}")
+    return function
+
+
+def bind(function: Callable[..., Any], config: RewardConfig) -> Callable[..., Any]:
+    """The function with the config's arguments; of a class, an object. Raises `ConfigError`: what `checked_arguments` does, and
+    whatever the class itself refuses."""
+    arguments = checked_arguments(function, config)
+    if not inspect.isclass(function):
+        return functools.partial(function, **arguments) if arguments else function
+    if limits_itself(function):
+        arguments["timeout_s"] = config.timeout_s
+    made = function(**arguments)
+    if not callable(made):
+        raise ConfigError(f"reward {config.function} is a class without __call__(self, task, completion)")
+    reward: Callable[..., Any] = made
+    return reward
+
+
+def check(function: Callable[..., Any], config: RewardConfig) -> None:
+    """What can be found without a call. Classes of ours are made, which finds the rest; those of others may be costly."""
+    if is_built_in(function, config):
+        bind(function, config)
+    else:
+        checked_arguments(function, config)
+
+
+def checked_arguments(function: Callable[..., Any], config: RewardConfig) -> dict[str, Any]:
+    """Raises `ConfigError` for one that is unknown, missing, or (of a built-in) of the wrong type, and for an extra that is not
+    installed."""
+    if not is_built_in(function, config):
+        _check_names(function, config)
+        return dict(config.args)
+    known = BUILT_IN[config.function]
+    _check_kind(known, config)
+    _check_needs(known, config)
+    _check_names(function, config)
+    return _typed(function, config)
+
+
+def is_built_in(function: Callable[..., Any], config: RewardConfig) -> bool:
+    known = BUILT_IN.get(config.function)
+    return known is not None and known.function is function
+
+
+def limits_itself(function: Callable[..., Any]) -> bool:
+    """A class that takes `timeout_s` is given the config's, and keeps the limit itself: it knows which waits do not count."""
+    return inspect.isclass(function) and "timeout_s" in _parameters(function)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # built into the interpreter: takes what it takes
+        return {}
+
+
+def _check_kind(known: BuiltIn, config: RewardConfig) -> None:
+    if known.group != config.group:
+        what = "a whole group: set group = true" if known.group else "one completion: leave group out"
+        raise ConfigError(f"reward {config.function} is a reward of {what}")
+
+
+def _check_needs(known: BuiltIn, config: RewardConfig) -> None:
+    if known.needs is not None and importlib.util.find_spec(known.needs[0]) is None:
+        raise ConfigError(
+            f"reward {config.function} needs {known.needs[0]}: pip install 'millstream[{known.needs[1]}]'"
+        )
+
+
+def _check_names(function: Callable[..., Any], config: RewardConfig) -> None:
+    parameters = _parameters(function)
+    if not parameters and not inspect.isclass(function):
+        return
+    ours = ["timeout_s"] if inspect.isclass(function) else list(parameters)[:2]
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if name not in ours and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    }
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in config.args:
+        if name not in named and not (takes_any and name not in ours):
+            raise ConfigError(f"reward {config.function} has no argument {name!r}{_nearest(name, list(named))}")
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in config.args:
+            raise ConfigError(f"reward {config.function} needs an argument {name!r}: set args = {{ {name} = ... }}")
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if near:
+        return f". Did you mean {near[0]}?"
+    return f". Known here: {', '.join(names)}" if names else ": it takes none"
+
+
+def _typed(function: Callable[..., Any], config: RewardConfig) -> dict[str, Any]:
+    """The arguments of a built-in, checked against their types."""
+    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    typed = {}
+    for name, value in config.args.items():
+        try:
+            typed[name] = msgspec.convert(value, hints[name])
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"reward {config.function}, args.{name} = {value!r}: {error}") from error
+    return typed
+
+
+def _module_from(name: str) -> Any:
+    if not name.endswith(".py"):
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"cannot import {name}: {error}") from error
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"no file {path} (looked for it from {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the border to the user's code: said as a config error, with its cause
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
