@@ -261,6 +261,18 @@ def test_an_environment_that_cannot_be_made_in_a_process_says_why(wild: str) -> 
     asyncio.run(program())
 
 
+def test_a_process_finds_the_modules_that_the_run_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside_the_script").mkdir()
+    (tmp_path / "beside_the_script" / "wild_module.py").write_text(WILD)
+    monkeypatch.syspath_prepend(str(tmp_path / "beside_the_script"))
+
+    async def program() -> None:
+        async with hosted("wild_module:Wild", process=True) as environments:
+            assert (await play(environments, "fine"))[0] == 1.0
+
+    asyncio.run(program())
+
+
 def test_what_an_environment_prints_does_not_reach_our_output(wild: str, capfd: pytest.CaptureFixture[str]) -> None:
     async def program() -> None:
         async with hosted(f"{wild}:Wild", process=True) as environments:

@@ -51,6 +51,8 @@ class Make(Struct, frozen=True, tag=True):
     config: EnvironmentConfig
     patience_s: float
     """For a step that keeps the interpreter's lock: longer than it may last."""
+    path: list[str]
+    """Where the run looks for modules: a worker finds what it finds."""
 
 
 class Begin(Struct, frozen=True, tag=True):
@@ -196,9 +198,14 @@ class _Worker:
             raise
         finally:
             theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:  # cancelled: nobody will know of it
+            process.kill()
+            ours.close()
+            raise
         worker = cls(config.shown, process, reader, writer)
-        worker._send(Make(config, config.step_timeout_s + PATIENCE_S))
+        worker._send(Make(config, config.step_timeout_s + PATIENCE_S, sys.path))
         return worker
 
     @property
@@ -426,6 +433,7 @@ def main(descriptor: int) -> NoReturn:
     line = _Line(socket.socket(fileno=descriptor))
     make: Make = line.inbox.get()
     config = make.config
+    sys.path += [place for place in make.path if place not in sys.path]
     try:
         environment = find(config).environment
     except Exception as error:  # said to the run, which knows whom it concerns
