@@ -64,7 +64,10 @@ class ReasoningGym:
         def score() -> float:
             """Some take seconds to make their entry again."""
             entry, generator = self._entry(str(data["source"]), int(data["seed"]), int(data["index"]))
-            return float(generator.score_answer(answer_in(said), entry))
+            try:
+                return float(generator.score_answer(answer_in(said), entry))
+            except Exception:  # some rules raise on an answer that they cannot read: it is wrong, and no failure
+                return 0.0
 
         self._threads = self._threads or DaemonThreads("reasoning_gym", most=MOST_THREADS)
         scored: float = await context.waiting("reasoning_gym to score", self._threads.call(score))
