@@ -110,21 +110,25 @@ def test_every_generator_of_reasoning_gym_loads_and_its_own_answer_scores_one(mo
     assert sorted(without) == ["boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"]
     text = text_with(None)
 
-    async def all_of_them() -> list[str]:
-        assert kind.environment is not None and kind.gold is not None
-        wrong = []
-        for task in tasks:
-            if gold := kind.gold(task):
-                scripted = Scripted(text, [""], task=task)
-                scripted.context.ask = lambda prompt, gold=gold: answered(gold[0])  # type: ignore[method-assign]
-                if await kind.environment.rollout(scripted.context) != 1.0:
-                    wrong.append(task.id)
-        return wrong
-
     async def answered(text: str) -> str:
         return text
 
-    assert asyncio.run(all_of_them()) == []
+    async def scored(task: Task, answer: str) -> float:
+        assert kind.environment is not None
+        scripted = Scripted(text, [""], task=task)
+        scripted.context.ask = lambda prompt: answered(answer)  # type: ignore[method-assign]
+        return float(await kind.environment.rollout(scripted.context))  # type: ignore[arg-type]
+
+    async def all_of_them() -> list[str]:
+        assert kind.gold is not None
+        wrong = [task.id for task in tasks if kind.gold(task) and await scored(task, kind.gold(task)[0]) != 1.0]
+        for task in tasks:
+            nonsense = await scored(task, "qwx")  # some rules raise on it
+            wrong += [f"{task.id}: nonsense earns {nonsense}"] * (not 0.0 <= nonsense < 1.0)
+        return wrong
+
+    # its rule compares bool("False") with bool("True"): whatever is said is right
+    assert asyncio.run(all_of_them()) == ["game_of_life_halting/0: nonsense earns 1.0"]
 
 
 def test_a_few_generators_are_played_with_their_configs_and_wrong_answers_score_less() -> None:

@@ -238,6 +238,8 @@ def test_agents_may_speak_at_the_same_time_and_one_sequence_may_not() -> None:
     class Twice:
         rollout = staticmethod(twice)
 
+    with pytest.raises(EnvironmentFailed, match="more than 1 sequences"):
+        play(AtOnce, ["1", "2"], max_parts=1)
     _, parts, _ = play(AtOnce, ["1", "2"], max_parts=2)
     assert [part.agent for part in parts] == [0, 1], "a part that never spoke is none"
     with pytest.raises(EnvironmentFailed, match="take turns"):
@@ -472,6 +474,24 @@ def test_a_tiny_model_knows_the_alphabet_that_it_is_given() -> None:
     assert tokenizer.unk_token_id not in tokens and tokenizer.decode(tokens) == "ab\n\n ba"
     with pytest.raises(ConfigError, match="each of them once"):
         run_config(model={"tiny": {"alphabet": "aa"}})
+
+
+def test_what_an_environment_says_and_the_tokenizer_does_not_know_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from millstream.runtime.build import Text, build_environment, build_model
+
+    config = run_config(model={"tiny": {"alphabet": "abc"}}, environment=[{"use": "frozen_lake"}])
+    _, tokenizer = build_model(config.model, seed=0)
+    text, kind = Text(tokenizer=tokenizer), found("frozen_lake")
+    environments = build_environment([kind], text, [])
+    task = Task(id="1", prompt="pf=fg>")
+    for _ in range(2):
+        scripted = Scripted(text, ["a", "b"] * 8, task=task)
+        asyncio.run(environments.rollout(scripted.episode))  # type: ignore[arg-type]
+    assert (
+        len(caplog.messages) == 1 and "does not know something in 'pf=fg>': the model sees <unk>" in caplog.messages[0]
+    )
 
 
 def test_messages_may_be_shown_by_reset_and_step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -177,6 +178,19 @@ def test_a_process_is_used_again_after_an_episode_and_after_one_that_raised_and_
     asyncio.run(program())
 
 
+def test_a_process_that_died_between_two_episodes_is_replaced(wild: str) -> None:
+    async def program() -> None:
+        async with hosted(f"{wild}:Wild", process=True) as environments:
+            first = pid_of((await play(environments, "fine"))[1])
+            os.kill(first, signal.SIGKILL)
+            while is_alive(first):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)  # its end is noticed
+            assert (await play(environments, "fine"))[0] == 1.0
+
+    asyncio.run(program())
+
+
 def test_what_a_hung_environment_has_started_is_killed_with_it(wild: str) -> None:
     def sleepers() -> str:
         return subprocess.run(["pgrep", "-f", "sleep 61.25"], capture_output=True, text=True).stdout
@@ -247,6 +261,18 @@ def test_an_environment_that_cannot_be_made_in_a_process_says_why(wild: str) -> 
     asyncio.run(program())
 
 
+def test_a_process_finds_the_modules_that_the_run_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside_the_script").mkdir()
+    (tmp_path / "beside_the_script" / "wild_module.py").write_text(WILD)
+    monkeypatch.syspath_prepend(str(tmp_path / "beside_the_script"))
+
+    async def program() -> None:
+        async with hosted("wild_module:Wild", process=True) as environments:
+            assert (await play(environments, "fine"))[0] == 1.0
+
+    asyncio.run(program())
+
+
 def test_what_an_environment_prints_does_not_reach_our_output(wild: str, capfd: pytest.CaptureFixture[str]) -> None:
     async def program() -> None:
         async with hosted(f"{wild}:Wild", process=True) as environments:
@@ -258,22 +284,25 @@ def test_what_an_environment_prints_does_not_reach_our_output(wild: str, capfd: 
 
 
 PARENT = """
-import asyncio, sys
-sys.path[:0] = {path}
-from test_isolated import *
+import asyncio
 from millstream.env import isolated
+from millstream.env.bytes_text import Bytes
+from millstream.env.config import EnvironmentConfig
+from millstream.env.find import find
+from millstream.env.hosted import Hosted
+from millstream.runtime.episode import Episode
+from millstream.types import Completion, Finish, RequestKey, Sampling, Task
+
+async def speak(request):
+    print(Bytes().decode(request.tokens).strip(">"), flush=True)
+    return Completion(tokens=(97,), logprobs=(0.0,), versions=(0,), finish=Finish.STOP)
 
 async def program():
     isolated.PATIENCE_S = 0.5
-    async with hosted("{wild}:Wild", process=True, step_timeout_s=1.5) as environments:
-        await play(environments, "fine")
-        scripted = Scripted(text_with(CHATML), ["a"], task=Task(id="1", prompt="{what}"))
-        playing = asyncio.ensure_future(environments.rollout(scripted.episode))
-        while not scripted.requests:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.3)
-        print(pid_of(scripted), flush=True)
-        await playing
+    kind = find(EnvironmentConfig(use="{wild}:Wild", process=True, step_timeout_s=1.5))
+    episode = Episode(Task(id="1", prompt="{what}"), RequestKey(group_id=0, member=0), generate=speak,
+                      waiting=lambda what, work: work, sampling=Sampling(max_tokens=1), run_seed=0, role="train")
+    await Hosted(kind, kind.environment, Bytes()).rollout(episode)
 
 asyncio.run(program())
 """
@@ -282,10 +311,11 @@ asyncio.run(program())
 @pytest.mark.parametrize("what", ["hang with a child", "lock"])
 def test_no_process_outlives_a_run_that_is_killed(wild: str, what: str) -> None:
     """Not even one that keeps the interpreter's lock, so that no thread of its own gets a turn."""
-    program = PARENT.format(wild=wild, what=what, path=[str(Path(__file__).parent)])
+    program = PARENT.format(wild=wild, what=what)
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
+    time.sleep(0.3)  # it takes its step
     assert is_alive(pid)
     parent.kill()
     parent.wait()

@@ -1,4 +1,4 @@
-"""The commands: train, eval, audit, report, trace, init, serve-store. No logic.
+"""The commands: train, eval, env check, audit, report, trace, init, serve-store. No logic.
 
 Exit code 0, or 1 with a message that says what to type.
 """
@@ -27,6 +27,7 @@ from millstream.errors import ConfigError, MillstreamError, Stopped
 from millstream.events import EventSink
 from millstream.events.bias import bias_report
 from millstream.events.sinks import read_history
+from millstream.runtime import trial_run
 from millstream.runtime.check import check_parts
 from millstream.runtime.config import RunConfig, check_run
 from millstream.runtime.folder import RunFolder, program, resume_command
@@ -259,6 +260,45 @@ def init(
             highlight=False,
             soft_wrap=True,
         )
+
+
+environments = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at environments.")
+app.add_typer(environments, name="env")
+
+
+@environments.callback()
+def environment() -> None:
+    """Look at environments."""
+
+
+@environments.command(name="check")
+def check_environment(
+    use: Annotated[
+        str | None,
+        typer.Argument(metavar="USE", help="As environment.use: a built-in name, file.py:Name, package.module:Name."),
+    ] = None,
+    args: Annotated[
+        list[str] | None,
+        typer.Option("--args", metavar="KEY=VALUE", help="An argument of the environment: --args size=5"),
+    ] = None,
+    path: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="RUN.toml", help="Take environments, data and rewards from a config."),
+    ] = None,
+    process: Annotated[bool, typer.Option("--process", help="Play it in a process of its own.")] = False,
+    num_tasks: Annotated[int, typer.Option("--tasks", metavar="N", min=1, help="How many tasks to play.")] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Play an environment with scripted policies, without a model, and say what is wrong with it (exit code 1)."""
+    with said():
+        verdicts = trial_run.check(use, args or [], path, process=process, num_tasks=num_tasks)
+        if as_json:
+            console.out(msgspec.json.encode(verdicts).decode(), highlight=False)
+        else:
+            for line in (line for verdict in verdicts for line in trial_run.lines(verdict)):
+                console.out(line, highlight=False)
+    if not all(verdict.is_fit for verdict in verdicts):
+        raise typer.Exit(1)
 
 
 @app.command(name="serve-store")

@@ -123,9 +123,18 @@ def _kind(config: EnvironmentConfig, environment: Environment, has: Any) -> Kind
     return Kind(
         config=config,
         environment=environment,
-        make_tasks=None if tasks is None else lambda num, seed: list(tasks(num, seed, **accepted(tasks, args))),
+        make_tasks=None if tasks is None else functools.partial(_tasks_of, config, tasks),
         gold=None if gold is None else lambda task: [str(turn) for turn in gold(task, **accepted(gold, args))],
     )
+
+
+def _tasks_of(config: EnvironmentConfig, tasks: Callable[..., Iterable[Task]], num: int, seed: int) -> list[Task]:
+    try:
+        return list(tasks(num, seed, **accepted(tasks, config.args)))
+    except ConfigError:
+        raise
+    except Exception as error:  # the border to the user's code: said as a data error, with its cause
+        raise DataError(f"environment {config.shown}: tasks raised {type(error).__name__}: {error}") from error
 
 
 def make_tasks(kinds: Sequence[Kind], num: int, seed: int) -> list[Task]:

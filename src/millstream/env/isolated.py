@@ -43,10 +43,16 @@ PATIENCE_S = 30.0
 OURS = Path(__file__).parent
 
 
+class NotMade(EnvironmentFailed):
+    """A worker could not make the environment."""
+
+
 class Make(Struct, frozen=True, tag=True):
     config: EnvironmentConfig
     patience_s: float
     """For a step that keeps the interpreter's lock: longer than it may last."""
+    path: list[str]
+    """Where the run looks for modules: a worker finds what it finds."""
 
 
 class Begin(Struct, frozen=True, tag=True):
@@ -111,7 +117,7 @@ class Isolated:
         self._all: set[_Worker] = set()
 
     async def rollout(self, context: Context) -> Reward:
-        worker = self._idle.pop() if self._idle else await self._started(context)
+        worker = await self._idle_worker() or await self._started(context)
         try:
             reward = await worker.play(context)
         except RolloutError:
@@ -122,6 +128,14 @@ class Isolated:
             raise
         await self._settle(worker)
         return reward
+
+    async def _idle_worker(self) -> _Worker | None:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive:
+                return worker
+            await self._end(worker)  # it died of something else: the machine's memory, say
+        return None
 
     async def _started(self, context: Context) -> _Worker:
         worker = await _Worker.start(self._config)
@@ -184,10 +198,19 @@ class _Worker:
             raise
         finally:
             theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:  # cancelled: nobody will know of it
+            process.kill()
+            ours.close()
+            raise
         worker = cls(config.shown, process, reader, writer)
-        worker._send(Make(config, config.step_timeout_s + PATIENCE_S))
+        worker._send(Make(config, config.step_timeout_s + PATIENCE_S, sys.path))
         return worker
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._exit.done()
 
     def _on_exit(self, _: asyncio.Future[int]) -> None:
         """A process of its own may hold the line open when it is gone."""
@@ -199,11 +222,9 @@ class _Worker:
             async with asyncio.timeout(START_S):
                 message = await self._receive()
         except TimeoutError as error:
-            raise EnvironmentFailed(
-                f"{self._name} was not made within {START_S:g} s in a process of its own"
-            ) from error
+            raise NotMade(f"{self._name} was not made within {START_S:g} s in a process of its own") from error
         if isinstance(message, Failed):
-            raise EnvironmentFailed(f"{self._name} cannot be made in a process of its own: {message.message}")
+            raise NotMade(f"{self._name} cannot be made in a process of its own: {message.message}")
         self.is_sound = True
 
     async def play(self, context: Context) -> Reward:
@@ -412,6 +433,7 @@ def main(descriptor: int) -> NoReturn:
     line = _Line(socket.socket(fileno=descriptor))
     make: Make = line.inbox.get()
     config = make.config
+    sys.path += [place for place in make.path if place not in sys.path]
     try:
         environment = find(config).environment
     except Exception as error:  # said to the run, which knows whom it concerns

@@ -24,6 +24,10 @@ MOST_THREADS = 128
 CLOSE_S = 2.0
 
 
+class NothingToShow(EnvironmentFailed):
+    """An observation that is empty, or none."""
+
+
 class MultiTurn:
     """Plays what `make` makes. `max_turns` None: what the instance says, or 16."""
 
@@ -81,7 +85,7 @@ def _check_observation(observation: Any, said_by: str) -> None:
     with suppress(TypeError):
         if observation and all(isinstance(message, Message) for message in observation):
             return
-    raise EnvironmentFailed(
+    raise NothingToShow(
         f"{said_by} gave {observation!r} to show: expected a text that is not empty, or Messages (role=..., content=...)"
     )
 

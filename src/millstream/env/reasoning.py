@@ -14,9 +14,11 @@ import msgspec
 from millstream.env import Context
 from millstream.errors import ConfigError
 from millstream.seeds import derive_seed
+from millstream.threads import DaemonThreads
 from millstream.types import Message, Task
 
 ALL = "all"
+MOST_THREADS = 8
 CHUNK = 16
 """Entries of one generator at a time. They count on: the seed of entry n is the seed of entry 0 and n."""
 NEEDS_CONFIG = ("composite",)
@@ -37,6 +39,7 @@ class ReasoningGym:
     ) -> None:
         self._configs, self._system = configs or {}, system
         self._names, self._is_chat = chosen(names, self._configs), is_chat
+        self._threads: DaemonThreads | None = None
 
     def tasks(self, num: int, seed: int) -> Iterator[Task]:
         """Of all generators in turn, until there are enough."""
@@ -57,8 +60,18 @@ class ReasoningGym:
     async def rollout(self, context: Context) -> float:
         data = context.task.data
         said = await context.ask(context.task.prompt)
-        entry, generator = self._entry(str(data["source"]), int(data["seed"]), int(data["index"]))
-        return float(generator.score_answer(answer_in(said), entry))
+
+        def score() -> float:
+            """Some take seconds to make their entry again."""
+            entry, generator = self._entry(str(data["source"]), int(data["seed"]), int(data["index"]))
+            try:
+                return float(generator.score_answer(answer_in(said), entry))
+            except Exception:  # some rules raise on an answer that they cannot read: it is wrong, and no failure
+                return 0.0
+
+        self._threads = self._threads or DaemonThreads("reasoning_gym", most=MOST_THREADS)
+        scored: float = await context.waiting("reasoning_gym to score", self._threads.call(score))
+        return scored
 
     def _prompt(self, question: str) -> str | tuple[Message, ...]:
         if not self._is_chat:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 
 import torch
 from jinja2 import TemplateError
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo import recipe
@@ -34,6 +35,7 @@ from millstream.runtime.pipeline import STORE_TASKS, Algorithm, GroupReward
 from millstream.store.memory import MemoryStore
 from millstream.types import Message, Sampling, Task
 
+logger = logging.getLogger(__name__)
 MOST_PROMPTS_CHECKED = 10_000
 MOST_PIECES = 5
 MOST_PROMPTS_KEPT = 32_768
@@ -43,6 +45,9 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
     """Between text and tokens, for one tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
+    is_watched: bool = False
+    """Whether to say, once, that something in a text is unknown to the tokenizer."""
+    told: list[str] = field(default_factory=list)
     _opened: dict[str | tuple[Message, ...], list[int]] = field(default_factory=dict)
 
     @property
@@ -54,7 +59,9 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
         return int(self.tokenizer.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        tokens = list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        self._tell_unknown(text, tokens)
+        return tokens
 
     def opening(self, content: Content) -> list[int]:
         """Encoded once: by the check before the run, or by the first member of a group."""
@@ -65,6 +72,7 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
             self._opened[key] = (
                 list(self.tokenizer(key).input_ids) if isinstance(key, str) else self.encode(self.render(key))
             )
+            self._tell_unknown(key, self._opened[key])
         return self._opened[key]
 
     def render(self, messages: Sequence[Message]) -> str:
@@ -79,6 +87,20 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
         except TemplateError as error:
             roles = ", ".join(message.role for message in messages)
             raise DataError(f"the model's chat template refuses a chat of {roles}: {error}") from error
+
+    def knows(self, tokens: Sequence[int]) -> bool:
+        """Whether nothing of it is unknown to the tokenizer. One of bytes knows everything."""
+        tokenizer = self.tokenizer
+        others = (None, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        return tokenizer.unk_token_id in others or tokenizer.unk_token_id not in tokens
+
+    def _tell_unknown(self, text: object, tokens: Sequence[int]) -> None:
+        """Prompts are looked at before the run; what an environment says is known when it says it."""
+        if self.is_watched and not self.told and not self.knows(tokens):
+            self.told.append(
+                f"the tokenizer does not know something in {text!r}: the model sees {self.tokenizer.unk_token}"
+            )
+            logger.warning("%s", self.told[0])
 
     def unknown_pieces(self, task: Task) -> list[str]:
         """Of a prompt that is a string, what the tokenizer does not know, each once."""
@@ -123,6 +145,11 @@ def build_sampling(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrai
     return Sampling(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature, stop=tuple(stop))
 
 
+def is_prompt_shown(task: Task, environments: Environments) -> bool:
+    """Whether what the model is shown first is known before it is played."""
+    return isinstance(environments.of(task).environment, SingleTurn)
+
+
 def check_lengths(
     config: RunConfig, model: PreTrainedModel, text: Text, data: DataSet, environments: Environments
 ) -> None:
@@ -131,8 +158,8 @@ def check_lengths(
     if limit is None:
         return
     for task in data.tasks[:MOST_PROMPTS_CHECKED]:
-        if not isinstance(environments.of(task).environment, SingleTurn):
-            continue  # what it shows is known when it is played
+        if not is_prompt_shown(task, environments):
+            continue
         try:
             length = len(text.opening(task.prompt))
         except DataError as error:
@@ -144,21 +171,16 @@ def check_lengths(
             )
 
 
-def unknown_text(text: Text, data: DataSet) -> str:
+def unknown_text(text: Text, data: DataSet, environments: Environments) -> str:
     """What to say of prompts with something in them that the tokenizer does not know; nothing if there are none."""
-    tokenizer = text.tokenizer
-    unknown = tokenizer.unk_token_id
-    if unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
-        return ""  # a tokenizer of bytes knows everything
-    tasks = data.tasks[:MOST_PROMPTS_CHECKED]
-    shown = [task for task in tasks if isinstance(task.prompt, str) or text.has_chat]
-    strange = [task for task in shown if unknown in text.opening(task.prompt)]
+    tasks = [task for task in data.tasks[:MOST_PROMPTS_CHECKED] if is_prompt_shown(task, environments)]
+    strange = [task for task in tasks if not text.knows(text.opening(task.prompt))]
     if not strange:
         return ""
     pieces = ", ".join(map(repr, text.unknown_pieces(strange[0])[:MOST_PIECES]))
     return (
         f"{len(strange)} of {len(tasks)} prompts have something in them that the tokenizer does not know, and the model sees "
-        f"{tokenizer.unk_token} instead. The first is {data.place_of(strange[0])}: {pieces or 'its text'}"
+        f"{text.tokenizer.unk_token} instead. The first is {data.place_of(strange[0])}: {pieces or 'its text'}"
     )
 
 
@@ -168,7 +190,8 @@ def build_environment(kinds: Sequence[Kind], text: Text, rewards: Rewards) -> En
     def single_turn() -> SingleTurn:
         return SingleTurn(encode=lambda task: text.opening(task.prompt), decode=text.decode, scorer=Scorer(rewards))
 
-    return Environments([Hosted(kind, kind.environment or single_turn(), text) for kind in kinds])
+    watched = structs.replace(text, is_watched=True)
+    return Environments([Hosted(kind, kind.environment or single_turn(), watched) for kind in kinds])
 
 
 def build_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink) -> TorchEngine:

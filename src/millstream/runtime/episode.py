@@ -76,12 +76,7 @@ class Episode:
         return self.text.decode([])  # says why not
 
     async def request(self, part: _Part, turn: int, tokens: Sequence[int]) -> Completion:
-        """One turn of a part that has its place among those that may speak."""
-        if not part.turns and sum(bool(one.turns) for one in self._parts) >= self._max_parts:
-            raise EnvironmentFailed(
-                f"more than {self._max_parts} sequences in one rollout: set rollout.max_parts to as many as the environment "
-                'needs (with thinking = "drop", one for every turn)'
-            )
+        """One turn of a part, if that has its place among those that may speak."""
         key = RequestKey(
             group_id=self._key.group_id,
             member=self._key.member,
@@ -91,6 +86,11 @@ class Episode:
         seed = request_seed(self._run_seed, self._role, key)
         request = Request(key=key, tokens=tuple(tokens), sampling=self._sampling, seed=seed)
         async with self._turn:
+            if not part.turns and sum(bool(one.turns) for one in self._parts) >= self._max_parts:
+                raise EnvironmentFailed(
+                    f"more than {self._max_parts} sequences in one rollout: set rollout.max_parts to as many as the "
+                    'environment needs (with thinking = "drop", one for every turn)'
+                )
             try:
                 return await self._generate(request)
             except RequestRefused:

@@ -117,7 +117,7 @@ def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
         rewards=rewards,
         sampling=build.build_sampling(config, model, tokenizer),
         data_digest=digest(data),
-        warning=build.unknown_text(text, data),
+        warning=build.unknown_text(text, data, environment),
     )
 
 

@@ -1,0 +1,36 @@
+"""A tokenizer without a model: a token a byte, and a chat template in the manner of ChatML. For environments that are looked at
+before there is a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from millstream.env import Content
+from millstream.types import Message
+
+SPECIAL = {"<|im_end|>": 256, "<|im_start|>": 257}
+SPLIT = re.compile("(" + "|".join(map(re.escape, SPECIAL)) + ")")
+
+
+class Bytes:
+    """See `millstream.env.Text`."""
+
+    has_chat = True
+    end_token = SPECIAL["<|im_end|>"]
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = []
+        for piece in SPLIT.split(text):
+            tokens += [SPECIAL[piece]] if piece in SPECIAL else piece.encode("utf-8", "surrogatepass")
+        return tokens
+
+    def opening(self, content: Content) -> list[int]:
+        return self.encode(content if isinstance(content, str) else self.render(content))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        turns = (f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n" for message in messages)
+        return "".join(turns) + "<|im_start|>assistant\n"
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
