@@ -37,6 +37,7 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python bench/admission.py
+	$(BIN)/python bench/scheduling.py
 	$(BIN)/python bench/slow_reward.py
 
 bench-trl: $(INSTALLED) $(TRL)/.installed

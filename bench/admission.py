@@ -21,7 +21,11 @@ from millstream.events.sinks import MemorySink
 from millstream.runtime.admission import full_budget
 from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig
 from millstream.runtime.rollouts import RolloutConfig
-from millstream.sim.parts import SimEngine, SimEnvironment, SimLearner, lognormal
+from millstream.runtime.waits import Waits
+from millstream.sim.draws import lognormal
+from millstream.sim.engine import SimEngine
+from millstream.sim.environment import SimEnvironment
+from millstream.sim.learner import SimLearner
 from millstream.store.memory import MemoryStore
 from millstream.types import Sampling, Task
 from millstream.weights.local import LocalChannel
@@ -34,7 +38,7 @@ TAILS = {"lengths log-normal, sigma 1.0": 1.0, "lengths log-normal, sigma 1.5": 
 
 async def run(max_lag: float, budget: int, sigma: float, seed: int) -> tuple[float, float]:
     """Seconds a step, and the mean lag."""
-    sink = MemorySink()
+    sink, clock = MemorySink(), VirtualClock()
     parts = Parts(
         engines=tuple(
             SimEngine(name=f"e{i}", slots=SLOTS, token_s=0.01, num_tokens=lognormal(400, sigma), seed=seed)
@@ -44,8 +48,9 @@ async def run(max_lag: float, budget: int, sigma: float, seed: int) -> tuple[flo
         learner=SimLearner(token_s=6e-5, seed=seed),
         store=MemoryStore(STORE_TASKS, capacity_rows=budget * MEMBERS),
         channel=LocalChannel(),
-        clock=VirtualClock(),
+        clock=clock,
         sink=sink,
+        waits=Waits(clock=clock, sink=sink, stall_s=1e6, deadline_s=1e6),
     )
     pipeline = Pipeline(
         parts,

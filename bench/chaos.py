@@ -1,8 +1,8 @@
 """Chaos: of an environment's steps 5% raise, 2% hang, 1% kill their process, 1% return garbage. Does the run finish, does every
 prompt have its fate, is what was trained a fair sample?
 
-A real run on this machine: a tiny model walks over frozen lakes, every episode in a process of its own. Prints what happened, what
-`millstream audit` and the bias report say of it, and exits with 1 if one of them objects.
+A real run on this machine: a tiny model walks over frozen lakes, every episode in a process of its own. Prints what happened,
+what `millstream audit` and the bias report say of it, and exits with 1 if one of them objects.
 
     .venv/bin/python bench/chaos.py [--steps 40] [--groups 8] [--json]
 """
@@ -53,7 +53,7 @@ class Chaos(FrozenLake):
         if coin < RAISE:
             raise ValueError("the ice cracked")
         if coin < RAISE + HANG:
-            time.sleep(HOUR_S)  # with the whole process
+            time.sleep(HOUR_S)  # noqa: ASYNC251 (with the whole process)
         if coin < RAISE + HANG + KILL:
             os.kill(os.getpid(), signal.SIGKILL)
         if coin < RAISE + HANG + KILL + GARBAGE:

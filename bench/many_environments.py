@@ -27,7 +27,7 @@ from millstream.events import Event, Stepped
 from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.waits import Waits
-from millstream.sim.parts import SimLearner
+from millstream.sim.learner import SimLearner
 from millstream.store.memory import MemoryStore
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task, Weights
 from millstream.weights.local import LocalChannel

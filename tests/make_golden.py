@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millstream.sim.parts import uniform
+from millstream.sim.draws import uniform
 from simulated import World, simulate
 from test_pipeline import GOLDEN
 

@@ -41,16 +41,10 @@ from millstream.runtime.pipeline import (
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.state import Ledger, Standing
 from millstream.runtime.waits import Waits
-from millstream.sim.parts import (
-    Draw,
-    SimEngine,
-    SimEnvironment,
-    SimLearner,
-    SimSnapshot,
-    constant,
-    lognormal,
-    uniform,
-)
+from millstream.sim.draws import Draw, constant, lognormal, uniform
+from millstream.sim.engine import SimEngine
+from millstream.sim.environment import SimEnvironment
+from millstream.sim.learner import SimLearner, SimSnapshot
 from millstream.store import codec
 from millstream.store.memory import MemoryStore
 from millstream.types import Fate, Sampling, Task

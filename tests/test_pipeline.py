@@ -25,7 +25,10 @@ from millstream.events import (
     decode,
 )
 from millstream.runtime.pipeline import Pipeline
-from millstream.sim.parts import SimEngine, SimEnvironment, SimLearner, constant, uniform
+from millstream.sim.draws import constant, uniform
+from millstream.sim.engine import SimEngine
+from millstream.sim.environment import SimEnvironment
+from millstream.sim.learner import SimLearner
 from millstream.types import Completion, Fate, Request
 from simulated import World, check, simulate
 
@@ -298,7 +301,7 @@ def test_an_engine_that_breaks_stops_the_run_with_its_own_error(monkeypatch: pyt
     async def broken(self: SimEngine, *args: object) -> None:
         raise EngineError("engine-0 broke: out of memory")
 
-    monkeypatch.setattr(SimEngine, "_decode", broken)
+    monkeypatch.setattr(SimEngine, "generate", broken)
     with pytest.raises(EngineError, match="engine-0 broke"):
         simulate(World())
 

@@ -26,7 +26,8 @@ from millstream.events import (
 )
 from millstream.runtime.pipeline import Pipeline, PipelineConfig
 from millstream.runtime.router import Router
-from millstream.sim.parts import SimEngine, constant
+from millstream.sim.draws import constant
+from millstream.sim.engine import SimEngine
 from millstream.types import Completion, Fate, Finish, Request, RequestKey, Sampling, Task
 from simulated import Outcome, World, check, simulate
 

@@ -12,6 +12,10 @@ hits the long ones more often, being in them longer, from one that hits all alik
 and Kaplan-Meier alone would raise a false alarm in every run with failures at random. So the `bias` is what both ends grant,
 the interval spans both, and a verdict needs both on one side of 0.
 
+A rollout that failed after a time that none of the others came near did not take long, it hung: how long it would have taken
+is not known, and nothing is said of its seconds. A time limit that cuts slow ones off looks otherwise: others end shortly
+before it.
+
 The interval and the p-values are by bootstrap over whole groups (by permutation for the sources), for rollouts of a group are
 alike and fail together. The p-values are adjusted (Holm 1979): a run that loses at random is called biased, by any of the
 tests, in at most 5% of cases.
@@ -48,6 +52,8 @@ CHUNK = 100
 MAX_EDGES = 16
 """Distinct lengths of rollouts that were cut off, in the bootstrap: more are rounded to as many."""
 ROUNDING = 1e-9
+HUNG = 0.25
+"""Rollouts that ended near a time, for each that failed there: with fewer it hung."""
 MAX_SOURCES = 32
 """Smaller ones are counted together."""
 CLASSES = ("trained", "filtered", "failed", "aborted", "in flight", "open")
@@ -115,7 +121,7 @@ def bias_report(events: Iterable[Event], *, seed: int = 0) -> BiasReport:
     settled, rng = _settled(table), np.random.default_rng(seed)
     samples = [
         _measured("sampled tokens", settled, settled.first_tokens, settled.tokens),
-        _measured("seconds", settled, settled.first_seconds, settled.seconds),
+        _measured("seconds", settled, np.where(_is_hung(settled), 0.0, settled.first_seconds), settled.seconds),
         _difficulty(settled),
     ]
     drawn = _bootstrap([*samples, *map(_logarithm, samples[:2])], rng)
@@ -147,6 +153,8 @@ class _Member(Struct):
     is_lost: bool = False
     is_aborted: bool = False
     is_first_cut: bool = False
+    is_first_failed: bool = False
+    """Cut off by a failure, not on purpose."""
     first_tokens: float = 0.0
     first_seconds: float = 0.0
     tokens: float = 0.0
@@ -195,6 +203,7 @@ class _Table(NamedTuple):
     is_settled: Mask
     kind: Index
     is_first_cut: Mask
+    is_first_failed: Mask
     first_tokens: Column
     first_seconds: Column
     tokens: Column
@@ -202,7 +211,7 @@ class _Table(NamedTuple):
     reward: Column
 
 
-_KINDS = (np.int64, np.int64, np.int64, np.bool_, np.int64, np.bool_, *[np.float64] * 5)
+_KINDS = (np.int64, np.int64, np.int64, np.bool_, np.int64, np.bool_, np.bool_, *[np.float64] * 5)
 
 
 class _Log:
@@ -245,6 +254,7 @@ class _Log:
     def _fail(self, event: RolloutFailed) -> None:
         member = self._group(event.group_id).member(event.member)
         began = event.at if member.since is None else member.since
+        member.is_first_failed = member.is_first_failed or not member.is_done
         member.finish(event.num_sampled, event.seconds or event.at - began, None)
         member.is_lost = event.is_final
 
@@ -272,7 +282,7 @@ class _Log:
             tokens, seconds = np.nan, self._last_at - member.since
         reward = np.nan if member.reward is None else member.reward
         is_cut = member.is_first_cut or not member.is_done
-        return kind, is_cut, member.first_tokens, member.first_seconds, tokens, seconds, reward
+        return kind, is_cut, member.is_first_failed, member.first_tokens, member.first_seconds, tokens, seconds, reward
 
 
 def _kind(member: _Member, fate: Fate | None) -> int:
@@ -362,6 +372,16 @@ def _measured(quantity: str, table: _Table, first: Column, last: Column) -> _Sam
         lost=int(is_lost.sum()),
         known=int((is_lost & (~table.is_first_cut | (first > 0))).sum()),
     )
+
+
+def _is_hung(table: _Table) -> Mask:
+    """Of the failed: those after which so few of the others ended, from half that time on, that no tail reaches there. A tail
+    as heavy as Pareto's with exponent 1/2 has 0.4 such for every one that was cut off."""
+    cut = np.sort(table.first_seconds[table.is_first_failed])
+    ended = np.sort(table.first_seconds[~table.is_first_cut])
+    num_cut = len(cut) - np.searchsorted(cut, table.first_seconds, side="left")
+    num_near = len(ended) - np.searchsorted(ended, table.first_seconds / 2, side="left")
+    return table.is_first_failed & (num_near < HUNG * num_cut)
 
 
 def _is_lost(table: _Table) -> Mask:

@@ -211,9 +211,10 @@ class Rollouts:
     async def _attempt(
         self, key: RequestKey, member: _Member, task: Task, place: Place, last: int
     ) -> tuple[Rollout, ...]:
-        waits, began, owner = self._set.waits, self._now(), owner_of(key)
+        waits, owner, began = self._set.waits, owner_of(key), self._now()
         self._emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
-        limit = asyncio.timeout(self._set.config.timeout_s)
+        deadline = asyncio.get_running_loop().time() + self._set.config.timeout_s
+        limit = asyncio.timeout_at(deadline)
 
         async def generate(request: Request) -> Completion:
             if self._set.gate is not None:
@@ -250,15 +251,18 @@ class Rollouts:
             failure = self._too_late(error) if limit.expired() else error
         except Exception as error:  # whatever an environment or a reward raises is a failed rollout
             failure = error
+        seconds = (
+            self._now() - began - ((limit.when() or deadline) - deadline)
+        )  # without the waits that are not its own
         if member.why:
             member.is_done = True
-            self._record_abort(key, member, began, episode.num_sampled)
+            self._record_abort(key, member, seconds, episode.num_sampled)
             raise _Aborted
         if failure is not None:
-            self._record_failure(key, failure, began, episode.num_sampled, is_final=key.attempt == last)
+            self._record_failure(key, failure, seconds, episode.num_sampled, is_final=key.attempt == last)
             return ()
         member.is_done = True
-        self._record_rollout(parts, began)
+        self._record_rollout(parts, seconds)
         return parts
 
     async def _generate(self, request: Request, member: _Member, place: Place, owner: str) -> Completion:
@@ -308,7 +312,7 @@ class Rollouts:
         waiting = "" if cut is None else f": {self._now() - cut.since:.0f} s of it it waited for {cut.what}"
         return RolloutTimeout(f"no reward after {limit:g} s{waiting}; rollout.timeout_s sets the limit")
 
-    def _record_rollout(self, parts: tuple[Rollout, ...], began: float) -> None:
+    def _record_rollout(self, parts: tuple[Rollout, ...], seconds: float) -> None:
         first, agents = parts[0], {part.agent for part in parts}
         self._emit(
             RolloutEnded(
@@ -324,12 +328,12 @@ class Rollouts:
                 start_version=min(part.start_version for part in parts),
                 end_version=max(int(part.versions.max()) for part in parts),
                 finish=parts[-1].finish,
-                seconds=self._now() - began,
+                seconds=seconds,
             )
         )
 
     def _record_failure(
-        self, key: RequestKey, error: Exception, began: float, num_sampled: int, *, is_final: bool
+        self, key: RequestKey, error: Exception, seconds: float, num_sampled: int, *, is_final: bool
     ) -> None:
         self._on_failure(f"{type(error).__name__}: {error}")
         self._emit(
@@ -341,12 +345,12 @@ class Rollouts:
                 error=type(error).__name__,
                 message=str(error),
                 is_final=is_final,
-                seconds=self._now() - began,
+                seconds=seconds,
                 num_sampled=num_sampled,
             )
         )
 
-    def _record_abort(self, key: RequestKey, member: _Member, began: float, num_sampled: int) -> None:
+    def _record_abort(self, key: RequestKey, member: _Member, seconds: float, num_sampled: int) -> None:
         self._emit(
             RolloutAborted(
                 at=self._now(),
@@ -354,7 +358,7 @@ class Rollouts:
                 member=key.member,
                 attempt=key.attempt,
                 why=member.why,
-                seconds=self._now() - began,
+                seconds=seconds,
                 num_sampled=num_sampled + member.num_cut,
             )
         )

@@ -1,0 +1,326 @@
+"""An engine with continuous batching whose steps cost virtual time and nothing else. Keeps the promises of
+`millstream.engine.Engine`.
+
+The path of a request: queued, first come, first served; admitted when a slot is free and its prompt fits into the cache; its
+prompt is computed, during which nobody decodes; one token a step beside all others (`sim.pace`); done at its length, drawn
+from its seed. When the cache runs over, the request that was admitted last goes back to the head of the queue with the tokens
+it has, waits until somebody leaves, and pays for its prompt and those tokens again. A request that ends, is aborted or whose
+`generate` is cancelled gives its slot and its cache back in that moment. Work is done where the batch changes, never per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+import random
+from bisect import bisect_right
+from collections import deque
+
+from msgspec import Struct
+
+from millstream.engine import EngineStats
+from millstream.errors import EngineError, RequestRefused
+from millstream.seeds import derive_seed
+from millstream.sim.draws import Draw, constant, uniform
+from millstream.sim.pace import Pace
+from millstream.types import Completion, Finish, Request, RequestKey, Weights
+
+UP_TO_100, FREE = uniform(1, 100), constant(0.0)
+ROUNDING = 1e-3
+"""Of a token: so close to full is full."""
+LOGPROBS = tuple(-(1 + byte) / 64 for byte in range(256))
+
+
+class Costs(Struct, frozen=True, kw_only=True):
+    """A decode step takes step_s + request_s * requests + context_token_s * tokens in the cache. With step_s alone every token
+    takes the same time, whoever runs beside it."""
+
+    step_s: float = 0.01
+    """The weights, read once a step, and what a step costs by itself."""
+    request_s: float = 0.0
+    context_token_s: float = 0.0
+    """Reading the cache of one token."""
+    prefill_token_s: float = 0.0
+    """One token of a prompt. Decoding waits for it. There is no prefix cache: a later turn pays for the whole history."""
+
+    def __post_init__(self) -> None:
+        if self.step_s <= 0 or min(self.request_s, self.context_token_s, self.prefill_token_s) < 0:
+            raise ValueError("step_s must be above 0, the other costs at least 0")
+
+    def of_step(self, num_requests: int, num_tokens: float) -> float:
+        return self.step_s + self.request_s * num_requests + self.context_token_s * num_tokens
+
+
+H200 = Costs(step_s=4.26e-3, request_s=3.7e-6, context_token_s=26e-9, prefill_token_s=2.5e-6)
+"""A Qwen3 shape of 474M parameters in bf16 on one H200, measured: 5.7 ms a step with 128 requests, 10.0 ms with 512, with
+contexts of 288 tokens on average. A token of cache is 115 KB, read at 4.4 TB/s; a token of prompt 0.95 GFLOP at 380 TFLOP/s."""
+H200_KV_TOKENS = 1_000_000
+"""What the memory of that machine holds beside the weights."""
+
+
+class _Job:
+    """A request on its way. While it runs: `begin` is the position where it was admitted, `before` what it had by then."""
+
+    __slots__ = ("before", "begin", "done", "finish", "length", "request", "ticket", "versions")
+
+    def __init__(self, request: Request, wanted: int) -> None:
+        self.request = request
+        self.length = min(wanted, request.sampling.max_tokens)
+        self.finish = Finish.STOP if wanted <= request.sampling.max_tokens else Finish.LENGTH
+        self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.versions: list[int] = []
+        self.before, self.begin, self.ticket = 0, 0.0, -1
+
+    @property
+    def size(self) -> int:
+        """Tokens of cache that it needs to begin or to go on."""
+        return len(self.request.tokens) + len(self.versions)
+
+    def complete(self) -> None:
+        """Token i and its log-probability are functions of the seed and of i: a request that was cut has a prefix."""
+        if self.done.done():
+            return
+        length = len(self.versions)
+        raw = random.Random(self.request.seed + 1).randbytes(4 * math.ceil(length / 2))[: 2 * length]
+        self.done.set_result(
+            Completion(
+                tokens=tuple(raw[0::2]),
+                logprobs=tuple(map(LOGPROBS.__getitem__, raw[1::2])),
+                versions=tuple(self.versions),
+                finish=self.finish,
+            )
+        )
+
+
+class SimEngine:
+    """`token_s` is short for `costs` with a constant rate. `kv_tokens` None: the cache has no end."""
+
+    def __init__(
+        self,
+        *,
+        name: str = "engine",
+        slots: int = 64,
+        token_s: float = 0.01,
+        costs: Costs | None = None,
+        kv_tokens: int | None = None,
+        num_tokens: Draw = UP_TO_100,
+        load_s: Draw = FREE,
+        version: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.name, self.slots = name, slots
+        self._costs = Costs(step_s=token_s) if costs is None else costs
+        self._kv_tokens = math.inf if kv_tokens is None else kv_tokens
+        self._num_tokens, self._load_s = num_tokens, load_s
+        self._rng = random.Random(derive_seed(seed, name))
+        self._loaded_at: list[float] = [-math.inf]
+        self._versions: list[int] = [version]
+        self._jobs: dict[RequestKey, _Job] = {}
+        self._waiting: deque[_Job] = deque()
+        self._running: dict[int, _Job] = {}
+        """By ticket, in the order of admission."""
+        self._ends: list[tuple[float, int]] = []
+        """A heap of (position, ticket); tickets that no longer run are passed over."""
+        self._tickets = itertools.count()
+        self._sizes = self._begins = 0.0
+        """Of those that run: tokens when admitted, and positions, summed."""
+        self._pace = Pace()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_paused = self._is_closed = self._is_crowded = False
+        self.num_preempted = 0
+        self.num_discarded = 0
+        """Tokens of requests whose `generate` was cancelled."""
+        self._tokens = self._finished = 0
+
+    @property
+    def version(self) -> int:
+        return self._versions[-1]
+
+    @property
+    def tokens_held(self) -> int:
+        """Of the cache: prompts and whole tokens of the requests that run."""
+        position = self._pace.position(_now())
+        return sum(job.size + self._progress(job, position) for job in self._running.values())
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            tokens_generated=self._tokens,
+            requests_finished=self._finished,
+        )
+
+    # ---- what the pipeline calls -----------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        job = self._queue(request)
+        try:
+            return await job.done
+        except asyncio.CancelledError:
+            if self._jobs.get(request.key) is job:
+                self._cut(job)
+                self._turn()
+            self.num_discarded += len(job.versions)  # nobody will read them
+            raise
+
+    async def abort(self, key: RequestKey) -> None:
+        if key in self._jobs:
+            self._abort(self._jobs[key])
+            self._turn()
+
+    async def pause(self) -> None:
+        self._is_paused = True
+        self._pace.pause(_now())
+        self._turn()
+
+    async def resume(self) -> None:
+        self._is_paused = False
+        self._pace.resume(_now())
+        self._turn()
+
+    async def load(self, version: int, weights: Weights) -> None:
+        """Takes `load_s`, beside decoding; the swap itself takes no time."""
+        await asyncio.sleep(self._load_s(self._rng))
+        if version < self.version:
+            raise EngineError(f"version {version} after {self.version}")
+        self._loaded_at.append(self._pace.position(_now()))
+        self._versions.append(version)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for job in list(self._jobs.values()):
+            self._abort(job)
+        self._turn()
+
+    # ---- the batch -------------------------------------------------------------------------------------------------
+
+    def _queue(self, request: Request) -> _Job:
+        if self._is_closed:
+            raise EngineError(f"{self.name} is closed")
+        if request.key in self._jobs:
+            raise EngineError(f"{request.key} is in flight already")
+        if (most := len(request.tokens) + request.sampling.max_tokens) > self._kv_tokens:
+            raise RequestRefused(f"{request.key} may need {most} tokens of cache, {self.name} has {self._kv_tokens}")
+        job = _Job(request, max(1, round(self._num_tokens(random.Random(request.seed)))))
+        self._jobs[request.key] = job
+        self._waiting.append(job)
+        self._turn()
+        return job
+
+    def _turn(self, arrived: float = -math.inf) -> None:
+        """The batch may have changed: end what is done, admit what fits, and wait for whatever comes next."""
+        now = _now()
+        self._pace.arrive(arrived)
+        position = self._pace.position(now)
+        self._end_the_done(position)
+        self._preempt(position)
+        self._admit(now, position)
+        num_running, step_s = len(self._running), self._costs.step_s
+        slope = self._costs.of_step(num_running, self._held(position)) / step_s
+        self._pace.change(now, slope=slope, bend=self._costs.context_token_s * num_running / step_s**2)
+        self._set_timer(position)
+
+    def _end_the_done(self, position: float) -> None:
+        while self._ends and self._ends[0][0] <= position:
+            _, ticket = heapq.heappop(self._ends)
+            if ticket in self._running:
+                job = self._running[ticket]
+                self._leave(job, position, job.length - job.before)
+                self._forget(job)
+                job.complete()
+
+    def _preempt(self, position: float) -> None:
+        while len(self._running) > 1 and self._until_full(position) <= 0:
+            job = self._running[next(reversed(self._running))]
+            self._leave(job, position, self._progress(job, position))
+            self._waiting.appendleft(job)
+            self.num_preempted += 1
+            self._is_crowded = True
+
+    def _admit(self, now: float, position: float) -> None:
+        """First come, first served: a request that does not fit holds up those behind it."""
+        while self._waiting and not self._is_paused and not self._is_crowded and len(self._running) < self.slots:
+            job, num_after = self._waiting[0], len(self._running) + 1
+            if self._held(position) + job.size + num_after > self._kv_tokens:
+                break
+            self._waiting.popleft()
+            self._pace.stall(now, self._costs.prefill_token_s * job.size)
+            job.begin, job.before, job.ticket = position, len(job.versions), next(self._tickets)
+            self._running[job.ticket] = job
+            self._sizes += job.size
+            self._begins += position
+            end = position + (job.length - job.before) * self._costs.step_s
+            heapq.heappush(self._ends, (end, job.ticket))
+
+    def _leave(self, job: _Job, position: float, num_tokens: int) -> None:
+        """Its slot and its cache are free."""
+        del self._running[job.ticket]
+        self._sizes -= job.size
+        self._begins -= job.begin
+        if not self._running:
+            self._sizes = self._begins = 0.0  # and with them what rounding has left
+        self._is_crowded = False
+        job.versions += self._versions_from(job.begin, num_tokens)
+
+    def _cut(self, job: _Job) -> None:
+        """It ends before its time, wherever it is."""
+        if job.ticket in self._running:
+            position = self._pace.position(_now())
+            self._leave(job, position, self._progress(job, position))
+        else:
+            self._waiting.remove(job)
+        self._forget(job)
+
+    def _abort(self, job: _Job) -> None:
+        self._cut(job)
+        job.finish = Finish.ABORT
+        job.complete()
+
+    def _forget(self, job: _Job) -> None:
+        del self._jobs[job.request.key]
+        self._finished += 1
+        self._tokens += len(job.versions)
+
+    def _progress(self, job: _Job, position: float) -> int:
+        """Whole tokens since it was admitted."""
+        return min(job.length - job.before, int((position - job.begin) / self._costs.step_s))
+
+    def _versions_from(self, begin: float, num_tokens: int) -> list[int]:
+        """A token is of the version that was there when its step began."""
+        found: list[int] = []
+        while len(found) < num_tokens:
+            loaded = bisect_right(self._loaded_at, begin + len(found) * self._costs.step_s)
+            until = self._loaded_at[loaded] if loaded < len(self._loaded_at) else math.inf
+            steps = min((until - begin) / self._costs.step_s, num_tokens)
+            found += [self._versions[loaded - 1]] * max(1, math.ceil(steps) - len(found))
+        return found
+
+    # ---- what comes next -------------------------------------------------------------------------------------------
+
+    def _held(self, position: float) -> float:
+        return self._sizes + (len(self._running) * position - self._begins) / self._costs.step_s
+
+    def _until_full(self, position: float) -> float:
+        """Stretches of position until the cache runs over: every running request adds a token a step."""
+        if self._kv_tokens == math.inf or not self._running:
+            return math.inf
+        room = self._kv_tokens - self._held(position)
+        return 0.0 if room < ROUNDING else room * self._costs.step_s / len(self._running)
+
+    def _set_timer(self, position: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._ends and self._ends[0][1] not in self._running:
+            heapq.heappop(self._ends)
+        if self._is_paused or not self._running:
+            return
+        full = position + self._until_full(position) if len(self._running) > 1 else math.inf
+        target = min(self._ends[0][0], full)
+        self._timer = asyncio.get_running_loop().call_at(self._pace.time(target), self._turn, target)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,54 @@
+"""A learner that takes time and learns nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from millstream.seeds import derive_seed
+from millstream.sim.draws import Draw, constant
+from millstream.types import Metrics, TrainRow, Weights
+
+TENTH = constant(0.1)
+
+
+class SimSnapshot:
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def write(self, folder: Path) -> None:
+        (folder / "sim.txt").write_text(f"{self.num_rows}\n")
+
+
+class SimLearner:
+    """Takes time in proportion to tokens. Its weights are a number: how many rows they have seen."""
+
+    def __init__(self, *, token_s: float = 1e-4, step_s: Draw = TENTH, seed: int = 0) -> None:
+        self._token_s, self._step_s = token_s, step_s
+        self._rng = random.Random(derive_seed(seed, "learner"))
+        self.num_rows = 0
+
+    async def begin_batch(self) -> None: ...
+
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        await asyncio.sleep(self._token_s * sum(len(row.tokens) for row in rows))
+        self.num_rows += len(rows)
+
+    async def step(self) -> Metrics:
+        await asyncio.sleep(self._step_s(self._rng))
+        return {}
+
+    async def weights(self) -> Weights:
+        return {"num_rows": self.num_rows}
+
+    async def snapshot(self) -> SimSnapshot:
+        return SimSnapshot(self.num_rows)
+
+    def restore(self, folder: Path) -> None:
+        self.num_rows = int((folder / "sim.txt").read_text())
+
+    def save(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "sim.txt").write_text(f"{self.num_rows}\n")
