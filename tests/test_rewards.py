@@ -524,3 +524,19 @@ def test_every_built_in_and_each_of_its_options_is_documented() -> None:
         for parameter in parameters:
             if parameter.kind is parameter.KEYWORD_ONLY:
                 assert f"`{parameter.name}`" in text, f"{name}: {parameter.name}"
+
+
+def test_a_file_of_ones_own_may_have_dataclasses_and_the_name_of_a_standard_module(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Rule:\n"
+        "    worth: float = 0.5\n"
+        "def reward(task, completion):\n"
+        "    return Rule().worth\n"
+    )
+    import code
+
+    assert find(f"{tmp_path}/code.py:reward")(None, "") == 0.5
+    assert hasattr(code, "InteractiveConsole")

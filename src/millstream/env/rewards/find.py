@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -195,9 +196,9 @@ def _module_from(name: str) -> Any:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"no file {path} (looked for it from {Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"{path.stem} of {path.resolve()}", path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where a dataclass looks for its module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the border to the user's code: said as a config error, with its cause
