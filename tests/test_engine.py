@@ -269,6 +269,24 @@ def test_an_aborted_request_returns_what_it_has(engine: MakeEngine) -> None:
     asyncio.run(program())
 
 
+def test_an_abort_in_the_middle_of_a_batch_leaves_the_others_as_they_would_be_alone(engine: MakeEngine) -> None:
+    async def program() -> None:
+        e = engine(slots=4)
+        asked = [request(number, prompt, max_tokens=100) for number, prompt in enumerate(prompts(4))]
+        flights = [asyncio.ensure_future(e.generate(one)) for one in asked]
+        while e.stats().tokens_generated < 40:
+            await asyncio.sleep(0.001)
+        await e.abort(asked[0].key)
+        await e.abort(asked[2].key)
+        together = await asyncio.gather(*flights)
+        assert [c.finish is Finish.ABORT for c in together] == [True, False, True, False]
+        for number in (1, 3):
+            assert together[number].tokens == (await e.generate(asked[number])).tokens
+        await e.close()
+
+    asyncio.run(program())
+
+
 def test_a_cancelled_request_frees_its_slot(engine: MakeEngine) -> None:
     async def program() -> None:
         e = engine(slots=1)

@@ -97,6 +97,7 @@ class Batcher:
         check_request(request, self._max_length)
         self._waiting.append(InFlight(request))
 
+    @torch.inference_mode()
     def abort(self, key: RequestKey) -> Finished:
         for flight in self._waiting:
             if flight.request.key == key:
