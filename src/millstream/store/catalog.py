@@ -23,6 +23,7 @@ from millstream.store import TRAIN, Choose, Reads, StoreStats, Want, policies
 from millstream.store.entries import NO_VERSION, Block, GroupEntry, Ready, RowEntry, Unit
 
 GENERATION_SHIFT = 40
+MOST_MASKS = 1024
 """An id is generation << 40 | number. A restore begins a generation: ids of the history it cut off are never given again."""
 
 
@@ -106,6 +107,7 @@ class Catalog:
         on_free: Callable[[Block], None] = lambda block: None,
     ) -> None:
         self._columns: dict[str, int] = {}
+        self._masks: dict[tuple[str, ...] | frozenset[str], int] = {}
         self.tasks = self._number(tasks)
         self._all = sum(task.bit for task in self.tasks.values())
         self._group_tasks = [task for task in self.tasks.values() if task.reads.by_group]
@@ -130,10 +132,14 @@ class Catalog:
             found[name] = Task(name, bits[name], reads, self._mask(reads.columns), after, after_groups)
         return found
 
-    def _mask(self, columns: Iterable[str]) -> int:
-        mask = 0
-        for column in columns:
-            mask |= self._columns.setdefault(column, 1 << len(self._columns))
+    def _mask(self, columns: tuple[str, ...] | frozenset[str]) -> int:
+        mask = self._masks.get(columns)
+        if mask is None:
+            mask = 0
+            for column in columns:
+                mask |= self._columns.setdefault(column, 1 << len(self._columns))
+            if len(self._masks) < MOST_MASKS:
+                self._masks[columns] = mask
         return mask
 
     def task(self, name: str) -> Task:

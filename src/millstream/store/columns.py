@@ -25,10 +25,11 @@ def integers(values: Iterable[int]) -> list[int]:
 
 
 def num_rows_of(columns: Columns) -> int:
-    counts = {name: len(cells) for name, cells in columns.items()}
-    if not counts or len(set(counts.values())) != 1 or not next(iter(counts.values())):
+    num_rows = len(next(iter(columns.values()), ()))
+    if not num_rows or any(len(cells) != num_rows for cells in columns.values()):
+        counts = {name: len(cells) for name, cells in columns.items()}
         raise StoreError(f"columns must be there and have the same number of rows, at least one: {counts or 'none'}")
-    return next(iter(counts.values()))
+    return num_rows
 
 
 def token_counts(columns: Columns, tokens: Sequence[int] | None, num_rows: int) -> Sequence[int] | None:

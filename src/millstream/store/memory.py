@@ -148,17 +148,26 @@ class MemoryStore:
 def block_of(columns: Columns) -> tuple[BlockSpec, int]:
     """The columns by reference. The dictionary and its lists are copied, the cells are not."""
     num_rows = num_rows_of(columns)
-    held = {name: list(cells) if isinstance(cells, list) else cells for name, cells in columns.items()}
-    return BlockSpec(tuple(columns), sum(map(_nbytes, columns.values())), held), num_rows
+    held, nbytes = dict[str, Sequence[Any]](), 0
+    for name, cells in columns.items():
+        held[name] = cells.copy() if isinstance(cells, list) else cells
+        nbytes += _nbytes(cells)
+    return BlockSpec(tuple(columns), nbytes, held), num_rows
+
+
+NUMBERS = (int, float, bool)
 
 
 def _nbytes(cells: Sequence[Any]) -> int:
+    if type(cells) is list and type(cells[0]) in NUMBERS:
+        return 8 * len(cells)
     size = getattr(cells, "nbytes", None)
-    return int(size) if size is not None else sum(getattr(cell, "nbytes", 0) or _length(cell) for cell in cells)
+    return int(size) if size is not None else sum(map(_length, cells))
 
 
 def _length(cell: Any) -> int:
-    return len(cell) if isinstance(cell, (str, bytes)) else 8
+    size = getattr(cell, "nbytes", None)
+    return int(size) if size is not None else len(cell) if isinstance(cell, (str, bytes)) else 8
 
 
 def lease_of(lease: LeaseEntry) -> Lease:
@@ -167,6 +176,9 @@ def lease_of(lease: LeaseEntry) -> Lease:
     for blocks, starts, count in runs(rows):
         found: dict[str, Sequence[Any]] = {}
         for block, start in zip(blocks, starts, strict=True):
+            if start == 0 and count == len(next(iter(block.payload.values()))):
+                found.update(block.payload)
+                continue
             for name, cells in block.payload.items():
                 found[name] = cells[start : start + count]
         for name, cells in found.items():
