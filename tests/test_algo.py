@@ -1,59 +1,85 @@
-"""Losses and advantages against numbers worked out by hand and against finite differences; and what is refused."""
+"""Losses, corrections and KL against numbers worked out by hand and against finite differences, and what is true of all."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from millstream.algo import AlgorithmConfig, aggregate, check, losses, recipe
-from millstream.algo.advantages import dr_grpo, grpo, has_signal
+from millstream.algo import AlgorithmConfig, aggregate, corrections, kl, losses, recipe
+from millstream.algo.presets import LOSSES as KINDS
+from millstream.algo.rows import row_counts, row_means, row_sums
 from millstream.errors import ConfigError
 from millstream.model.objective import LossInputs, TokenLoss
 
+Function = Callable[[LossInputs], TokenLoss]
 
-def inputs(th: list[float], mu: list[float], prox: list[float], advantage: list[float]) -> LossInputs:
+
+def inputs(
+    th: list[float], mu: list[float], prox: list[float], advantage: list[float], rows: list[int] | None = None
+) -> LossInputs:
     """From probabilities, in double precision."""
     as_log = [torch.tensor(values, dtype=torch.float64).log() for values in (th, mu, prox)]
-    return LossInputs(*as_log, torch.tensor(advantage, dtype=torch.float64), torch.zeros(len(th), dtype=torch.long))
+    row_N = torch.tensor(rows or [0] * len(th))
+    return LossInputs(*as_log, torch.tensor(advantage, dtype=torch.float64), row_N)
 
 
 def values(loss: TokenLoss) -> list[float]:
     return [round(float(value), 6) for value in loss.loss_N]
 
 
-def test_grpo_divides_by_the_population_deviation() -> None:
-    assert np.allclose(grpo(np.array([1.0, 0.0, 0.0, 1.0])), [1, -1, -1, 1], atol=1e-5)
-    assert np.allclose(grpo(np.array([3.0, 1.0])), [1, -1], atol=1e-5)
-    assert np.allclose(grpo(np.array([0.5, 0.5])), [0, 0])
+def rounded(*numbers: float) -> list[float]:
+    return [round(number, 6) for number in numbers]
 
 
-def test_dr_grpo_only_centres() -> None:
-    assert np.allclose(dr_grpo(np.array([3.0, 1.0, 2.0])), [1, -1, 0])
+# ---- by hand ---------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.floats(-5, 5), min_size=2, max_size=16))
-def test_advantages_sum_to_zero_and_vanish_without_signal(rewards: list[float]) -> None:
-    array = np.array(rewards)
-    for function in (grpo, dr_grpo):
-        assert abs(function(array).sum()) < 1e-6
-        if not has_signal(array):
-            assert np.abs(function(array)).max() < 1e-8
+def test_sums_and_means_over_rows_by_hand() -> None:
+    numbers, row_N = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 0, 2, 2])
+    assert row_sums(numbers, row_N).tolist() == [3, 3, 12, 12]
+    assert row_means(numbers, row_N).tolist() == [1.5, 1.5, 6, 6]
+    assert row_counts(row_N).tolist() == [2, 2, 2, 2]
 
 
 def test_truncated_is_by_hand() -> None:
     x = inputs(th=[0.5, 0.2], mu=[0.25, 0.4], prox=[0.5, 0.2], advantage=[1.0, -2.0])
     # ratios 2 (cut to 1) and 0.5
-    assert values(losses.truncated_is(x, cap=1.0)) == [
-        round(-1 * 1.0 * math.log(0.5), 6),
-        round(-0.5 * -2.0 * math.log(0.2), 6),
-    ]
-    assert float(losses.truncated_is(x, cap=1.0).metrics["truncated_share"]) == 1
+    loss = losses.truncated_is(x, cap=1.0)
+    assert values(loss) == rounded(-1 * 1.0 * math.log(0.5), -0.5 * -2.0 * math.log(0.2))
+    assert float(loss.metrics["truncated_share"]) == 1
+
+
+def test_cispo_by_hand() -> None:
+    x = inputs(th=[0.5, 0.1, 0.3], mu=[0.25, 0.4, 0.3], prox=[0.3] * 3, advantage=[1.0, -2.0, 1.0])
+    # ratios 2 and 0.25, clipped to [0.6, 1.5], and 1
+    loss = losses.cispo(x, clip_low=0.4, clip_high=0.5)
+    assert values(loss) == rounded(-1.5 * math.log(0.5), -0.6 * -2.0 * math.log(0.1), -math.log(0.3))
+    assert float(loss.metrics["clipped_share"]) == 2
+
+
+def test_topr_by_hand() -> None:
+    x = inputs(
+        th=[0.5, 0.4, 0.2, 0.5, 0.6, 0.4],
+        mu=[0.1, 0.1, 0.4, 0.8, 0.3, 0.4],
+        prox=[0.3] * 6,
+        advantage=[1.0, 1.0, -2.0, -2.0, -1.0, -1.0],
+        rows=[0, 0, 1, 1, 2, 2],
+    )
+    # the ratio is of the trajectory: any for the positive one; 0.5 * 0.625 = 0.3125; 2 * 1 = 2, cut to 1
+    expected = [-math.log(0.5), -math.log(0.4), 0.625 * math.log(0.2), 0.625 * math.log(0.5), math.log(0.6), math.log(0.4)]  # fmt: skip
+    loss = losses.topr(x, cap=1.0)
+    assert values(loss) == rounded(*expected)
+    assert float(loss.metrics["truncated_share"]) == 2
+    weighted = losses.topr(x, cap=1.0, positive_weight=3.0, negative_weight=0.5)
+    weights = [3.0, 3.0, 0.5, 0.5, 0.5, 0.5]
+    assert values(weighted) == rounded(*(w * value for w, value in zip(weights, expected, strict=True)))
 
 
 def test_ppo_by_hand() -> None:
@@ -62,70 +88,102 @@ def test_ppo_by_hand() -> None:
     assert values(losses.ppo(x, clip_low=0.2, clip_high=0.3)) == [-1.3, 2.0, -0.5, 0.8]
 
 
+def test_the_dual_clip_bounds_what_negatives_can_cost() -> None:
+    x = inputs(th=[0.5, 0.5, 0.5], mu=[0.05, 0.05, 0.25], prox=[0.3] * 3, advantage=[-2.0, 2.0, -2.0])
+    # ratios 10, 10 and 2; negatives lose at most 3 * 2
+    loss = losses.ppo(x, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    assert values(loss) == [6.0, -2.4, 4.0]
+    assert float(loss.metrics["dual_clipped_share"]) == 1
+
+
 def test_decoupled_ppo_by_hand() -> None:
     x = inputs(th=[0.6, 0.1], mu=[0.2, 0.4], prox=[0.4, 0.2], advantage=[1.0, -1.0])
     # prox/mu: 2 (cut to 1.5) and 0.5; th/prox: 1.5 clipped to 1.2, and 0.5 clipped to 0.8
     loss = losses.decoupled_ppo(x, clip_low=0.2, clip_high=0.2, cap=1.5)
     assert values(loss) == [-1.8, 0.4]
     assert float(loss.metrics["clipped_share"]) == 2 and float(loss.metrics["truncated_share"]) == 1
+    apart = inputs(th=[0.8], mu=[0.1], prox=[0.1], advantage=[-1.0])
+    assert values(losses.decoupled_ppo(apart, clip_low=0.2, clip_high=0.2, cap=1.5, dual_clip=3.0)) == [3.0]
 
 
-LOSSES = {
-    "truncated_is": partial(losses.truncated_is, cap=1.0),
-    "ppo": partial(losses.ppo, clip_low=0.2, clip_high=0.2),
-    "decoupled_ppo": partial(losses.decoupled_ppo, clip_low=0.2, clip_high=0.2, cap=5.0),
-    "reinforce": losses.reinforce,
-    "corrected": lambda x: losses.corrected(x, losses.reinforce(x), cap=5.0),
-}
+def test_gspo_by_hand() -> None:
+    x = inputs(
+        th=[0.4, 0.9, 0.2, 0.3], mu=[0.1, 0.9, 0.2, 0.3], prox=[0.3] * 4, advantage=[1, 1, -1, -1], rows=[0, 0, 1, 1]
+    )
+    # the first row: the root of 4 * 1 = 2, clipped to 1.5; the second: 1
+    loss = losses.gspo(x, clip_low=0.2, clip_high=0.5)
+    assert values(loss) == [-1.5, -1.5, 1.0, 1.0]
+    assert float(loss.metrics["clipped_share"]) == 2
 
 
-def surrogate(name: str, x: LossInputs, logprobs: torch.Tensor) -> torch.Tensor:
-    """The function whose gradient the loss claims to be, with every stop-gradient written out as a constant."""
-    ratio = (x.logprobs_N - x.behaviour_N).exp()
-    weight = (x.proximal_N - x.behaviour_N).exp().clamp(max=5.0)
-    match name:
-        case "truncated_is":
-            return (-ratio.clamp(max=1.0) * x.advantages_N * logprobs).sum()
-        case "corrected":
-            return (-weight * x.advantages_N * logprobs).sum()
-    return LOSSES[name](x._replace(logprobs_N=logprobs)).loss_N.sum()
+def test_kimi_by_hand() -> None:
+    x = inputs(th=[0.4, 0.2, 0.5], mu=[0.2, 0.1, 0.5], prox=[0.3] * 3, advantage=[2, 2, 1], rows=[0, 0, 1])
+    # the first row: log th - log mu = log 4, its square shared by two tokens
+    half = 0.1 / 2 * math.log(4) ** 2 / 2
+    assert values(losses.kimi(x, regularisation=0.1)) == rounded(
+        -2 * math.log(0.4) + half, -2 * math.log(0.2) + half, -math.log(0.5)
+    )
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_gradients_agree_with_finite_differences(name: str) -> None:
-    generator = torch.Generator().manual_seed(3)
-    th, mu, prox = (torch.rand(12, generator=generator, dtype=torch.float64) * 0.8 + 0.1 for _ in range(3))
-    advantages = torch.randn(12, generator=generator, dtype=torch.float64)
-    x = LossInputs(th.log().requires_grad_(), mu.log(), prox.log(), advantages, torch.zeros(12, dtype=torch.long))
-    (gradient,) = torch.autograd.grad(LOSSES[name](x).loss_N.sum(), x.logprobs_N)
-    epsilon = 1e-6
-    for index in range(12):
-        shift = torch.zeros(12, dtype=torch.float64)
-        shift[index] = epsilon
-        logprobs = x.logprobs_N.detach()
-        with torch.no_grad():
-            up, down = surrogate(name, x, logprobs + shift), surrogate(name, x, logprobs - shift)
-        assert math.isclose(float(gradient[index]), float((up - down) / (2 * epsilon)), rel_tol=1e-4, abs_tol=1e-7)
+def test_corrections_by_hand() -> None:
+    x = inputs(th=[0.5, 0.5, 0.5], mu=[0.1, 0.4, 0.5], prox=[0.4, 0.2, 0.1], advantage=[1.0, 1.0, 1.0], rows=[0, 0, 1])
+    plain = losses.reinforce(x)
+    unit = -math.log(0.5)
+    # prox/mu: 4, 0.5, 0.2; by sequence 2 and 0.2; geometric: the root of 2, and 0.2
+    truncated = {"token": [3, 0.5, 0.2], "sequence": [2, 2, 0.2], "geometric": [2**0.5, 2**0.5, 0.2]}
+    masked = {"token": [0, 0.5, 0], "sequence": [2, 2, 0], "geometric": [2**0.5, 2**0.5, 0]}
+    for level in ("token", "sequence", "geometric"):
+        cut = corrections.truncated(x, plain, level=level, cap=3.0)
+        assert values(cut) == rounded(*(w * unit for w in truncated[level]))
+        kept = corrections.masked(x, plain, level=level, floor=0.25, cap=3.0)
+        assert values(kept) == rounded(*(w * unit for w in masked[level]))
+        assert float(kept.metrics["masked_share"]) == masked[level].count(0)
+    assert float(corrections.truncated(x, plain, level="token", cap=3.0).metrics["truncated_share"]) == 1
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str) -> None:
-    logprobs = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
-    advantages = torch.tensor([1.0, -0.5, 2.0])
-    same = logprobs.detach()
-    x = LossInputs(logprobs, same, same, advantages, torch.zeros(3, dtype=torch.long))
-    (gradient,) = torch.autograd.grad(LOSSES[name](x).loss_N.sum(), logprobs)
-    assert torch.allclose(gradient, -advantages)
+def test_kl_estimators_by_hand() -> None:
+    th, ref = torch.tensor([0.5, 0.2]).double().log(), torch.tensor([0.25, 0.4]).double().log()
+    two = math.log(2)
+    expected = {
+        "k1": [two, -two],
+        "k2": [two**2 / 2, two**2 / 2],
+        "k3": [0.5 + two - 1, 2 - two - 1],
+    }
+    for name, numbers in expected.items():
+        found = kl.estimate(name, th, ref)  # type: ignore[arg-type]
+        assert torch.allclose(found, torch.tensor(numbers).double())
+    cost = kl.in_reward(th.requires_grad_(), ref, estimator="k1", coefficient=0.1)
+    assert torch.allclose(cost, torch.tensor([-0.1 * two, 0.1 * two]).double()) and not cost.requires_grad
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_extreme_ratios_do_not_overflow(name: str) -> None:
-    logprobs = torch.tensor([-1e4, -1e-4, -1e4, -1e-4], requires_grad=True)
-    behaviour = torch.tensor([-1e-4, -1e4, -1e-4, -1e4])
-    x = LossInputs(logprobs, behaviour, logprobs.detach(), torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.zeros(4).long())
-    loss = LOSSES[name](x).loss_N.sum()
-    (gradient,) = torch.autograd.grad(loss, logprobs)
-    assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+def test_k1_is_no_loss_and_a_kl_needs_a_reference() -> None:
+    x = inputs(th=[0.5], mu=[0.5], prox=[0.5], advantage=[1.0])
+    with pytest.raises(ConfigError, match="Use k2 or k3, or k1 in the reward"):
+        kl.penalised(x, losses.reinforce(x), estimator="k1", coefficient=0.1)
+    with pytest.raises(ConfigError, match="reference_N is None"):
+        kl.penalised(x, losses.reinforce(x), estimator="k3", coefficient=0.1)
+    near = x._replace(reference_N=torch.tensor([0.25]).double().log())
+    loss = kl.penalised(near, losses.reinforce(near), estimator="k3", coefficient=2.0)
+    assert values(loss) == rounded(-math.log(0.5) + 2 * (0.5 + math.log(2) - 1))
+    assert float(loss.metrics["reference_kl"]) == pytest.approx(0.5 + math.log(2) - 1)
+
+
+def test_the_gradient_of_k1_has_the_mean_0_and_that_of_k2_is_the_kls() -> None:
+    """Over a whole distribution, exactly: why k1 is refused as a loss."""
+    logits = torch.tensor([0.3, -0.8, 1.1, 0.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.log_softmax(torch.tensor([1.0, 0.2, -0.5, 0.0]).double(), -1)
+    logprobs = torch.log_softmax(logits, -1)
+    exact = (logprobs.exp() * (logprobs - reference)).sum()
+    (true_gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
+
+    def mean_gradient(name: str) -> Tensor:
+        mean = (logprobs.exp().detach() * kl.estimate(name, logprobs, reference)).sum()  # type: ignore[arg-type]
+        (gradient,) = torch.autograd.grad(mean, logits, retain_graph=True)
+        return gradient
+
+    assert mean_gradient("k1").abs().max() < 1e-12
+    assert torch.allclose(mean_gradient("k2"), true_gradient)
+    assert true_gradient.abs().max() > 0.1
 
 
 def test_aggregations_by_hand() -> None:
@@ -136,45 +194,210 @@ def test_aggregations_by_hand() -> None:
     assert aggregate.fixed_length_weights(counts, length=4).tolist() == [0.25] * 3
 
 
+# ---- what is true of all ---------------------------------------------------------------------------------------------
+
+
+def with_kl(x: LossInputs, estimator: kl.Estimator) -> TokenLoss:
+    near = x._replace(reference_N=x.behaviour_N)
+    return kl.penalised(near, losses.reinforce(x), estimator=estimator, coefficient=0.3)
+
+
+LOSSES: dict[str, Function] = {
+    "truncated_is": partial(losses.truncated_is, cap=1.0),
+    "cispo": partial(losses.cispo, clip_low=0.2, clip_high=0.3),
+    "topr": partial(losses.topr, cap=1.0),
+    "weighted_topr": partial(losses.topr, cap=1.0, positive_weight=2.0, negative_weight=0.5),
+    "ppo": partial(losses.ppo, clip_low=0.2, clip_high=0.2),
+    "dual_clip": partial(losses.ppo, clip_low=0.2, clip_high=0.2, dual_clip=1.5),
+    "decoupled_ppo": partial(losses.decoupled_ppo, clip_low=0.2, clip_high=0.2, cap=5.0),
+    "gspo": partial(losses.gspo, clip_low=0.3, clip_high=0.3),
+    "kimi": partial(losses.kimi, regularisation=0.1),
+    "reinforce": losses.reinforce,
+    **{
+        f"truncated, {level}": partial(
+            lambda x, level: corrections.truncated(x, losses.reinforce(x), level=level, cap=3.0), level=level
+        )
+        for level in ("token", "sequence", "geometric")
+    },
+    **{
+        f"masked, {level}": partial(
+            lambda x, level: corrections.masked(x, losses.reinforce(x), level=level, floor=0.5, cap=2.0), level=level
+        )
+        for level in ("token", "sequence", "geometric")
+    },
+    "k2": partial(with_kl, estimator="k2"),
+    "k3": partial(with_kl, estimator="k3"),
+}
+
+
+def test_every_loss_of_the_config_is_among_them() -> None:
+    assert KINDS.keys() <= LOSSES.keys()
+
+
+ROWS = [0] * 5 + [1] * 3 + [2] * 4
+
+
+def random_inputs(seed: int = 3, rows: list[int] = ROWS) -> LossInputs:
+    """An advantage a row, as a run has them; rows 0 and 2 of one sign, 1 of the other."""
+    generator = torch.Generator().manual_seed(seed)
+    th, mu, prox = (torch.rand(len(rows), generator=generator, dtype=torch.float64) * 0.8 + 0.1 for _ in range(3))
+    row_N = torch.tensor(rows)
+    advantages_R = torch.randn(int(row_N.max()) + 1, generator=generator, dtype=torch.float64).abs()
+    advantages_R[1::2] *= -1
+    return LossInputs(th.log().requires_grad_(), mu.log(), prox.log(), advantages_R[row_N], row_N)
+
+
+def gradient_of(function: Function, x: LossInputs) -> Tensor:
+    (gradient,) = torch.autograd.grad(function(x).loss_N.sum(), x.logprobs_N)
+    return gradient
+
+
+def surrogate(name: str, x: LossInputs, logprobs: Tensor) -> Tensor:
+    """The function whose gradient the loss claims to be, with every stop-gradient written out as a constant."""
+    ratio = (x.logprobs_N - x.behaviour_N).exp()
+    weight_of = {"truncated_is": ratio.clamp(max=1.0), "cispo": ratio.clamp(0.8, 1.3)}
+    for topr, positive, negative in (("topr", 1.0, 1.0), ("weighted_topr", 2.0, 0.5)):
+        of_row = torch.stack([ratio[x.row_N == row].prod() for row in range(3)])[x.row_N].clamp(max=1.0)
+        weight_of[topr] = torch.where(x.advantages_N >= 0, positive, negative * of_row)
+    if name in weight_of:
+        return (-weight_of[name] * x.advantages_N * logprobs).sum()
+    return LOSSES[name](x._replace(logprobs_N=logprobs)).loss_N.sum()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("seed", [3, 4])
+def test_gradients_agree_with_finite_differences(name: str, seed: int) -> None:
+    x = random_inputs(seed)
+    gradient = gradient_of(LOSSES[name], x)
+    epsilon, logprobs = 1e-6, x.logprobs_N.detach()
+    for index in range(len(ROWS)):
+        shift = torch.zeros(len(ROWS), dtype=torch.float64)
+        shift[index] = epsilon
+        with torch.no_grad():
+            up, down = surrogate(name, x, logprobs + shift), surrogate(name, x, logprobs - shift)
+        assert math.isclose(float(gradient[index]), float((up - down) / (2 * epsilon)), rel_tol=1e-4, abs_tol=1e-7)
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "weighted_topr"])
+def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str) -> None:
+    x = random_inputs()
+    same = x.logprobs_N.detach()
+    x = x._replace(behaviour_N=same, proximal_N=same)
+    assert torch.allclose(gradient_of(LOSSES[name], x), -x.advantages_N)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_advantage_of_0_has_a_gradient_only_where_the_loss_holds_to_a_policy(name: str) -> None:
+    x = random_inputs()
+    gradient = gradient_of(LOSSES[name], x._replace(advantages_N=torch.zeros(len(ROWS)).double()))
+    assert bool(gradient.abs().max() > 1e-6) == (name in ("kimi", "k2", "k3"))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_ratios_do_not_overflow(name: str, dtype: torch.dtype) -> None:
+    """Log-ratios of 1e4 either way, one a row and many a row."""
+    small, large = [-1e4, -1e-4, -1e4, -1e-4], [-1e-4, -1e4, -1e-4, -1e4]
+    for rows in ([0, 1, 2, 3], [0, 0, 1, 1], [0, 0, 0, 0]):
+        for th, mu in ((small, large), ([-1e4] * 4, [-1e-4] * 4), ([-1e-4] * 4, [-1e4] * 4)):
+            for prox in (th, mu):
+                logprobs = torch.tensor(th, dtype=dtype, requires_grad=True)
+                others = (torch.tensor(mu, dtype=dtype), torch.tensor(prox, dtype=dtype))
+                advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=dtype)
+                loss = LOSSES[name](LossInputs(logprobs, *others, advantages, torch.tensor(rows))).loss_N.sum()
+                (gradient,) = torch.autograd.grad(loss, logprobs)
+                assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+
+
+def part(x: LossInputs, rows: list[int]) -> LossInputs:
+    """These rows of a micro-batch, in this order, as a micro-batch of their own."""
+    at = torch.cat([torch.nonzero(x.row_N == row)[:, 0] for row in rows])
+    row_N = torch.cat([torch.full((int((x.row_N == row).sum()),), number) for number, row in enumerate(rows)])
+    return LossInputs(
+        x.logprobs_N[at], x.behaviour_N[at], x.proximal_N[at], x.advantages_N[at], row_N,
+        reference_N=None if x.reference_N is None else x.reference_N[at],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_neither_the_order_of_rows_nor_the_split_into_micro_batches_changes_anything(name: str) -> None:
+    whole = random_inputs(rows=[0] * 2 + [1] * 7 + [2] * 1 + [3] * 4 + [4] * 3)
+    expected = gradient_of(LOSSES[name], whole)
+    metrics = LOSSES[name](whole).metrics
+
+    @settings(max_examples=20)
+    @given(order=st.permutations(range(5)), cut=st.integers(1, 4))
+    def holds(order: list[int], cut: int) -> None:
+        parts = [LOSSES[name](part(whole, rows)) for rows in (order[:cut], order[cut:])]
+        total = sum(loss.loss_N.sum() for loss in parts)
+        (found,) = torch.autograd.grad(total, whole.logprobs_N)  # type: ignore[arg-type]
+        assert torch.allclose(found, expected, rtol=1e-10)
+        for key, value in metrics.items():
+            assert float(sum(loss.metrics[key] for loss in parts)) == pytest.approx(float(value))
+
+    holds()
+
+
+# ---- from a config ---------------------------------------------------------------------------------------------------
+
+
 def test_the_objective_follows_the_config() -> None:
     x = inputs(th=[0.5], mu=[0.25], prox=[0.5], advantage=[1.0])
-    for loss, expected in [("truncated_is", 0.693147), ("ppo", -1.2), ("decoupled_ppo", -2.0), ("reinforce", 0.693147)]:
-        objective = recipe.objective(AlgorithmConfig(loss=loss), max_tokens=8)  # type: ignore[arg-type]
-        assert values(objective.token_loss(x)) == [expected]
-    corrected = recipe.objective(AlgorithmConfig(loss="reinforce", correction="truncate", ratio_cap=1.5), max_tokens=8)
-    assert values(corrected.token_loss(x)) == [round(1.5 * 0.693147, 6)]
+    unit = 0.693147
+    expected = {
+        "truncated_is": unit, "ppo": -1.2, "decoupled_ppo": -2.0, "reinforce": unit, "cispo": 2 * unit, "topr": unit,
+        "weighted_topr": unit, "gspo": -1.0004, "kimi": unit + 0.05 * unit**2,
+    }  # fmt: skip
+    assert expected.keys() == KINDS.keys()
+    for loss, number in expected.items():
+        objective = recipe.objective(AlgorithmConfig(loss=loss), max_tokens=8)
+        assert values(objective.token_loss(x)) == [pytest.approx(number, abs=2e-6)], loss
+        assert not objective.needs_entropy
+
+
+def test_every_knob_reaches_its_loss() -> None:
+    low = inputs(th=[0.1], mu=[0.5], prox=[0.1], advantage=[-1.0])
+    high = inputs(th=[0.5], mu=[0.05], prox=[0.5], advantage=[-1.0])
+    good = high._replace(advantages_N=-high.advantages_N)
+
+    def found(x: LossInputs, **algorithm: object) -> float:
+        objective = recipe.objective(AlgorithmConfig(**algorithm), max_tokens=8)  # type: ignore[arg-type]
+        return float(objective.token_loss(x).loss_N)
+
+    unit = -math.log(0.5)
+    assert found(low, loss="ppo", clip_low=0.3) == pytest.approx(0.7)
+    assert found(good, loss="ppo", clip_high=0.5) == pytest.approx(-1.5)
+    assert found(high, loss="ppo", dual_clip=2.0) == pytest.approx(2.0)
+    assert found(good, loss="truncated_is", ratio_cap=3.0) == pytest.approx(3 * unit)
+    assert found(good, loss="weighted_topr", positive_weight=0.25) == pytest.approx(0.25 * unit)
+    assert found(high, loss="weighted_topr", negative_weight=0.25, ratio_cap=4.0) == pytest.approx(-unit)
+    assert found(good, loss="kimi", regularisation=0.0) == pytest.approx(unit)
+    assert found(good, loss="reinforce", correction="truncate", ratio_cap=1.5) == pytest.approx(1.5 * unit)
+    assert found(good, loss="reinforce", correction="truncate") == pytest.approx(5 * unit)
+    assert found(good, loss="reinforce", correction="mask", ratio_cap=20.0) == pytest.approx(10 * unit)
+    assert found(good, loss="reinforce", correction="mask") == 0
+    floor = {"loss": "reinforce", "correction": "mask"}
+    assert found(low, **floor, ratio_floor=0.1) == pytest.approx(0.2 * math.log(0.1))
+    assert found(low, **floor, ratio_floor=0.3) == 0
+    two = inputs(th=[0.5, 0.5], mu=[0.25, 0.5], prox=[0.5, 0.5], advantage=[1.0, 1.0])
+    for level, weight in (("token", 2), ("sequence", 2), ("geometric", 1.01)):
+        algorithm = AlgorithmConfig(loss="reinforce", correction="truncate", correction_level=level)  # type: ignore[arg-type]
+        first = recipe.objective(algorithm, max_tokens=8).token_loss(two).loss_N[0]
+        assert float(first) == pytest.approx(weight * unit)
+
+
+def test_the_aggregation_follows_the_config() -> None:
     fixed = recipe.objective(AlgorithmConfig(aggregation="fixed_length"), max_tokens=8)
     assert fixed.row_weights(torch.tensor([3.0])).tolist() == [1 / 8]
     fixed = recipe.objective(AlgorithmConfig(aggregation="fixed_length", fixed_length=2), max_tokens=8)
     assert fixed.row_weights(torch.tensor([3.0])).tolist() == [1 / 2]
-    assert recipe.advantage_function(AlgorithmConfig(advantage="dr_grpo")) is dr_grpo
+    mean = recipe.objective(AlgorithmConfig(aggregation="sequence_mean"), max_tokens=8)
+    assert mean.row_weights(torch.tensor([4.0])).tolist() == [1 / 4]
 
 
-def refuse(match: str, *, max_lag: float = 1, group_size: int = 8, temperature: float = 1, **algorithm: str) -> None:
-    config = AlgorithmConfig(**algorithm)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=match):
-        check(config, max_lag=max_lag, group_size=group_size, temperature=temperature)
-
-
-def test_off_policy_training_without_a_correction_is_refused_and_told_what_to_set() -> None:
-    refuse(r'no off-policy correction.*Set algorithm\.loss = "truncated_is"', loss="reinforce", max_lag=0.5)
-    check(AlgorithmConfig(loss="reinforce"), max_lag=0, group_size=8, temperature=1)
-    check(AlgorithmConfig(loss="reinforce", correction="truncate"), max_lag=4, group_size=8, temperature=1)
-
-
-@pytest.mark.parametrize("loss", ["truncated_is", "decoupled_ppo", "ppo"])
-def test_correcting_twice_is_refused(loss: str) -> None:
-    refuse("corrects twice", loss=loss, correction="truncate")
-
-
-def test_several_optimizer_steps_a_batch_need_a_loss_that_sees_the_policy_move() -> None:
-    for correction in ("none", "truncate"):
-        config = AlgorithmConfig(loss="reinforce", correction=correction)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="off policy from the second one on"):
-            check(config, max_lag=0, group_size=8, temperature=1, mini_batches=2)
-    check(AlgorithmConfig(loss="decoupled_ppo"), max_lag=2, group_size=8, temperature=1, mini_batches=2)
-
-
-def test_a_group_of_one_and_greedy_rollouts_are_refused() -> None:
-    refuse("takes two", group_size=1)
-    refuse(r"Set rollout\.temperature", temperature=0)
+def test_the_entropy_is_taken_off_the_loss() -> None:
+    x = inputs(th=[0.5], mu=[0.5], prox=[0.5], advantage=[1.0])._replace(entropy_N=torch.tensor([2.0]).double())
+    objective = recipe.objective(AlgorithmConfig(loss="reinforce", entropy_bonus=0.1), max_tokens=8)
+    assert objective.needs_entropy
+    loss = objective.token_loss(x)
+    assert values(loss) == rounded(-math.log(0.5) - 0.2) and float(loss.metrics["entropy"]) == 2.0

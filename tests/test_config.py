@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from msgspec import Struct
 
+from millstream.algo.presets import PRESETS
 from millstream.config import load, to_toml
 from millstream.errors import ConfigError
 from millstream.runtime.config import RunConfig, check_run
@@ -37,7 +38,13 @@ def written(tmp_path: Path, text: str) -> Path:
             "[pipeline]\nextra_groups = 17",
             r"extra_groups = 17 cannot all be trained within max_lag = 1, which allows 16",
         ),
-        ('[algorithm]\nloss = "grpo"', r"algorithm\.loss: invalid enum value 'grpo'"),
+        (
+            '[algorithm]\nloss = "gpo"',
+            r"algorithm: no loss 'gpo': use truncated_is, .* or one of your own.* mean gspo\?",
+        ),
+        ('[algorithm]\nadvantage = "critic"', r"algorithm: no advantage 'critic': use grpo, dr_grpo"),
+        ('[algorithm]\nname = "grppo"', r"algorithm\.name: invalid enum value 'grppo'"),
+        ('[algorithm]\nname = "dapo"\ndual_clip = 0.5', r"algorithm: dual_clip must be above 1"),
         ("[[reward]]\nfunktion = 'f'", r"unknown key reward\[0\]\.funktion\. Did you mean function\?"),
         ("[engine]\nslots = 0", r"engine: slots and prefill_tokens must be at least 1"),
         ("= 3", "is not TOML"),
@@ -107,6 +114,17 @@ def test_the_resolved_config_reads_back_as_the_same_config(tmp_path: Path) -> No
     assert load(written(tmp_path, to_toml(config)), RunConfig) == config
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_reads_back_with_every_value_that_it_stands_for(tmp_path: Path, name: str) -> None:
+    config = load(
+        written(tmp_path, MINIMAL), RunConfig, [f"algorithm.name={name}", "pipeline.filter_zero_signal=false"]
+    )
+    assert f'loss = "{config.algorithm.loss}"' in to_toml(config) and config.algorithm.loss
+    again = load(written(tmp_path, to_toml(config)), RunConfig)
+    check_run(again)
+    assert again == config
+
+
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_is_valid(recipe: Path) -> None:
     check_run(load(recipe, RunConfig))
@@ -117,6 +135,13 @@ def test_combinations_that_no_component_sees_are_refused(tmp_path: Path) -> None
         check_run(load(written(tmp_path, MINIMAL + "[learner]\nmini_batches = 3"), RunConfig))
     with pytest.raises(ConfigError, match="no off-policy correction"):
         check_run(load(written(tmp_path, MINIMAL + '[algorithm]\nloss = "reinforce"'), RunConfig))
+    with pytest.raises(ConfigError, match=r"Set pipeline\.filter_zero_signal = false"):
+        check_run(load(written(tmp_path, MINIMAL + '[algorithm]\nname = "reinforce_plus_plus"'), RunConfig))
+    with pytest.raises(ConfigError, match=r"overlong_buffer = 300 is more than rollout\.max_tokens = 256"):
+        check_run(load(written(tmp_path, MINIMAL + "[algorithm]\noverlong_buffer = 300"), RunConfig))
+    game = MINIMAL + '[algorithm]\noverlong_buffer = 30\n[[environment]]\nuse = "frozen_lake"'
+    with pytest.raises(ConfigError, match="leave it out, and let the environment's reward say"):
+        check_run(load(written(tmp_path, game), RunConfig))
     with pytest.raises(ConfigError, match="without a reward"):
         check_run(load(written(tmp_path, "reward = []\n" + MINIMAL), RunConfig))
 

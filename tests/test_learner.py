@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from millstream.algo import AlgorithmConfig, recipe
 from millstream.errors import LearnerError
@@ -66,14 +67,19 @@ def gradient(one: TorchLearner, micro_batches: list[list[TrainRow]]) -> torch.Te
     return flat / one._units
 
 
-@pytest.mark.parametrize("loss", ["truncated_is", "decoupled_ppo", "ppo"])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_any_split_and_order_of_rows_gives_the_gradient_of_the_whole_batch(aggregation: str, loss: str) -> None:
-    one, batch = learner(AlgorithmConfig(aggregation=aggregation, loss=loss)), rows(12)  # type: ignore[arg-type]
+SPLIT = [AlgorithmConfig(name=name) for name in ("grpo", "dr_grpo", "decoupled_ppo", "topr", "gspo", "kimi")] + [
+    AlgorithmConfig(entropy_bonus=0.1),
+    AlgorithmConfig(loss="reinforce", correction="mask", correction_level="geometric", ratio_cap=10.0),
+]
+
+
+@pytest.mark.parametrize("algorithm", SPLIT, ids=lambda algorithm: algorithm.name or algorithm.loss)
+def test_any_split_and_order_of_rows_gives_the_gradient_of_the_whole_batch(algorithm: AlgorithmConfig) -> None:
+    one, batch = learner(algorithm), rows(12)
     whole = gradient(one, [batch])
     assert whole.norm() > 1e-3
 
-    @settings(max_examples=12)
+    @settings(max_examples=10)
     @given(order=st.permutations(range(12)), cuts=st.sets(st.integers(1, 11)))
     def holds(order: list[int], cuts: set[int]) -> None:
         edges = [0, *sorted(cuts), 12]
@@ -123,10 +129,63 @@ def test_log_probabilities_of_packed_rows_are_those_of_each_row_alone(name: str,
         assert np.allclose(logprobs, expected, atol=1e-4)
 
 
-def test_masked_tokens_and_rows_without_trained_tokens_change_nothing() -> None:
-    one, batch = learner(), rows(4)
+@pytest.mark.parametrize("loss", ["truncated_is", "gspo", "kimi", "topr"])
+def test_masked_tokens_and_rows_without_trained_tokens_change_nothing(loss: str) -> None:
+    one, batch = learner(AlgorithmConfig(loss=loss)), rows(4)
     with_empty, without = gradient(one, [batch]), gradient(one, [batch[:3]])
     assert torch.allclose(with_empty, without, atol=1e-7)
+    spoilt = [
+        structs.replace(
+            row,
+            logprobs=np.where(row.loss_mask, row.logprobs, np.nan),
+            advantages=np.where(row.loss_mask, row.advantages, np.nan),
+        )
+        for row in batch
+    ]
+    assert torch.equal(gradient(one, [spoilt]), with_empty)
+
+
+def test_metrics_say_how_far_the_policy_is_from_the_one_that_sampled() -> None:
+    """Against the whole batch at once, though it came in two micro-batches."""
+
+    async def program() -> None:
+        one, batch = learner(), rows(6)
+        now = np.concatenate(await one.logprobs(batch)).astype(np.float64)
+        log_ratio = now - np.concatenate([row.logprobs[row.loss_mask] for row in batch])
+        ratio = np.exp(log_ratio)
+        await one.accumulate(batch[:2])
+        await one.accumulate(batch[2:])
+        metrics = await one.step()
+        expected = {
+            "ratio": ratio.mean(),
+            "max_ratio": ratio.max(),
+            "behaviour_kl_k1": -log_ratio.mean(),
+            "behaviour_kl": (ratio - 1 - log_ratio).mean(),
+            "effective_sample_size": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
+            "truncated_share": (ratio > 1).mean(),
+        }
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+        assert "squared_ratio" not in metrics and "entropy" not in metrics
+
+    asyncio.run(program())
+
+
+def test_the_entropy_is_that_of_the_policy_at_its_temperature_and_only_where_it_is_asked_for() -> None:
+    async def program() -> None:
+        one, batch = learner(AlgorithmConfig(entropy_bonus=0.5), temperature=0.7), rows(5)
+        twin, entropies = plain(one.model), []
+        for row in batch:
+            trained = np.flatnonzero(row.loss_mask)
+            with torch.no_grad():
+                logs = torch.log_softmax(twin(torch.from_numpy(row.tokens).long()[None]).logits[0] / 0.7, -1)
+            entropies += (-(logs.exp() * logs).sum(-1))[trained - 1].tolist()
+        await one.accumulate(batch)
+        assert (await one.step())["entropy"] == pytest.approx(np.mean(entropies), rel=1e-4)
+
+    asyncio.run(program())
+    flat = [structs.replace(row, advantages=np.zeros_like(row.advantages)) for row in rows(5)]
+    assert gradient(learner(AlgorithmConfig(entropy_bonus=0.5)), [flat]).norm() > 1e-3
+    assert gradient(learner(), [flat]).norm() == 0
 
 
 def test_a_step_divides_by_the_batch_clips_and_moves_the_weights() -> None:

@@ -2,7 +2,10 @@
 A: advantage; sg: stop-gradient. Ratios are exp of log-probability differences, which are clamped so that none overflows.
 
 With one optimizer step a batch, prox = th and every th/prox is 1; what corrects for staleness is then th/mu (truncated IS,
-PPO with old = mu) or prox/mu (decoupled PPO). `algo.recipe` refuses combinations that correct twice, or not at all.
+CISPO, TOPR, and PPO, GSPO and Kimi with old = mu) or prox/mu (decoupled PPO). `algo.check` refuses combinations that correct
+twice, or not at all.
+
+TOPR, GSPO and Kimi look at whole sequences: their ratios are of a row of the micro-batch, which is never split.
 """
 
 from __future__ import annotations
@@ -10,13 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millstream.algo.corrections import ratio, ratio_at
+from millstream.algo.rows import row_counts, row_sums
 from millstream.model.objective import LossInputs, TokenLoss
-
-MAX_LOG_RATIO = 20.0
-
-
-def ratio(new_N: Tensor, old_N: Tensor) -> Tensor:
-    return (new_N - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def reinforce(x: LossInputs) -> TokenLoss:
@@ -31,29 +30,73 @@ def truncated_is(x: LossInputs, *, cap: float) -> TokenLoss:
     return TokenLoss(-weight_N * x.advantages_N * x.logprobs_N, {"truncated_share": (ratio_N > cap).float().sum()})
 
 
-def ppo(x: LossInputs, *, clip_low: float, clip_high: float) -> TokenLoss:
+def cispo(x: LossInputs, *, clip_low: float, clip_high: float) -> TokenLoss:
+    """-sg(clip(th/mu, 1 - low, 1 + high)) A log th: arXiv 2506.13585. Unlike PPO's, a token that is clipped still learns."""
+    ratio_N = ratio(x.logprobs_N, x.behaviour_N).detach()
+    weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
+    return TokenLoss(-weight_N * x.advantages_N * x.logprobs_N, {"clipped_share": (ratio_N != weight_N).float().sum()})
+
+
+def topr(x: LossInputs, *, cap: float, positive_weight: float = 1.0, negative_weight: float = 1.0) -> TokenLoss:
+    """Positives -A log th; negatives -sg(min(th/mu, cap)) A log th, the ratio that of the whole trajectory: arXiv 2503.14286.
+    Each with its weight: Weighted TOPR."""
+    is_positive_N = x.advantages_N >= 0
+    ratio_N = ratio_at("sequence", x.logprobs_N, x.behaviour_N, x.row_N).detach()
+    weight_N = torch.where(is_positive_N, positive_weight, negative_weight * ratio_N.clamp(max=cap))
+    is_cut_N = ~is_positive_N & (ratio_N > cap)
+    return TokenLoss(-weight_N * x.advantages_N * x.logprobs_N, {"truncated_share": is_cut_N.float().sum()})
+
+
+def ppo(x: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> TokenLoss:
     """-min(r A, clip(r, 1 - low, 1 + high) A) with r = th/mu: arXiv 1707.06347. `old` is the behaviour policy: with old =
     prox and one step a batch the ratio would be 1 and the clip would never act."""
-    return _clipped(x.logprobs_N, x.behaviour_N, x.advantages_N, clip_low, clip_high)
+    return _clipped(ratio(x.logprobs_N, x.behaviour_N), x.advantages_N, clip_low, clip_high, dual_clip)
 
 
-def decoupled_ppo(x: LossInputs, *, clip_low: float, clip_high: float, cap: float) -> TokenLoss:
+def decoupled_ppo(
+    x: LossInputs, *, clip_low: float, clip_high: float, cap: float, dual_clip: float | None = None
+) -> TokenLoss:
     """-sg(min(prox/mu, cap)) min(u A, clip(u, 1 - low, 1 + high) A) with u = th/prox: arXiv 2110.00641, 2505.24298."""
     weight_N = ratio(x.proximal_N, x.behaviour_N).detach()
-    loss_N, metrics = _clipped(x.logprobs_N, x.proximal_N, x.advantages_N, clip_low, clip_high)
+    moved_N = ratio(x.logprobs_N, x.proximal_N)
+    loss_N, metrics = _clipped(moved_N, x.advantages_N, clip_low, clip_high, dual_clip)
     metrics["truncated_share"] = (weight_N > cap).float().sum()
     return TokenLoss(weight_N.clamp(max=cap) * loss_N, metrics)
 
 
-def corrected(x: LossInputs, loss: TokenLoss, *, cap: float) -> TokenLoss:
-    """The mismatch correction, truncated, by token: sg(min(prox/mu, cap)) times a loss that does not look at mu itself."""
-    weight_N = ratio(x.proximal_N, x.behaviour_N).detach()
-    metrics = {**loss.metrics, "truncated_share": (weight_N > cap).float().sum()}
-    return TokenLoss(weight_N.clamp(max=cap) * loss.loss_N, metrics)
+def gspo(x: LossInputs, *, clip_low: float, clip_high: float) -> TokenLoss:
+    """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the row of log th - log mu): arXiv 2507.18071. Every token has
+    the loss of its row, so that `sequence_mean` is the paper's."""
+    ratio_N = ratio_at("geometric", x.logprobs_N, x.behaviour_N, x.row_N)
+    return _clipped(ratio_N, x.advantages_N, clip_low, clip_high, None)
 
 
-def _clipped(new_N: Tensor, old_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
-    ratio_N = ratio(new_N, old_N)
+def kimi(x: LossInputs, *, regularisation: float) -> TokenLoss:
+    """-A log th + (tau / 2) (log th - log mu)^2, both summed over the row: Kimi k1.5, arXiv 2501.12599. The square is shared
+    out evenly over the row's tokens; `fixed_length` is the paper's, up to a constant factor."""
+    distance_N = row_sums(x.logprobs_N - x.behaviour_N, x.row_N)
+    square_N = distance_N.square() / row_counts(x.row_N)
+    loss_N = -x.advantages_N * x.logprobs_N + regularisation / 2 * square_N
+    return TokenLoss(loss_N, {"squared_distance": square_N.detach().sum()})
+
+
+def with_entropy(x: LossInputs, loss: TokenLoss, *, bonus: float) -> TokenLoss:
+    """The loss less bonus times the policy's entropy, token by token."""
+    assert x.entropy_N is not None, "the objective says that it needs entropies"
+    return TokenLoss(loss.loss_N - bonus * x.entropy_N, {**loss.metrics, "entropy": x.entropy_N.detach().sum()})
+
+
+def _clipped(
+    ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> TokenLoss:
+    """With a dual clip c, negatives are at most c |A|, however large the ratio: arXiv 1912.09729."""
     plain_N = ratio_N * advantages_N
     clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
-    return TokenLoss(-torch.minimum(plain_N, clipped_N), {"clipped_share": (clipped_N < plain_N).float().sum()})
+    gain_N = torch.minimum(plain_N, clipped_N)
+    metrics = {"clipped_share": (clipped_N < plain_N).float().sum()}
+    if dual_clip is not None:
+        least_N = dual_clip * advantages_N
+        is_cut_N = (advantages_N < 0) & (gain_N < least_N)
+        gain_N = torch.where(is_cut_N, least_N, gain_N)
+        metrics["dual_clipped_share"] = is_cut_N.float().sum()
+    return TokenLoss(-gain_N, metrics)

@@ -1,46 +1,29 @@
-"""An algorithm by name: its config, the combinations that are refused, and the objective it stands for.
-
-Refused, each with what to set instead: off-policy training without a correction; a correction on top of a loss that has
-one; groups that cannot have an advantage; sampling whose log-probabilities are not those of the policy that is trained.
-"""
+"""From an algorithm's config to functions: the objective it stands for. What is refused is in `algo.check`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import assert_never
+from typing import Any
 
-from millstream.algo import AlgorithmConfig, advantages, aggregate, losses
-from millstream.algo.advantages import Rewards
+from torch import Tensor
+
+from millstream import imports
+from millstream.algo import AlgorithmConfig, aggregate, corrections, losses
+from millstream.errors import ConfigError
 from millstream.model.objective import LossInputs, Objective, TokenLoss
-
-TRUNCATED_IS_CAP = 1.0
-WEIGHT_CAP = 5.0
-
-
-def advantage_function(config: AlgorithmConfig) -> Callable[[Rewards], Rewards]:
-    match config.advantage:
-        case "grpo":
-            return advantages.grpo
-        case "dr_grpo":
-            return advantages.dr_grpo
-        case _:
-            assert_never(config.advantage)
 
 
 def objective(config: AlgorithmConfig, *, max_tokens: int) -> Objective:
-    token_loss = _token_loss(config)
+    token_loss, needs_entropy = _token_loss(config), config.entropy_bonus > 0
     match config.aggregation:
-        case "token_mean":
-            return Objective(token_loss, aggregate.token_mean_weights, aggregate.token_mean_units)
         case "sequence_mean":
-            return Objective(token_loss, aggregate.sequence_mean_weights, aggregate.num_rows_units)
+            return Objective(token_loss, aggregate.sequence_mean_weights, aggregate.num_rows_units, needs_entropy)
         case "fixed_length":
-            length = config.fixed_length or max_tokens
-            weights = partial(aggregate.fixed_length_weights, length=length)
-            return Objective(token_loss, weights, aggregate.num_rows_units)
-        case _:
-            assert_never(config.aggregation)
+            weights = partial(aggregate.fixed_length_weights, length=config.fixed_length or max_tokens)
+            return Objective(token_loss, weights, aggregate.num_rows_units, needs_entropy)
+        case "token_mean" | None:
+            return Objective(token_loss, aggregate.token_mean_weights, aggregate.token_mean_units, needs_entropy)
 
 
 def supervised() -> Objective:
@@ -49,22 +32,68 @@ def supervised() -> Objective:
 
 
 def _token_loss(config: AlgorithmConfig) -> Callable[[LossInputs], TokenLoss]:
-    clip_low, clip_high = config.clip_low, config.clip_high
+    """The loss, then its correction, then the entropy."""
+    plain, correct, bonus = _plain(config), _correction(config), config.entropy_bonus
+
+    def token_loss(x: LossInputs) -> TokenLoss:
+        loss = plain(x)
+        loss = loss if correct is None else correct(x, loss)
+        return losses.with_entropy(x, loss, bonus=bonus) if bonus > 0 else loss
+
+    return token_loss
+
+
+def _plain(config: AlgorithmConfig) -> Callable[[LossInputs], TokenLoss]:
+    low, high, dual, cap = config.clip_low, config.clip_high, config.dual_clip, config.ratio_cap
     match config.loss:
         case "truncated_is":
-            return partial(losses.truncated_is, cap=config.ratio_cap or TRUNCATED_IS_CAP)
+            return partial(losses.truncated_is, cap=_set(cap))
         case "decoupled_ppo":
-            cap = config.ratio_cap or WEIGHT_CAP
-            return partial(losses.decoupled_ppo, clip_low=clip_low, clip_high=clip_high, cap=cap)
+            return partial(
+                losses.decoupled_ppo, clip_low=_set(low), clip_high=_set(high), dual_clip=dual, cap=_set(cap)
+            )
         case "ppo":
-            return partial(losses.ppo, clip_low=clip_low, clip_high=clip_high)
-        case "reinforce" if config.correction == "truncate":
-            return partial(_corrected_reinforce, cap=config.ratio_cap or WEIGHT_CAP)
+            return partial(losses.ppo, clip_low=_set(low), clip_high=_set(high), dual_clip=dual)
+        case "cispo":
+            return partial(losses.cispo, clip_low=_set(low), clip_high=_set(high))
+        case "topr":
+            return partial(losses.topr, cap=_set(cap))
+        case "weighted_topr":
+            positive, negative = _set(config.positive_weight), _set(config.negative_weight)
+            return partial(losses.topr, cap=_set(cap), positive_weight=positive, negative_weight=negative)
+        case "gspo":
+            return partial(losses.gspo, clip_low=_set(low), clip_high=_set(high))
+        case "kimi":
+            return partial(losses.kimi, regularisation=_set(config.regularisation))
         case "reinforce":
             return losses.reinforce
-        case _:
-            assert_never(config.loss)
+        case own:
+            return partial(_own, own, imports.load(own))
 
 
-def _corrected_reinforce(x: LossInputs, *, cap: float) -> TokenLoss:
-    return losses.corrected(x, losses.reinforce(x), cap=cap)
+def _set(value: float | None) -> float:
+    """A key that the loss reads has a value: the config fills it in."""
+    assert value is not None
+    return value
+
+
+def _own(name: str, function: Callable[[LossInputs], Any], x: LossInputs) -> TokenLoss:
+    """A loss of the user's: a tensor, or a `TokenLoss` where it has metrics. One of another shape would be spread silently."""
+    result = function(x)
+    loss = TokenLoss(result, {}) if isinstance(result, Tensor) else result
+    if not isinstance(loss, TokenLoss) or loss.loss_N.shape != x.logprobs_N.shape:
+        found = type(loss).__name__ if not isinstance(loss, TokenLoss) else f"the shape {tuple(loss.loss_N.shape)}"
+        raise ConfigError(f"{name} gave {found}: expected a loss a token, of the shape {tuple(x.logprobs_N.shape)}")
+    return loss
+
+
+def _correction(config: AlgorithmConfig) -> Callable[[LossInputs, TokenLoss], TokenLoss] | None:
+    level = config.correction_level or "token"
+    match config.correction:
+        case "none":
+            return None
+        case "truncate":
+            return partial(corrections.truncated, level=level, cap=_set(config.ratio_cap))
+        case "mask":
+            floor, cap = _set(config.ratio_floor), _set(config.ratio_cap)
+            return partial(corrections.masked, level=level, floor=floor, cap=cap)

@@ -72,6 +72,7 @@ class TorchLearner:
         self._units = 0.0
         self._tokens = 0
         self._sums: dict[str, float] = {}
+        self._max_ratio = 0.0
 
     async def _run(self, work: Callable[[], T]) -> T:
         result: T = await self._thread.call(work)
@@ -93,10 +94,12 @@ class TorchLearner:
         batch = _Rows(rows, self._device)
         if not batch.num_trained:
             return
-        logprobs_M = self._logprobs(self.model, batch)
+        logs_MV = self._log_softmax(self.model, batch)
+        logprobs_M = _of_targets(logs_MV, batch)
+        entropy_M = -(logs_MV.exp() * logs_MV).sum(-1) if self._objective.needs_entropy else None
         with torch.no_grad():
             proximal_M = logprobs_M.detach() if self._proximal is None else self._logprobs(self._proximal, batch)
-        inputs = LossInputs(logprobs_M, batch.behaviour_M, proximal_M, batch.advantages_M, batch.row_M)
+        inputs = LossInputs(logprobs_M, batch.behaviour_M, proximal_M, batch.advantages_M, batch.row_M, entropy_M)
         result = self._objective.token_loss(inputs)
         weights_R = self._objective.row_weights(batch.counts_R)
         loss = (result.loss_N * weights_R[batch.row_M]).sum()
@@ -104,13 +107,18 @@ class TorchLearner:
         self._units += float(self._objective.units(batch.counts_R))
         self._tokens += batch.num_trained
         self._add(loss=loss.detach(), **result.metrics, **_distance(inputs))
+        self._max_ratio = max(self._max_ratio, float(_behaviour_ratio(inputs).max()))
 
     def _add(self, **sums: Tensor) -> None:
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
     def _logprobs(self, model: PreTrainedModel, batch: _Rows) -> Tensor:
-        """Log-probabilities of the trained tokens, at the sampling temperature; logits exist for these tokens only."""
+        """Log-probabilities of the trained tokens, at the sampling temperature."""
+        return _of_targets(self._log_softmax(model, batch), batch)
+
+    def _log_softmax(self, model: PreTrainedModel, batch: _Rows) -> Tensor:
+        """Of every token there is, where a trained one was sampled; logits exist for these places only."""
         out = model(
             input_ids=batch.tokens_N[None],
             position_ids=batch.packed.position_ids,
@@ -119,7 +127,7 @@ class TorchLearner:
             logits_to_keep=batch.before_M,
         )
         logits_MV = out.logits[0].float() / self._temperature
-        return torch.log_softmax(logits_MV, dim=-1).gather(1, batch.targets_M[:, None])[:, 0]
+        return torch.log_softmax(logits_MV, dim=-1)
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """The policy's log-probabilities of each row's trained tokens, as it is now."""
@@ -153,6 +161,8 @@ class TorchLearner:
         self._optimizer.zero_grad()
         metrics = {name: value / self._tokens for name, value in self._sums.items()}
         metrics["loss"] = self._sums["loss"] / self._units
+        metrics["effective_sample_size"] = metrics["ratio"] ** 2 / metrics.pop("squared_ratio")
+        metrics["max_ratio"] = self._max_ratio
         metrics |= {"grad_norm": norm, "learning_rate": self._config.learning_rate * share}
         self._num_steps_done += 1
         self._start_sums()
@@ -266,8 +276,23 @@ def share_prompts(rows: Sequence[TrainRow]) -> list[Indices]:
     return indices
 
 
+def _of_targets(logs_MV: Tensor, batch: _Rows) -> Tensor:
+    return logs_MV.gather(1, batch.targets_M[:, None])[:, 0]
+
+
+@torch.no_grad()
+def _behaviour_ratio(x: LossInputs) -> Tensor:
+    return (x.logprobs_N - x.behaviour_N).clamp(-20, 20).exp()
+
+
 @torch.no_grad()
 def _distance(x: LossInputs) -> dict[str, Tensor]:
-    """How far the policy has moved from the one that sampled, summed over tokens: k3 of mu against th, and the ratio."""
-    log_ratio_N = (x.logprobs_N - x.behaviour_N).clamp(-20, 20)
-    return {"behaviour_kl": (log_ratio_N.exp() - log_ratio_N - 1).sum(), "ratio": log_ratio_N.exp().sum()}
+    """How far the policy has moved from the one that sampled, summed over tokens: KL(mu || th) by k3 and by k1, the ratio
+    th/mu and its square. The effective sample size, as a share of the tokens, is mean(ratio)^2 / mean(ratio^2)."""
+    log_ratio_N, ratio_N = (x.logprobs_N - x.behaviour_N).clamp(-20, 20), _behaviour_ratio(x)
+    return {
+        "behaviour_kl": (ratio_N - log_ratio_N - 1).sum(),
+        "behaviour_kl_k1": -log_ratio_N.sum(),
+        "ratio": ratio_N.sum(),
+        "squared_ratio": ratio_N.double().square().sum(),
+    }

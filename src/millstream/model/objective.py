@@ -25,7 +25,11 @@ class LossInputs(NamedTuple):
     """prox: the learner at the start of the batch."""
     advantages_N: Tensor
     row_N: Tensor
-    """Which row of the micro-batch the token belongs to."""
+    """Which row of the micro-batch the token belongs to. Never falls: a row's tokens stand side by side, and all are here."""
+    entropy_N: Tensor | None = None
+    """Of th's distribution where the token was sampled; carries a gradient. None: the objective does not need it."""
+    reference_N: Tensor | None = None
+    """ref: a policy to stay near. None: there is none."""
 
 
 class TokenLoss(NamedTuple):
@@ -46,3 +50,5 @@ class Objective(NamedTuple):
     """counts_R -> the weight of each token of the row."""
     units: Callable[[Tensor], Tensor]
     """counts_R -> what these rows add to the divisor of the batch."""
+    needs_entropy: bool = False
+    """Whether `entropy_N` is to be computed."""

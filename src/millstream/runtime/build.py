@@ -6,12 +6,13 @@ import copy
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
 from msgspec import Struct, field, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millstream.algo import recipe
+from millstream.algo import advantage_of, shaping
 from millstream.clock import Clock
 from millstream.engine import EngineConfig
 from millstream.engine.process import ProcessHost
@@ -238,12 +239,14 @@ def build_store(config: RunConfig) -> MemoryStore:
 
 
 def build_algorithm(config: RunConfig, sampling: Sampling, text: Text, rewards: Rewards) -> Algorithm:
+    advantage = advantage_of(config.algorithm)
     return Algorithm(
-        advantage=recipe.advantage_function(config.algorithm),
+        advantage=advantage.of_group,
+        over_batch=advantage.over_batch,
         sampling=sampling,
         micro_batch_tokens=config.learner.micro_batch_tokens,
         mini_batches=config.learner.mini_batches,
-        group_reward=_group_reward(text, rewards),
+        group_reward=_with_overlong(_group_reward(text, rewards), config),
     )
 
 
@@ -254,5 +257,20 @@ def _group_reward(text: Text, rewards: Rewards) -> GroupReward | None:
 
     async def score(task: Task, said: Sequence[Sequence[int]]) -> Sequence[float]:
         return await scorer.score(task, [text.decode(tokens) for tokens in said])
+
+    return score
+
+
+def _with_overlong(reward: GroupReward | None, config: RunConfig) -> GroupReward | None:
+    """The reward of a whole group, less what its members lose for being too long."""
+    buffer, max_tokens = config.algorithm.overlong_buffer, config.rollout.max_tokens
+    if buffer is None:
+        return reward
+
+    async def score(task: Task, said: Sequence[Sequence[int]]) -> Sequence[float]:
+        lengths_G = np.array([len(tokens) for tokens in said], dtype=np.float64)
+        lost_G = shaping.overlong(lengths_G, max_tokens=max_tokens, buffer=buffer)
+        earned_G = np.zeros(len(said)) if reward is None else np.array(await reward(task, said))
+        return [float(value) for value in earned_G + lost_G]
 
     return score

@@ -7,6 +7,7 @@ from typing import Literal
 
 from msgspec import Struct, field, structs
 
+from millstream import imports
 from millstream.algo import AlgorithmConfig, check
 from millstream.engine import EngineConfig
 from millstream.env import toy
@@ -106,24 +107,21 @@ class RunConfig(Struct, frozen=True, kw_only=True):
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Files and folders by names that mean the same from everywhere: what a run folder keeps."""
-    data = config.data
+    data, algorithm = config.data, config.algorithm
+    advantage, loss = imports.absolute(algorithm.advantage), imports.absolute(algorithm.loss)
     return structs.replace(
         config,
         model=structs.replace(config.model, path=_absolute(config.model.path)),
         data=structs.replace(data, path=_absolute(data.path), name=_absolute(data.name)),
-        reward=tuple(structs.replace(reward, function=_absolute_function(reward.function)) for reward in config.reward),
-        environment=tuple(structs.replace(one, use=_absolute_function(one.use)) for one in config.environment),
+        reward=tuple(structs.replace(reward, function=imports.absolute(reward.function)) for reward in config.reward),
+        environment=tuple(structs.replace(one, use=imports.absolute(one.use)) for one in config.environment),
+        algorithm=structs.replace(algorithm, advantage=advantage, loss=loss),
     )
 
 
 def _absolute(path: str | None) -> str | None:
     """What is not a file or folder here is a name on the hub, and stays as it is."""
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
-
-
-def _absolute_function(name: str) -> str:
-    module, colon, function = name.rpartition(":")
-    return f"{Path(module).resolve()}:{function}" if colon and module.endswith(".py") else name
 
 
 def check_run(config: RunConfig) -> None:
@@ -134,6 +132,9 @@ def check_run(config: RunConfig) -> None:
         group_size=config.rollout.group_size,
         temperature=config.rollout.temperature,
         mini_batches=config.learner.mini_batches,
+        max_tokens=config.rollout.max_tokens,
+        filter_zero_signal=config.pipeline.filter_zero_signal,
+        is_one_turn=all(one.use == SINGLE_TURN for one in config.environment),
     )
     groups, minis = config.pipeline.groups_per_step, config.learner.mini_batches
     if groups % minis:

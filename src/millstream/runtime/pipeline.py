@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from millstream.algo.advantages import Rewards
+from millstream.algo.advantages import OverBatch, Rewards
 from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.env import Environment
@@ -49,7 +49,7 @@ from millstream.runtime.lockstep import Gate
 from millstream.runtime.rollouts import RolloutConfig, Rollouts, Setting
 from millstream.runtime.router import Rank, Router
 from millstream.runtime.settle import TASK as SETTLE
-from millstream.runtime.settle import Advantage, Doom, Rules, Settler, by_member, members_of, rewards_of
+from millstream.runtime.settle import Advantage, Doom, Rules, Settler, by_agent, by_member, members_of, rewards_of
 from millstream.runtime.state import GroupState, Keeper, Ledger, Standing
 from millstream.runtime.waits import Pulse, Waits
 from millstream.store import Lease, Reads, Store
@@ -65,7 +65,8 @@ TRAIN = "train"
 STORE_TASKS = {
     SETTLE: Reads(("member", "part", "agent", "reward", "tokens", "loss_mask")),
     TRAIN: Reads(
-        ("member", "part", "reward", "tokens", "loss_mask", "logprobs", "start_version", "advantages"), after=(SETTLE,)
+        ("member", "part", "agent", "reward", "tokens", "loss_mask", "logprobs", "start_version", "advantages"),
+        after=(SETTLE,),
     ),
 }
 """What each consumer reads: the columns of a `Rollout`, and `advantages`, which settling adds."""
@@ -162,6 +163,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
     mini_batches: int = 1
     group_reward: GroupReward | None = None
     """Of a complete group as a whole; None where every rollout has only its own."""
+    over_batch: OverBatch | None = None
+    """What advantages need of the whole batch: its rows wait until it is complete. None: they are trained as they come."""
 
 
 class Pipeline:
@@ -459,10 +462,13 @@ class Pipeline:
         """One batch: gradients accumulate while the rest of it is still being generated. False if nothing was left.
 
         Waits for groups that the admission rule lets through; `settle` brings them."""
-        began, leases, rows = self._now(), list[Lease](), list[TrainRow]()
+        began, leases, groups = self._now(), list[Lease](), list[list[TrainRow]]()
         await self._learn("begin_batch", self._learner.begin_batch())
-        packer, metrics = Packer(self._algorithm.micro_batch_tokens), list[Metrics]()
-        groups_per_mini_batch = self._config.groups_per_step // self._algorithm.mini_batches
+        packer, metrics, over_batch = (
+            Packer(self._algorithm.micro_batch_tokens),
+            list[Metrics](),
+            self._algorithm.over_batch,
+        )
         while not self.admission.is_batch_full:
             claim = self._store.claim(TRAIN, choose=self._choose_and_take)
             try:
@@ -470,19 +476,29 @@ class Pipeline:
             except StreamEnded:
                 break
             leases.append(lease)
-            for row in await self._take(lease):
-                rows.append(row)
-                await self._accumulate(packer.add(row))
-            if self.admission.taken % groups_per_mini_batch == 0:
-                await self._accumulate(packer.flush())
-                metrics.append(await self._learn("step", self._learner.step()))
+            groups.append(await self._take(lease))
+            if over_batch is None:
+                metrics += await self._train_group(groups[-1], packer, len(groups))
         if not leases:
             return False
+        if over_batch is not None:
+            groups = _scaled(over_batch, leases, groups)
+            for number, group in enumerate(groups, start=1):
+                metrics += await self._train_group(group, packer, number)
         await self._accumulate(packer.flush())
         if not self.admission.is_batch_full:
             metrics.append(await self._learn("step", self._learner.step()))
-        await self._finish_batch(leases, rows, _mean(metrics), began)
+        await self._finish_batch(leases, [row for group in groups for row in group], _mean(metrics), began)
         return True
+
+    async def _train_group(self, rows: Sequence[TrainRow], packer: Packer, number: int) -> list[Metrics]:
+        """The batch's group of this number, counted from 1; an optimizer step if it ends a mini-batch."""
+        for row in rows:
+            await self._accumulate(packer.add(row))
+        if number % (self._config.groups_per_step // self._algorithm.mini_batches):
+            return []
+        await self._accumulate(packer.flush())
+        return [await self._learn("step", self._learner.step())]
 
     def _choose_and_take(self, ready: Iterable[int]) -> int | None:
         """The group that the admission rule lets through joins the batch in the same moment: a choice that waited for the
@@ -704,9 +720,25 @@ class Pipeline:
 
 
 def _mean(metrics: Sequence[Metrics]) -> Metrics:
-    """Over the mini-batches of a batch; one without rows says nothing."""
+    """Over the mini-batches of a batch; one without rows says nothing. Of what is a maximum, the largest."""
     names = dict.fromkeys(name for some in metrics for name in some)
-    return {name: float(np.mean([some[name] for some in metrics if name in some])) for name in names}
+    values = {name: [some[name] for some in metrics if name in some] for name in names}
+    return {name: float((max if name.startswith("max_") else np.mean)(of)) for name, of in values.items()}
+
+
+def _scaled(over_batch: OverBatch, leases: Sequence[Lease], groups: Sequence[list[TrainRow]]) -> list[list[TrainRow]]:
+    """The batch's rows, their advantages shifted and scaled by what the whole batch is like. Empty places are no part of it."""
+    filled = [lease for lease, rows in zip(leases, groups, strict=True) if rows]
+    if not filled:
+        return list(groups)
+    rewards_R = np.concatenate([own.rewards_G for lease in filled for own in by_agent(lease)])
+    advantages_N = np.concatenate([row.advantages[row.loss_mask] for rows in groups for row in rows])
+    shift, divisor = over_batch(rewards_R, advantages_N.astype(np.float64))
+
+    def scaled(row: TrainRow) -> TrainRow:
+        return replace(row, advantages=((row.advantages - shift) / divisor).astype(np.float32))
+
+    return [[scaled(row) for row in rows] for rows in groups]
 
 
 def _this_one(group_id: int, ready: Iterable[int]) -> int | None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import importlib.util
 import inspect
-import sys
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from millstream import imports
 from millstream.env.rewards.code import PythonTests
 from millstream.env.rewards.config import PASSED, RewardConfig
 from millstream.env.rewards.judge import Judge, RankingJudge
@@ -69,18 +67,13 @@ def find(name: str) -> Any:
             "it. Pass it again from Python: millstream.resume(RUN, reward=function), or millstream.evaluate(config, "
             'reward=function); or name it in config.toml: function = "file.py:function"'
         )
-    module_name, colon, function_name = name.rpartition(":")
-    if not colon:
-        if name in BUILT_IN:
-            return BUILT_IN[name].function
-        raise ConfigError(
-            f"no reward {name!r}: use {', '.join(BUILT_IN)}, or one of your own: file.py:function or package.module:function"
-        )
-    module = _module_from(module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"{module_name} has no function {function_name!r}")
-    return function
+    if imports.is_own(name):
+        return imports.load(name)
+    if name in BUILT_IN:
+        return BUILT_IN[name].function
+    raise ConfigError(
+        f"no reward {name!r}: use {', '.join(BUILT_IN)}, or one of your own: file.py:function or package.module:function"
+    )
 
 
 def bind(function: Callable[..., Any], config: RewardConfig) -> Callable[..., Any]:
@@ -185,22 +178,3 @@ def _typed(function: Callable[..., Any], config: RewardConfig) -> dict[str, Any]
         except msgspec.ValidationError as error:
             raise ConfigError(f"reward {config.function}, args.{name} = {value!r}: {error}") from error
     return typed
-
-
-def _module_from(name: str) -> Any:
-    if not name.endswith(".py"):
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(f"cannot import {name}: {error}") from error
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(f"no file {path} (looked for it from {Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(f"{path.stem} of {path.resolve()}", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where a dataclass looks for its module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the border to the user's code: said as a config error, with its cause
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    return module

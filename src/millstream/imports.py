@@ -1,0 +1,51 @@
+"""From `file.py:name` or `package.module:name` to what it names: the user's own code, found before a run begins."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from millstream.errors import ConfigError
+
+
+def is_own(name: str) -> bool:
+    """Whether a name in a config points to the user's code rather than to something built in."""
+    return ":" in name
+
+
+def load(name: str) -> Any:
+    """Raises `ConfigError` that says what was looked for, and where."""
+    module_name, _, function_name = name.rpartition(":")
+    module = _module_from(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{module_name} has no function {function_name!r}")
+    return function
+
+
+def absolute(name: str) -> str:
+    """The same name, good from every folder."""
+    module, colon, function = name.rpartition(":")
+    return f"{Path(module).resolve()}:{function}" if colon and module.endswith(".py") else name
+
+
+def _module_from(name: str) -> Any:
+    if not name.endswith(".py"):
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"cannot import {name}: {error}") from error
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"no file {path} (looked for it from {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(f"{path.stem} of {path.resolve()}", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where a dataclass looks for its module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the border to the user's code: said as a config error, with its cause
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,116 @@
+"""Advantages: of groups, of whole batches, of turns and tokens, by hand; rewards that are shaped before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from millstream.algo.advantages import (
+    ADVANTAGES,
+    divide_by_deviation,
+    dr_grpo,
+    grpo,
+    has_signal,
+    rloo,
+    whiten_tokens,
+)
+from millstream.algo.credit import gae, of_turns, over_turns, to_go
+from millstream.algo.shaping import overlong
+
+
+def test_grpo_divides_by_the_population_deviation() -> None:
+    assert np.allclose(grpo(np.array([1.0, 0.0, 0.0, 1.0])), [1, -1, -1, 1], atol=1e-5)
+    assert np.allclose(grpo(np.array([3.0, 1.0])), [1, -1], atol=1e-5)
+    assert np.allclose(grpo(np.array([0.5, 0.5])), [0, 0])
+
+
+def test_dr_grpo_only_centres() -> None:
+    assert np.allclose(dr_grpo(np.array([3.0, 1.0, 2.0])), [1, -1, 0])
+
+
+def test_rloo_compares_with_the_others() -> None:
+    assert np.allclose(rloo(np.array([3.0, 1.0, 2.0])), [3 - 1.5, 1 - 2.5, 2 - 2.0])
+    assert rloo(np.array([4.0])).tolist() == [0.0]
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=16))
+def test_advantages_sum_to_zero_and_vanish_without_signal(rewards: list[float]) -> None:
+    array = np.array(rewards)
+    for function in (grpo, dr_grpo, rloo):
+        assert abs(function(array).sum()) < 1e-6
+        if not has_signal(array):
+            assert np.abs(function(array)).max() < 1e-8
+
+
+@given(st.integers(1, 12), st.floats(-1e6, 1e6))
+def test_equal_rewards_never_make_a_nan(num: int, reward: float) -> None:
+    rewards = np.full(num, reward)
+    for advantage in ADVANTAGES.values():
+        found = advantage.of_group(rewards)
+        if advantage.over_batch is not None:
+            shift, divisor = advantage.over_batch(rewards, found)
+            found = (found - shift) / divisor
+        assert np.isfinite(found).all() and np.abs(found).max() < 1e-3
+
+
+def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_batch() -> None:
+    # rewards 1 and 0, the first of three tokens, the second of one
+    shift, divisor = whiten_tokens(np.array([1.0, 0.0]), np.array([1.0, 1.0, 1.0, 0.0]))
+    assert shift == 0.75 and divisor == pytest.approx(0.1875**0.5, abs=2e-6)
+
+
+def test_lite_ppo_centres_by_group_and_divides_by_the_batch() -> None:
+    first, second = np.array([1.0, 0.0]), np.array([3.0, 1.0])
+    rewards = np.concatenate([first, second])
+    shift, divisor = divide_by_deviation(rewards, np.zeros(4))
+    centred = ADVANTAGES["lite_ppo"].of_group(second)
+    assert shift == 0 and np.allclose((centred - shift) / divisor, [1 / 1.0897, -1 / 1.0897], atol=1e-4)
+
+
+def test_gae_by_hand() -> None:
+    rewards, expected_values = np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.6, 0.8])
+    # surprises: 0.9*0.6 - 0.5 = 0.04, 0.9*0.8 - 0.6 = 0.12, 1 - 0.8 = 0.2
+    advantages, returns = gae(rewards, expected_values, discount=0.9, trace=0.5)
+    assert np.allclose(advantages, [0.04 + 0.45 * (0.12 + 0.45 * 0.2), 0.12 + 0.45 * 0.2, 0.2])
+    assert np.allclose(returns, advantages + expected_values)
+    cut_short, _ = gae(rewards, expected_values, discount=0.9, trace=0.5, after=1.0)
+    assert cut_short[2] == pytest.approx(0.2 + 0.9)
+
+
+@given(arrays(np.float64, 6, elements=st.floats(-2, 2)), arrays(np.float64, 6, elements=st.floats(-2, 2)))
+def test_gae_with_a_trace_of_1_is_the_return_less_the_value_and_with_0_one_step(r: np.ndarray, v: np.ndarray) -> None:
+    monte_carlo, _ = gae(r, v, discount=0.9, trace=1.0)
+    assert np.allclose(monte_carlo, to_go(r, discount=0.9) - v)
+    one_step, _ = gae(r, v, discount=0.9, trace=0.0)
+    assert np.allclose(one_step, r + 0.9 * np.append(v[1:], 0.0) - v)
+
+
+def test_turns_are_compared_with_those_that_came_as_far() -> None:
+    rewards = [np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.5])]
+    # to go: 1 1 1 and 0.5 0.5; baselines 0.75 0.75 1
+    first, second = of_turns(rewards)
+    assert np.allclose(first, [0.25, 0.25, 0.0]) and np.allclose(second, [-0.25, -0.25])
+    discounted = of_turns([np.array([0.0, 1.0]), np.array([0.0, 0.0])], discount=0.5)
+    assert np.allclose(discounted[0], [0.25, 0.5])
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=8))
+def test_with_one_turn_it_is_dr_grpo(rewards: list[float]) -> None:
+    found = of_turns([np.array([reward]) for reward in rewards])
+    assert np.allclose(np.concatenate(found), dr_grpo(np.array(rewards)))
+
+
+def test_every_token_has_the_advantage_of_its_turn() -> None:
+    mask = np.array([False, True, True, False, False, True, False])
+    assert over_turns(np.array([2.0, -1.0]), mask).tolist() == [0, 2, 2, 0, 0, -1, 0]
+    assert over_turns(np.array([]), np.array([False, False])).tolist() == [0, 0]
+    with pytest.raises(ValueError, match="1 advantages for 2 turns"):
+        over_turns(np.array([2.0]), mask)
+
+
+def test_overlong_answers_lose_up_to_1() -> None:
+    lengths = np.array([1.0, 8.0, 9.0, 10.0, 12.0])
+    assert np.allclose(overlong(lengths, max_tokens=10, buffer=2), [0, 0, -0.5, -1, -1])
