@@ -613,7 +613,8 @@ class _Run:
                 extra_members=rollout.extra_members,
                 is_first_to_finish=pipeline.is_first_to_finish,
                 max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
-                has_group_rewards=any(reward.group for reward in config.reward),
+                has_group_rewards=any(reward.group for reward in config.reward)
+                or config.algorithm.overlong_buffer is not None,
             )
         )
 
