@@ -6,8 +6,9 @@ INSTALLED := $(VENV)/.installed
 TRL := .venv-trl
 
 TQ := .venv-tq
+VERL := .peer-verl
 
-.PHONY: demo test test-ray test-envs check format bench bench-trl bench-store example clean
+.PHONY: demo test test-ray test-envs check format bench bench-trl bench-losses bench-store example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -43,6 +44,9 @@ bench: $(INSTALLED)
 bench-trl: $(INSTALLED) $(TRL)/.installed
 	$(BIN)/python bench/vs_trl.py
 
+bench-losses: $(INSTALLED) $(TRL)/.installed $(VERL)/.unpacked
+	$(BIN)/python bench/losses_vs_peers.py --trl-python $(TRL)/bin/python --verl $(VERL)
+
 bench-store: $(VENV)/.installed-ray $(TQ)/.installed
 	$(BIN)/python bench/store.py
 
@@ -51,6 +55,12 @@ $(TQ)/.installed: constraints.txt
 	test -x $(TQ)/bin/python || $(PYTHON) -m venv $(TQ)
 	$(TQ)/bin/pip install --quiet --constraint constraints.txt torch==2.13.0
 	$(TQ)/bin/pip install --quiet --constraint constraints.txt TransferQueue==0.1.11 ray psutil
+	touch $@
+
+# verl's losses need nothing of verl but its files.
+$(VERL)/.unpacked:
+	$(PYTHON) -m pip download --quiet --no-deps --dest $(VERL) verl==0.9.1
+	cd $(VERL) && $(PYTHON) -m zipfile -e verl-0.9.1-py3-none-any.whl .
 	touch $@
 
 # TRL has an environment of its own, with the same torch and transformers.
@@ -74,4 +84,4 @@ $(VENV)/.installed-envs: $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRL) $(TQ) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRL) $(TQ) $(VERL) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -100,8 +100,8 @@ def advantage_of(config: AlgorithmConfig) -> Advantage:
     if not imports.is_own(config.advantage):
         return ADVANTAGES[config.advantage]
     function = imports.load(config.advantage)
-    over_batch, compares = getattr(function, "over_batch", None), getattr(function, "compares_members", False)
-    return Advantage(partial(_of_group, config.advantage, function), over_batch, compares)
+    own = partial(_of_group, config.advantage, function)
+    return Advantage(own, getattr(function, "over_batch", None), compares_members=False)
 
 
 def _of_group(name: str, function: Callable[[Rewards], Any], rewards_G: Rewards) -> Rewards:

@@ -30,8 +30,7 @@ groups_per_step = 16              # prompts a step: 16 x 8 rollouts
 max_lag = 1                       # how stale a sample may be, in versions; 0 is synchronous
 
 [algorithm]
-advantage = "grpo"                # or "dr_grpo"
-loss = "truncated_is"             # or "decoupled_ppo", "ppo"
+name = "truncated_is"             # or "grpo", "dapo", "cispo", "gspo", ...: docs/algorithms.md
 
 [learner]
 learning_rate = 1e-6

@@ -94,11 +94,9 @@ class TorchLearner:
         batch = _Rows(rows, self._device)
         if not batch.num_trained:
             return
-        logs_MV = self._log_softmax(self.model, batch)
-        logprobs_M = _of_targets(logs_MV, batch)
-        entropy_M = -(logs_MV.exp() * logs_MV).sum(-1) if self._objective.needs_entropy else None
+        logprobs_M, entropy_M = self._predict(self.model, batch, needs_entropy=self._objective.needs_entropy)
         with torch.no_grad():
-            proximal_M = logprobs_M.detach() if self._proximal is None else self._logprobs(self._proximal, batch)
+            proximal_M = logprobs_M.detach() if self._proximal is None else self._predict(self._proximal, batch)[0]
         inputs = LossInputs(logprobs_M, batch.behaviour_M, proximal_M, batch.advantages_M, batch.row_M, entropy_M)
         result = self._objective.token_loss(inputs)
         weights_R = self._objective.row_weights(batch.counts_R)
@@ -106,19 +104,19 @@ class TorchLearner:
         loss.backward()  # type: ignore[no-untyped-call]
         self._units += float(self._objective.units(batch.counts_R))
         self._tokens += batch.num_trained
-        self._add(loss=loss.detach(), **result.metrics, **_distance(inputs))
-        self._max_ratio = max(self._max_ratio, float(_behaviour_ratio(inputs).max()))
+        distance, max_ratio = _distance(inputs)
+        self._add(loss=loss.detach(), **result.metrics, **distance)
+        self._max_ratio = max(self._max_ratio, float(max_ratio))
 
     def _add(self, **sums: Tensor) -> None:
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
-    def _logprobs(self, model: PreTrainedModel, batch: _Rows) -> Tensor:
-        """Log-probabilities of the trained tokens, at the sampling temperature."""
-        return _of_targets(self._log_softmax(model, batch), batch)
-
-    def _log_softmax(self, model: PreTrainedModel, batch: _Rows) -> Tensor:
-        """Of every token there is, where a trained one was sampled; logits exist for these places only."""
+    def _predict(
+        self, model: PreTrainedModel, batch: _Rows, *, needs_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of the trained tokens, at the sampling temperature, and the entropies of the distributions they
+        are from; logits exist for these tokens only, and not beyond this call where no gradient needs them."""
         out = model(
             input_ids=batch.tokens_N[None],
             position_ids=batch.packed.position_ids,
@@ -126,8 +124,9 @@ class TorchLearner:
             context=batch.packed,
             logits_to_keep=batch.before_M,
         )
-        logits_MV = out.logits[0].float() / self._temperature
-        return torch.log_softmax(logits_MV, dim=-1)
+        logs_MV = torch.log_softmax(out.logits[0].float() / self._temperature, dim=-1)
+        entropy_M = -(logs_MV.exp() * logs_MV).sum(-1) if needs_entropy else None
+        return logs_MV.gather(1, batch.targets_M[:, None])[:, 0], entropy_M
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """The policy's log-probabilities of each row's trained tokens, as it is now."""
@@ -135,7 +134,7 @@ class TorchLearner:
         @torch.no_grad()
         def compute() -> list[np.ndarray[Any, np.dtype[np.float32]]]:
             batch = _Rows(rows, self._device)
-            flat = self._logprobs(self.model, batch).cpu().numpy()
+            flat = self._predict(self.model, batch)[0].cpu().numpy()
             return np.split(flat, np.cumsum(batch.counts_R.cpu().numpy().astype(int))[:-1])
 
         return await self._run(compute)
@@ -276,23 +275,17 @@ def share_prompts(rows: Sequence[TrainRow]) -> list[Indices]:
     return indices
 
 
-def _of_targets(logs_MV: Tensor, batch: _Rows) -> Tensor:
-    return logs_MV.gather(1, batch.targets_M[:, None])[:, 0]
-
-
 @torch.no_grad()
-def _behaviour_ratio(x: LossInputs) -> Tensor:
-    return (x.logprobs_N - x.behaviour_N).clamp(-20, 20).exp()
-
-
-@torch.no_grad()
-def _distance(x: LossInputs) -> dict[str, Tensor]:
+def _distance(x: LossInputs) -> tuple[dict[str, Tensor], Tensor]:
     """How far the policy has moved from the one that sampled, summed over tokens: KL(mu || th) by k3 and by k1, the ratio
-    th/mu and its square. The effective sample size, as a share of the tokens, is mean(ratio)^2 / mean(ratio^2)."""
-    log_ratio_N, ratio_N = (x.logprobs_N - x.behaviour_N).clamp(-20, 20), _behaviour_ratio(x)
-    return {
+    th/mu and its square; and the largest ratio. The effective sample size, as a share of the tokens, is mean(ratio)^2 /
+    mean(ratio^2)."""
+    log_ratio_N = (x.logprobs_N - x.behaviour_N).clamp(-20, 20)
+    ratio_N = log_ratio_N.exp()
+    sums = {
         "behaviour_kl": (ratio_N - log_ratio_N - 1).sum(),
         "behaviour_kl_k1": -log_ratio_N.sum(),
         "ratio": ratio_N.sum(),
         "squared_ratio": ratio_N.double().square().sum(),
     }
+    return sums, ratio_N.max()
