@@ -111,6 +111,15 @@ def test_places_that_stay_empty_are_no_part_of_the_batch() -> None:
         assert not rows or np.allclose(np.abs(trained(rows)), 1, atol=1e-4)
 
 
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_a_batch_that_the_end_of_the_data_cuts_short_is_measured_by_what_it_has(mini_batches: int) -> None:
+    outcome, steps = run(replace(WORLD, num_tasks=7, mini_batches=mini_batches), "reinforce_plus_plus")
+    assert [step.num_groups for step in outcome.sink.of(Stepped)] == [4, 3]
+    assert [len(rows) for rows in steps if rows] == ([16, 12] if mini_batches == 1 else [8, 8, 8, 4])
+    last = [row for rows in steps for row in rows][16:]
+    assert abs(trained(last).mean()) < 1e-5 and trained(last).std() == pytest.approx(1, abs=1e-4)
+
+
 def test_of_a_maximum_the_largest_of_the_mini_batches_is_told() -> None:
     outcome, _ = run(replace(WORLD, steps=1, mini_batches=2), "grpo")
     (step,) = outcome.sink.of(Stepped)

@@ -55,6 +55,8 @@ def test_a_loss_and_an_advantage_of_ones_own_are_short_and_train(folder: Path) -
     metrics = run(folder, OWN)
     assert len(metrics) == 3 and all(0 < step["gate"] < 4 and step["max_ratio"] > 0 for step in metrics)
     assert {"effective_sample_size", "behaviour_kl", "behaviour_kl_k1", "ratio"} <= metrics[-1].keys()
+    checked = CliRunner().invoke(app, ["train", "run.toml", "--dry-run"])
+    assert "checked: the loss mine.py:soft_gate is there" in checked.output, checked.output
     saved = load(folder / "run/config.toml", RunConfig).algorithm
     assert saved.loss == f"{folder}/mine.py:soft_gate", "a run goes on from any folder"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from millstream import imports
 from millstream.env.config import SINGLE_TURN
 from millstream.env.data import read
 from millstream.env.find import Kind, make_tasks
@@ -24,6 +25,7 @@ def check_parts(config: RunConfig) -> list[str]:
         *_checked_data(config, kinds),
         *_checked_environments(kinds),
         *_checked_rewards(config),
+        *_checked_algorithm(config),
         *_checked_model(config),
     ]
 
@@ -52,6 +54,14 @@ def _checked_rewards(config: RunConfig) -> Iterator[str]:
         yield f"checked: the reward {reward.function} is there, and takes its arguments"
         if reward.function == "python_tests":
             yield f"checked: {what_is_contained().words()}"
+
+
+def _checked_algorithm(config: RunConfig) -> Iterator[str]:
+    """A loss of the user's imports torch, most likely: only where there is one."""
+    for what, name in (("advantage", config.algorithm.advantage), ("loss", config.algorithm.loss)):
+        if imports.is_own(name):
+            imports.load(name)
+            yield f"checked: the {what} {name} is there"
 
 
 def _checked_model(config: RunConfig) -> Iterator[str]:
