@@ -107,8 +107,9 @@ def main(given: str, answer: str, folder: str) -> None:
     found |= loss(verl, "gspo, token mean", x, "gspo", "token-mean", **close)
     dro = SimpleNamespace(dro_beta=0.1)
     found |= loss(verl, "kimi", x, "dro", "seq-mean-token-sum", policy_loss=dro)
-    weights = (x["prox"] - x["mu"]).exp().clamp(max=1.5)
-    found |= loss(verl, "decoupled ppo", x, "vanilla", "token-mean", old="prox", weights=weights)
+    weights = (x["prox"] - x["mu"]).exp().clamp(max=1.5)  # made elsewhere in verl: transcribed
+    decoupled = loss(verl, "decoupled ppo", x, "vanilla", "token-mean", old="prox", weights=weights)
+    found |= {f"{name} (transcribed)": value for name, value in decoupled.items()}
     for name in ("k1", "k2", "k3"):
         found[f"kl {name}"] = verl.kl_penalty_forward(x["th"], x["ref"], name) * x["mask"]
     torch.save({**found, **advantages(verl, x)}, answer)
