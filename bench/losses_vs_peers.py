@@ -3,7 +3,8 @@
 The peers' own code runs, in processes of their own: TRL's `GRPOTrainer._compute_loss` on an object that has what the method
 reads and hands it these log-probabilities; verl's `core_algos` with its config classes replaced by plain ones. TRL makes
 advantages and the weights of its mismatch correction within a method that also generates, verl the weights in its trainer:
-these few lines are transcribed in the scripts beside this one, and marked so below. A difference that is explained is in `docs/algorithms.md`.
+these few lines are transcribed in the scripts beside this one, and marked so below.
+Why some differ is in `docs/algorithms.md`.
 
     .venv/bin/python bench/losses_vs_peers.py --trl-python .venv-trl/bin/python --verl FOLDER   # FOLDER: verl, unpacked
 
