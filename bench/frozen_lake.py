@@ -27,7 +27,7 @@ from millstream.runtime.folder import RunResult
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes/frozen_lake.toml"
-LATENCY_S, SIGMA = 0.05, 1.0
+LATENCY_S, SIGMA = 0.05, 1.5
 LATENCY = f"log-normal, mean {LATENCY_S * 1000:.0f} ms, sigma {SIGMA:g}"
 OURS = "max_lag = 2, 12 extra groups"
 MODES = {
@@ -67,7 +67,7 @@ def run(mode: str, model: Path, steps: int, seed: int, folder: Path) -> RunResul
         f"environment.0.args.latency_tail={SIGMA}",
         f"pipeline.steps={steps}",
         "pipeline.filter_zero_signal=false",
-        "evaluation.every_steps=",
+        "evaluation={tasks = 128}",
         *MODES[mode],
     ]
     result = train(load(RECIPE, RunConfig, changes))

@@ -121,3 +121,18 @@ def test_a_walker_who_looks_around_sees_the_shore_the_holes_and_the_goal() -> No
         return seen + [(await lake.step(move)).observation for move in moves]  # type: ignore[misc]
 
     assert asyncio.run(walk("drx")) == ["phf=fff=fhg>=fh=>", "=fff>", "fhfh>", "fhfh>"]
+
+
+def test_an_explorer_crosses_every_lake_turns_back_from_dead_ends_and_never_falls() -> None:
+    lake = Task(id="1", prompt="pff=fhh=ffg>")
+    assert FrozenLake.gold(lake, shows_around=True) == ["d", "d", "r", "r"] == FrozenLake.gold(lake)
+    lake = Task(id="2", prompt="pff=fhf=fhg>")
+    assert FrozenLake.gold(lake, shows_around=True) == [*"dd", *"uu", *"rrdd"]
+
+    async def reward_of(task: Task) -> float:
+        walker = FrozenLake(shows_around=True)
+        await walker.reset(task, 0)
+        return sum([(await walker.step(move)).reward for move in FrozenLake.gold(task, shows_around=True)])
+
+    for task in FrozenLake.tasks(100, seed=1, holes=0.4):
+        assert asyncio.run(reward_of(task)) == 1.0

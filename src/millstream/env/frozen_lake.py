@@ -31,6 +31,8 @@ ORDER = "ldru"
 """Neighbours in it are at right angles: where one may slip to."""
 MOST_SIZE = 10
 """A row and a column are one digit each."""
+EAGER = "drul"
+"""Towards the goal first."""
 SHORE = "="
 Place = tuple[int, int]
 
@@ -63,9 +65,11 @@ class FrozenLake:
                 yield Task(id=lake, prompt=f"p{lake[1:]}>")
 
     @staticmethod
-    def gold(task: Task, is_slippery: bool = False) -> list[str]:
-        """A shortest path. On slippery ice nobody can promise to walk it."""
-        return [] if is_slippery else shortest(lake_of(task))
+    def gold(task: Task, is_slippery: bool = False, shows_around: bool = False) -> list[str]:
+        """A shortest path; who only looks around explores. On slippery ice nobody can promise to walk it."""
+        if is_slippery:
+            return []
+        return explored(lake_of(task)) if shows_around else shortest(lake_of(task))
 
     async def reset(self, task: Task, seed: int) -> str:
         self._rows = lake_of(task).split("=")
@@ -133,3 +137,24 @@ def shortest(lake: str) -> list[str]:
                 paths[to] = paths[at] + move
                 ahead.append(to)
     return []
+
+
+def explored(lake: str) -> list[str]:
+    """The moves of one who sees the next cells alone: onto safe ice that is new, down or right rather than back, and back where
+    there is none. Every lake with a path is crossed, with detours."""
+    rows, seen = lake.split("="), {(0, 0)}
+    trail, moves = [(0, 0)], list[str]()
+    while rows[trail[-1][0]][trail[-1][1]] != "g":
+        at = trail[-1]
+        ahead = ((move, _moved(rows, at, move)) for move in EAGER)
+        new = next(((move, to) for move, to in ahead if to not in seen and rows[to[0]][to[1]] != "h"), None)
+        if new is not None:
+            moves.append(new[0])
+            trail.append(new[1])
+            seen.add(new[1])
+        elif len(trail) == 1:
+            return []
+        else:
+            trail.pop()
+            moves.append(next(move for move in EAGER if _moved(rows, at, move) == trail[-1]))
+    return moves
