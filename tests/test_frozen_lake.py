@@ -21,14 +21,15 @@ from millstream.types import Completion, Request, RequestKey, Task, TrainRow
 from runs import assert_clean
 
 RECIPE = Path(__file__).parent.parent / "recipes/frozen_lake.toml"
-LATENCY_S = 0.005
+LATENCY_S = 0.002
 SHORT = [
     f"environment.0.args.latency_s={LATENCY_S}",
     "environment.0.args.latency_tail=1.0",
-    "data.size=80",
-    "data.holdout=16",
-    "warmup.max_steps=6",
-    "warmup.check_every=6",
+    "environment.0.args.max_turns=6",
+    "data.size=40",
+    "data.holdout=4",
+    "warmup.max_steps=2",
+    "warmup.check_every=2",
     "warmup.stop_at=1",
     "rollout.group_size=4",
     "pipeline.groups_per_step=3",
