@@ -133,11 +133,14 @@ class Limit:
     last of them is over, it goes on with what was left of it."""
 
     def __init__(self, seconds: float) -> None:
-        self._timeout = asyncio.timeout(seconds)
-        self._num_paused, self._paused_at = 0, 0.0
-        self._deadline: float | None = None
-        self.paused_s = 0.0
-        """That did not count, so far."""
+        self._first = asyncio.get_running_loop().time() + seconds
+        self._timeout = asyncio.timeout_at(self._first)
+        self._num_paused, self._left = 0, 0.0
+
+    @property
+    def paused_s(self) -> float:
+        """What did not count, so far."""
+        return (self._timeout.when() or self._first) - self._first
 
     async def __aenter__(self) -> Limit:
         await self._timeout.__aenter__()
@@ -145,8 +148,8 @@ class Limit:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> bool | None:
-        return await self._timeout.__aexit__(kind, error, trace)
+    ) -> None:
+        await self._timeout.__aexit__(kind, error, trace)
 
     def is_expired(self) -> bool:
         return self._timeout.expired()
@@ -155,7 +158,7 @@ class Limit:
     def paused(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         if not self._num_paused:
-            self._paused_at, self._deadline = loop.time(), self._timeout.when()
+            self._left = (self._timeout.when() or self._first) - loop.time()
             self._reschedule(None)
         self._num_paused += 1
         try:
@@ -163,9 +166,7 @@ class Limit:
         finally:
             self._num_paused -= 1
             if not self._num_paused:
-                seconds = loop.time() - self._paused_at
-                self.paused_s += seconds
-                self._reschedule(None if self._deadline is None else self._deadline + seconds)
+                self._reschedule(loop.time() + self._left)
 
     def _reschedule(self, deadline: float | None) -> None:
         with suppress(RuntimeError):  # it is over, and somebody of the rollout's own is still at work
