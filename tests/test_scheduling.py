@@ -369,6 +369,24 @@ def test_a_group_is_rewarded_as_a_whole_when_it_is_complete_and_nobody_waits_for
         assert event.rewards == [1.0 - sorted(own).index(length) for length in own]
 
 
+def test_nobody_waits_for_the_reward_of_a_group_that_is_thrown_away() -> None:
+    ended: list[str] = []
+
+    async def slow_for_some(task: Task, said: Sequence[Sequence[int]]) -> list[float]:
+        if int(task.id.removeprefix("task-")) % 4 == 3:
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                ended.append(task.id)
+        return ranked(task, said)
+
+    world = replace(HEAVY, steps=4, groups_per_step=2, surplus="abort", max_lag=0, extra_groups=2, tail=0.1)
+    outcome = scored(world, slow_for_some)
+    check(world, outcome)
+    assert Fate.ABORTED in {event.fate for event in outcome.sink.of(GroupLeft)}
+    assert ended and outcome.seconds < 100
+
+
 def test_a_group_whose_reward_fails_has_failed_and_is_replaced() -> None:
     async def broken(task: Task, said: Sequence[Sequence[int]]) -> list[float]:
         if int(task.id.rpartition("-")[2]) % 3 == 0:
