@@ -460,11 +460,16 @@ def test_a_place_is_given_back_by_an_episode_that_fails_or_is_cancelled() -> Non
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    def config(**environment: Any) -> RunConfig:
+    def config(lockstep: bool = True, extra_members: int = 0, **environment: Any) -> RunConfig:
         table = {"use": "frozen_lake", **environment}
-        return convert({"model": {"tiny": {}}, "environment": [table], "pipeline": {"max_lag": 0}}, RunConfig, where="")
+        pipeline, rollout = {"max_lag": 0, "lockstep": lockstep}, {"extra_members": extra_members}
+        tables = {"model": {"tiny": {}}, "environment": [table], "pipeline": pipeline, "rollout": rollout}
+        return convert(tables, RunConfig, where="")
 
     check_run(config(max_concurrent=128))
+    check_run(config(max_concurrent=8, lockstep=False))
+    with pytest.raises(ConfigError, match="all 144 rollouts"):
+        check_run(config(max_concurrent=128, extra_members=1))
     with pytest.raises(
         ConfigError, match=r"max_concurrent = 8 does not go with pipeline\.max_lag = 0.*all 128 rollouts"
     ):
