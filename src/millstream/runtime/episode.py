@@ -17,7 +17,7 @@ from msgspec import structs
 
 from millstream.env import Content, Reward, Text
 from millstream.errors import EnvironmentFailed, RequestRefused
-from millstream.runtime.waits import paused
+from millstream.runtime.waits import Limit
 from millstream.seeds import request_seed
 from millstream.types import Completion, Finish, Request, RequestKey, Rollout, Sampling, Task
 
@@ -44,7 +44,7 @@ class Episode:
         run_seed: int,
         role: str,
         max_parts: int = 1,
-        limit: asyncio.Timeout | None = None,
+        limit: Limit | None = None,
     ) -> None:
         self.task = task
         self._waiting, self._limit = waiting, limit
@@ -60,7 +60,7 @@ class Episode:
         return await self._parts[0].generate(tokens)
 
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
-        with nullcontext() if is_timed or self._limit is None else paused(self._limit):
+        with nullcontext() if is_timed or self._limit is None else self._limit.paused():
             result: T = await self._waiting(what, work)
         return result
 

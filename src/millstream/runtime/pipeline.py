@@ -358,7 +358,7 @@ class Pipeline:
         for group_id in self.admission.blockers(ready):
             is_at_work = group_id in self._rollouts and group_id not in self._settler.condemned
             if is_at_work and self._restarts.get(group_id, 0) < self._config.max_restarts:
-                self._settler.condemned[group_id] = Doom.RESTART
+                self._settler.condemn(group_id, Doom.RESTART)
                 self._rollouts.abort(self._tasks, group_id, "its group begins anew")
 
     def _begin_anew(self, group_id: int) -> None:
@@ -568,7 +568,7 @@ class Pipeline:
                 claim = self._store.claim(TRAIN, choose=partial(_this_one, group_id))
                 await self._settler.discard(await self.waits.on("train", f"group {group_id}, which is over", claim))
             elif group_id not in self._settler.condemned:
-                self._settler.condemned[group_id] = Doom.ABORT
+                self._settler.condemn(group_id, Doom.ABORT)
                 self._rollouts.abort(self._tasks, group_id, "the batch is full")
         gone = self._pulse.until(lambda: not self.admission.overdue())
         await self.waits.on("train", "aborted rollouts to leave", gone)

@@ -28,7 +28,7 @@ from millstream.runtime.admission import Place
 from millstream.runtime.episode import Episode
 from millstream.runtime.lockstep import Gate
 from millstream.runtime.router import Router
-from millstream.runtime.waits import Pulse, Waits, paused
+from millstream.runtime.waits import Limit, Pulse, Waits
 from millstream.store import Store
 from millstream.types import Completion, Request, RequestKey, Rollout, Sampling, Task
 
@@ -213,8 +213,7 @@ class Rollouts:
     ) -> tuple[Rollout, ...]:
         waits, owner, began = self._set.waits, owner_of(key), self._now()
         self._emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
-        deadline = asyncio.get_running_loop().time() + self._set.config.timeout_s
-        limit = asyncio.timeout_at(deadline)
+        limit = Limit(self._set.config.timeout_s)
 
         async def generate(request: Request) -> Completion:
             if self._set.gate is not None:
@@ -248,12 +247,10 @@ class Rollouts:
                     raise  # the run is ending
                 own.uncancel()
         except TimeoutError as error:
-            failure = self._too_late(error) if limit.expired() else error
+            failure = self._too_late(error) if limit.is_expired() else error
         except Exception as error:  # whatever an environment or a reward raises is a failed rollout
             failure = error
-        seconds = (
-            self._now() - began - ((limit.when() or deadline) - deadline)
-        )  # without the waits that are not its own
+        seconds = self._now() - began - limit.paused_s  # without the waits that are not its own
         if member.why:
             member.is_done = True
             self._record_abort(key, member, seconds, episode.num_sampled)
@@ -280,13 +277,14 @@ class Rollouts:
             member.request = None
         if member.why:
             member.num_cut = len(completion.tokens)
+            self._end_elsewhere(member)
             raise asyncio.CancelledError
         return completion
 
-    async def _pass_gate(self, gate: Gate, key: RequestKey, limit: asyncio.Timeout) -> None:
+    async def _pass_gate(self, gate: Gate, key: RequestKey, limit: Limit) -> None:
         """Synchronous training: wait for the others. The time spent here does not count as the rollout's own."""
         what = "the other rollouts of the step"  # which have their timeouts
-        with paused(limit):
+        with limit.paused():
             await self._set.waits.on(owner_of(key), what, gate.pass_through(key), has_deadline=False, has_alarm=False)
 
     # ---- aborts ------------------------------------------------------------------------------------------------------
@@ -302,6 +300,12 @@ class Rollouts:
     async def _abort(self, member: _Member) -> None:
         is_with_engine = member.request is not None and await self._set.router.abort(member.request)
         if not is_with_engine and not member.is_done and member.task is not None:
+            member.task.cancel()
+
+    @staticmethod
+    def _end_elsewhere(member: _Member) -> None:
+        """An environment may speak in tasks of its own: that one of them has ended does not end the others."""
+        if member.task is not None and member.task is not asyncio.current_task() and not member.is_done:
             member.task.cancel()
 
     # ---- what happened -----------------------------------------------------------------------------------------------
