@@ -304,6 +304,47 @@ def test_an_abort_ends_an_environment_that_speaks_in_tasks_of_its_own() -> None:
     assert outcome.seconds < 600.0, "somebody waited for rollout.timeout_s"
 
 
+class Deaf:
+    """Takes its cancellation for the end of the episode, or for an error of its own."""
+
+    def __init__(self, *, is_raising: bool) -> None:
+        self.is_raising, self.last_s = is_raising, 0.0
+
+    async def rollout(self, context: Context) -> float:
+        try:
+            said = await context.generate([1])
+            await asyncio.sleep(len(said.tokens))
+        except asyncio.CancelledError:
+            if self.is_raising:
+                raise ValueError("cancelled?") from None
+            return 0.5
+        finally:
+            self.last_s = asyncio.get_running_loop().time()
+        return float(len(said.tokens) % 2)
+
+
+@pytest.mark.parametrize("is_raising", [False, True])
+def test_a_run_that_is_cancelled_ends_as_such_whatever_environments_make_of_it(is_raising: bool) -> None:
+    runs: list[asyncio.Task[object] | None] = []
+    cancelled_s: list[float] = []
+    environment = Deaf(is_raising=is_raising)
+
+    async def cancel(version: int) -> None:
+        if version == 3 and runs[0] is not None:
+            cancelled_s.append(asyncio.get_running_loop().time())
+            runs[0].cancel()
+
+    world = replace(HEAVY, surplus="abort", max_lag=1, extra_groups=8, extra_members=1)
+    with pytest.raises(asyncio.CancelledError):
+        simulate(
+            world,
+            environment=environment,
+            after_step=cancel,
+            on_pipeline=lambda pipeline: runs.append(asyncio.current_task()),
+        )
+    assert cancelled_s == [environment.last_s], "something was begun after the end"
+
+
 def test_an_overdue_group_is_waited_for_or_begins_anew_with_other_numbers() -> None:
     world = replace(HEAVY, steps=20, groups_per_step=2, max_lag=2, tail=2.5)
     waiting, restarting = run(world), run(replace(world, overdue="restart", max_restarts=2))

@@ -246,24 +246,29 @@ class Pipeline:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                if self._rows is not None:
-                    await self._store.restore(self._rows)
-                await self._keep_if_due()
-                in_order = self._gate is not None
-                loops = [self.feed(), self._settler.settle(in_order=in_order)]
-                loops += [self.sync(engine) for engine in self._parts.engines]
-                if self._gate is not None:
-                    loops += [self._gate.keep(self._is_quiet), self._settler.set_aside_in_order(self._is_still)]
-                running = [tasks.create_task(loop) for loop in loops]
-                if self._resumed is not None:
-                    await self._look_back(tasks)  # what came after the last step may have been cut short
-                await self.train(tasks)
-                await self.waits.on("the run", "every engine to load the last version", self._engines_at_the_end())
-                self._rollouts.cancel()
-                for task in running:
-                    task.cancel()
+                try:
+                    await self._run(tasks)
+                finally:
+                    self._rollouts.cancel()
         except BaseExceptionGroup as errors:
             raise _first(errors) from errors
+
+    async def _run(self, tasks: asyncio.TaskGroup) -> None:
+        if self._rows is not None:
+            await self._store.restore(self._rows)
+        await self._keep_if_due()
+        in_order = self._gate is not None
+        loops = [self.feed(), self._settler.settle(in_order=in_order)]
+        loops += [self.sync(engine) for engine in self._parts.engines]
+        if self._gate is not None:
+            loops += [self._gate.keep(self._is_quiet), self._settler.set_aside_in_order(self._is_still)]
+        running = [tasks.create_task(loop) for loop in loops]
+        if self._resumed is not None:
+            await self._look_back(tasks)  # what came after the last step may have been cut short
+        await self.train(tasks)
+        await self.waits.on("the run", "every engine to load the last version", self._engines_at_the_end())
+        for task in running:
+            task.cancel()
 
     def stop(self) -> None:
         """End as if the next step were the last, with a checkpoint."""

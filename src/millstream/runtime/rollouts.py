@@ -130,6 +130,7 @@ class Rollouts:
         self._groups: dict[int, dict[int, _Member]] = {}
         self._num_ended: dict[int, int] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._is_ending = False
 
     def __contains__(self, group_id: int) -> bool:
         """Whether some of its members are at work."""
@@ -163,7 +164,8 @@ class Rollouts:
             member.task.add_done_callback(self._running.discard)
 
     def cancel(self) -> None:
-        """The run is ending."""
+        """The run is ending. Nothing begins any more, whatever an environment makes of its cancellation."""
+        self._is_ending = True
         for task in self._running:
             task.cancel()
 
@@ -194,7 +196,11 @@ class Rollouts:
         if not group:
             del self._groups[group_id], self._num_ended[group_id]
             await self._close(group_id)
-        elif self._set.is_first_to_finish and self._num_ended[group_id] >= self._set.config.group_size:
+        elif (
+            not self._is_ending
+            and self._set.is_first_to_finish
+            and self._num_ended[group_id] >= self._set.config.group_size
+        ):
             self.abort(tasks, group_id, "its group is complete")
         self._set.pulse.notify()
 
@@ -250,6 +256,8 @@ class Rollouts:
             failure = self._too_late(error) if limit.is_expired() else error
         except Exception as error:  # whatever an environment or a reward raises is a failed rollout
             failure = error
+        if self._is_ending and not member.why:
+            raise asyncio.CancelledError
         seconds = self._now() - began - limit.paused_s  # without the waits that are not its own
         if member.why:
             member.is_done = True
@@ -266,7 +274,7 @@ class Rollouts:
         """One turn, on an engine that is not older than the group's start."""
         if self._set.books.version > place.deadline:
             raise LagError(f"{owner} is overdue: deadline {place.deadline}, version {self._set.books.version}")
-        if member.why:  # an environment that does not let itself be cancelled
+        if member.why or self._is_ending:  # an environment that does not let itself be cancelled
             raise asyncio.CancelledError
         member.request = request.key
         turn = self._set.router.generate(request, floor=place.start)
