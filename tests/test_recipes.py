@@ -129,10 +129,9 @@ def test_gold_solutions_of_gsm8k_earn_all_that_its_recipe_gives(gsm8k: Path) -> 
     tasks = read(config.data, seed=0).train
     roles = [message.role for message in tasks[0].prompt if not isinstance(message, str)]
     assert roles == ["system", "user"] and str(tasks[0].answer).endswith("#### 2")
-    first = tasks[0]
-    says = [str(first.answer), "One and one is 2.\n#### 3", "\\boxed{2}", "So it is\n\n#### $2.00", "I do not know"]
-    assert scores("gsm8k", [first] * len(says), says) == pytest.approx([1.1, 0.1, 1.0, 1.1, 0.0])
-    assert scores("gsm8k", tasks, [str(task.answer) for task in tasks]) == pytest.approx([1.1] * len(tasks))
+    says = ["One and one is 2.\n#### 3", "\\boxed{2}", "So it is\n\n#### $2.00", "I do not know"]
+    earned = scores("gsm8k", [*tasks, *[tasks[0]] * 4], [*(str(task.answer) for task in tasks), *says])
+    assert earned == pytest.approx([1.1] * len(tasks) + [0.1, 1.0, 1.1, 0.0])
 
 
 def test_every_exercise_is_solved_by_its_answer_and_by_no_answer_that_is_wrong() -> None:
@@ -144,3 +143,8 @@ def test_every_exercise_is_solved_by_its_answer_and_by_no_answer_that_is_wrong()
     assert scores("code", tasks, wrong) == [0.0] * len(tasks)
     others = [str(task.answer) for task in (*tasks[1:], tasks[0])]
     assert scores("code", tasks, others) == [0.0] * len(tasks)
+
+
+def test_the_readme_names_every_recipe() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in RECIPES if f"[{name}](recipes/{name}.toml)" not in readme] == []
