@@ -29,9 +29,9 @@ ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes/frozen_lake.toml"
 LATENCY_S, SIGMA = 0.05, 1.5
 LATENCY = f"log-normal, mean {LATENCY_S * 1000:.0f} ms, sigma {SIGMA:g}"
-OURS = "max_lag = 2, 12 extra groups"
+OURS = "max_lag = 2, 16 extra groups"
 MODES = {
-    OURS: ["pipeline.max_lag=2", "pipeline.extra_groups=12", "pipeline.surplus='carry_over'"],
+    OURS: ["pipeline.max_lag=2", "pipeline.extra_groups=16", "pipeline.surplus='carry_over'"],
     "max_lag = 0, lockstep": ["pipeline.max_lag=0", "pipeline.lockstep=true"],
     "max_lag = 0": ["pipeline.max_lag=0", "pipeline.lockstep=false"],
 }

@@ -115,13 +115,13 @@ def test_a_walk_of_several_turns_is_trained_token_for_token_as_it_was_sampled(
         sampled.remove(row)  # none twice
 
 
-def test_a_walker_who_looks_around_sees_the_shore_the_holes_and_the_goal() -> None:
+def test_a_walker_who_looks_around_sees_the_moves_there_are_and_where_it_has_been() -> None:
     async def walk(moves: str) -> list[str]:
         lake = FrozenLake(shows_around=True)
         seen = [await lake.reset(Task(id="1", prompt="phf=fff=fhg>"), 0)]
         return seen + [(await lake.step(move)).observation for move in moves]  # type: ignore[misc]
 
-    assert asyncio.run(walk("drx")) == ["phf=fff=fhg>=fh=>", "=fff>", "fhfh>", "fhfh>"]
+    assert asyncio.run(walk("drx")) == ["phf=fff=fhg>dfrh>", "dfrfup>", "lpdhrfuh>", "lpdhrfuh>"]
 
 
 def test_an_explorer_crosses_every_lake_turns_back_from_dead_ends_and_never_falls() -> None:

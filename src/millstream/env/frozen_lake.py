@@ -4,11 +4,11 @@
     r                        the player goes left, down, right or up: l, d, r, u
     01>                      where the player is now: row and column
 
-With `shows_around` a turn says instead what lies left of the player, below, right and above, so that nobody needs to count:
+With `shows_around` a turn says instead which moves there are and what each leads to, p being where the player was before:
 
-    pfff=fhfh=fffh=hffg>=ff=>     the lake, then the first view; the shore is =
+    pfff=fhfh=fffh=hffg>dfrf>     the lake, then the first view: down is frozen, right is frozen
     r
-    fhf=>
+    lpdhrf>
 
 The reward is 1 at the goal, and 0 in a hole or when the turns are over. Every lake has a path. Slow environments can be studied
 with `latency_s`: steps then take that long on average, with a tail as heavy as `latency_tail` says.
@@ -33,7 +33,6 @@ MOST_SIZE = 10
 """A row and a column are one digit each."""
 EAGER = "drul"
 """Towards the goal first."""
-SHORE = "="
 Place = tuple[int, int]
 
 
@@ -74,6 +73,7 @@ class FrozenLake:
     async def reset(self, task: Task, seed: int) -> str:
         self._rows = lake_of(task).split("=")
         self._at, self._rng = (0, 0), random.Random(seed)
+        self._walked = {self._at}
         return f"{task.prompt}{self._seen()}" if self._shows_around else str(task.prompt)
 
     async def step(self, action: str) -> Step:
@@ -81,12 +81,16 @@ class FrozenLake:
         move = action.strip().lower()[:1]
         if move in MOVES:
             self._at = _moved(self._rows, self._at, self._slipped(move))
+            self._walked.add(self._at)
         row, column = self._at
         found = self._rows[row][column]
         return Step(observation=self._seen(), reward=float(found == "g"), is_done=found in "gh")
 
     def _seen(self) -> str:
-        shown = (_lying(self._rows, self._at, move) for move in ORDER) if self._shows_around else map(str, self._at)
+        if not self._shows_around:
+            return f"{self._at[0]}{self._at[1]}>"
+        ahead = ((move, _moved(self._rows, self._at, move)) for move in ORDER)
+        shown = (move + ("p" if to in self._walked else self._rows[to[0]][to[1]]) for move, to in ahead if to != self._at)
         return "".join(shown) + ">"
 
     def _slipped(self, move: str) -> str:
@@ -115,12 +119,6 @@ def _moved(rows: list[str], at: Place, move: str) -> Place:
     (row, column), (down, right) = at, MOVES[move]
     last = len(rows) - 1
     return min(max(row + down, 0), last), min(max(column + right, 0), last)
-
-
-def _lying(rows: list[str], at: Place, move: str) -> str:
-    """What one would walk onto."""
-    row, column = to = _moved(rows, at, move)
-    return SHORE if to == at else rows[row][column]
 
 
 def shortest(lake: str) -> list[str]:
