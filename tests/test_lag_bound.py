@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from millstream.errors import LagError
+from millstream.events import RolloutEnded
 from millstream.runtime import pipeline
 from millstream.runtime.admission import Admission
 from simulated import World, check, simulate
@@ -129,7 +130,7 @@ def test_the_lag_really_reaches_the_bound_and_asynchrony_really_pays(max_lag: fl
 def test_at_max_lag_zero_every_rollout_is_of_the_version_that_trains_on_it() -> None:
     outcome = simulate(World(steps=10, groups_per_step=3, group_size=4, max_lag=0, num_turns=2, load=2.0, latency=1.0))
     assert {event.lag for event in outcome.sink.of(pipeline.GroupTaken)} == {0}
-    assert all(e.start_version == e.end_version for e in outcome.sink.of(pipeline.RolloutEnded))
+    assert all(e.start_version == e.end_version for e in outcome.sink.of(RolloutEnded))
 
 
 def test_engines_that_lag_serve_under_the_same_bound() -> None:
