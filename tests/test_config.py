@@ -37,6 +37,7 @@ def written(tmp_path: Path, text: str) -> Path:
             "[pipeline]\nextra_groups = 17",
             r"extra_groups = 17 cannot all be trained within max_lag = 1, which allows 16",
         ),
+        ('[pipeline]\nmax_lag = 0\noverdue = "restart"', r'overdue = "restart" has nothing to do here'),
         ('[algorithm]\nloss = "grpo"', r"algorithm\.loss: invalid enum value 'grpo'"),
         ("[[reward]]\nfunktion = 'f'", r"unknown key reward\[0\]\.funktion\. Did you mean function\?"),
         ("[engine]\nslots = 0", r"engine: slots and prefill_tokens must be at least 1"),

@@ -90,7 +90,9 @@ class FrozenLake:
         if not self._shows_around:
             return f"{self._at[0]}{self._at[1]}>"
         ahead = ((move, _moved(self._rows, self._at, move)) for move in ORDER)
-        shown = (move + ("p" if to in self._walked else self._rows[to[0]][to[1]]) for move, to in ahead if to != self._at)
+        shown = (
+            move + ("p" if to in self._walked else self._rows[to[0]][to[1]]) for move, to in ahead if to != self._at
+        )
         return "".join(shown) + ">"
 
     def _slipped(self, move: str) -> str:

@@ -217,16 +217,35 @@ class Rollouts:
     async def _attempt(
         self, key: RequestKey, member: _Member, task: Task, place: Place, last: int
     ) -> tuple[Rollout, ...]:
-        waits, owner, began = self._set.waits, owner_of(key), self._now()
+        """One attempt, part by part; nothing if it failed, which is data and not a crash."""
+        began, limit = self._now(), Limit(self._set.config.timeout_s)
         self._emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
-        limit = Limit(self._set.config.timeout_s)
+        episode = self._episode(key, member, task, place, limit)
+        outcome = await self._play(episode, member, limit, owner_of(key))
+        if self._is_ending and not member.why:
+            raise asyncio.CancelledError
+        seconds, num_sampled = self._now() - began - limit.paused_s, episode.num_sampled
+        episode.close()
+        if member.why:
+            member.is_done = True
+            self._record_abort(key, member, seconds, num_sampled)
+            raise _Aborted
+        if isinstance(outcome, Exception):
+            self._record_failure(key, outcome, seconds, num_sampled, is_final=key.attempt == last)
+            return ()
+        member.is_done = True
+        self._record_rollout(outcome, seconds)
+        return outcome
+
+    def _episode(self, key: RequestKey, member: _Member, task: Task, place: Place, limit: Limit) -> Episode:
+        waits, owner = self._set.waits, owner_of(key)
 
         async def generate(request: Request) -> Completion:
             if self._set.gate is not None:
                 await self._pass_gate(self._set.gate, request.key, limit)
             return await self._generate(request, member, place, owner)
 
-        episode = Episode(
+        return Episode(
             task,
             key,
             generate=generate,
@@ -237,38 +256,31 @@ class Rollouts:
             max_parts=self._set.config.max_parts,
             limit=limit,
         )
-        failure: Exception | None = None
+
+    async def _play(
+        self, episode: Episode, member: _Member, limit: Limit, owner: str
+    ) -> tuple[Rollout, ...] | Exception:
+        """The episode in its environment: what was sampled, or why there is nothing."""
         try:
             async with limit:
                 playing = self._set.environment.rollout(episode)
-                reward = await waits.on(owner, "its environment", playing, has_deadline=False, has_alarm=False)
-            parts = episode.finish(reward)
+                reward = await self._set.waits.on(
+                    owner, "its environment", playing, has_deadline=False, has_alarm=False
+                )
+            return episode.finish(reward)
         except (EngineError, InvariantError, StallError):
             raise
         except asyncio.CancelledError:
-            failure = EnvironmentFailed("the environment was cancelled from inside")
             own = asyncio.current_task()
             if own is not None and own.cancelling():
                 if not member.why:
                     raise  # the run is ending
                 own.uncancel()
+            return EnvironmentFailed("the environment was cancelled from inside")
         except TimeoutError as error:
-            failure = self._too_late(error) if limit.is_expired() else error
+            return self._too_late(error) if limit.is_expired() else error
         except Exception as error:  # whatever an environment or a reward raises is a failed rollout
-            failure = error
-        if self._is_ending and not member.why:
-            raise asyncio.CancelledError
-        seconds = self._now() - began - limit.paused_s  # without the waits that are not its own
-        if member.why:
-            member.is_done = True
-            self._record_abort(key, member, seconds, episode.num_sampled)
-            raise _Aborted
-        if failure is not None:
-            self._record_failure(key, failure, seconds, episode.num_sampled, is_final=key.attempt == last)
-            return ()
-        member.is_done = True
-        self._record_rollout(parts, seconds)
-        return parts
+            return error
 
     async def _generate(self, request: Request, member: _Member, place: Place, owner: str) -> Completion:
         """One turn, on an engine that is not older than the group's start."""

@@ -43,19 +43,21 @@ class Waits:
         self, owner: str, what: str, awaitable: Awaitable[T], *, has_deadline: bool = True, has_alarm: bool = True
     ) -> T:
         """Await under a name. Without a deadline the wait depends on another that has one. Without an alarm it shows among
-        the active ones only: it is in the nature of the work that it may be long. What need not be waited for costs nothing."""
-        wait, number, steps = Wait(owner, what, self._clock.now()), self._next, awaitable.__await__()
+        the active ones only: it is in the nature of the work that it may be long. What need not be waited for sets no timer."""
+        wait, number = Wait(owner, what, self._clock.now()), self._next
         self._next += 1
-        try:
-            first = next(steps)
-        except StopIteration as done:
-            result: T = done.value
-            return result
+        if has_deadline or has_alarm:
+            steps = awaitable.__await__()
+            try:
+                first = next(steps)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            awaitable = _rest(steps, first)
         self._active[number] = wait
         alarm = asyncio.get_running_loop().call_later(self._stall_s, self._report, wait) if has_alarm else None
         try:
-            rest = _rest(steps, first)
-            return await (self._within_deadline(wait, rest) if has_deadline else rest)
+            return await (self._within_deadline(wait, awaitable) if has_deadline else awaitable)
         except asyncio.CancelledError as error:
             if not hasattr(error, CUT):
                 setattr(error, CUT, wait)
