@@ -114,8 +114,8 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
             )
         if self.overdue == "restart" and (self.is_first_to_finish or self.max_lag == 0):
             raise ValueError(
-                'overdue = "restart" has nothing to do here: with surplus = "abort" what is overdue is aborted, and with max_lag = 0 '
-                'no other group could take its place. Set overdue = "wait"'
+                'overdue = "restart" has nothing to do here: with surplus = "abort" what is overdue is aborted, and with '
+                'max_lag = 0 no other group could take its place. Set overdue = "wait"'
             )
         if self.max_restarts < 1:
             raise ValueError('max_restarts must be at least 1; overdue = "wait" restarts nothing')
