@@ -202,7 +202,8 @@ class Rollouts:
             and self._num_ended[group_id] >= self._set.config.group_size
         ):
             self.abort(tasks, group_id, "its group is complete")
-        self._set.pulse.notify()
+        if self._set.gate is not None:  # who else waits, waits for groups
+            self._set.pulse.notify()
 
     async def _try(self, key: RequestKey, member: _Member, task: Task, place: Place, last: int) -> bool:
         """One attempt, and its rows in the store. False if it failed, which is data and not a crash."""

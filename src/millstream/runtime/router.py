@@ -95,7 +95,8 @@ class Router:
 
     def rerank(self, group_id: int) -> None:
         """The group's rank has changed."""
-        self._ranked.rerank(group_id, self.rank_of(group_id))
+        if group_id in self._ranked:
+            self._ranked.rerank(group_id, self.rank_of(group_id))
 
     def dispatch(self) -> None:
         """Room or versions have changed: whoever is next goes."""
@@ -145,6 +146,10 @@ class _Queue:
         self._waiting: dict[int, deque[_Waiter]] = {}
         self._ranks: dict[int, Rank] = {}
         self._heap: list[tuple[Rank, int]] = []
+
+    def __contains__(self, group_id: int) -> bool:
+        """Whether requests of it wait."""
+        return group_id in self._waiting
 
     def push(self, waiter: _Waiter, rank: Rank) -> None:
         group_id = waiter.request.key.group_id

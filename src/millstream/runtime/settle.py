@@ -276,10 +276,18 @@ def by_member(lease: Lease) -> list[Row]:
     return sorted(lease.rows, key=lambda row: (row.columns["member"], row.columns["part"]))
 
 
+def _in_order(lease: Lease) -> list[int]:
+    """The same order, as indices into the columns."""
+    if not lease.row_ids:
+        return []
+    members, parts = lease["member"], lease["part"]
+    return sorted(range(len(members)), key=lambda index: (members[index], parts[index]))
+
+
 def by_agent(lease: Lease) -> list[OfAgent]:
     earned: dict[int, dict[int, float]] = {}
-    for row in by_member(lease):
-        earned.setdefault(row.columns["agent"], {})[row.columns["member"]] = row.columns["reward"]
+    for index in _in_order(lease):
+        earned.setdefault(lease["agent"][index], {})[lease["member"][index]] = lease["reward"][index]
     return [
         OfAgent(agent, list(of), np.array(list(of.values()), dtype=np.float64)) for agent, of in sorted(earned.items())
     ]
@@ -288,10 +296,10 @@ def by_agent(lease: Lease) -> list[OfAgent]:
 def rewards_of(lease: Lease) -> Rewards:
     """Of each member, in their order: the reward of its first part."""
     first: dict[int, float] = {}
-    for row in by_member(lease):
-        first.setdefault(row.columns["member"], row.columns["reward"])
+    for index in _in_order(lease):
+        first.setdefault(lease["member"][index], lease["reward"][index])
     return np.array(list(first.values()), dtype=np.float64)
 
 
 def members_of(lease: Lease) -> list[int]:
-    return list(dict.fromkeys(row.columns["member"] for row in by_member(lease)))
+    return sorted(set(lease["member"])) if lease.row_ids else []
