@@ -39,6 +39,10 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python bench/admission.py
 	$(BIN)/python bench/scheduling.py
+	$(BIN)/python bench/bias.py
+	$(BIN)/python bench/many_environments.py
+	$(BIN)/python bench/chaos.py
+	$(BIN)/python bench/frozen_lake.py
 	$(BIN)/python bench/slow_reward.py
 
 bench-trl: $(INSTALLED) $(TRL)/.installed

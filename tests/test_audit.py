@@ -1152,6 +1152,22 @@ def test_a_checkpoint_that_is_not_sound_does_not_count_as_verified(tmp_path: Pat
     assert report.checkpoints == 3 and report.checkpoints_verified == 2
 
 
+def a_failure_told_as_an_abort(run: Run) -> None:
+    """Nobody was allowed to give that one up: its group was not complete without it, and did not begin anew."""
+    seq = run.all(RolloutFailed, is_final=True, group_id=run.of_fate(Fate.FAILED))[-1]
+    failed = run.events[seq]
+    assert isinstance(failed, RolloutFailed)
+    run.events[seq] = RolloutAborted(
+        at=failed.at,
+        group_id=failed.group_id,
+        member=failed.member,
+        attempt=failed.attempt,
+        why="it is slow",
+        seconds=failed.seconds,
+        num_sampled=failed.num_sampled,
+    )
+
+
 DECLARED_CRIMES: dict[str, tuple[str, World, Crime]] = {
     "a rollout is aborted in a run that waits": (
         "declared",
@@ -1170,6 +1186,16 @@ DECLARED_CRIMES: dict[str, tuple[str, World, Crime]] = {
     "an attempt of before comes again": ("rollout", BEGIN_ANEW, changed(GroupRestarted, first_attempt=0)),
     "an aborted rollout is gone": ("members", FIRST_TO_FINISH, dropped(RolloutAborted)),
     "an abort is told twice": ("rollout", FIRST_TO_FINISH, doubled(RolloutAborted)),
+    "a rollout is aborted and its group does not begin anew": (
+        "declared",
+        msgspec.structs.replace(BEGIN_ANEW, retries=0, failure=0.2),
+        a_failure_told_as_an_abort,
+    ),
+    "a rollout is aborted before its group is complete": (
+        "declared",
+        msgspec.structs.replace(FIRST_TO_FINISH, retries=0, failure=0.2),
+        a_failure_told_as_an_abort,
+    ),
     "a restart is gone": ("members", BEGIN_ANEW, dropped(GroupRestarted)),
 }
 

@@ -18,7 +18,9 @@ from millstream.events import (
     Event,
     GroupAdmitted,
     GroupLeft,
+    GroupRestarted,
     GroupResumed,
+    RolloutAborted,
     RolloutEnded,
     RolloutFailed,
     RolloutStarted,
@@ -511,3 +513,19 @@ def test_a_step_that_hangs_is_not_taken_for_a_slow_one_that_was_lost() -> None:
 
 def test_a_limit_that_others_come_near_is_one_that_cuts_the_slow_off() -> None:
     assert bias_report(hanging(1.4)).is_biased
+
+
+def test_a_resume_does_not_forget_what_a_group_drew_before_it_began_anew() -> None:
+    events: list[Event] = [
+        admitted(0),
+        RolloutStarted(at=0.0, group_id=0, member=0, attempt=0),
+        RolloutAborted(at=1.0, group_id=0, member=0, attempt=0, why="slow", seconds=90.0, num_sampled=9000),
+        GroupRestarted(at=1.0, group_id=0, start_version=1, deadline=2, restarts=1, first_attempt=2),
+        RolloutStarted(at=1.0, group_id=0, member=0, attempt=2),
+        GroupResumed(at=2.0, group_id=0, incarnation=1, kept=[], to_do=[0]),
+        RolloutStarted(at=2.0, group_id=0, member=0, attempt=2),
+        ended(0, 0, 10, attempt=2),
+        left(0),
+    ]
+    tokens = bias_report(events).tests[TOKENS]
+    assert (tokens.rollouts, tokens.lost) == (1, 1), "its first draw was thrown away"

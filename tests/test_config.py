@@ -45,6 +45,7 @@ def written(tmp_path: Path, text: str) -> Path:
         ('[algorithm]\nadvantage = "critic"', r"algorithm: no advantage 'critic': use grpo, dr_grpo"),
         ('[algorithm]\nname = "grppo"', r"algorithm\.name: invalid enum value 'grppo'"),
         ('[algorithm]\nname = "dapo"\ndual_clip = 0.5', r"algorithm: dual_clip must be above 1"),
+        ('[pipeline]\nmax_lag = 0\noverdue = "restart"', r'overdue = "restart" has nothing to do here'),
         ("[[reward]]\nfunktion = 'f'", r"unknown key reward\[0\]\.funktion\. Did you mean function\?"),
         ("[engine]\nslots = 0", r"engine: slots and prefill_tokens must be at least 1"),
         ("= 3", "is not TOML"),

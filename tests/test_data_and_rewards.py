@@ -18,7 +18,7 @@ from millstream.env.rewards import RewardConfig, Scorer, exact_match, find
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, RewardFailed
 from millstream.threads import DaemonThreads
-from millstream.types import Completion, Finish, Task
+from millstream.types import Completion, Finish, Message, Task
 
 TASK = Task(id="1", prompt="2+2=", answer="4", data={"level": 3})
 
@@ -37,6 +37,26 @@ def test_a_record_becomes_a_task_with_its_other_fields_for_the_reward(tmp_path: 
 def test_chat_prompts_are_kept_as_messages(tmp_path: Path) -> None:
     (task,) = read(data(tmp_path, {"prompt": [{"role": "user", "content": "hi"}]}), seed=0).train
     assert not isinstance(task.prompt, str) and task.prompt[0].content == "hi" and task.answer is None
+
+
+def test_a_system_message_makes_a_chat_of_a_string_and_leaves_a_chat_as_it_is(tmp_path: Path) -> None:
+    lines = {"prompt": "2+2="}, {"prompt": [{"role": "user", "content": "hi"}]}
+    string, chat = (Message(role="user", content=text) for text in ("2+2=", "hi"))
+    system = Message(role="system", content="Be brief.")
+    for set_to, expected in (
+        ("Be brief.", ((system, string), (chat,))),
+        ("", ((string,), (chat,))),
+        (None, ("2+2=", (chat,))),
+    ):
+        tasks = read(data(tmp_path, *lines, system=set_to), seed=0).train
+        assert tuple(task.prompt for task in tasks) == expected
+
+
+def test_options_of_a_data_set_that_is_read_are_refused_where_none_is() -> None:
+    with pytest.raises(ValueError, match="system goes with path or name"):
+        DataConfig(toy="sort_digits", system="Be brief.")
+    with pytest.raises(ValueError, match="subset goes with name"):
+        DataConfig(path="data.jsonl", subset="main")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +99,21 @@ def test_a_data_set_of_the_datasets_library_is_read_by_name(tmp_path: Path) -> N
     assert [(task.prompt, task.answer) for task in tasks] == [("a", "b"), ("c", "d")]
     with pytest.raises(DataError, match="datasets cannot load"):
         read(DataConfig(name=str(tmp_path / "nowhere"), holdout=0), seed=0)
+
+
+def test_a_subset_of_a_data_set_is_read_by_its_name(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n"
+        "- config_name: main\n  data_files: main.jsonl\n"
+        "- config_name: socratic\n  data_files: socratic.jsonl\n---\n"
+    )
+    for subset in ("main", "socratic"):
+        (tmp_path / f"{subset}.jsonl").write_text(json.dumps({"prompt": f"of {subset}"}))
+        (task,) = read(DataConfig(name=str(tmp_path), subset=subset, holdout=0), seed=0).train
+        assert task.prompt == f"of {subset}"
+    with pytest.raises(DataError, match=r"datasets cannot load .*, subset 'other', split 'train'"):
+        read(DataConfig(name=str(tmp_path), subset="other", holdout=0), seed=0)
 
 
 def test_a_missing_file_and_a_holdout_that_takes_everything_are_errors(tmp_path: Path) -> None:

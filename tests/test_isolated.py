@@ -24,7 +24,7 @@ from millstream.env.find import find
 from millstream.env.hosted import Environments, Hosted
 from millstream.errors import ConfigError, EngineError, EnvironmentFailed
 from millstream.runtime.config import check_run
-from millstream.runtime.waits import paused
+from millstream.runtime.waits import Limit
 from millstream.types import Message, Task
 from talk import CHATML, Scripted, text_with
 
@@ -398,7 +398,7 @@ def test_waiting_for_a_place_does_not_count_against_a_rollouts_time() -> None:
 
         async def one() -> None:
             scripted = slow_model(0.0)
-            limit = scripted.episode._limit = asyncio.timeout(35.0)
+            limit = scripted.episode._limit = Limit(35.0)
             try:
                 async with limit:
                     await environment.rollout(scripted.episode)
@@ -414,14 +414,33 @@ def test_waiting_for_a_place_does_not_count_against_a_rollouts_time() -> None:
 def test_a_paused_limit_goes_on_with_what_was_left() -> None:
     async def program() -> float:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(10.0) as limit:
+            async with Limit(10.0) as limit:
                 await asyncio.sleep(4.0)
-                with paused(limit):
+                with limit.paused():
                     await asyncio.sleep(1000.0)
                 await asyncio.sleep(1000.0)
         return asyncio.get_running_loop().time()
 
     assert run_virtual(program()) == pytest.approx(1010.0)
+
+
+def test_a_limit_that_is_paused_for_two_reasons_goes_on_when_both_are_over() -> None:
+    """The parts of a rollout may wait at the same time, and the first to begin may be the first to end."""
+
+    async def wait(limit: Limit, after_s: float, seconds: float) -> None:
+        await asyncio.sleep(after_s)
+        with limit.paused():
+            await asyncio.sleep(seconds)
+
+    async def program() -> tuple[float, float]:
+        limit = Limit(10.0)
+        with pytest.raises(TimeoutError):
+            async with limit:
+                await asyncio.gather(wait(limit, 1.0, 100.0), wait(limit, 51.0, 100.0))
+                await asyncio.sleep(1000.0)
+        return asyncio.get_running_loop().time(), limit.paused_s
+
+    assert run_virtual(program()) == pytest.approx((160.0, 150.0))
 
 
 def test_a_place_is_given_back_by_an_episode_that_fails_or_is_cancelled() -> None:
@@ -441,11 +460,16 @@ def test_a_place_is_given_back_by_an_episode_that_fails_or_is_cancelled() -> Non
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    def config(**environment: Any) -> RunConfig:
+    def config(lockstep: bool = True, extra_members: int = 0, **environment: Any) -> RunConfig:
         table = {"use": "frozen_lake", **environment}
-        return convert({"model": {"tiny": {}}, "environment": [table], "pipeline": {"max_lag": 0}}, RunConfig, where="")
+        pipeline, rollout = {"max_lag": 0, "lockstep": lockstep}, {"extra_members": extra_members}
+        tables = {"model": {"tiny": {}}, "environment": [table], "pipeline": pipeline, "rollout": rollout}
+        return convert(tables, RunConfig, where="")
 
     check_run(config(max_concurrent=128))
+    check_run(config(max_concurrent=8, lockstep=False))
+    with pytest.raises(ConfigError, match="all 144 rollouts"):
+        check_run(config(max_concurrent=128, extra_members=1))
     with pytest.raises(
         ConfigError, match=r"max_concurrent = 8 does not go with pipeline\.max_lag = 0.*all 128 rollouts"
     ):

@@ -46,7 +46,8 @@ def with_surplus(world: World, extra_groups: int | None, surplus: str) -> World:
     most = math.floor(world.max_lag * world.groups_per_step)
     if surplus == "carry_over" and extra_groups is not None:
         extra_groups = min(extra_groups, most)
-    return replace(world, extra_groups=extra_groups, surplus=surplus)
+    overdue = "wait" if surplus == "abort" or world.max_lag == 0 else world.overdue
+    return replace(world, extra_groups=extra_groups, surplus=surplus, overdue=overdue)
 
 
 worlds = st.builds(

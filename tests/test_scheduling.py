@@ -142,6 +142,25 @@ def test_a_request_that_is_cancelled_in_the_queue_takes_nobodys_turn() -> None:
     run_virtual(play())
 
 
+def test_a_request_that_is_cancelled_in_the_moment_of_its_turn_was_cancelled_and_nothing_else() -> None:
+    """A slot is freed, and its turn comes, before it has heard of its own end."""
+
+    async def play() -> object:
+        router = Router([SimEngine(slots=1, token_s=1.0, num_tokens=constant(10.0))])
+        first, _, cut, last = (asyncio.ensure_future(router.generate(request(number), floor=0)) for number in range(4))
+        await asyncio.sleep(1.0)
+        await router.abort(request(0).key)
+        cut.cancel()
+        (ended,) = await asyncio.gather(cut, return_exceptions=True)
+        assert (await first).finish is Finish.ABORT
+        await last
+        return ended, router.num_waiting
+
+    ended, num_waiting = run_virtual(play())  # type: ignore[misc]
+    assert isinstance(ended, asyncio.CancelledError), ended
+    assert num_waiting == 0
+
+
 def test_an_engine_that_is_too_old_is_passed_over_and_served_when_it_has_loaded() -> None:
     async def play() -> tuple[Completion, Completion]:
         old, new = SimEngine(name="old", slots=1, token_s=1.0), SimEngine(name="new", slots=1, token_s=1.0, version=1)
@@ -262,6 +281,70 @@ def test_an_abort_reaches_the_environment_too_and_ends_one_that_clings() -> None
 # ---- overdue groups --------------------------------------------------------------------------------------------------
 
 
+class Relay:
+    """The model speaks in a task of the environment's own, which waits for what it says."""
+
+    async def rollout(self, context: Context) -> float:
+        said: asyncio.Queue[Completion] = asyncio.Queue()
+
+        async def speak() -> None:
+            await said.put(await context.generate([1]))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(speak())
+            completion = await said.get()
+        return float(len(completion.tokens) % 2)
+
+
+def test_an_abort_ends_an_environment_that_speaks_in_tasks_of_its_own() -> None:
+    world = replace(HEAVY, surplus="abort", max_lag=0, extra_groups=4)
+    outcome = simulate(world, environment=Relay())
+    check(world, outcome)
+    assert outcome.sink.of(RolloutAborted)
+    assert outcome.seconds < 600.0, "somebody waited for rollout.timeout_s"
+
+
+class Deaf:
+    """Takes its cancellation for the end of the episode, or for an error of its own."""
+
+    def __init__(self, *, is_raising: bool) -> None:
+        self.is_raising, self.last_s = is_raising, 0.0
+
+    async def rollout(self, context: Context) -> float:
+        try:
+            said = await context.generate([1])
+            await asyncio.sleep(len(said.tokens))
+        except asyncio.CancelledError:
+            if self.is_raising:
+                raise ValueError("cancelled?") from None
+            return 0.5
+        finally:
+            self.last_s = asyncio.get_running_loop().time()
+        return float(len(said.tokens) % 2)
+
+
+@pytest.mark.parametrize("is_raising", [False, True])
+def test_a_run_that_is_cancelled_ends_as_such_whatever_environments_make_of_it(is_raising: bool) -> None:
+    runs: list[asyncio.Task[object] | None] = []
+    cancelled_s: list[float] = []
+    environment = Deaf(is_raising=is_raising)
+
+    async def cancel(version: int) -> None:
+        if version == 3 and runs[0] is not None:
+            cancelled_s.append(asyncio.get_running_loop().time())
+            runs[0].cancel()
+
+    world = replace(HEAVY, surplus="abort", max_lag=1, extra_groups=8, extra_members=1)
+    with pytest.raises(asyncio.CancelledError):
+        simulate(
+            world,
+            environment=environment,
+            after_step=cancel,
+            on_pipeline=lambda pipeline: runs.append(asyncio.current_task()),
+        )
+    assert cancelled_s == [environment.last_s], "something was begun after the end"
+
+
 def test_an_overdue_group_is_waited_for_or_begins_anew_with_other_numbers() -> None:
     world = replace(HEAVY, steps=20, groups_per_step=2, max_lag=2, tail=2.5)
     waiting, restarting = run(world), run(replace(world, overdue="restart", max_restarts=2))
@@ -325,6 +408,24 @@ def test_a_group_is_rewarded_as_a_whole_when_it_is_complete_and_nobody_waits_for
     for event in outcome.sink.of(GroupScored):
         own = [lengths[event.group_id, member] for member in range(4)]
         assert event.rewards == [1.0 - sorted(own).index(length) for length in own]
+
+
+def test_nobody_waits_for_the_reward_of_a_group_that_is_thrown_away() -> None:
+    ended: list[str] = []
+
+    async def slow_for_some(task: Task, said: Sequence[Sequence[int]]) -> list[float]:
+        if int(task.id.removeprefix("task-")) % 4 == 3:
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                ended.append(task.id)
+        return ranked(task, said)
+
+    world = replace(HEAVY, steps=4, groups_per_step=2, surplus="abort", max_lag=0, extra_groups=2, tail=0.1)
+    outcome = scored(world, slow_for_some)
+    check(world, outcome)
+    assert Fate.ABORTED in {event.fate for event in outcome.sink.of(GroupLeft)}
+    assert ended and outcome.seconds < 100
 
 
 def test_a_group_whose_reward_fails_has_failed_and_is_replaced() -> None:

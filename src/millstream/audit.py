@@ -225,6 +225,7 @@ class Group:
     ended: dict[int, Ended] = field(default_factory=dict)
     out: set[int] = field(default_factory=set)
     """Failed for good, or aborted."""
+    aborted: set[int] = field(default_factory=set)
     is_taken: bool = False
     first_attempt: int = 0
     restarts: int = 0
@@ -255,13 +256,14 @@ class Group:
         """What was said of a member that is rolled out again is void."""
         self.ended = {member: ended for member, ended in self.ended.items() if member in kept}
         self.out.difference_update(to_do)
+        self.aborted.difference_update(to_do)
         self.next_attempt, self.running = {}, set()
 
     def begin_anew(self, event: Fields) -> None:
         """What was said of its members is void."""
         self.start, self.deadline, self.restarts = event["start_version"], event["deadline"], event["restarts"]
         self.first_attempt, self.next_attempt = event["first_attempt"], {}
-        self.ended, self.out = {}, set()
+        self.ended, self.out, self.aborted = {}, set(), set()
 
 
 @dataclass(slots=True)
@@ -416,6 +418,7 @@ class GroupRules:
         if not self._holds(promises.is_first_to_finish or promises.max_restarts > 0):
             self._blame("declared", f"group {event['group_id']} member {event['member']} was aborted, undeclared")
         group.out.add(event["member"])
+        group.aborted.add(event["member"])
         self._now.rollouts_aborted += 1
 
     def on_group_restarted(self, event: Fields) -> None:
@@ -468,11 +471,20 @@ class GroupRules:
             what = f"{event['kind']} of group {event['group_id']} with {said} members"
             self._blame("members", f"{what}: of {size}, {ended} have ended and {out} failed for good or were aborted")
 
+    def _check_complete(self, group: Group, event: Fields) -> None:
+        """A group that is not thrown away lacks an aborted member only where it was complete without it."""
+        promises, ended = self._reading.promises, len(group.ended)
+        is_complete = promises.is_first_to_finish and ended >= promises.group_size
+        if not self._holds(not group.aborted or is_complete):
+            what = f"{event['kind']} of group {event['group_id']} without members {sorted(group.aborted)}"
+            self._blame("declared", f"{what}, which were aborted when {ended} of {promises.group_size} had ended")
+
     def on_group_taken(self, event: Fields) -> None:
         group, group_id, now = self._group(event), event["group_id"], self._now
         if group is None:
             return
         self._check_members(group, event, event["num_rollouts"])
+        self._check_complete(group, event)
         if not self._holds(not group.is_taken and event["version"] == now.version):
             twice = "a second time" if group.is_taken else "once"
             self._blame("batch", f"group {group_id} was taken {twice}, by {event['version']} at {now.version}")
@@ -494,9 +506,11 @@ class GroupRules:
         due, mean = group.due_fate(self._reading.promises), group.mean_reward()
         if fate == "aborted":
             self._check_aborted(group_id)
-        elif not self._holds(fate == due):
-            rewards = [member.reward for member in group.ended.values()]
-            self._blame("fate", f"group {group_id} left as {fate}, rewards {rewards} ask for {due}")
+        else:
+            self._check_complete(group, event)
+            if not self._holds(fate == due):
+                rewards = [member.reward for member in group.ended.values()]
+                self._blame("fate", f"group {group_id} left as {fate}, rewards {rewards} ask for {due}")
         if not self._holds(math.isclose(event["mean_reward"], mean, rel_tol=1e-6, abs_tol=1e-9)):
             self._blame("totals", f"group {group_id} says mean reward {event['mean_reward']}, its members have {mean}")
         if not self._holds(group.is_taken == (fate == "trained")):

@@ -13,6 +13,7 @@ path = "path/to/model"            # a Hugging Face checkpoint with its tokenizer
 path = "data.jsonl"               # one object a line
 prompt_key = "prompt"             # a string, or a list of {role, content} messages
 answer_key = "answer"             # what the reward compares with; optional
+# system = "Think step by step."  # makes a chat of every prompt that is a string, for a model with a chat template
 holdout = 64                      # tasks set aside for evaluation: the mean reward on them is the run's accuracy
 
 [[reward]]

@@ -1,7 +1,8 @@
 """Data sets as lists of tasks, and the order they are trained in.
 
-A record has a prompt, a string or a list of {role, content} messages; every other field is there for the reward to read. Every
-error names the file and the line. What is held out, and the order of an epoch, come from the seed alone.
+A record has a prompt, a string or a list of {role, content} messages; every other field is there for the reward to read. With
+`data.system` a string becomes a chat. Every error names the file and the line. What is held out, and the order of an epoch,
+come from the seed alone.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     """A JSONL file (.jsonl) or a Parquet file (.parquet)."""
     name: str | None = None
     """A data set of the `datasets` library: a name on the hub, or a folder that it can load."""
+    subset: str | None = None
+    """Of the `datasets` data set, where it has several: what the library calls a configuration, such as "main"."""
     split: str = "train"
     """Of the `datasets` data set."""
     toy: str | None = None
@@ -40,6 +43,9 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     """Tasks to make, where they are made on the spot: by `toy`, or by the environment."""
     prompt_key: str = "prompt"
     answer_key: str = "answer"
+    system: str | None = None
+    """Makes a chat of every prompt that is a string, for models with a chat template: this as the system's message, and the
+    prompt as the user's. "": the user's alone. None: strings stay strings."""
     holdout: int = 256
     """Tasks set aside for evaluation: chosen by seed, never trained."""
     shuffle: bool = True
@@ -51,6 +57,10 @@ class DataConfig(Struct, frozen=True, kw_only=True):
             )
         if self.holdout < 0 or self.size < 1:
             raise ValueError("holdout must be at least 0 and size at least 1")
+        if self.subset is not None and self.name is None:
+            raise ValueError("subset goes with name (a data set of `datasets`): a file has no subsets")
+        if self.system is not None and self.path is None and self.name is None:
+            raise ValueError("system goes with path or name: tasks that are made on the spot have prompts of their own")
 
 
 class DataSet(Struct, frozen=True, kw_only=True):
@@ -130,7 +140,7 @@ def _tasks(config: DataConfig, places: dict[str, str]) -> list[Task]:
 
 def _records(config: DataConfig) -> Iterable[Record]:
     if config.name is not None:
-        return _hub_records(config.name, config.split)
+        return _hub_records(config.name, config.subset, config.split)
     path = Path(config.path or "")
     if not path.is_file():
         raise DataError(f"cannot read data.path = {path}: No such file (looked for it from {Path.cwd()})")
@@ -166,15 +176,16 @@ def _parquet_records(path: Path) -> Iterator[Record]:
         yield f"{path}, row {number}", row
 
 
-def _hub_records(name: str, split: str) -> Iterator[Record]:
+def _hub_records(name: str, subset: str | None, split: str) -> Iterator[Record]:
     try:
         import datasets
     except ImportError as error:
         raise DataError(f"data.name = {name!r} needs the datasets library: {NEEDS_EXTRA}") from error
     try:
-        rows = datasets.load_dataset(name, split=split)
+        rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the border to a library that raises many kinds: said as one, with its cause
-        raise DataError(f"datasets cannot load {name!r}, split {split!r}: {type(error).__name__}: {error}") from error
+        of = f"{name!r}, " + (f"subset {subset!r}, " if subset is not None else "") + f"split {split!r}"
+        raise DataError(f"datasets cannot load {of}: {type(error).__name__}: {error}") from error
     for number, row in enumerate(rows, start=1):
         yield f"{name}, {split} row {number}", row
 
@@ -190,18 +201,23 @@ def _task(record: Record, config: DataConfig, number: int) -> Task:
     answer = fields.get(config.answer_key)
     return Task(
         id=str(fields.get("id", number)),
-        prompt=_prompt(fields[config.prompt_key], where),
+        prompt=_prompt(fields[config.prompt_key], where, config.system),
         answer=None if answer is None else str(answer),
         data={key: value for key, value in fields.items() if key not in (config.prompt_key, config.answer_key)},
     )
 
 
-def _prompt(value: Any, where: str) -> str | tuple[Message, ...]:
+def _prompt(value: Any, where: str, system: str | None) -> str | tuple[Message, ...]:
     if isinstance(value, str) and value:
-        return value
+        return value if system is None else _chat(system, value)
     if isinstance(value, list) and value:
         try:
             return tuple(Message(role=str(m["role"]), content=str(m["content"])) for m in value)
         except (TypeError, KeyError) as error:
             raise DataError(f"{where}: a chat prompt is a list of objects with role and content") from error
     raise DataError(f"{where}: the prompt must be a non-empty string or list of messages, got {value!r}")
+
+
+def _chat(system: str, prompt: str) -> tuple[Message, ...]:
+    opening = (Message(role="system", content=system),) if system else ()
+    return (*opening, Message(role="user", content=prompt))

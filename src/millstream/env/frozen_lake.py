@@ -4,6 +4,12 @@
     r                        the player goes left, down, right or up: l, d, r, u
     01>                      where the player is now: row and column
 
+With `shows_around` a turn says instead which moves there are and what each leads to, p being where the player was before:
+
+    pfff=fhfh=fffh=hffg>dfrf>     the lake, then the first view: down is frozen, right is frozen
+    r
+    lpdhrf>
+
 The reward is 1 at the goal, and 0 in a hole or when the turns are over. Every lake has a path. Slow environments can be studied
 with `latency_s`: steps then take that long on average, with a tail as heavy as `latency_tail` says.
 """
@@ -25,14 +31,23 @@ ORDER = "ldru"
 """Neighbours in it are at right angles: where one may slip to."""
 MOST_SIZE = 10
 """A row and a column are one digit each."""
+EAGER = "drul"
+"""Towards the goal first."""
 Place = tuple[int, int]
 
 
 class FrozenLake:
     def __init__(
-        self, *, is_slippery: bool = False, max_turns: int = 16, latency_s: float = 0.0, latency_tail: float = 0.0
+        self,
+        *,
+        is_slippery: bool = False,
+        max_turns: int = 16,
+        shows_around: bool = False,
+        latency_s: float = 0.0,
+        latency_tail: float = 0.0,
     ) -> None:
         self.max_turns = max_turns
+        self._shows_around = shows_around
         self._is_slippery = is_slippery
         self._latency_s, self._latency_tail = latency_s, latency_tail
 
@@ -49,23 +64,36 @@ class FrozenLake:
                 yield Task(id=lake, prompt=f"p{lake[1:]}>")
 
     @staticmethod
-    def gold(task: Task, is_slippery: bool = False) -> list[str]:
-        """A shortest path. On slippery ice nobody can promise to walk it."""
-        return [] if is_slippery else shortest(lake_of(task))
+    def gold(task: Task, is_slippery: bool = False, shows_around: bool = False) -> list[str]:
+        """A shortest path; who only looks around explores. On slippery ice nobody can promise to walk it."""
+        if is_slippery:
+            return []
+        return explored(lake_of(task)) if shows_around else shortest(lake_of(task))
 
     async def reset(self, task: Task, seed: int) -> str:
         self._rows = lake_of(task).split("=")
         self._at, self._rng = (0, 0), random.Random(seed)
-        return str(task.prompt)
+        self._walked = {self._at}
+        return f"{task.prompt}{self._seen()}" if self._shows_around else str(task.prompt)
 
     async def step(self, action: str) -> Step:
         await self._take_time()
         move = action.strip().lower()[:1]
         if move in MOVES:
             self._at = _moved(self._rows, self._at, self._slipped(move))
+            self._walked.add(self._at)
         row, column = self._at
         found = self._rows[row][column]
-        return Step(observation=f"{row}{column}>", reward=float(found == "g"), is_done=found in "gh")
+        return Step(observation=self._seen(), reward=float(found == "g"), is_done=found in "gh")
+
+    def _seen(self) -> str:
+        if not self._shows_around:
+            return f"{self._at[0]}{self._at[1]}>"
+        ahead = ((move, _moved(self._rows, self._at, move)) for move in ORDER)
+        shown = (
+            move + ("p" if to in self._walked else self._rows[to[0]][to[1]]) for move, to in ahead if to != self._at
+        )
+        return "".join(shown) + ">"
 
     def _slipped(self, move: str) -> str:
         if not self._is_slippery:
@@ -109,3 +137,24 @@ def shortest(lake: str) -> list[str]:
                 paths[to] = paths[at] + move
                 ahead.append(to)
     return []
+
+
+def explored(lake: str) -> list[str]:
+    """The moves of one who sees the next cells alone: onto safe ice that is new, down or right rather than back, and back where
+    there is none. Every lake with a path is crossed, with detours."""
+    rows, seen = lake.split("="), {(0, 0)}
+    trail, moves = [(0, 0)], list[str]()
+    while rows[trail[-1][0]][trail[-1][1]] != "g":
+        at = trail[-1]
+        ahead = ((move, _moved(rows, at, move)) for move in EAGER)
+        new = next(((move, to) for move, to in ahead if to not in seen and rows[to[0]][to[1]] != "h"), None)
+        if new is not None:
+            moves.append(new[0])
+            trail.append(new[1])
+            seen.add(new[1])
+        elif len(trail) == 1:
+            return []
+        else:
+            trail.pop()
+            moves.append(next(move for move in EAGER if _moved(rows, at, move) == trail[-1]))
+    return moves

@@ -47,8 +47,6 @@ class RunStarted(Event, frozen=True, kw_only=True):
     """Whether what is over is aborted: declared biased."""
     max_restarts: int = 0
     """How often an overdue group may begin anew: declared biased."""
-    has_group_rewards: bool = False
-    """Whether some rewards are given to a group as a whole, after its rollouts have ended."""
 
 
 class Resumed(Event, frozen=True, kw_only=True):

@@ -167,11 +167,16 @@ class _Member(Struct):
             self.first_tokens, self.first_seconds = tokens, seconds
         self.tokens, self.seconds, self.reward, self.since = tokens, seconds, reward, None
 
+    def draw_again(self) -> None:
+        self.is_aborted = self.is_lost = False
+        self.reward = self.since = None
+
 
 class _Group(Struct):
     task: str = ""
     source: str = ""
     fate: Fate | None = None
+    has_begun_anew: bool = False
     members: dict[int, _Member] = {}
 
     def member(self, number: int) -> _Member:
@@ -181,17 +186,20 @@ class _Group(Struct):
         return found
 
     def resume(self, event: GroupResumed) -> None:
-        for number in event.to_do:
-            self.members[number] = _Member()
+        for number in event.to_do:  # the same draws come again, but for those of before it began anew
+            if self.has_begun_anew:
+                self.member(number).draw_again()
+            else:
+                self.members[number] = _Member()
         for number, member in self.members.items():
             if number not in event.kept and number not in event.to_do:
                 member.is_lost, member.since = True, None
 
     def begin_anew(self) -> None:
         """Every member draws again; what it drew first is remembered."""
+        self.has_begun_anew = True
         for member in self.members.values():
-            member.is_aborted = member.is_lost = False
-            member.reward = member.since = None
+            member.draw_again()
 
 
 class _Table(NamedTuple):

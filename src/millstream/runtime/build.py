@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 MOST_PROMPTS_CHECKED = 10_000
 MOST_PIECES = 5
 MOST_PROMPTS_KEPT = 32_768
+MOST_CHARACTERS_KEPT = 256
+"""Of a text that is kept with its tokens."""
 
 
 class Text(Struct, frozen=True, kw_only=True, eq=False):
@@ -50,6 +52,7 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
     """Whether to say, once, that something in a text is unknown to the tokenizer."""
     told: list[str] = field(default_factory=list)
     _opened: dict[str | tuple[Message, ...], list[int]] = field(default_factory=dict)
+    _encoded: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def has_chat(self) -> bool:
@@ -60,9 +63,16 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
         return int(self.tokenizer.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
-        tokens = list(self.tokenizer(text, add_special_tokens=False).input_ids)
-        self._tell_unknown(text, tokens)
-        return tokens
+        """What environments say is short and comes again and again: the tokenizer is asked once."""
+        found = self._encoded.get(text)
+        if found is None:
+            found = list(self.tokenizer(text, add_special_tokens=False).input_ids)
+            self._tell_unknown(text, found)
+            if len(text) <= MOST_CHARACTERS_KEPT:
+                if len(self._encoded) >= MOST_PROMPTS_KEPT:
+                    self._encoded.clear()
+                self._encoded[text] = found
+        return found.copy()
 
     def opening(self, content: Content) -> list[int]:
         """Encoded once: by the check before the run, or by the first member of a group."""

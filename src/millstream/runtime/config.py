@@ -16,7 +16,6 @@ from millstream.env.data import DataConfig
 from millstream.env.rewards import PASS_IT, RewardConfig
 from millstream.errors import ConfigError
 from millstream.learner import LearnerConfig
-from millstream.runtime.admission import full_budget
 from millstream.runtime.checkpoint import CheckpointConfig
 from millstream.runtime.pipeline import PipelineConfig
 from millstream.runtime.rollouts import RolloutConfig
@@ -143,12 +142,13 @@ def check_run(config: RunConfig) -> None:
             "every optimizer step takes the same number of groups"
         )
     check_environments(config.environment)
-    rollouts = full_budget(groups, 0.0) * config.rollout.group_size
+    rollouts = groups * config.rollout.num_members
     for one in config.environment:
-        if config.pipeline.max_lag == 0 and one.max_concurrent is not None and one.max_concurrent < rollouts:
+        if config.pipeline.is_in_lockstep and one.max_concurrent is not None and one.max_concurrent < rollouts:
             raise ConfigError(
                 f"environment {one.shown}: max_concurrent = {one.max_concurrent} does not go with pipeline.max_lag = 0, where "
-                f"all {rollouts} rollouts of a step take their turns together: leave it out, or set max_lag above 0"
+                f"all {rollouts} rollouts of a step take their turns together: leave it out, set lockstep = false, or "
+                "max_lag above 0"
             )
     if not config.reward and any(one.use == SINGLE_TURN for one in config.environment):
         raise ConfigError("no [[reward]] table: without a reward there is nothing to learn")

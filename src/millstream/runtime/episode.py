@@ -17,7 +17,7 @@ from msgspec import structs
 
 from millstream.env import Content, Reward, Text
 from millstream.errors import EnvironmentFailed, RequestRefused
-from millstream.runtime.waits import paused
+from millstream.runtime.waits import Limit
 from millstream.seeds import request_seed
 from millstream.types import Completion, Finish, Request, RequestKey, Rollout, Sampling, Task
 
@@ -44,7 +44,7 @@ class Episode:
         run_seed: int,
         role: str,
         max_parts: int = 1,
-        limit: asyncio.Timeout | None = None,
+        limit: Limit | None = None,
     ) -> None:
         self.task = task
         self._waiting, self._limit = waiting, limit
@@ -60,7 +60,7 @@ class Episode:
         return await self._parts[0].generate(tokens)
 
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
-        with nullcontext() if is_timed or self._limit is None else paused(self._limit):
+        with nullcontext() if is_timed or self._limit is None else self._limit.paused():
             result: T = await self._waiting(what, work)
         return result
 
@@ -96,6 +96,10 @@ class Episode:
             except RequestRefused:
                 self._is_cut = True
                 raise
+
+    def close(self) -> None:
+        """It is over. Parts know their episode: without this, nothing of it is freed before the garbage collector comes."""
+        self._parts.clear()
 
     @property
     def num_sampled(self) -> int:
@@ -136,9 +140,8 @@ class _Part:
         self._is_generating = False
         self.turns: list[Completion] = []
         self._tokens: list[int] = []
-        self._mask: list[bool] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self._num_shown: list[int] = []
+        """Before each turn."""
 
     @property
     def text(self) -> Text:
@@ -157,37 +160,38 @@ class _Part:
         if self._is_generating:
             raise EnvironmentFailed("context.generate was called while another turn was being sampled: take turns")
         self._is_generating = True
+        sequence = [*self._tokens, *tokens]
         try:
-            completion = await self._episode.request(self, len(self.turns), [*self._tokens, *tokens])
+            completion = await self._episode.request(self, len(self.turns), sequence)
         finally:
             self._is_generating = False
-        self._append(tokens, [0.0] * len(tokens), [-1] * len(tokens), is_sampled=False)
-        self._append(completion.tokens, completion.logprobs, completion.versions, is_sampled=True)
+        sequence.extend(completion.tokens)
+        self._tokens = sequence
+        self._num_shown.append(len(tokens))
         self.turns.append(completion)
         return completion
 
-    def _append(
-        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, is_sampled: bool
-    ) -> None:
-        self._tokens.extend(tokens)
-        self._mask.extend([is_sampled] * len(tokens))
-        self._logprobs.extend(logprobs)
-        self._versions.extend(versions)
-
     def finish(self, key: RequestKey, number: int, reward: float) -> Rollout:
+        mask, logprobs, versions = list[bool](), list[float](), list[int]()
+        for num_shown, turn in zip(self._num_shown, self.turns, strict=True):
+            mask += [False] * num_shown + [True] * len(turn.tokens)
+            logprobs += [0.0] * num_shown
+            logprobs += turn.logprobs
+            versions += [-1] * num_shown
+            versions += turn.versions
         return Rollout(
             group_id=key.group_id,
             member=key.member,
             part=number,
             agent=self.agent,
             attempt=key.attempt,
-            start_version=min(version for version in self._versions if version >= 0),
+            start_version=min(min(turn.versions) for turn in self.turns if turn.versions),
             reward=reward,
             finish=self.turns[-1].finish,
             tokens=np.array(self._tokens, dtype=np.int32),
-            loss_mask=np.array(self._mask, dtype=np.bool_),
-            logprobs=np.array(self._logprobs, dtype=np.float32),
-            versions=np.array(self._versions, dtype=np.int32),
+            loss_mask=np.array(mask, dtype=np.bool_),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            versions=np.array(versions, dtype=np.int32),
         )
 
 

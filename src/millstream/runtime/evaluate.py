@@ -13,7 +13,7 @@ from millstream.errors import EngineError, InvariantError
 from millstream.events import Evaluated, EventSink, Sample
 from millstream.runtime.episode import Episode
 from millstream.runtime.router import Router
-from millstream.runtime.waits import Waits
+from millstream.runtime.waits import Limit, Waits
 from millstream.types import Completion, Request, RequestKey, Sampling, Task
 
 
@@ -52,7 +52,7 @@ async def evaluate(
 
     async def one(index: int, task: Task) -> Sample:
         key = RequestKey(group_id=-1 - index, member=0)
-        owner, limit = _owner(name, key), asyncio.timeout(timeout_s)
+        owner, limit = _owner(name, key), Limit(timeout_s)
         episode = Episode(
             task,
             key,

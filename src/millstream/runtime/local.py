@@ -8,7 +8,6 @@ run that was stopped or killed goes on from its newest checkpoint (`resume`).
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import math
 import os
@@ -59,6 +58,7 @@ from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run
 from millstream.runtime.evaluate import Measured, evaluate
 from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_command
+from millstream.runtime.garbage import seldom_collected
 from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.router import Router
 from millstream.runtime.waits import Waits
@@ -526,10 +526,9 @@ class _Run:
         )
         if self._state is not None:
             _restore_generators(self._state.generators)
-        gc.collect()
-        gc.freeze()  # what the libraries made at import is here to stay: no need to walk over it again and again
         try:
-            await self._pipeline.run()
+            with seldom_collected():
+                await self._pipeline.run()
         finally:
             if self._grace is not None:  # it was for the batch; the last checkpoint may take what it takes
                 self._grace.cancel()
@@ -613,8 +612,6 @@ class _Run:
                 extra_members=rollout.extra_members,
                 is_first_to_finish=pipeline.is_first_to_finish,
                 max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
-                has_group_rewards=any(reward.group for reward in config.reward)
-                or config.algorithm.overlong_buffer is not None,
             )
         )
 

@@ -113,6 +113,11 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
                 f"{most}: "
                 'set max_lag higher, or surplus = "abort" (first to finish: biased against slow rollouts)'
             )
+        if self.overdue == "restart" and (self.is_first_to_finish or self.max_lag == 0):
+            raise ValueError(
+                'overdue = "restart" has nothing to do here: with surplus = "abort" what is overdue is aborted, and with '
+                'max_lag = 0 no other group could take its place. Set overdue = "wait"'
+            )
         if self.max_restarts < 1:
             raise ValueError('max_restarts must be at least 1; overdue = "wait" restarts nothing')
         if self.stall_s <= 0 or self.deadline_s <= 0:
@@ -249,24 +254,29 @@ class Pipeline:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                if self._rows is not None:
-                    await self._store.restore(self._rows)
-                await self._keep_if_due()
-                in_order = self._gate is not None
-                loops = [self.feed(), self._settler.settle(in_order=in_order)]
-                loops += [self.sync(engine) for engine in self._parts.engines]
-                if self._gate is not None:
-                    loops += [self._gate.keep(self._is_quiet), self._settler.set_aside_in_order(self._is_still)]
-                running = [tasks.create_task(loop) for loop in loops]
-                if self._resumed is not None:
-                    await self._look_back(tasks)  # what came after the last step may have been cut short
-                await self.train(tasks)
-                await self.waits.on("the run", "every engine to load the last version", self._engines_at_the_end())
-                self._rollouts.cancel()
-                for task in running:
-                    task.cancel()
+                try:
+                    await self._run(tasks)
+                finally:
+                    self._rollouts.cancel()
         except BaseExceptionGroup as errors:
             raise _first(errors) from errors
+
+    async def _run(self, tasks: asyncio.TaskGroup) -> None:
+        if self._rows is not None:
+            await self._store.restore(self._rows)
+        await self._keep_if_due()
+        in_order = self._gate is not None
+        loops = [self.feed(), self._settler.settle(in_order=in_order)]
+        loops += [self.sync(engine) for engine in self._parts.engines]
+        if self._gate is not None:
+            loops += [self._gate.keep(self._is_quiet), self._settler.set_aside_in_order(self._is_still)]
+        running = [tasks.create_task(loop) for loop in loops]
+        if self._resumed is not None:
+            await self._look_back(tasks)  # what came after the last step may have been cut short
+        await self.train(tasks)
+        await self.waits.on("the run", "every engine to load the last version", self._engines_at_the_end())
+        for task in running:
+            task.cancel()
 
     def stop(self) -> None:
         """End as if the next step were the last, with a checkpoint."""
@@ -361,7 +371,7 @@ class Pipeline:
         for group_id in self.admission.blockers(ready):
             is_at_work = group_id in self._rollouts and group_id not in self._settler.condemned
             if is_at_work and self._restarts.get(group_id, 0) < self._config.max_restarts:
-                self._settler.condemned[group_id] = Doom.RESTART
+                self._settler.condemn(group_id, Doom.RESTART)
                 self._rollouts.abort(self._tasks, group_id, "its group begins anew")
 
     def _begin_anew(self, group_id: int) -> None:
@@ -584,7 +594,7 @@ class Pipeline:
                 claim = self._store.claim(TRAIN, choose=partial(_this_one, group_id))
                 await self._settler.discard(await self.waits.on("train", f"group {group_id}, which is over", claim))
             elif group_id not in self._settler.condemned:
-                self._settler.condemned[group_id] = Doom.ABORT
+                self._settler.condemn(group_id, Doom.ABORT)
                 self._rollouts.abort(self._tasks, group_id, "the batch is full")
         gone = self._pulse.until(lambda: not self.admission.overdue())
         await self.waits.on("train", "aborted rollouts to leave", gone)

@@ -28,7 +28,7 @@ from millstream.runtime.admission import Place
 from millstream.runtime.episode import Episode
 from millstream.runtime.lockstep import Gate
 from millstream.runtime.router import Router
-from millstream.runtime.waits import Pulse, Waits, paused
+from millstream.runtime.waits import Limit, Pulse, Waits
 from millstream.store import Store
 from millstream.types import Completion, Request, RequestKey, Rollout, Sampling, Task
 
@@ -130,6 +130,7 @@ class Rollouts:
         self._groups: dict[int, dict[int, _Member]] = {}
         self._num_ended: dict[int, int] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._is_ending = False
 
     def __contains__(self, group_id: int) -> bool:
         """Whether some of its members are at work."""
@@ -163,7 +164,8 @@ class Rollouts:
             member.task.add_done_callback(self._running.discard)
 
     def cancel(self) -> None:
-        """The run is ending."""
+        """The run is ending. Nothing begins any more, whatever an environment makes of its cancellation."""
+        self._is_ending = True
         for task in self._running:
             task.cancel()
 
@@ -194,9 +196,14 @@ class Rollouts:
         if not group:
             del self._groups[group_id], self._num_ended[group_id]
             await self._close(group_id)
-        elif self._set.is_first_to_finish and self._num_ended[group_id] >= self._set.config.group_size:
+        elif (
+            not self._is_ending
+            and self._set.is_first_to_finish
+            and self._num_ended[group_id] >= self._set.config.group_size
+        ):
             self.abort(tasks, group_id, "its group is complete")
-        self._set.pulse.notify()
+        if self._set.gate is not None:  # who else waits, waits for groups
+            self._set.pulse.notify()
 
     async def _try(self, key: RequestKey, member: _Member, task: Task, place: Place, last: int) -> bool:
         """One attempt, and its rows in the store. False if it failed, which is data and not a crash."""
@@ -211,17 +218,35 @@ class Rollouts:
     async def _attempt(
         self, key: RequestKey, member: _Member, task: Task, place: Place, last: int
     ) -> tuple[Rollout, ...]:
-        waits, owner, began = self._set.waits, owner_of(key), self._now()
+        """One attempt, part by part; nothing if it failed, which is data and not a crash."""
+        began, limit = self._now(), Limit(self._set.config.timeout_s)
         self._emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
-        deadline = asyncio.get_running_loop().time() + self._set.config.timeout_s
-        limit = asyncio.timeout_at(deadline)
+        episode = self._episode(key, member, task, place, limit)
+        outcome = await self._play(episode, member, limit, owner_of(key))
+        if self._is_ending and not member.why:
+            raise asyncio.CancelledError
+        seconds, num_sampled = self._now() - began - limit.paused_s, episode.num_sampled
+        episode.close()
+        if member.why:
+            member.is_done = True
+            self._record_abort(key, member, seconds, num_sampled)
+            raise _Aborted
+        if isinstance(outcome, Exception):
+            self._record_failure(key, outcome, seconds, num_sampled, is_final=key.attempt == last)
+            return ()
+        member.is_done = True
+        self._record_rollout(outcome, seconds)
+        return outcome
+
+    def _episode(self, key: RequestKey, member: _Member, task: Task, place: Place, limit: Limit) -> Episode:
+        waits, owner = self._set.waits, owner_of(key)
 
         async def generate(request: Request) -> Completion:
             if self._set.gate is not None:
                 await self._pass_gate(self._set.gate, request.key, limit)
             return await self._generate(request, member, place, owner)
 
-        episode = Episode(
+        return Episode(
             task,
             key,
             generate=generate,
@@ -232,44 +257,37 @@ class Rollouts:
             max_parts=self._set.config.max_parts,
             limit=limit,
         )
-        failure: Exception | None = None
+
+    async def _play(
+        self, episode: Episode, member: _Member, limit: Limit, owner: str
+    ) -> tuple[Rollout, ...] | Exception:
+        """The episode in its environment: what was sampled, or why there is nothing."""
         try:
             async with limit:
                 playing = self._set.environment.rollout(episode)
-                reward = await waits.on(owner, "its environment", playing, has_deadline=False, has_alarm=False)
-            parts = episode.finish(reward)
+                reward = await self._set.waits.on(
+                    owner, "its environment", playing, has_deadline=False, has_alarm=False
+                )
+            return episode.finish(reward)
         except (EngineError, InvariantError, StallError):
             raise
         except asyncio.CancelledError:
-            failure = EnvironmentFailed("the environment was cancelled from inside")
             own = asyncio.current_task()
             if own is not None and own.cancelling():
                 if not member.why:
                     raise  # the run is ending
                 own.uncancel()
+            return EnvironmentFailed("the environment was cancelled from inside")
         except TimeoutError as error:
-            failure = self._too_late(error) if limit.expired() else error
+            return self._too_late(error) if limit.is_expired() else error
         except Exception as error:  # whatever an environment or a reward raises is a failed rollout
-            failure = error
-        seconds = (
-            self._now() - began - ((limit.when() or deadline) - deadline)
-        )  # without the waits that are not its own
-        if member.why:
-            member.is_done = True
-            self._record_abort(key, member, seconds, episode.num_sampled)
-            raise _Aborted
-        if failure is not None:
-            self._record_failure(key, failure, seconds, episode.num_sampled, is_final=key.attempt == last)
-            return ()
-        member.is_done = True
-        self._record_rollout(parts, seconds)
-        return parts
+            return error
 
     async def _generate(self, request: Request, member: _Member, place: Place, owner: str) -> Completion:
         """One turn, on an engine that is not older than the group's start."""
         if self._set.books.version > place.deadline:
             raise LagError(f"{owner} is overdue: deadline {place.deadline}, version {self._set.books.version}")
-        if member.why:  # an environment that does not let itself be cancelled
+        if member.why or self._is_ending:  # an environment that does not let itself be cancelled
             raise asyncio.CancelledError
         member.request = request.key
         turn = self._set.router.generate(request, floor=place.start)
@@ -280,13 +298,14 @@ class Rollouts:
             member.request = None
         if member.why:
             member.num_cut = len(completion.tokens)
+            self._end_elsewhere(member)
             raise asyncio.CancelledError
         return completion
 
-    async def _pass_gate(self, gate: Gate, key: RequestKey, limit: asyncio.Timeout) -> None:
+    async def _pass_gate(self, gate: Gate, key: RequestKey, limit: Limit) -> None:
         """Synchronous training: wait for the others. The time spent here does not count as the rollout's own."""
         what = "the other rollouts of the step"  # which have their timeouts
-        with paused(limit):
+        with limit.paused():
             await self._set.waits.on(owner_of(key), what, gate.pass_through(key), has_deadline=False, has_alarm=False)
 
     # ---- aborts ------------------------------------------------------------------------------------------------------
@@ -302,6 +321,12 @@ class Rollouts:
     async def _abort(self, member: _Member) -> None:
         is_with_engine = member.request is not None and await self._set.router.abort(member.request)
         if not is_with_engine and not member.is_done and member.task is not None:
+            member.task.cancel()
+
+    @staticmethod
+    def _end_elsewhere(member: _Member) -> None:
+        """An environment may speak in tasks of its own: that one of them has ended does not end the others."""
+        if member.task is not None and member.task is not asyncio.current_task() and not member.is_done:
             member.task.cancel()
 
     # ---- what happened -----------------------------------------------------------------------------------------------

@@ -95,7 +95,8 @@ class Router:
 
     def rerank(self, group_id: int) -> None:
         """The group's rank has changed."""
-        self._ranked.rerank(group_id, self.rank_of(group_id))
+        if group_id in self._ranked:
+            self._ranked.rerank(group_id, self.rank_of(group_id))
 
     def dispatch(self) -> None:
         """Room or versions have changed: whoever is next goes."""
@@ -123,8 +124,7 @@ class Router:
         except asyncio.CancelledError:
             if waiter.engine.done() and not waiter.engine.cancelled():  # it was its turn in the same moment
                 self._in_flight[waiter.engine.result()] -= 1
-            else:
-                queue.remove(waiter)
+            elif queue.remove(waiter):
                 self._num_waiting -= 1
             self.dispatch()
             raise
@@ -147,6 +147,10 @@ class _Queue:
         self._ranks: dict[int, Rank] = {}
         self._heap: list[tuple[Rank, int]] = []
 
+    def __contains__(self, group_id: int) -> bool:
+        """Whether requests of it wait."""
+        return group_id in self._waiting
+
     def push(self, waiter: _Waiter, rank: Rank) -> None:
         group_id = waiter.request.key.group_id
         self._waiting.setdefault(group_id, deque()).append(waiter)
@@ -157,10 +161,14 @@ class _Queue:
             self._ranks[group_id] = rank
             heapq.heappush(self._heap, (rank, group_id))
 
-    def remove(self, waiter: _Waiter) -> None:
+    def remove(self, waiter: _Waiter) -> bool:
+        """False if its turn has come, and passed, between its cancellation and now."""
         group_id = waiter.request.key.group_id
-        self._waiting[group_id].remove(waiter)
-        self._shrink(group_id)
+        is_here = waiter in self._waiting.get(group_id, ())
+        if is_here:
+            self._waiting[group_id].remove(waiter)
+            self._shrink(group_id)
+        return is_here
 
     def pop(self, free_engine: Callable[[int], int | None]) -> tuple[_Waiter, int] | None:
         """The most urgent request that some engine has room for, and that engine."""

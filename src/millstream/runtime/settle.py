@@ -84,6 +84,7 @@ class Settler:
         """Groups that wait to be taken."""
         self.condemned: dict[int, Doom] = {}
         """Groups whose rollouts are being aborted, and what for."""
+        self._scoring: dict[int, asyncio.Task[None] | None] = {}
         self.is_fed = False
         """No prompt is left: nothing can be replaced any more."""
         self.last_failure = ""
@@ -132,23 +133,37 @@ class Settler:
         else:
             await self._set_aside(Aside(lease, rewards_G, fate))
 
+    def condemn(self, group_id: int, doom: Doom) -> None:
+        """It leaves, or begins anew, as soon as its rollouts have left. Nobody waits for its reward as a whole any more."""
+        self.condemned[group_id] = doom
+        scoring = self._scoring.get(group_id)
+        if scoring is not None:
+            scoring.cancel()
+
     async def _score_and_settle(self, lease: Lease, score: Score, *, in_order: bool) -> None:
         """A group whose reward fails has failed."""
-        began, failure = self._waits.now(), ""
+        began, failure, group_id = self._waits.now(), "", lease.group_id
+        extra_G = np.zeros(len(rewards_of(lease)))
         try:
-            extra_G = np.array(await score(lease), dtype=np.float64)
+            if group_id not in self.condemned:
+                self._scoring[group_id] = asyncio.current_task()
+                extra_G = np.array(await score(lease), dtype=np.float64)
+        except asyncio.CancelledError:
+            if group_id not in self.condemned:
+                raise  # the run is ending
         except RolloutError as error:
             failure = self.last_failure = f"{type(error).__name__}: {error}"
-            extra_G = np.zeros(len(rewards_of(lease)))
+        finally:
+            self._scoring.pop(group_id, None)
+        if group_id in self.condemned:
+            await self._let_go(lease)
+            return
         extra_of = dict(zip(members_of(lease), extra_G, strict=True))
         earned = [row.columns["reward"] + float(extra_of[row.columns["member"]]) for row in lease.rows]
         lease = replace(lease, columns={**lease.columns, "reward": earned})
-        self._scored(lease.group_id, rewards_of(lease), began, failure)
-        if lease.group_id in self.condemned:
-            await self._let_go(lease)
-        else:
-            fate = Fate.FAILED if failure else self._judge(lease)
-            await self._settle(lease, rewards_of(lease), fate, in_order=in_order)
+        self._scored(group_id, rewards_of(lease), began, failure)
+        fate = Fate.FAILED if failure else self._judge(lease)
+        await self._settle(lease, rewards_of(lease), fate, in_order=in_order)
 
     async def discard(self, lease: Lease) -> None:
         """A settled group that nobody takes. The fate of one whose place stays empty has been told."""
@@ -261,10 +276,18 @@ def by_member(lease: Lease) -> list[Row]:
     return sorted(lease.rows, key=lambda row: (row.columns["member"], row.columns["part"]))
 
 
+def _in_order(lease: Lease) -> list[int]:
+    """The same order, as indices into the columns."""
+    if not lease.row_ids:
+        return []
+    members, parts = lease["member"], lease["part"]
+    return sorted(range(len(members)), key=lambda index: (members[index], parts[index]))
+
+
 def by_agent(lease: Lease) -> list[OfAgent]:
     earned: dict[int, dict[int, float]] = {}
-    for row in by_member(lease):
-        earned.setdefault(row.columns["agent"], {})[row.columns["member"]] = row.columns["reward"]
+    for index in _in_order(lease):
+        earned.setdefault(lease["agent"][index], {})[lease["member"][index]] = lease["reward"][index]
     return [
         OfAgent(agent, list(of), np.array(list(of.values()), dtype=np.float64)) for agent, of in sorted(earned.items())
     ]
@@ -273,10 +296,10 @@ def by_agent(lease: Lease) -> list[OfAgent]:
 def rewards_of(lease: Lease) -> Rewards:
     """Of each member, in their order: the reward of its first part."""
     first: dict[int, float] = {}
-    for row in by_member(lease):
-        first.setdefault(row.columns["member"], row.columns["reward"])
+    for index in _in_order(lease):
+        first.setdefault(lease["member"][index], lease["reward"][index])
     return np.array(list(first.values()), dtype=np.float64)
 
 
 def members_of(lease: Lease) -> list[int]:
-    return list(dict.fromkeys(row.columns["member"] for row in by_member(lease)))
+    return sorted(set(lease["member"])) if lease.row_ids else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from millstream.clock import Clock
@@ -43,19 +43,21 @@ class Waits:
         self, owner: str, what: str, awaitable: Awaitable[T], *, has_deadline: bool = True, has_alarm: bool = True
     ) -> T:
         """Await under a name. Without a deadline the wait depends on another that has one. Without an alarm it shows among
-        the active ones only: it is in the nature of the work that it may be long. What need not be waited for costs nothing."""
-        wait, number, steps = Wait(owner, what, self._clock.now()), self._next, awaitable.__await__()
+        the active ones only: it is in the nature of the work that it may be long. What need not be waited for sets no timer."""
+        wait, number = Wait(owner, what, self._clock.now()), self._next
         self._next += 1
-        try:
-            first = next(steps)
-        except StopIteration as done:
-            result: T = done.value
-            return result
+        if has_deadline or has_alarm:
+            steps = awaitable.__await__()
+            try:
+                first = next(steps)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            awaitable = _rest(steps, first)
         self._active[number] = wait
         alarm = asyncio.get_running_loop().call_later(self._stall_s, self._report, wait) if has_alarm else None
         try:
-            rest = _rest(steps, first)
-            return await (self._within_deadline(wait, rest) if has_deadline else rest)
+            return await (self._within_deadline(wait, awaitable) if has_deadline else awaitable)
         except asyncio.CancelledError as error:
             if not hasattr(error, CUT):
                 setattr(error, CUT, wait)
@@ -128,16 +130,49 @@ def _rest(steps: Generator[Any, Any, T], first: Any) -> Generator[Any, Any, T]:
         return result
 
 
-@contextmanager
-def paused(limit: asyncio.Timeout) -> Iterator[None]:
-    """Time that does not count: the limit goes on afterwards with what was left of it."""
-    loop, deadline = asyncio.get_running_loop(), limit.when()
-    left = None if deadline is None else deadline - loop.time()
-    limit.reschedule(None)
-    try:
-        yield
-    finally:
-        limit.reschedule(None if left is None else loop.time() + left)
+class Limit:
+    """A time limit, entered once. Time that does not count suspends it (`paused`), be it for several reasons at once: when the
+    last of them is over, it goes on with what was left of it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._first = asyncio.get_running_loop().time() + seconds
+        self._timeout = asyncio.timeout_at(self._first)
+        self._num_paused, self._left = 0, 0.0
+
+    @property
+    def paused_s(self) -> float:
+        """What did not count, so far."""
+        return (self._timeout.when() or self._first) - self._first
+
+    async def __aenter__(self) -> Limit:
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        await self._timeout.__aexit__(kind, error, trace)
+
+    def is_expired(self) -> bool:
+        return self._timeout.expired()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        if not self._num_paused:
+            self._left = (self._timeout.when() or self._first) - loop.time()
+            self._reschedule(None)
+        self._num_paused += 1
+        try:
+            yield
+        finally:
+            self._num_paused -= 1
+            if not self._num_paused:
+                self._reschedule(loop.time() + self._left)
+
+    def _reschedule(self, deadline: float | None) -> None:
+        with suppress(RuntimeError):  # it is over, and somebody of the rollout's own is still at work
+            self._timeout.reschedule(deadline)
 
 
 class _Ticks:

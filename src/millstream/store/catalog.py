@@ -23,8 +23,9 @@ from millstream.store import TRAIN, Choose, Reads, StoreStats, Want, policies
 from millstream.store.entries import NO_VERSION, Block, GroupEntry, Ready, RowEntry, Unit
 
 GENERATION_SHIFT = 40
-MOST_MASKS = 1024
 """An id is generation << 40 | number. A restore begins a generation: ids of the history it cut off are never given again."""
+MOST_MASKS = 1024
+"""Sets of columns whose mask is remembered."""
 
 
 class Task(NamedTuple):
