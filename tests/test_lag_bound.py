@@ -58,7 +58,7 @@ worlds = st.builds(
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(world=worlds)
 def test_in_any_world_no_rollout_is_too_old_none_is_lost_none_is_doubled_and_nothing_hangs(world: World) -> None:
     try:

@@ -48,7 +48,7 @@ def cut_and_resume(world: World, cut: random.Random) -> tuple[Kept, Outcome]:
     return kept, Outcome(**{**{f: getattr(outcome, f) for f in outcome.__struct_fields__}, "sink": sink})
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(world=worlds, cut=st.randoms(use_true_random=False))
 def test_from_any_checkpoint_of_any_world_nothing_is_lost_nothing_is_doubled_and_nothing_is_too_old(
     world: World, cut: random.Random

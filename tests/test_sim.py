@@ -315,7 +315,7 @@ async def drive(machine: Machine) -> Seen:
     return seen
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(machine=machines)
 def test_in_any_world_tokens_are_conserved_versions_never_fall_and_nothing_is_held_at_the_end(machine: Machine) -> None:
     seen = run_virtual(drive(machine))
@@ -382,7 +382,7 @@ def step_by_step(machine: Machine) -> dict[int, float]:
     return ends
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(machine=machines)
 def test_without_a_loop_over_tokens_it_ends_where_the_loop_does(machine: Machine) -> None:
     """To a step or two a request that runs beside it: a real engine lets nobody in during a step."""
