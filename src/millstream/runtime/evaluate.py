@@ -72,28 +72,28 @@ async def evaluate(
             raise
         except Exception as error:  # whatever an environment or a reward raises is a failed rollout
             failure = f"{type(error).__name__}: {error}"
-        return Sample(
-            prompt=_as_text(task),
-            completion="\n".join(decode(turn.tokens) for turn in episode.turns),
-            reward=reward,
-            answer=task.answer,
-            failure=failure,
-        )
+        said = "\n".join(decode(turn.tokens) for turn in episode.turns)
+        episode.close()
+        return Sample(prompt=_as_text(task), completion=said, reward=reward, answer=task.answer, failure=failure)
 
     samples = await asyncio.gather(*(one(index, task) for index, task in enumerate(tasks)))
+    result = _result(name, clock.now(), versions, samples)
+    sink.emit(result)
+    return result, tuple(samples)
+
+
+def _result(name: str, at: float, versions: set[int], samples: Sequence[Sample]) -> Evaluated:
     failures = [sample.failure for sample in samples if sample.failure]
-    result = Evaluated(
-        at=clock.now(),
+    return Evaluated(
+        at=at,
         name=name,
-        version=versions.pop() if len(versions) == 1 else None,
+        version=min(versions) if len(versions) == 1 else None,
         accuracy=sum(sample.reward for sample in samples) / max(1, len(samples)),
         num_tasks=len(samples),
         num_failed=len(failures),
         failure=failures[-1] if failures else "",
         sample=samples[0] if samples else None,
     )
-    sink.emit(result)
-    return result, tuple(samples)
 
 
 def _as_text(task: Task) -> str:

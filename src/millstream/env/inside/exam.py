@@ -54,7 +54,7 @@ def run(program: str, name: str) -> tuple[int, dict[str, Any]]:
         if error.code is not None and not isinstance(error.code, int):
             sys.stderr.write(f"{error.code}\n")
         return (error.code or 0) if isinstance(error.code, int | None) else 1, {}
-    except BaseException:
+    except BaseException:  # the candidate's code may raise anything: it has failed, and says so itself
         with contextlib.suppress(BaseException):
             traceback.print_exc()
         return 1, {}
@@ -167,7 +167,7 @@ def _answered(asked: dict[str, Any], keep: Callable[[Any], Any], find: Callable[
         named = unpack(asked["named"], find)
         value = OPERATIONS[asked["do"]](*arguments, **named)
         return {"value": _packed(value, keep), "arguments": _packed(arguments, keep)}
-    except BaseException as error:
+    except BaseException as error:  # told to the examiner as what it is: an answer
         text = "(no text)"
         with contextlib.suppress(BaseException):
             text = str(error)[:WHY]
@@ -383,6 +383,6 @@ def _why_not(test: str, namespace: dict[str, Any]) -> str:
     """Nothing, if it passes."""
     try:
         exec(compile(test, "test.py", "exec"), namespace)
-    except BaseException as error:
+    except BaseException as error:  # a test that raises has not passed, whatever it raises
         return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return ""

@@ -110,7 +110,7 @@ def _start(order: dict[str, Any], given: list[int], report: int, folder: str) ->
         else:
             walls.furnish(order["limits"]["scratch_bytes"])
         _init(order, given, report, keeper, folder)
-    except BaseException as error:
+    except BaseException as error:  # a child that is about to end: the reason is all that can be saved
         os.write(report, json.dumps({"how": "broken", "why": f"{type(error).__name__}: {error}"}).encode())
     finally:
         os._exit(0)
