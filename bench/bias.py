@@ -23,8 +23,14 @@ from millstream.clock import VirtualClock, run_virtual
 from millstream.events import RolloutAborted, Stepped
 from millstream.events.bias import BiasReport, bias_report
 from millstream.events.sinks import MemorySink
-from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig
+from millstream.runtime.pipeline import (
+    STORE_TASKS,
+    Algorithm,
+    Parts,
+    Pipeline,
+)
 from millstream.runtime.rollouts import RolloutConfig
+from millstream.runtime.schedule import PipelineConfig
 from millstream.runtime.waits import Waits
 from millstream.sim.draws import lognormal
 from millstream.sim.engine import SimEngine

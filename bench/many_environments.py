@@ -24,8 +24,14 @@ from millstream.engine import EngineStats
 from millstream.env import Context
 from millstream.events import Event, Stepped
 from millstream.runtime.garbage import seldom_collected
-from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig
+from millstream.runtime.pipeline import (
+    STORE_TASKS,
+    Algorithm,
+    Parts,
+    Pipeline,
+)
 from millstream.runtime.rollouts import RolloutConfig
+from millstream.runtime.schedule import PipelineConfig
 from millstream.runtime.waits import Waits
 from millstream.sim.learner import SimLearner
 from millstream.store.memory import MemoryStore

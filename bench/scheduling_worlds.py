@@ -29,9 +29,15 @@ from millstream.clock import VirtualClock, run_virtual
 from millstream.engine import Engine
 from millstream.events.sinks import MemorySink
 from millstream.runtime.episode import Episode
-from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig
+from millstream.runtime.pipeline import (
+    STORE_TASKS,
+    Algorithm,
+    Parts,
+    Pipeline,
+)
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.router import Router
+from millstream.runtime.schedule import PipelineConfig
 from millstream.runtime.waits import Waits
 from millstream.sim.draws import Draw, at_most, constant, lognormal, mixture, pareto, truncated_normal, uniform
 from millstream.sim.engine import H200, H200_KV_TOKENS, SimEngine

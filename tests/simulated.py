@@ -36,9 +36,9 @@ from millstream.runtime.pipeline import (
     Algorithm,
     Parts,
     Pipeline,
-    PipelineConfig,
 )
 from millstream.runtime.rollouts import RolloutConfig
+from millstream.runtime.schedule import PipelineConfig
 from millstream.runtime.state import Ledger, Standing
 from millstream.runtime.waits import Waits
 from millstream.sim.draws import Draw, constant, lognormal, uniform

@@ -24,7 +24,7 @@ from millstream.events.sinks import MemorySink, read_events
 from millstream.runtime.config import RunConfig, with_absolute_paths
 from millstream.runtime.folder import RunFolder
 from millstream.runtime.local import prepare
-from millstream.runtime.pipeline import PipelineConfig
+from millstream.runtime.schedule import PipelineConfig
 from millstream.types import Task
 from tiny import make
 

@@ -25,8 +25,9 @@ from millstream.events import (
     RolloutStarted,
     Stepped,
 )
-from millstream.runtime.pipeline import Pipeline, PipelineConfig
+from millstream.runtime.pipeline import Pipeline
 from millstream.runtime.router import Router
+from millstream.runtime.schedule import PipelineConfig
 from millstream.sim.draws import constant
 from millstream.sim.engine import SimEngine
 from millstream.types import Completion, Fate, Finish, Request, RequestKey, Sampling, Task

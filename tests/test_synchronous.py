@@ -26,8 +26,14 @@ from millstream.learner import LearnerConfig
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
 from millstream.runtime.build import build_engine
-from millstream.runtime.pipeline import STORE_TASKS, Algorithm, Parts, Pipeline, PipelineConfig
+from millstream.runtime.pipeline import (
+    STORE_TASKS,
+    Algorithm,
+    Parts,
+    Pipeline,
+)
 from millstream.runtime.rollouts import RolloutConfig
+from millstream.runtime.schedule import PipelineConfig
 from millstream.runtime.waits import Waits
 from millstream.seeds import request_seed
 from millstream.store.memory import MemoryStore

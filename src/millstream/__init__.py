@@ -21,8 +21,8 @@ from millstream.errors import MillstreamError
 from millstream.learner import LearnerConfig
 from millstream.runtime.checkpoint import CheckpointConfig
 from millstream.runtime.config import EvaluationConfig, ModelConfig, RunConfig, TinyConfig, WarmupConfig
-from millstream.runtime.pipeline import PipelineConfig
 from millstream.runtime.rollouts import RolloutConfig
+from millstream.runtime.schedule import PipelineConfig
 
 if TYPE_CHECKING:
     from millstream.env.rewards import Reward

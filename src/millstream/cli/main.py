@@ -31,7 +31,7 @@ from millstream.runtime import trial_run
 from millstream.runtime.check import check_parts
 from millstream.runtime.config import RunConfig, check_run
 from millstream.runtime.folder import RunFolder, program, resume_command
-from millstream.runtime.pipeline import PipelineConfig
+from millstream.runtime.schedule import PipelineConfig
 
 if TYPE_CHECKING:
     from millstream.runtime.folder import RunResult

@@ -17,8 +17,8 @@ from millstream.env.rewards import PASS_IT, RewardConfig
 from millstream.errors import ConfigError
 from millstream.learner import LearnerConfig
 from millstream.runtime.checkpoint import CheckpointConfig
-from millstream.runtime.pipeline import PipelineConfig
 from millstream.runtime.rollouts import RolloutConfig
+from millstream.runtime.schedule import PipelineConfig
 
 
 class TinyConfig(Struct, frozen=True, kw_only=True):
