@@ -359,7 +359,8 @@ class Pipeline:
         """Consumes a complete group; waits for whoever gives the reward, which has time limits of its own."""
         assert self._algorithm.group_reward is not None
         group_id = lease.group_id
-        task = await self._pulse.until(lambda: self._prompts[group_id].task)
+        known = self._pulse.until(lambda: self._prompts[group_id].task)
+        task = await self.waits.on(f"group {group_id}", "its prompt to be read again", known)
         said = dict[int, list[int]]()
         for row in by_member(lease):
             sampled = row.columns["tokens"][row.columns["loss_mask"]]
