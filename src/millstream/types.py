@@ -106,6 +106,14 @@ class TrainRow(Struct, frozen=True, kw_only=True, eq=False):
     loss_mask: Mask
     logprobs: Floats
     advantages: Floats
+    reference: Floats | None = None
+    """Log-probabilities under the reference. None: there is none."""
+    values: Floats | None = None
+    """What the critic expected. None: there is none."""
+    returns: Floats | None = None
+    """What the critic is to expect. None: there is none."""
+    label: str = ""
+    """What to call it where something is wrong with it."""
 
 
 class Fate(StrEnum):

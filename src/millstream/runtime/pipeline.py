@@ -52,7 +52,7 @@ from millstream.runtime.settle import TASK as SETTLE
 from millstream.runtime.settle import Advantage, Doom, Rules, Settler, by_agent, by_member, members_of, rewards_of
 from millstream.runtime.state import GroupState, Keeper, Ledger, Standing
 from millstream.runtime.waits import Pulse, Waits
-from millstream.store import Lease, Reads, Store
+from millstream.store import Lease, Reads, Row, Store
 from millstream.types import Fate, Metrics, Sampling, Task, TrainRow
 from millstream.weights import WeightChannel
 
@@ -479,7 +479,7 @@ class Pipeline:
                 num_rollouts=len({row.columns["member"] for row in rows}),
             )
         )
-        return [TrainRow(**{name: row.columns[name] for name in TrainRow.__struct_fields__}) for row in rows]
+        return [_train_row(row) for row in rows]
 
     async def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         if rows:
@@ -684,6 +684,12 @@ def _scaled(over_batch: OverBatch, leases: Sequence[Lease], groups: Sequence[lis
         return replace(row, advantages=((row.advantages - shift) / divisor).astype(np.float32))
 
     return [[scaled(row) for row in rows] for rows in groups]
+
+
+def _train_row(row: Row) -> TrainRow:
+    columns = {name: row.columns[name] for name in TrainRow.__struct_fields__ if name in row.columns}
+    part = f", part {row.columns['part']}" if row.columns["part"] else ""
+    return TrainRow(**columns, label=f"group {row.group_id}, member {row.columns['member']}{part}")
 
 
 def _this_one(group_id: int, ready: Iterable[int]) -> int | None:
