@@ -8,7 +8,7 @@ TRL := .venv-trl
 TQ := .venv-tq
 VERL := .peer-verl
 
-.PHONY: demo test test-slow test-ray test-envs check format bench bench-trl bench-losses bench-store example clean
+.PHONY: demo test test-slow test-gpu test-ray test-envs check format bench bench-trl bench-losses bench-store example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -18,6 +18,9 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -m slow
+
+test-gpu: $(INSTALLED)
+	$(BIN)/pytest -m gpu
 
 test-ray: $(VENV)/.installed-ray
 	$(BIN)/pytest -m ray
