@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from quality_cells import Cell, Settings, run_cell, warm_up
+from quality_cells import Settings, run_cell, warm_up
 from quality_report import json_rows, read_finished, write_report
 from quality_run import Job, Runner
 
@@ -37,7 +37,7 @@ def do_job(said: str, model: Path, scratch: Path) -> None:
     if job.cell is None:
         warm_up(settings, job.seed, scratch / "run", scratch / "warm.tar")
         return
-    result = run_cell(settings, Cell(*job.cell), model, scratch)
+    result = run_cell(settings, job.cell, model, scratch)
     new = scratch / ".result.json.new"
     new.write_bytes(msgspec.json.encode(result))
     new.replace(scratch / "result.json")

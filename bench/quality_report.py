@@ -221,8 +221,9 @@ def draw(finished: Finished, path: Path, across: Callable[[Point], float], label
         panels = list(axes.flat)
         for panel, loss in zip(panels, LOSSES, strict=False):
             _draw_panel(panel, finished, loss, across)
-        for panel in panels[len(LOSSES) :]:
+        for panel, above in zip(panels[len(LOSSES) :], panels[len(LOSSES) - 4 :], strict=False):
             panel.axis("off")
+            above.tick_params(labelbottom=True)
         handles, names = panels[0].get_legend_handles_labels()
         panels[-1].legend(handles, names, loc="center", frameon=False, labelcolor=INK)
         figure.supxlabel(label, color=INK, fontsize=9)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -29,8 +31,6 @@ from quality_cells import (
     WarmUp,
     cells,
     lags_of,
-    run_cell,
-    warm_up,
 )
 from quality_report import BEGIN, END, Difference, beside_synchronous, json_rows, paired, read_finished, write_report
 from quality_run import Job, Results, Runner, alone_in, read_results
@@ -255,10 +255,20 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_real_cell_has_the_lag_that_it_should_and_a_point_for_every_checkpoint(tmp_path: Path) -> None:
-    model = tmp_path / "warm" / "model"
-    warm_up(SMALL, 0, tmp_path / "warm", tmp_path / "warm.tar")
+    """The jobs of a real run, here and not in processes of their own: each of those would import torch again."""
+
+    def do(job: Job, model: Path) -> None:
+        *_, said, model_word, scratch = quality.words_of(SMALL, job, model, tmp_path)
+        quality.do_job(said, Path(model_word), Path(scratch))
+
+    model = tmp_path / "model"
+    do(Job(seed=0), model)
+    with tarfile.open(tmp_path / "warm.tar") as tar:
+        tar.extractall(model, filter="data")
+    shutil.rmtree(tmp_path / "run")
+    do(Job(seed=0, cell=Cell(UNCORRECTED, 2, 0)), model)
     start = msgspec.json.decode((model / WARM_UP).read_bytes(), type=WarmUp)
-    result = run_cell(SMALL, Cell(UNCORRECTED, 2, 0), model, tmp_path)
+    result = msgspec.json.decode((tmp_path / "result.json").read_bytes(), type=Result)
     assert [(point.step, point.samples) for point in result.curve] == [(0, 0), (4, 16)]
     assert result.curve[0].accuracy == start.accuracy and result.curve[1].seconds > 0
     assert sum(result.lags.values()) == 4, "the groups of the third and the fourth batch"
