@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct, structs
@@ -66,10 +66,11 @@ class Settings(Struct, frozen=True, kw_only=True):
     groups_per_step: int = 32
     group_size: int = 8
     max_tokens: int = 4
-    steps: int = 240
-    every_steps: int = 30
+    steps: int = 200
+    every_steps: int = 25
     """Between two points of the curve."""
     learning_rate: float = 3e-4
+    schedule: Literal["constant", "linear"] = "linear"
 
     @property
     def points(self) -> range:
@@ -162,7 +163,7 @@ def cell_config(settings: Settings, cell: Cell, model: Path, run_dir: Path) -> R
             filter_zero_signal=False,  # a replacement starts late; and every cell trains the same number of rollouts
         ),
         algorithm=AlgorithmConfig(**LOSSES[cell.loss]),
-        learner=LearnerConfig(learning_rate=settings.learning_rate),
+        learner=LearnerConfig(learning_rate=settings.learning_rate, schedule=settings.schedule),
         checkpoint=CheckpointConfig(every_s=None, every_steps=settings.every_steps, keep=len(settings.points) + 1),
     )
 
