@@ -127,7 +127,8 @@ def _settings_in_words(finished: Finished) -> str:
         f"{len(seeds)} seeds; {settings.steps} steps of {settings.groups_per_step} groups of {settings.group_size}: "
         f"{' or '.join(f'{count:,}' for count in sorted(samples))} rollouts are trained in every cell. Learning rate "
         f"{settings.learning_rate:g}, {settings.schedule}. The warm-ups end at an accuracy of {min(first):.3f} to "
-        f"{max(first):.3f}. Training takes {min(seconds):.0f} to {max(seconds):.0f} s a cell, the median is {statistics.median(seconds):.0f} s."
+        f"{max(first):.3f}. Training takes {min(seconds):.0f} to {max(seconds):.0f} s a cell, the median is "
+        f"{statistics.median(seconds):.0f} s."
     )
 
 
