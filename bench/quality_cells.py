@@ -40,7 +40,6 @@ from millstream.events import Event, GroupAdmitted, GroupTaken, RolloutEnded, St
 from millstream.events.sinks import read_events
 
 UNCORRECTED = "GRPO, uncorrected"
-WIDE = {"clip_low": 0.2, "clip_high": 0.2}
 LOSSES: dict[str, dict[str, Any]] = {
     UNCORRECTED: {"loss": f"{Path(__file__).parent / 'quality_uncorrected.py'}:uncorrected", "advantage": "grpo"},
     "Decoupled PPO": {"name": "decoupled_ppo"},
@@ -48,9 +47,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "CISPO": {"name": "cispo"},
     "TOPR": {"name": "topr"},
     "Weighted TOPR": {"name": "weighted_topr"},
-    "GSPO": {"name": "gspo", **WIDE},
+    "GSPO": {"name": "gspo"},
 }
-"""Keys of [algorithm]. GSPO's own clip is for answers of thousands of tokens: docs/quality.md says what it does to four."""
+"""Keys of [algorithm]: presets, with nothing changed."""
 LAGS = (0, 2, 8)
 WARM_UP = "warm-up.json"
 

@@ -25,7 +25,7 @@ BEGIN, END = "<!-- made by bench/quality.py: begin -->", "<!-- made by bench/qua
 LEAST_FORCED = 0.95
 LAST_POINTS = 2
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""The 97.5% quantiles, from one degree of freedom on."""
+"""The 97.5% quantiles, from one degree of freedom on. For more than there are here the last one is taken: a little too wide."""
 COLOURS = {0: "#8a8a8a", 2: "#2f8fd8", 8: "#e0722b"}
 INK = "#848d97"
 """Of words and lines: to be read on white and on black."""
@@ -56,7 +56,8 @@ class Difference(NamedTuple):
 
 
 def read_finished(folder: Path) -> Finished:
-    """Raises `SystemExit` for fewer than two whole seeds, and for a cell whose real lag is another: both by name."""
+    """Raises `SystemExit` for fewer than two whole seeds, and for a cell whose real lag, or number of samples, is another: all
+    of them by name."""
     settings, results = read_results(folder)
     known = sorted({cell.seed for cell in results})
     missing = {seed: [cell for cell in cells(seed + 1) if cell.seed == seed and cell not in results] for seed in known}
@@ -65,7 +66,10 @@ def read_finished(folder: Path) -> Finished:
         left = "; ".join(f"seed {seed} lacks {len(lacking)}" for seed, lacking in missing.items())
         raise SystemExit(f"{len(seeds)} seeds are whole, and an interval takes two ({left}): go on with `run {folder}`")
     whole = {cell: result for cell, result in results.items() if cell.seed in seeds}
+    expected = settings.steps * settings.groups_per_step * settings.group_size
     for cell, result in whole.items():
+        if (samples := result.curve[-1].samples) != expected:
+            raise SystemExit(f"{cell}: {samples} rollouts were trained, and {expected} in the others. Did some fail?")
         if result.forced_share < LEAST_FORCED:
             raise SystemExit(
                 f"{cell}: {result.forced_share:.1%} of its groups have the lag {cell.max_lag}, where {LEAST_FORCED:.0%} are "
@@ -85,7 +89,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
     """Of two lists in the same order of seeds, with the 95% interval of its mean."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     spread = statistics.stdev(differences) / math.sqrt(len(differences))
-    return Difference(statistics.mean(differences), STUDENT[len(differences) - 2] * spread)
+    return Difference(statistics.mean(differences), STUDENT[min(len(differences), len(STUDENT) + 1) - 2] * spread)
 
 
 def beside_synchronous(finished: Finished, loss: str, max_lag: int) -> Difference:
@@ -121,11 +125,10 @@ def tables(finished: Finished) -> str:
 def _settings_in_words(finished: Finished) -> str:
     settings, seeds = finished.settings, finished.seeds
     first = [finished.results[Cell(UNCORRECTED, 0, seed)].curve[0].accuracy for seed in seeds]
-    samples = {result.curve[-1].samples for result in finished.results.values()}
     seconds = [result.curve[-1].seconds for result in finished.results.values()]
     return (
         f"{len(seeds)} seeds; {settings.steps} steps of {settings.groups_per_step} groups of {settings.group_size}: "
-        f"{' or '.join(f'{count:,}' for count in sorted(samples))} rollouts are trained in every cell. Learning rate "
+        f"{settings.steps * settings.groups_per_step * settings.group_size:,} rollouts are trained in every cell. Learning rate "
         f"{settings.learning_rate:g}, {settings.schedule}. The warm-ups end at an accuracy of {min(first):.3f} to "
         f"{max(first):.3f}. Training takes {min(seconds):.0f} to {max(seconds):.0f} s a cell, the median is "
         f"{statistics.median(seconds):.0f} s."

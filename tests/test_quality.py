@@ -43,7 +43,7 @@ BENCH = Path(quality.__file__)
 
 def made_up(cell: Cell, accuracy: float) -> Result:
     """A cell whose last two points have this mean."""
-    heights = (0.25, 0.9, accuracy - 0.01, accuracy + 0.01)
+    heights = (0.25, 0.9, 0.9, accuracy - 0.01, accuracy + 0.01)
     curve = [Point(step=n, samples=4 * n, seconds=1.0 * n, accuracy=a, greedy=a) for n, a in enumerate(heights)]
     return Result(
         loss=cell.loss, max_lag=cell.max_lag, seed=cell.seed, curve=curve, lags={str(cell.max_lag): 100}, oldest_token=cell.max_lag,
@@ -123,6 +123,14 @@ def test_a_cell_whose_lag_was_not_forced_is_refused_by_name(folder: Path) -> Non
     results = Results(folder, SMALL)
     results.add(replace(results.found[Cell("TOPR", 8, 1)], lags={"7": 6, "8": 94}))
     with pytest.raises(SystemExit, match=r"TOPR, max_lag 8, seed 1: 94.0% of its groups have the lag 8, where 95%"):
+        read_finished(folder)
+
+
+def test_a_cell_that_trained_fewer_samples_is_refused_by_name(folder: Path) -> None:
+    results = Results(folder, SMALL)
+    unequal = results.found[Cell("GSPO", 2, 0)]
+    results.add(replace(unequal, curve=[*unequal.curve[:-1], replace(unequal.curve[-1], samples=15)]))
+    with pytest.raises(SystemExit, match="GSPO, max_lag 2, seed 0: 15 rollouts were trained, and 16 in the others"):
         read_finished(folder)
 
 
