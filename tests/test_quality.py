@@ -100,6 +100,11 @@ def test_the_report_writes_between_the_marks_and_nowhere_else(folder: Path) -> N
         assert all(loss in (folder / name).read_text() for loss in LOSSES), "a panel each"
 
 
+def test_the_page_in_docs_has_a_place_for_the_tables() -> None:
+    page = (BENCH.parent.parent / "docs/quality.md").read_text()
+    assert page.count(BEGIN) == page.count(END) == 1 and page.index(BEGIN) < page.index(END)
+
+
 def test_a_page_without_the_marks_is_left_alone(folder: Path) -> None:
     (folder / "quality.md").write_text("mine\n")
     with pytest.raises(SystemExit, match="must have the line"):
