@@ -129,8 +129,8 @@ def _settings_in_words(finished: Finished) -> str:
     return (
         f"{len(seeds)} seeds; {settings.steps} steps of {settings.groups_per_step} groups of {settings.group_size}: "
         f"{settings.steps * settings.groups_per_step * settings.group_size:,} rollouts are trained in every cell. "
-        f"Learning rate {settings.learning_rate:g}, {settings.schedule}. The warm-ups end at an accuracy of {min(first):.3f} to "
-        f"{max(first):.3f}. Training takes {min(seconds):.0f} to {max(seconds):.0f} s a cell, the median is "
+        f"Learning rate {settings.learning_rate:g}, {settings.schedule}. The warm-ups end at {min(first):.3f} to "
+        f"{max(first):.3f} accuracy. Training takes {min(seconds):.0f} to {max(seconds):.0f} s a cell, the median is "
         f"{statistics.median(seconds):.0f} s."
     )
 
