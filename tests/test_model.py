@@ -41,9 +41,7 @@ def test_compiled_chunks_are_the_plain_ones(needs_entropy: bool) -> None:
 def check_chunks(chunk: int, needs_entropy: bool, *, is_compiled: bool) -> None:
     found, twin = example(10, 11, 6, dtype=torch.float32), example(10, 11, 6, dtype=torch.float32)
     weights_M, more_M = torch.linspace(-1, 2, 10), torch.linspace(0.5, -1, 10)
-    ours = predict(
-        *found, temperature=0.7, needs_entropy=needs_entropy, is_compiled=is_compiled, chunk_elements=chunk
-    )
+    ours = predict(*found, temperature=0.7, needs_entropy=needs_entropy, is_compiled=is_compiled, chunk_elements=chunk)
     theirs = plain(twin[0] @ twin[1].t(), twin[2], 0.7, needs_entropy)
     for some in (ours, theirs):
         total = (some.logprobs_M * weights_M).sum()
