@@ -13,6 +13,7 @@ an owner; with max_lag = 0 the result depends on ids and seeds alone (`lockstep`
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -665,10 +666,11 @@ class Pipeline:
 
 
 def _mean(metrics: Sequence[Metrics]) -> Metrics:
-    """Over the mini-batches of a batch; one without rows says nothing. Of what is a maximum, the largest."""
+    """Over the mini-batches of a batch; one without rows says nothing. Of what is a maximum, the largest. What is not finite
+    is no number that a file of events could hold: it is left out, as the step was."""
     names = dict.fromkeys(name for some in metrics for name in some)
-    values = {name: [some[name] for some in metrics if name in some] for name in names}
-    return {name: float((max if name.startswith("max_") else np.mean)(of)) for name, of in values.items()}
+    values = {name: [some[name] for some in metrics if math.isfinite(some.get(name, math.nan))] for name in names}
+    return {name: float((max if name.startswith("max_") else np.mean)(of)) for name, of in values.items() if of}
 
 
 def _scaled(over_batch: OverBatch, leases: Sequence[Lease], groups: Sequence[list[TrainRow]]) -> list[list[TrainRow]]:

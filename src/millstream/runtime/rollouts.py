@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from millstream.clock import Clock
 from millstream.env import Environment
@@ -47,13 +47,15 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
     retries: int = 1
     """How often a failed rollout is tried again before its group goes on without it."""
     min_group_size: int = 2
-    """A group with fewer survivors fails, by name."""
+    """A group with fewer survivors fails, by name. Groups of one need one."""
     timeout_s: float = 600.0
     """For one whole rollout, its reward included."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1 or self.retries < 0 or self.timeout_s <= 0:
             raise ValueError("max_tokens must be at least 1, retries at least 0, timeout_s above 0")
+        if self.group_size == 1:
+            structs.force_setattr(self, "min_group_size", 1)
         if not 1 <= self.min_group_size <= self.group_size:
             raise ValueError("min_group_size must be between 1 and group_size")
         if self.extra_members < 0 or self.max_parts < 1:
