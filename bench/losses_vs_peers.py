@@ -14,6 +14,7 @@ verl's wheel is enough: pip download verl --no-deps, then unzip it into FOLDER. 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -140,13 +141,20 @@ def ask(python: Path, script: str, x: dict[str, Tensor], *arguments: str) -> dic
         return result
 
 
-def compare(peer: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    print(f"\n{peer}")
+def compare(peer: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """A row each; the ratio is that of the norms: 1 is what is hoped for."""
+    rows = []
+    print(f"\n{peer}", file=sys.stderr)
     for name, value in theirs.items():
-        plain = name.removesuffix(" (transcribed)")
-        difference = float((mine[plain] - value).abs().max())
-        verdict = "same" if difference < SAME else f"differs, {scaling(mine[plain], value)}"
-        print(f"  {name:48s} {difference:9.1e}  {verdict}")
+        own = mine[name.removesuffix(" (transcribed)")]
+        difference = float((own - value).abs().max())
+        verdict = "same" if difference < SAME else f"differs, {scaling(own, value)}"
+        print(f"  {name:48s} {difference:9.1e}  {verdict}", file=sys.stderr)
+        ours, norm = float(own.norm()), float(value.norm())
+        metric = f"norm; largest difference {difference:.1e}"
+        ratio = round(ours / norm, 9) if norm else 0.0
+        rows.append({"workload": name, "metric": metric, "ours": ours, "peer": peer, "theirs": norm, "ratio": ratio})
+    return rows
 
 
 def scaling(mine: Tensor, theirs: Tensor) -> str:
@@ -163,6 +171,7 @@ def main() -> None:
     parser.add_argument("--trl-python", type=Path, help="a Python that has TRL")
     parser.add_argument("--verl", type=Path, help="the folder that has verl/trainer/ppo/core_algos.py")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     x = tensors(asked.seed)
     mine = ours(x)
@@ -171,8 +180,9 @@ def main() -> None:
         peers["TRL"] = lambda: ask(asked.trl_python, "losses_trl_side.py", x)
     if asked.verl:
         peers["verl"] = lambda: ask(Path(sys.executable), "losses_verl_side.py", x, str(asked.verl))
-    for name, answer in peers.items():
-        compare(name, mine, answer())
+    rows = [row for name, answer in peers.items() for row in compare(name, mine, answer())]
+    if asked.json:
+        print(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
