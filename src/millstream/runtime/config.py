@@ -16,6 +16,7 @@ from millstream.env.data import DataConfig
 from millstream.env.rewards import PASS_IT, RewardConfig
 from millstream.errors import ConfigError
 from millstream.learner import LearnerConfig
+from millstream.model.lora import check_lora
 from millstream.runtime.checkpoint import CheckpointConfig
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.schedule import PipelineConfig
@@ -141,6 +142,7 @@ def check_run(config: RunConfig) -> None:
             f"learner.mini_batches = {minis} does not divide pipeline.groups_per_step = {groups}: "
             "every optimizer step takes the same number of groups"
         )
+    check_lora(config.learner.lora)
     check_environments(config.environment)
     rollouts = groups * config.rollout.num_members
     for one in config.environment:

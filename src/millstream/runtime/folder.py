@@ -149,6 +149,7 @@ def _further_command(folder: RunFolder, config: RunConfig) -> str:
     """Trains a finished run's model with the run's own config, less what made a model from nothing."""
     changes = [f"model.path={folder.model}"]
     changes += ["model.tiny="] if config.model.tiny is not None else []
+    changes += ["learner.lora="] if config.learner.lora is not None else []
     changes += ["warmup="] if config.warmup is not None else []
     changes += [f"run_dir={config.run_dir}-further"] if config.run_dir is not None else []
     return " ".join([program(), "train", str(folder.config), *(f"--set {change}" for change in changes)])

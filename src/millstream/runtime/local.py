@@ -101,7 +101,7 @@ def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
     set_up_cpu()
     kinds = [find(one) for one in config.environment]
     data = read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
-    model, tokenizer = build.build_model(config.model, seed=config.seed)
+    model, tokenizer = build.build_model(config.model, seed=config.seed, lora=config.learner.lora)
     text = build.Text(tokenizer=tokenizer)
     rewards = prepare_rewards(config.reward, reward)
     environment = build.build_environment(kinds, text, rewards)
@@ -224,7 +224,8 @@ class Before(NamedTuple):
 def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measured:
     """The config's model on its held-out tasks: sampled, and greedy. Leaves no run folder. Draws the random numbers of a run's
     last evaluation, so that a finished run's model gets its figure again."""
-    prepared = prepare(config, reward)
+    learner = structs.replace(config.learner, lora=None)  # new adapters would change nothing
+    prepared = prepare(structs.replace(config, learner=learner), reward)
     if not prepared.held_out:
         raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
     if prepared.warning:
