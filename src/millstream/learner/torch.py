@@ -173,8 +173,9 @@ class TorchLearner:
         save_adapters(self.model, path / "adapter")
 
     async def close(self) -> None:
-        """Let the work in hand come to its end."""
+        """Let the work in hand come to its end. The model may then be another learner's."""
         await self._thread.close()
+        self.optimizer.let_go()
 
 
 class _Sums:

@@ -24,7 +24,7 @@ from msgspec import Struct, structs
 
 from millstream.config import load, to_toml
 from millstream.errors import ConfigError, OutputError
-from millstream.events import Evaluated, RunEnded
+from millstream.events import Evaluated, RunEnded, WarmedUp
 from millstream.events.sinks import read_events, read_history
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
@@ -41,6 +41,9 @@ class RunResult(Struct, frozen=True, kw_only=True):
     accuracy_after: float | None
     greedy_before: float | None
     greedy_after: float | None
+    held_out_loss_before: float | None = None
+    """Of supervised training: mean negative log-likelihood of a token of the held-out tasks. None without any."""
+    held_out_loss_after: float | None = None
     summary: Summary
 
 
@@ -109,12 +112,15 @@ class RunFolder:
         """The run in numbers, from its events: what is returned, and written as `trace.json` and, last, `summary.json`."""
         history = list(read_history(self.events))
         accuracy = {event.name: event.accuracy for event in history if isinstance(event, Evaluated)}
+        losses = [event.held_out_loss for event in history if isinstance(event, WarmedUp)]
         result = RunResult(
             run_dir=str(self.path),
             accuracy_before=accuracy.get("sampled before"),
             accuracy_after=accuracy.get("sampled after"),
             greedy_before=accuracy.get("greedy before"),
             greedy_after=accuracy.get("greedy after"),
+            held_out_loss_before=losses[0] if losses else None,
+            held_out_loss_after=losses[-1] if losses else None,
             summary=summarise(history),
         )
         flat = {**structs.asdict(result), **structs.asdict(result.summary)}
