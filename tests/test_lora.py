@@ -283,8 +283,9 @@ def config_for(folder: Path) -> RunConfig:
     changes = {
         "run_dir": folder,
         "learner.lora.rank": 4,
-        "warmup.max_steps": 4,
-        "warmup.check_every": 4,
+        "warmup.max_steps": 12,
+        "warmup.check_every": 12,
+        "warmup.learning_rate": 1e-2,
         "pipeline.steps": 8,
         "pipeline.max_lag": 0,
         "checkpoint.keep": 9,
@@ -344,6 +345,7 @@ def test_a_runs_checkpoints_are_small_and_its_model_is_measured_without_adapters
     model = structs.replace(config.model, path=str(whole / "model"), tiny=None)
     found = evaluate_model(structs.replace(config, model=model))
     summary = json.loads((whole / "summary.json").read_text())
+    assert summary["held_out_loss_after"] < 0.9 * summary["held_out_loss_before"], "adapters alone learn"
     assert found.accuracy == summary["accuracy_after"] and found.greedy == summary["greedy_after"]
     with pytest.raises(ConfigError, match=r"--set learner\.lora= --set warmup="):
         resume(whole)
