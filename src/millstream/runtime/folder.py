@@ -4,6 +4,7 @@ config.toml      the resolved config
 events.jsonl     everything that happened
 metrics.jsonl    a line a step
 checkpoints/     see `runtime.checkpoint`
+warmup/          those of supervised training, until the model is saved
 model/           the trained model
 summary.json     the run in numbers; there when the run is finished
 trace.json       a timeline for ui.perfetto.dev
