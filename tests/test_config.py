@@ -33,7 +33,7 @@ def written(tmp_path: Path, text: str) -> Path:
         ("[rollout]\nxyz = 1", r"unknown key rollout\.xyz\. Known here: extra_members, group_size, max_parts"),
         ("[rollout]\ntop_p = 0.9", r"rollout\.top_p is refused: training needs the log-probability"),
         ('[pipeline]\nsteps = "many"', r"pipeline\.steps: expected `int`, got `str`"),
-        ("[pipeline]\nsteps = 0", r"pipeline: steps and groups_per_step must be at least 1"),
+        ("[pipeline]\nsteps = -1", r"pipeline: steps must be at least 0, groups_per_step at least 1"),
         (
             "[pipeline]\nextra_groups = 17",
             r"extra_groups = 17 cannot all be trained within max_lag = 1, which allows 16",

@@ -36,6 +36,8 @@ FEW = {
 """Two steps of any recipe."""
 MADE = {"data.size": 100, "warmup.max_steps": 2, "warmup.check_every": 1}
 """A small model and its tasks are made on the spot, and warmed up."""
+SUPERVISED = {"data.size": 100, "warmup.epochs": 1, "warmup.check_every": 1, "pipeline.steps": 0}
+"""Nothing but two supervised steps."""
 READ = {"rollout.max_tokens": 16}
 ASCII = "".join(map(chr, range(32, 127))) + "\n"
 GSM8K = [
@@ -115,9 +117,10 @@ def test_every_recipe_runs_two_steps_and_passes_the_audit(
     name: str, chat_model: Path, gsm8k: Path, tmp_path: Path
 ) -> None:
     local = at_hand(name, chat_model, gsm8k)
-    few = {**FEW, **(READ if "model.path" in local else MADE)}
+    made = SUPERVISED if name == "sft" else MADE
+    few = {**FEW, **(READ if "model.path" in local else made)}
     train(name, {**local, **few, "run_dir": tmp_path / "run"}, "--quiet")
-    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == few["pipeline.steps"]
     report = audit(tmp_path / "run")
     assert report.is_clean and report.checks > 20, report
 

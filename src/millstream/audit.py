@@ -63,7 +63,16 @@ RULES = {
 }
 MOST_FINDINGS = 1000
 SKIPPED = frozenset(
-    (b"span", b"status", b"stalled", b"evaluated", b"warmed_up", b"checkpoint_failed", b"stop_requested")
+    (
+        b"span",
+        b"status",
+        b"stalled",
+        b"evaluated",
+        b"warmed_up",
+        b"warmup_sealed",
+        b"checkpoint_failed",
+        b"stop_requested",
+    )
 )
 """Kinds that say nothing of a group's fate: of them, only the number is checked."""
 SUMS = ("groups", "rollouts", "rows", "tokens")

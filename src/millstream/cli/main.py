@@ -131,7 +131,7 @@ def _shown(pipeline: PipelineConfig, *, is_quiet: bool) -> Iterator[list[EventSi
 
 def _show_result(result: RunResult) -> None:
     console.print(result_table(result))
-    if not result.summary.rollouts_trained:
+    if result.summary.steps and not result.summary.rollouts_trained:
         console.print(
             "Nothing was trained: in every group all rewards were equal, so that none was better than another. Is the reward "
             "what it should be? Is the task far too hard, or too easy, for the model?",

@@ -73,8 +73,8 @@ class Lines:
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
         match event:
-            case WarmedUp() if event.at - self._shown_at >= self.EVERY_S:
-                self._say(event.at, f"warm-up step {event.step}: sampled accuracy {event.accuracy:.3f}")
+            case WarmedUp() if event.at - self._shown_at >= self.EVERY_S or event.step in (0, event.max_steps):
+                self._say(event.at, f"supervised step {warmed_words(event)}")
                 self._shown_at = event.at
             case Stepped() if event.at - self._shown_at >= self.EVERY_S or event.version == self._num_steps:
                 assert row is not None
@@ -119,6 +119,17 @@ class Lines:
         self._console.out(f"[{at:7.1f} s] {text}", highlight=False)
 
 
+def warmed_words(event: WarmedUp) -> str:
+    """How far supervised training is, and what was measured."""
+    found = [f"{event.step}/{event.max_steps}"]
+    found += [] if event.loss is None else [f"loss {event.loss:.3f}"]
+    found += [] if event.held_out_loss is None else [f"held out {event.held_out_loss:.3f}"]
+    if event.accuracy is not None:
+        goal = "" if event.stop_at is None else f" of {event.stop_at:.2f}"
+        found.append(f"sampled accuracy {event.accuracy:.3f}{goal}")
+    return "  ".join(found)
+
+
 def _kind_of(event: RolloutFailed) -> str:
     """What failures that differ only in their details have in common."""
     return f"{event.error}: {event.message.partition(': ')[0]}"
@@ -155,7 +166,12 @@ def result_table(result: RunResult) -> Table:
         table.add_row("accuracy, sampled", f"{result.accuracy_before:.3f}", f"{result.accuracy_after:.3f}")
     if result.greedy_before is not None and result.greedy_after is not None:
         table.add_row("accuracy, greedy", f"{result.greedy_before:.3f}", f"{result.greedy_after:.3f}")
+    if result.held_out_loss_before is not None and result.held_out_loss_after is not None:
+        losses = (f"{result.held_out_loss_before:.3f}", f"{result.held_out_loss_after:.3f}")
+        table.add_row("held-out loss, supervised", *losses)
     summary = result.summary
+    if not summary.steps:  # supervised training alone, or a run that had no data
+        return table
     table.add_section()
     lags = "  ".join(f"{lag}: {count}" for lag, count in summary.lag_histogram.items())
     for name, value in (

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from millstream.cli.show import alarm, sample_line
+from millstream.cli.show import alarm, sample_line, warmed_words
 from millstream.events import (
     WARMUP,
     CheckpointFailed,
@@ -55,6 +55,7 @@ class View:
         self._sample: Sample | None = None
         self._notes: deque[str] = deque(maxlen=3)
         self._status: Status | None = None
+        self._warmed: WarmedUp | None = None
         self._begun: tuple[float, int] | None = None
         self._failure = ""
         self._phase = "loading the model and the data"
@@ -73,9 +74,7 @@ class View:
         row = self._metrics.add(event)
         match event:
             case WarmedUp():
-                self._phase = (
-                    f"supervised warm-up: step {event.step}, accuracy {event.accuracy:.2f} of {event.stop_at:.2f}"
-                )
+                self._phase, self._warmed = f"supervised training: step {warmed_words(event)}", event
             case RunStarted():
                 self._phase, self._begun = "reinforcement learning", (event.at, 0)
             case Stepped() if row is not None:
@@ -112,9 +111,12 @@ class View:
         grid = Table.grid(padding=(0, 1), expand=True)
         for ratio in (None, 1, None):
             grid.add_column(ratio=ratio)
+        done, most = self._version, self._num_steps
+        if not most and self._warmed is not None:  # supervised training alone
+            done, most = self._warmed.step, self._warmed.max_steps
         grid.add_row(
-            Text(f"step {self._version}/{self._num_steps}", style="bold"),
-            ProgressBar(total=self._num_steps, completed=self._version),
+            Text(f"step {done}/{most}", style="bold"),
+            ProgressBar(total=max(1, most), completed=done),
             Text(self._time_left()),
         )
         return grid

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from millstream.engine.sampling import sample, uniforms
 from millstream.errors import EngineError, ModelError, RequestRefused
+from millstream.model.adapters import trained_weights
 from millstream.model.attention import Packed, Rule, rows_of, scores, within_window
-from millstream.model.load import check_layers, context_length, model_weights
+from millstream.model.load import check_layers, context_length
 from millstream.types import Completion, Finish, Request, RequestKey, Weights
 
 
@@ -115,9 +116,10 @@ class Batcher:
 
     @torch.inference_mode()
     def load(self, version: int, weights: Weights) -> None:
+        """All that training may change, and nothing else: where the model has adapters, these."""
         if version < self.version:
             raise EngineError(f"version {version} was offered to an engine at {self.version}: versions never fall")
-        own = model_weights(self._model)
+        own = trained_weights(self._model)
         if own.keys() != weights.keys():
             raise EngineError(f"the weights of version {version} do not fit: {sorted(own.keys() ^ weights.keys())[:4]}")
         for name, parameter in own.items():

@@ -31,7 +31,9 @@ from millstream.engine.batching import Batcher
 from millstream.engine.torch import CLOSE_S, OnReport
 from millstream.engine.worker import Close, Command, Report, Worker
 from millstream.errors import EngineError
+from millstream.model.adapters import add_adapters, lora_of, trained_weights
 from millstream.model.load import model_weights, new_model, set_up_cpu
+from millstream.model.lora import LoraConfig
 from millstream.types import Weights
 
 HEADER = 4
@@ -45,10 +47,14 @@ class Plan(Struct, frozen=True, kw_only=True):
     tensors: list[tuple[str, str, tuple[int, ...]]]
     """Name, dtype and shape of everything in the shared memory, in its order."""
     dtype: str
+    lora: LoraConfig | None
+    loaded: list[str]
+    """Names of what a `Load` brings: with adapters, these; else everything."""
 
 
 class SharedWeights:
-    """All parameters and saved buffers in one piece of memory that both processes map. It has no name in any file system, so
+    """All parameters and saved buffers in one piece of memory that both processes map. The child begins with all of them;
+    from then on those pass that training changes. It has no name in any file system, so
     that nothing is left behind however a process dies."""
 
     def __init__(self, descriptor: int, plan: Plan) -> None:
@@ -59,10 +65,16 @@ class SharedWeights:
             size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
             self.views[name] = flat[begin : begin + size].view(getattr(torch, dtype)).view(shape)
 
-    def write(self, weights: Weights) -> None:
-        if weights.keys() != self.views.keys():
-            raise EngineError(f"the weights do not fit: {sorted(weights.keys() ^ self.views.keys())[:4]}")
+        self.loaded = {name: self.views[name] for name in plan.loaded}
+
+    def fill(self, weights: Weights) -> None:
         for name, view in self.views.items():
+            view.copy_(weights[name].detach())
+
+    def offer(self, weights: Weights) -> None:
+        if weights.keys() != self.loaded.keys():
+            raise EngineError(f"the weights do not fit: {sorted(weights.keys() ^ self.loaded.keys())[:4]}")
+        for name, view in self.loaded.items():
             view.copy_(weights[name].detach())
 
 
@@ -97,10 +109,12 @@ class ProcessHost:
             config=config,
             dtype=str(model.dtype).removeprefix("torch."),
             tensors=[(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items()],
+            lora=lora_of(model),
+            loaded=list(trained_weights(model)),
         )
         memory = _anonymous_memory(sum(_num_bytes(dtype, shape) for _, dtype, shape in plan.tensors))
         self._shared = SharedWeights(memory, plan)
-        self._shared.write(weights)
+        self._shared.fill(weights)
         folder = Path(tempfile.mkdtemp(prefix="millstream-"))  # a few kilobytes; the child removes it
         model.config.save_pretrained(folder)
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
@@ -122,7 +136,7 @@ class ProcessHost:
         self._reader.start()
 
     def offer(self, weights: Weights) -> None:
-        self._shared.write(weights)
+        self._shared.offer(weights)
 
     def send(self, command: Command) -> None:
         """Commands of one turn of the event loop go out together: a group's requests are one call to the system."""
@@ -238,7 +252,7 @@ class SocketLink:
             self._line.sendall(_frame(report))
 
     def weights(self) -> Weights:
-        return self._shared.views
+        return self._shared.loaded
 
 
 def main(line: int, memory: int, folder: Path) -> None:
@@ -251,8 +265,12 @@ def main(line: int, memory: int, folder: Path) -> None:
     shutil.rmtree(folder)
     shared = SharedWeights(memory, plan)
     model = new_model(config, seed=0, dtype=getattr(torch, plan.dtype))
+    if plan.lora is not None:
+        add_adapters(model, plan.lora, seed=0)
+    with torch.no_grad():
+        for name, own in model_weights(model).items():
+            own.copy_(shared.views[name])
     batcher = Batcher(model, num_slots=plan.config.slots, prefill_tokens=plan.config.prefill_tokens)
-    batcher.load(0, shared.views)
     link = SocketLink(socket.socket(fileno=line), shared)
     link.send(Report([], []))  # ready: from here on, silence with work to do is a fault
     Worker(batcher, link).run()

@@ -239,12 +239,27 @@ class Status(Event, frozen=True, kw_only=True):
 
 
 class WarmedUp(Event, frozen=True, kw_only=True):
-    """Progress of the supervised warm-up."""
+    """Progress of supervised training. Step 0 is how it was before."""
 
     step: int
     max_steps: int
-    accuracy: float
-    stop_at: float
+    accuracy: float | None = None
+    """Sampled, on training tasks; None where it was not measured."""
+    stop_at: float | None = None
+    loss: float | None = None
+    """Of the step's examples: mean negative log-likelihood a token. None before the first."""
+    held_out_loss: float | None = None
+    """The same of held-out tasks; None if there are none."""
+
+
+class WarmupSealed(Event, frozen=True, kw_only=True):
+    """All files of a checkpoint of supervised training are on the disk; it gets its name right after this event is."""
+
+    step: int
+    digest: str
+    """SHA-256 of its manifest."""
+    num_bytes: int
+    seconds: float
 
 
 class Sample(Struct, frozen=True, kw_only=True):
@@ -332,6 +347,7 @@ AnyEvent = (
     | Stalled
     | Status
     | WarmedUp
+    | WarmupSealed
     | Evaluated
     | CheckpointSealed
     | CheckpointFailed

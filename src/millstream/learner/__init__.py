@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from millstream.model.lora import LoraConfig
 from millstream.types import Metrics, TrainRow, Weights
 
 
@@ -26,6 +27,8 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
     """Whether layers compute their activations again in the backward pass: a third more work, a fraction of the memory."""
     compile: bool = False
     """Whether layers are compiled. On a GPU: a minute at the beginning, and faster from then on."""
+    lora: LoraConfig | None = None
+    """Train adapters on a frozen model. None: the whole model is trained."""
     max_skipped_steps: int = 3
     """Optimizer steps in a row whose gradient is not finite: they are left out, by name. One more ends the run."""
 
@@ -63,7 +66,8 @@ class Learner(Protocol):
         ...
 
     async def weights(self) -> Weights:
-        """A copy that later steps do not change."""
+        """All that training may change, and nothing else: with adapters, these alone. A copy that later steps do not
+        change."""
         ...
 
     async def snapshot(self) -> Snapshot:

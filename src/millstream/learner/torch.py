@@ -7,7 +7,6 @@ Shapes: M trained tokens of a micro-batch, R rows.
 
 from __future__ import annotations
 
-import copy
 import logging
 import pickle
 from collections.abc import Callable, Sequence
@@ -22,7 +21,8 @@ from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
 from millstream.learner.optimizer import Optimizer, learning_rate_share
 from millstream.learner.rows import Rows, is_finite, share_prompts
-from millstream.model.load import check_layers, model_weights, save_model
+from millstream.model.adapters import copy_of, lora_of, merged, save_adapters, trained_weights
+from millstream.model.load import check_layers, save_model
 from millstream.model.objective import LossInputs, Objective
 from millstream.model.policy import Policy, recompute_activations
 from millstream.threads import DaemonThreads
@@ -51,7 +51,7 @@ class TorchLearner:
         self.model = model
         self._config, self._objective, self._tokenizer = config, objective, tokenizer
         self._device = next(model.parameters()).device
-        self._proximal = Policy(copy.deepcopy(model), temperature=temperature) if config.mini_batches > 1 else None
+        self._proximal = Policy(copy_of(model), temperature=temperature) if config.mini_batches > 1 else None
         self._policy = Policy(model, temperature=temperature, is_compiled=config.compile)
         if config.recompute:
             recompute_activations(model)
@@ -77,7 +77,8 @@ class TorchLearner:
     @torch.no_grad()
     def _remember(self) -> None:
         assert self._proximal is not None
-        torch._foreach_copy_(list(self._proximal.parameters()), list(self._policy.parameters()))
+        old, new = (trained_weights(policy.model) for policy in (self._proximal, self._policy))
+        torch._foreach_copy_(list(old.values()), [new[name] for name in old])
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         await self._run(lambda: self._accumulate(rows))
@@ -142,7 +143,7 @@ class TorchLearner:
 
     async def weights(self) -> Weights:
         return await self._run(
-            lambda: {name: tensor.detach().clone() for name, tensor in model_weights(self.model).items()}
+            lambda: {name: tensor.detach().clone() for name, tensor in trained_weights(self.model).items()}
         )
 
     async def snapshot(self) -> TorchSnapshot:
@@ -150,7 +151,7 @@ class TorchLearner:
 
     def _state(self) -> dict[str, Any]:
         parameters = dict(self.model.named_parameters())
-        buffers = {name: value for name, value in model_weights(self.model).items() if name not in parameters}
+        buffers = {name: value for name, value in trained_weights(self.model).items() if name not in parameters}
         return {"buffers": buffers, **self.optimizer.state()}
 
     def restore(self, folder: Path) -> None:
@@ -162,11 +163,17 @@ class TorchLearner:
                 buffers[name].copy_(value)
 
     def save(self, path: Path) -> None:
-        save_model(self.model, self._tokenizer, path)
+        """With adapters: the ordinary model that they make of theirs, and in `adapter/` themselves, in peft's format."""
+        if lora_of(self.model) is None:
+            save_model(self.model, self._tokenizer, path)
+            return
+        save_model(merged(self.model), self._tokenizer, path)
+        save_adapters(self.model, path / "adapter")
 
     async def close(self) -> None:
-        """Let the work in hand come to its end."""
+        """Let the work in hand come to its end. The model may then be another learner's."""
         await self._thread.close()
+        self.optimizer.let_go()
 
 
 class _Sums:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
 
@@ -27,12 +26,15 @@ from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
+from millstream.model.adapters import add_adapters, copy_of
 from millstream.model.load import context_length, load_model, load_tokenizer, num_cores
+from millstream.model.lora import LoraConfig
 from millstream.model.objective import Objective
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
 from millstream.runtime.config import ModelConfig, RunConfig
 from millstream.runtime.pipeline import STORE_TASKS, Algorithm, GroupReward
+from millstream.seeds import derive_seed
 from millstream.store.memory import MemoryStore
 from millstream.types import Message, Sampling, Task
 
@@ -126,7 +128,17 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def build_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def build_model(
+    config: ModelConfig, *, seed: int, lora: LoraConfig | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that is trained: with adapters, if they are asked for."""
+    model, tokenizer = _plain_model(config, seed=seed)
+    if lora is not None:
+        add_adapters(model, lora, seed=derive_seed(seed, "lora"))
+    return model, tokenizer
+
+
+def _plain_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     device, dtype = choose_device(config.device), getattr(torch, config.dtype)
     if config.tiny is not None:
         tiny = config.tiny
@@ -206,14 +218,14 @@ def build_environment(kinds: Sequence[Kind], text: Text, rewards: Rewards) -> En
 
 
 def build_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink) -> TorchEngine:
-    """The engine has a copy of the model of its own: it is changed by `load` alone."""
+    """The engine has a copy of its own of all that training changes: it is changed by `load` alone."""
     is_process = config.process
     is_cpu = model.device.type == "cpu"
     if is_process is None:
         is_process = is_cpu and num_cores() > 1
     if is_process and not is_cpu:
         raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
-    host: Host = ProcessHost(model, config) if is_process else ThreadHost(copy.deepcopy(model), config)
+    host: Host = ProcessHost(model, config) if is_process else ThreadHost(copy_of(model), config)
     return TorchEngine(
         host,
         slots=config.slots,

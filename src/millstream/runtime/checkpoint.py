@@ -35,6 +35,8 @@ from millstream.threads import DaemonThreads
 
 FORMAT = 1
 FOLDER = "checkpoints"
+WARMUP_FOLDER = "warmup"
+"""Those of supervised training; gone when the run is over."""
 MANIFEST, LEDGER, ROWS, RUN = "manifest.json", "ledger.json", "rows.msgpack", "run.json"
 MOST_HELD = 0.01
 """The share of the time that training may stand still for checkpoints: where one takes long, they are made less often."""
@@ -110,8 +112,9 @@ class Checkpoints:
         last_seq: Callable[[], int],
         sync: Callable[[], None],
         run_state: Callable[[], RunState],
+        folder: str = FOLDER,
     ) -> None:
-        self._folder, self._config, self._last_step = run_dir / FOLDER, config, last_step
+        self._folder, self._config, self._last_step = run_dir / folder, config, last_step
         self._clock, self._sink = clock, sink
         self._last_seq, self._sync, self._run_state = last_seq, sync, run_state
         self._thread = DaemonThreads("checkpoint", most=1)
@@ -207,31 +210,31 @@ class Checkpoints:
             _remove(old)
 
 
-def newest(run_dir: Path, sealed: Collection[str]) -> tuple[Found | None, list[str]]:
+def newest(run_dir: Path, sealed: Collection[str], folder: str = FOLDER) -> tuple[Found | None, list[str]]:
     """The newest checkpoint that is whole and that the run's own log tells of (`sealed` has the digests), and what is wrong
     with the newer ones, which are set aside under another name. Raises `CheckpointError` if there are some and none will do."""
     troubles: list[str] = []
     spoiled: list[Path] = []
     found = None
-    for folder in reversed(_all(run_dir / FOLDER)):
+    for path in reversed(_all(run_dir / folder)):
         try:
-            found = verify(folder)
+            found = verify(path)
             if found.digest in sealed:
                 break
-            troubles.append(f"{folder} is not a checkpoint of this run: its log knows nothing of it")
+            troubles.append(f"{path} is not a checkpoint of this run: its log knows nothing of it")
         except CheckpointError as error:
             troubles.append(str(error))
         found = None
-        spoiled.append(folder)
+        spoiled.append(path)
     if spoiled and found is None:
         raise CheckpointError(
             f"no checkpoint in {run_dir} will do: {'; '.join(troubles)}. To begin anew, with the same config: "
             f"millstream train {run_dir / 'config.toml'} --set run_dir=ANOTHER"
         )
-    for folder in spoiled:
-        aside = folder.with_name(folder.name + ".corrupt")
+    for path in spoiled:
+        aside = path.with_name(path.name + ".corrupt")
         shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
+        path.rename(aside)
     return found, troubles
 
 

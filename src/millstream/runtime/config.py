@@ -16,9 +16,13 @@ from millstream.env.data import DataConfig
 from millstream.env.rewards import PASS_IT, RewardConfig
 from millstream.errors import ConfigError
 from millstream.learner import LearnerConfig
+from millstream.model.lora import check_lora
 from millstream.runtime.checkpoint import CheckpointConfig
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.schedule import PipelineConfig
+
+MOST_STEPS = 400
+"""Of a warm-up that sets no limit of its own."""
 
 
 class TinyConfig(Struct, frozen=True, kw_only=True):
@@ -50,18 +54,40 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
 
 class WarmupConfig(Struct, frozen=True, kw_only=True):
-    """Supervised steps on the gold answers before reinforcement learning begins."""
+    """Supervised steps on the gold answers before reinforcement learning begins, or, with pipeline.steps = 0, instead of it."""
 
-    max_steps: int = 400
+    max_steps: int | None = None
+    """Of examples drawn with replacement. None: 400, or what `epochs` makes."""
+    epochs: int | None = None
+    """Instead: how often each example is trained, every epoch in an order of its own."""
     batch_size: int = 64
+    """Examples a step. How many go through one pass is for learner.micro_batch_tokens to say."""
     learning_rate: float = 3e-3
-    stop_at: float = 0.2
-    """Sampled accuracy at which it ends."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    """The first steps, in which the learning rate rises."""
+    stop_at: float | None = None
+    """Sampled accuracy on training tasks at which it ends. None: it is not measured, and all steps are made."""
     check_every: int = 10
+    """Steps between two measurements: of the loss on held-out tasks, and of the accuracy for `stop_at`."""
 
     def __post_init__(self) -> None:
-        if self.max_steps < 1 or self.batch_size < 1 or self.check_every < 1 or self.learning_rate <= 0:
-            raise ValueError("max_steps, batch_size and check_every must be at least 1, learning_rate above 0")
+        if self.max_steps is not None and self.epochs is not None:
+            raise ValueError(
+                "set either max_steps (examples drawn with replacement) or epochs (each of them once an epoch)"
+            )
+        lengths = [self.batch_size, self.check_every, *(n for n in (self.max_steps, self.epochs) if n is not None)]
+        if min(lengths) < 1 or self.learning_rate <= 0 or self.warmup_steps < 0:
+            raise ValueError(
+                "max_steps, epochs, batch_size and check_every must be at least 1, warmup_steps at least 0, learning_rate "
+                "above 0"
+            )
+
+    def num_steps(self, num_tasks: int) -> int:
+        """The most that it makes."""
+        if self.epochs is None:
+            return MOST_STEPS if self.max_steps is None else self.max_steps
+        return -(-self.epochs * num_tasks // self.batch_size)
 
 
 class EvaluationConfig(Struct, frozen=True, kw_only=True):
@@ -141,6 +167,12 @@ def check_run(config: RunConfig) -> None:
             f"learner.mini_batches = {minis} does not divide pipeline.groups_per_step = {groups}: "
             "every optimizer step takes the same number of groups"
         )
+    if not config.pipeline.steps and config.warmup is None:
+        raise ConfigError(
+            "pipeline.steps = 0 means supervised training alone, and there is no [warmup] table: add one, or set "
+            "pipeline.steps to at least 1"
+        )
+    check_lora(config.learner.lora)
     check_environments(config.environment)
     rollouts = groups * config.rollout.num_members
     for one in config.environment:

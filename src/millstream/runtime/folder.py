@@ -4,6 +4,7 @@ config.toml      the resolved config
 events.jsonl     everything that happened
 metrics.jsonl    a line a step
 checkpoints/     see `runtime.checkpoint`
+warmup/          those of supervised training, until the model is saved
 model/           the trained model
 summary.json     the run in numbers; there when the run is finished
 trace.json       a timeline for ui.perfetto.dev
@@ -24,7 +25,7 @@ from msgspec import Struct, structs
 
 from millstream.config import load, to_toml
 from millstream.errors import ConfigError, OutputError
-from millstream.events import Evaluated, RunEnded
+from millstream.events import Evaluated, RunEnded, WarmedUp
 from millstream.events.sinks import read_events, read_history
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
@@ -41,6 +42,9 @@ class RunResult(Struct, frozen=True, kw_only=True):
     accuracy_after: float | None
     greedy_before: float | None
     greedy_after: float | None
+    held_out_loss_before: float | None = None
+    """Of supervised training: mean negative log-likelihood of a token of the held-out tasks. None without any."""
+    held_out_loss_after: float | None = None
     summary: Summary
 
 
@@ -109,12 +113,15 @@ class RunFolder:
         """The run in numbers, from its events: what is returned, and written as `trace.json` and, last, `summary.json`."""
         history = list(read_history(self.events))
         accuracy = {event.name: event.accuracy for event in history if isinstance(event, Evaluated)}
+        losses = [event.held_out_loss for event in history if isinstance(event, WarmedUp)]
         result = RunResult(
             run_dir=str(self.path),
             accuracy_before=accuracy.get("sampled before"),
             accuracy_after=accuracy.get("sampled after"),
             greedy_before=accuracy.get("greedy before"),
             greedy_after=accuracy.get("greedy after"),
+            held_out_loss_before=losses[0] if losses else None,
+            held_out_loss_after=losses[-1] if losses else None,
             summary=summarise(history),
         )
         flat = {**structs.asdict(result), **structs.asdict(result.summary)}
@@ -149,6 +156,7 @@ def _further_command(folder: RunFolder, config: RunConfig) -> str:
     """Trains a finished run's model with the run's own config, less what made a model from nothing."""
     changes = [f"model.path={folder.model}"]
     changes += ["model.tiny="] if config.model.tiny is not None else []
+    changes += ["learner.lora="] if config.learner.lora is not None else []
     changes += ["warmup="] if config.warmup is not None else []
     changes += [f"run_dir={config.run_dir}-further"] if config.run_dir is not None else []
     return " ".join([program(), "train", str(folder.config), *(f"--set {change}" for change in changes)])

@@ -1,8 +1,8 @@
 """The local runtime: one machine, an engine, a learner thread, and the event loop between them.
 
-Steps of a run: data and model, the run folder, warm-up (if asked for), evaluation, reinforcement learning, the saved model,
-evaluation, summary, trace. Whatever ends it, the folder says so: the last event is `RunEnded`, with the name of the error. A
-run that was stopped or killed goes on from its newest checkpoint (`resume`).
+Steps of a run: data and model, the run folder, supervised training (if asked for), evaluation, reinforcement learning, the
+saved model, evaluation, summary, trace. Whatever ends it, the folder says so: the last event is `RunEnded`, with the name of
+the error. A run that was stopped or killed goes on from its newest checkpoint (`resume`).
 """
 
 from __future__ import annotations
@@ -46,14 +46,13 @@ from millstream.events import (
     Sample,
     Status,
     StopRequested,
-    WarmedUp,
+    WarmupSealed,
     Warned,
 )
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events, read_history
-from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
 from millstream.model.load import set_up_cpu
-from millstream.runtime import build, checkpoint
+from millstream.runtime import build, checkpoint, supervised
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run
 from millstream.runtime.evaluate import Measured, evaluate
@@ -61,8 +60,9 @@ from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_com
 from millstream.runtime.garbage import seldom_collected
 from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.router import Router
+from millstream.runtime.supervised import Supervised
 from millstream.runtime.waits import Waits
-from millstream.runtime.warmup import Script, warm_up
+from millstream.runtime.warmup import Script
 from millstream.runtime.watchdog import Watchdog
 from millstream.types import Sampling, Task, Weights
 from millstream.weights.local import LocalChannel
@@ -70,8 +70,6 @@ from millstream.weights.local import LocalChannel
 logger = logging.getLogger(__name__)
 STATUS_S = 1.0
 END_S = 5.0
-WARMUP_PROBE = 256
-"""Training tasks that the warm-up is measured on."""
 
 
 class Prepared(Struct, frozen=True, kw_only=True, eq=False):
@@ -101,7 +99,7 @@ def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
     set_up_cpu()
     kinds = [find(one) for one in config.environment]
     data = read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
-    model, tokenizer = build.build_model(config.model, seed=config.seed)
+    model, tokenizer = build.build_model(config.model, seed=config.seed, lora=config.learner.lora)
     text = build.Text(tokenizer=tokenizer)
     rewards = prepare_rewards(config.reward, reward)
     environment = build.build_environment(kinds, text, rewards)
@@ -141,11 +139,16 @@ def resume(path: Path, *, reward: Reward | None = None, sinks: Sequence[EventSin
     prepared = prepare(config, reward)
     life = _last_life(folder)
     found, troubles = checkpoint.newest(path, life.sealed)
+    early = None
+    if found is None:
+        early, more = checkpoint.newest(path, life.sealed, checkpoint.WARMUP_FOLDER)
+        troubles += more
     for trouble in troubles:
         logger.warning("%s; it is set aside", trouble)
-    if found is not None and found.run_state().data_digest != prepared.data_digest:
-        raise CheckpointError(f"the data set is not the one that the run in {path} began with: it cannot go on")
-    return _carry_out(prepared, folder, sinks, Before(found=found, life=life))
+    for one in (found, early):
+        if one is not None and one.run_state().data_digest != prepared.data_digest:
+            raise CheckpointError(f"the data set is not the one that the run in {path} began with: it cannot go on")
+    return _carry_out(prepared, folder, sinks, Before(found=found, life=life, supervised=early))
 
 
 def _carry_out(
@@ -205,7 +208,7 @@ def _last_life(folder: RunFolder) -> Life:
         ended_at = max(ended_at, event.at)
         if isinstance(event, Resumed):
             incarnation = event.incarnation
-        elif isinstance(event, CheckpointSealed):
+        elif isinstance(event, CheckpointSealed | WarmupSealed):
             sealed.add(event.digest)
     return Life(incarnation, ended_at, sealed)
 
@@ -215,6 +218,8 @@ class Before(NamedTuple):
 
     found: Found | None
     life: Life
+    supervised: Found | None = None
+    """A checkpoint of supervised training, where there is none of reinforcement learning."""
 
     @property
     def version(self) -> int:
@@ -224,7 +229,8 @@ class Before(NamedTuple):
 def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measured:
     """The config's model on its held-out tasks: sampled, and greedy. Leaves no run folder. Draws the random numbers of a run's
     last evaluation, so that a finished run's model gets its figure again."""
-    prepared = prepare(config, reward)
+    learner = structs.replace(config.learner, lora=None)  # new adapters would change nothing
+    prepared = prepare(structs.replace(config, learner=learner), reward)
     if not prepared.held_out:
         raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
     if prepared.warning:
@@ -319,6 +325,8 @@ class _Run:
         self._version = 0 if before is None else before.version
         self._pipeline: Pipeline | None = None
         self._checkpoints: Checkpoints | None = None
+        self._supervised: Supervised | None = None
+        self._found_supervised = None if before is None else before.supervised
         self._stopped_by: signal.Signals | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._is_done = False
@@ -367,10 +375,11 @@ class _Run:
     def _on_signal(self, number: signal.Signals, task: asyncio.Task[None]) -> None:
         """The first one lets the batch in hand come to its end, for a while; the second ends it now."""
         is_first, self._stopped_by = self._stopped_by is None, number
-        if self._pipeline is None or not is_first:
+        at_work = self._supervised if self._supervised is not None and self._supervised.is_at_work else self._pipeline
+        if at_work is None or not is_first:
             task.cancel()
             return
-        self._pipeline.stop()
+        at_work.stop()
         grace_s = self._prepared.config.checkpoint.grace_s
         self._sink.emit(StopRequested(at=self._clock.now(), signal=number.name, grace_s=grace_s))
         self._grace = asyncio.get_running_loop().call_later(grace_s, task.cancel)
@@ -379,6 +388,8 @@ class _Run:
         resumed_from = None if self._found is None else self._version
         version = resumed_from if self._checkpoints is None else self._checkpoints.version
         kept = "nothing was trained yet" if version is None else f"the checkpoint of step {version} is written"
+        if version is None and self._supervised is not None and self._supervised.step_kept:
+            kept = f"the checkpoint of supervised step {self._supervised.step_kept} is written"
         by = signal.Signals(self._stopped_by or 0).name
         return f"stopped by {by}; {kept}. To go on:\n  {resume_command(self._folder.path)}"
 
@@ -414,9 +425,9 @@ class _Run:
         evaluator = _Evaluator(prepared, router, self._clock, self._sink, self._waits)
         try:
             if self._found is None:
-                if config.warmup is not None:
-                    await self._warm_up(engine, evaluator, config.warmup)
-                await evaluator.sampled_and_greedy("before")
+                await self._begin(engine, evaluator)
+            if self._stopped_by is not None:
+                return
             learner = self._build_learner()
             try:
                 if self._found is not None:
@@ -433,6 +444,16 @@ class _Run:
         finally:
             await prepared.environment.close()
             await engine.close()
+
+    async def _begin(self, engine: TorchEngine, evaluator: _Evaluator) -> None:
+        """Supervised training, if it is asked for. What comes after "before" is reinforcement, or, without any, that."""
+        config = self._prepared.config
+        if not config.pipeline.steps:
+            await evaluator.sampled_and_greedy("before")
+        if config.warmup is not None:
+            await self._warm_up(engine, evaluator, config.warmup)
+        if config.pipeline.steps and self._stopped_by is None:
+            await evaluator.sampled_and_greedy("before")
 
     async def _restore(self, learner: TorchLearner, engine: TorchEngine, found: Found) -> None:
         reading = asyncio.to_thread(learner.restore, found.folder)
@@ -457,6 +478,7 @@ class _Run:
             learner.save(self._folder.model)
         except OSError as error:
             raise OutputError(self._folder.cannot_write(self._folder.model, error)) from error
+        supervised.remove_checkpoints(self._folder.path)
 
     async def _warm_up(self, engine: TorchEngine, evaluator: _Evaluator, config: WarmupConfig) -> None:
         prepared = self._prepared
@@ -464,35 +486,60 @@ class _Run:
             prepared.config,
             prepared.model,
             prepared.tokenizer,
-            learner=LearnerConfig(learning_rate=config.learning_rate),
+            learner=supervised.learner_config(prepared.config, config),
             objective=recipe.supervised(),
-            num_steps=None,
+            num_steps=config.num_steps(len(prepared.data.train)),
         )
-
-        async def accuracy_of(weights: Weights) -> float:
-            await self._waits.on("warm-up", f"{engine.name} to load its weights", engine.load(0, weights))
-            measured, _ = await evaluator.once(WARMUP, prepared.data.train[:WARMUP_PROBE], prepared.sampling)
-            return measured.accuracy
-
-        def say(step: int, accuracy: float) -> None:
-            now, most = self._clock.now(), config.max_steps
-            self._sink.emit(WarmedUp(at=now, step=step, max_steps=most, accuracy=accuracy, stop_at=config.stop_at))
-
+        self._supervised = self._build_supervised(learner, engine, evaluator, config)
         try:
-            await warm_up(
-                learner,
-                prepared.data.train,
-                Script(prepared.environment, prepared.text, prepared.config).rows,
-                accuracy_of,
-                config,
-                waits=self._waits,
-                seed=prepared.config.seed,
-                on_progress=say,
-            )
+            await self._supervised.run(self._found_supervised)
+            if self._stopped_by is not None:
+                return
             weights = await self._waits.on("warm-up", "the learner to copy weights", learner.weights())
             await self._waits.on("warm-up", f"{engine.name} to load its weights", engine.load(0, weights))
         finally:
+            self._end_grace()
             await learner.close()
+
+    def _build_supervised(
+        self, learner: TorchLearner, engine: TorchEngine, evaluator: _Evaluator, config: WarmupConfig
+    ) -> Supervised:
+        prepared, run = self._prepared, self._prepared.config
+
+        async def accuracy_of(weights: Weights) -> float:
+            await self._waits.on("warm-up", f"{engine.name} to load its weights", engine.load(0, weights))
+            measured, _ = await evaluator.once(WARMUP, prepared.data.train[: supervised.PROBE], prepared.sampling)
+            return measured.accuracy
+
+        checkpoints = supervised.build_checkpoints(
+            self._folder.path,
+            run,
+            clock=self._clock,
+            sink=self._sink,
+            last_seq=lambda: self._files[0].last_seq,
+            sync=self._sync,
+            run_state=self._run_state,
+            num_steps=config.num_steps(len(prepared.data.train)),
+        )
+        return Supervised(
+            config,
+            learner,
+            checkpoints,
+            tasks=prepared.data.train,
+            held_out=prepared.held_out,
+            new_script=lambda: Script(prepared.environment, prepared.text, run),
+            accuracy_of=accuracy_of,
+            micro_batch_tokens=run.learner.micro_batch_tokens,
+            seed=run.seed,
+            clock=self._clock,
+            sink=self._sink,
+            waits=self._waits,
+        )
+
+    def _end_grace(self) -> None:
+        """It was for the batch; the last checkpoint may take what it takes."""
+        if self._grace is not None:
+            self._grace.cancel()
 
     async def _reinforce(
         self, learner: TorchLearner, engine: TorchEngine, router: Router, evaluator: _Evaluator
@@ -530,8 +577,7 @@ class _Run:
             with seldom_collected():
                 await self._pipeline.run()
         finally:
-            if self._grace is not None:  # it was for the batch; the last checkpoint may take what it takes
-                self._grace.cancel()
+            self._end_grace()
             await self._waits.on("the run", "the last checkpoint to be written", self._checkpoints.close())
 
     def _build_checkpoints(self) -> Checkpoints:

@@ -12,6 +12,7 @@ from millstream.runtime.admission import full_budget
 
 class PipelineConfig(Struct, frozen=True, kw_only=True):
     steps: int = 100
+    """Batches of reinforcement learning. 0: none; what the `[warmup]` table says is all the training there is."""
     groups_per_step: int = 16
     max_lag: float = 1.0
     """The asynchronous ratio: how many versions old a rollout's start may be when it is trained. 0 is synchronous."""
@@ -40,8 +41,8 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     """A wait for an engine or the learner this long ends the run with an error that names it."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.groups_per_step < 1 or not 0 <= self.max_lag < math.inf:
-            raise ValueError("steps and groups_per_step must be at least 1, max_lag a number from 0")
+        if self.steps < 0 or self.groups_per_step < 1 or not 0 <= self.max_lag < math.inf:
+            raise ValueError("steps must be at least 0, groups_per_step at least 1, max_lag a number from 0")
         if self.extra_groups is not None and self.extra_groups < 0:
             raise ValueError("extra_groups must be at least 0")
         most = full_budget(self.groups_per_step, self.max_lag) - self.groups_per_step

@@ -1,24 +1,28 @@
-"""A supervised warm-up on gold answers, so that a model from nothing has something to reinforce. Stops by accuracy."""
+"""Supervised training on gold answers: a warm-up that gives a model something to reinforce, or all the training there is."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain, islice
+from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from millstream.env import Text
 from millstream.env.hosted import Environments
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import EnvironmentFailed
 from millstream.learner import Learner
+from millstream.learner.packing import Packer
 from millstream.runtime.config import RunConfig, WarmupConfig
 from millstream.runtime.episode import Episode
 from millstream.runtime.waits import Waits
 from millstream.seeds import derive_seed
-from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task, TrainRow, Weights
+from millstream.types import Completion, Finish, Metrics, Request, RequestKey, Sampling, Task, TrainRow
 
 
 def gold_row(tokens: Sequence[int], mask: Sequence[bool]) -> TrainRow:
@@ -44,14 +48,22 @@ class Script:
         self._next = 0
 
     async def rows(self, task: Task) -> list[TrainRow]:
+        """None of a task without gold turns."""
         gold = self._environments.gold(task)
-        if isinstance(self._environments.of(task).environment, SingleTurn):
-            prompt, answer = self._text.opening(task.prompt), self._turn(gold[0] if gold else "")
-            return [gold_row([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))]
         if not gold:
             return []
+        if self._is_one_turn(task):
+            prompt, answer = self._text.opening(task.prompt), self._turn(gold[0])
+            return [gold_row([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))]
         number, self._next = self._next, self._next + 1
         return await self._play(task, gold, RequestKey(group_id=number, member=0))
+
+    def skip(self, tasks: Iterable[Task]) -> None:
+        """As if these had been played: what is played has a number, and with it its seeds."""
+        self._next += sum(not self._is_one_turn(task) and bool(self._environments.gold(task)) for task in tasks)
+
+    def _is_one_turn(self, task: Task) -> bool:
+        return isinstance(self._environments.of(task).environment, SingleTurn)
 
     async def _play(self, task: Task, gold: Sequence[str], key: RequestKey) -> list[TrainRow]:
         turns = iter(gold)
@@ -82,33 +94,88 @@ class Script:
         return [*self._text.encode(said), self._text.end_token]
 
 
-async def _train_on(learner: Learner, rows: Sequence[TrainRow]) -> None:
+def batches(tasks: Sequence[Task], config: WarmupConfig, *, seed: int) -> Iterator[list[Task]]:
+    """The examples of every step: drawn with replacement, or each once an epoch. A function of the seed alone, so that
+    training that goes on from a checkpoint goes on with the same ones."""
+    if config.epochs is None:
+        rng = random.Random(derive_seed(seed, "warmup"))
+        for _ in range(config.num_steps(len(tasks))):
+            yield rng.choices(tasks, k=config.batch_size)
+        return
+    order = chain.from_iterable(_shuffled(tasks, seed, epoch) for epoch in range(config.epochs))
+    while batch := list(islice(order, config.batch_size)):
+        yield batch
+
+
+def _shuffled(tasks: Sequence[Task], seed: int, epoch: int) -> list[Task]:
+    order = list(tasks)
+    random.Random(derive_seed(seed, "warmup", epoch)).shuffle(order)
+    return order
+
+
+def micro_batches(rows: Iterable[TrainRow], max_tokens: int) -> Iterator[list[TrainRow]]:
+    packer = Packer(max_tokens)
+    for row in rows:
+        if full := packer.add(row):
+            yield full
+    if rest := packer.flush():
+        yield rest
+
+
+async def _train_on(learner: Learner, rows: Sequence[TrainRow], max_tokens: int) -> Metrics:
     await learner.begin_batch()
-    await learner.accumulate(rows)
-    await learner.step()
+    for micro_batch in micro_batches(rows, max_tokens):
+        await learner.accumulate(micro_batch)
+    return await learner.step()
+
+
+class Checks(Struct, frozen=True, kw_only=True, eq=False):
+    """What supervised training asks of the run around it."""
+
+    accuracy: Callable[[], Awaitable[float]]
+    """Sampled with the learner's weights as they are."""
+    held_out_loss: Callable[[], Awaitable[float | None]]
+    told: Callable[[WarmedUpSoFar], None]
+    ends_after: Callable[[int], Awaitable[bool]]
+    """Called with each step that is done: keeps what is to be kept. Whether the run was told to stop."""
+
+
+class WarmedUpSoFar(NamedTuple):
+    step: int
+    loss: float | None = None
+    held_out_loss: float | None = None
+    accuracy: float | None = None
 
 
 async def warm_up(
     learner: Learner,
     tasks: Sequence[Task],
-    rows_of: Callable[[Task], Awaitable[Sequence[TrainRow]]],
-    accuracy_of: Callable[[Weights], Awaitable[float]],
+    script: Script,
     config: WarmupConfig,
+    checks: Checks,
     *,
     waits: Waits,
     seed: int,
-    on_progress: Callable[[int, float], None],
-) -> int:
-    """Train until the sampled accuracy reaches `stop_at` or the steps are spent; the number of steps."""
-    rng = random.Random(derive_seed(seed, "warmup"))
-    for step in range(1, config.max_steps + 1):
-        playing = asyncio.gather(*(rows_of(task) for task in rng.choices(tasks, k=config.batch_size)))
+    micro_batch_tokens: int,
+    after_step: int = 0,
+) -> None:
+    """Train until the sampled accuracy reaches `stop_at`, the steps are spent, or the run is to stop. `after_step`: go on as if
+    these had just been made."""
+    num_steps = config.num_steps(len(tasks))
+    for step, batch in enumerate(batches(tasks, config, seed=seed), 1):
+        if step <= after_step:
+            script.skip(batch)
+            continue
+        playing = asyncio.gather(*(script.rows(task) for task in batch))
         rows = [row for played in await waits.on("warm-up", "the environment", playing) for row in played]
-        await waits.on("warm-up", "the learner", _train_on(learner, rows))
-        if step % config.check_every == 0:
-            weights = await waits.on("warm-up", "the learner to copy weights", learner.weights())
-            accuracy = await accuracy_of(weights)
-            on_progress(step, accuracy)
-            if accuracy >= config.stop_at:
-                return step
-    return config.max_steps
+        training = _train_on(learner, rows, micro_batch_tokens)
+        loss = (await waits.on("warm-up", "the learner", training)).get("loss")
+        is_check = step % config.check_every == 0
+        if is_check or step == num_steps:
+            held_out = await checks.held_out_loss()
+            accuracy = await checks.accuracy() if is_check and config.stop_at is not None else None
+            checks.told(WarmedUpSoFar(step, loss, held_out, accuracy))
+            if accuracy is not None and config.stop_at is not None and accuracy >= config.stop_at:
+                return
+        if await checks.ends_after(step):
+            return

@@ -1,0 +1,124 @@
+"""Low-rank adapters on a model's linear layers: added in place, trained and sent alone, merged when the model is saved.
+
+The model stays what it is for everybody who computes with it. The weights that it came with are frozen, so that copies of it in
+one process may share them (`copy_of`); what is trained, published and kept in checkpoints is `trained_weights`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millstream.errors import ModelError
+from millstream.model.load import model_weights
+from millstream.model.lora import LoraConfig, check_lora
+from millstream.model.policy import layers_of
+
+NAME = "default"
+PREFIX = "base_model.model."
+"""In front of every name in a file of peft's."""
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
+    """In place. B begins at 0: the model's outputs stay as they are. The same seed gives the same adapters on any device."""
+    check_lora(config)
+    import peft
+
+    targets = _targets(model, config)
+    lora = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+        task_type=peft.TaskType.CAUSAL_LM,
+        base_model_name_or_path=model.name_or_path or None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        peft.inject_adapter_in_model(lora, model, adapter_name=NAME)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in _adapted(model).values():
+        down = layer.lora_A[NAME].weight
+        start = nn.init.kaiming_uniform_(torch.empty(down.shape), a=math.sqrt(5), generator=generator)
+        down.data.copy_(start)
+    model.eval()
+
+
+def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    linear = {
+        name.rpartition(".")[2]
+        for layer in layers_of(model)
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    if not linear:
+        raise ModelError(f"{type(model).__name__} has no linear layers in its decoder: leave [learner.lora] out")
+    if strange := sorted(set(config.targets) - linear):
+        raise ModelError(
+            f"learner.lora.targets: {type(model).__name__} has no linear layer named {', '.join(strange)} in its decoder; "
+            f"there are {', '.join(sorted(linear))}"
+        )
+    return sorted(config.targets or linear)
+
+
+def _adapted(model: PreTrainedModel) -> dict[str, Any]:
+    """The layers with an adapter, by name. Empty if the whole model is trained."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def lora_of(model: PreTrainedModel) -> LoraConfig | None:
+    """What `add_adapters` made of it; None if it has none."""
+    if not hasattr(model, "peft_config"):
+        return None
+    found = model.peft_config[NAME]
+    return LoraConfig(rank=found.r, alpha=found.lora_alpha, targets=tuple(sorted(found.target_modules)))
+
+
+def trained_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What training may change, which is what engines load: the adapters where there are some, else the whole model."""
+    if lora_of(model) is None:
+        return model_weights(model)
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def copy_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with trained weights of its own. What adapters stand on is never written to, and is shared."""
+    shared = set[int]() if lora_of(model) is None else {id(p) for p in model.parameters() if not p.requires_grad}
+    return copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) in shared})
+
+
+@torch.no_grad()
+def merged(model: PreTrainedModel) -> PreTrainedModel:
+    """The same function as an ordinary model. Adapted layers get weights of their own, on the host; all others are shared."""
+    ordinary = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    for name, layer in _adapted(ordinary).items():
+        base = layer.get_base_layer()
+        down, up = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        weight = base.weight.float() + layer.scaling[NAME] * (up.float() @ down.float())
+        plain = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(weight.to("cpu", base.weight.dtype))
+        plain.bias = base.bias
+        ordinary.set_submodule(name, plain)
+    del ordinary.peft_config
+    return ordinary
+
+
+def save_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """In peft's format: `PeftModel.from_pretrained(base, folder)` puts them onto the model that they were trained on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {name.replace(f".{NAME}.", "."): value for name, value in trained_weights(model).items()}
+    tensors = {PREFIX + name: value.detach().to("cpu").contiguous() for name, value in found.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_model.safetensors").chmod(0o644)
+    model.peft_config[NAME].save_pretrained(folder)
