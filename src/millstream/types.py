@@ -92,6 +92,8 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     attempt: int
     start_version: int
     reward: float
+    turn_rewards: NDArray[np.float64]
+    """What each turn of this sequence (each run of the mask) has earned, as far as the environment said so."""
     finish: Finish
     tokens: Tokens
     loss_mask: Mask
@@ -106,6 +108,12 @@ class TrainRow(Struct, frozen=True, kw_only=True, eq=False):
     loss_mask: Mask
     logprobs: Floats
     advantages: Floats
+    reference: Floats | None = None
+    """Log-probabilities under the reference. None: there is none."""
+    values: Floats | None = None
+    """What the critic expected. None: there is none."""
+    returns: Floats | None = None
+    """What the critic is to expect. None: there is none."""
 
 
 class Fate(StrEnum):

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from millstream.types import Metrics, TrainRow, Weights
+from millstream.types import Floats, Metrics, TrainRow, Weights
 
 
 class LearnerConfig(Struct, frozen=True, kw_only=True):
@@ -68,4 +68,35 @@ class Learner(Protocol):
 
     def save(self, path: Path) -> None:
         """Write the model so that others can load it."""
+        ...
+
+
+class Scorer(Protocol):
+    """Whatever has something to say of every token: a reference its log-probability, a critic what it expects. Calls may come
+    at any time and are served one after the other. May raise `LearnerError`."""
+
+    async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        """For each row one number a token, 0 where it is not trained. Rows that are given together are computed together; each
+        gets the number that it would get alone, to float tolerance."""
+        ...
+
+
+class Critic(Scorer, Protocol):
+    """Expects, at every trained token, what is still to come when it is about to be sampled. It learns as a learner does:
+    `accumulate` and `step` are called one at a time, and change what `score` says only at the step."""
+
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        """Add the unnormalised gradient of these rows, which have `values` and `returns`."""
+        ...
+
+    async def step(self) -> Metrics:
+        """Divide by the whole batch, clip, update, forget the gradient. Without rows the weights stay as they are."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """Taken between two batches."""
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """Go on as if nothing had happened since the snapshot that was written there."""
         ...

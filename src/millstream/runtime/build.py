@@ -32,7 +32,8 @@ from millstream.model.objective import Objective
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
 from millstream.runtime.config import ModelConfig, RunConfig
-from millstream.runtime.pipeline import STORE_TASKS, Algorithm, GroupReward
+from millstream.runtime.pipeline import Algorithm, GroupReward
+from millstream.runtime.stages import store_tasks
 from millstream.store.memory import MemoryStore
 from millstream.types import Message, Sampling, Task
 
@@ -245,7 +246,7 @@ def build_learner(
 
 def build_store(config: RunConfig) -> MemoryStore:
     """Room for every rollout that may be in flight or taken: with less the pipeline would wait for itself."""
-    return MemoryStore(STORE_TASKS, capacity_rows=config.pipeline.most_groups * config.rollout.most_rows)
+    return MemoryStore(store_tasks(), capacity_rows=config.pipeline.most_groups * config.rollout.most_rows)
 
 
 def build_algorithm(config: RunConfig, sampling: Sampling, text: Text, rewards: Rewards) -> Algorithm:
