@@ -4,6 +4,7 @@ config.toml      the resolved config
 events.jsonl     everything that happened
 metrics.jsonl    a line a step
 checkpoints/     see `runtime.checkpoint`
+reference/       the model after its warm-up, where what is trained is compared with it
 model/           the trained model
 summary.json     the run in numbers; there when the run is finished
 trace.json       a timeline for ui.perfetto.dev
@@ -48,6 +49,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.events, self.metrics = path / "events.jsonl", path / "metrics.jsonl"
+        self.reference = path / "reference"
         self.config, self.model, self.stacks = path / "config.toml", path / "model", path / "stacks.txt"
         self._lock: BinaryIO | None = None
 
