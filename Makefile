@@ -8,13 +8,16 @@ TRL := .venv-trl
 TQ := .venv-tq
 VERL := .peer-verl
 
-.PHONY: demo test test-ray test-envs check format bench bench-trl bench-losses bench-store example clean
+.PHONY: demo test test-slow test-ray test-envs check format bench bench-trl bench-losses bench-store example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
 
 test: $(INSTALLED)
 	$(BIN)/pytest
+
+test-slow: $(INSTALLED)
+	$(BIN)/pytest -m slow
 
 test-ray: $(VENV)/.installed-ray
 	$(BIN)/pytest -m ray

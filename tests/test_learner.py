@@ -21,7 +21,8 @@ from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner, learning_rate_share, share_prompts
-from millstream.types import TrainRow
+from millstream.model.objective import LossInputs, TokenLoss
+from millstream.types import Metrics, TrainRow
 from tiny import CONFIGS, VOCABULARY, make, plain
 
 AGGREGATIONS = ["token_mean", "sequence_mean", "fixed_length"]
@@ -60,11 +61,11 @@ def gradient(one: TorchLearner, micro_batches: list[list[TrainRow]]) -> torch.Te
         for micro_batch in micro_batches:
             await one.accumulate(micro_batch)
 
-    one.model.zero_grad()
+    one.optimizer.forget()
     one._start_sums()
     asyncio.run(accumulate())
-    flat = torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None])
-    return flat / one._units
+    flat = torch.cat([grad.flatten() for grad in one.optimizer.gradients().values()])
+    return flat / one._sums.units
 
 
 SPLIT = [AlgorithmConfig(name=name) for name in ("grpo", "dr_grpo", "decoupled_ppo", "topr", "gspo", "kimi")] + [
@@ -251,21 +252,109 @@ def test_with_one_step_a_batch_the_clip_of_decoupled_ppo_never_acts() -> None:
     asyncio.run(program())
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_says_what_to_set() -> None:
+@pytest.mark.parametrize("column", ["logprobs", "advantages", "reference"])
+def test_a_row_with_a_number_that_is_not_finite_is_left_out_by_name(
+    column: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = [structs.replace(row, reference=row.logprobs, label=f"row {i}") for i, row in enumerate(rows(3))]
+    broken = getattr(batch[1], column).copy()
+    broken[np.flatnonzero(batch[1].loss_mask)[-1]] = np.nan
+    one = learner()
+    with_it = gradient(one, [[batch[0], structs.replace(batch[1], **{column: broken}), batch[2]]])
+    assert asyncio.run(one.step())["skipped_rows"] == 1
+    assert "row 1 is left out" in caplog.text
+    other = learner()
+    assert torch.equal(with_it, gradient(other, [[batch[0], batch[2]]]))
+    assert "skipped_rows" not in asyncio.run(other.step())
+
+
+def infinite(x: LossInputs) -> TokenLoss:
+    """Finite but for the second row of a micro-batch."""
+    return TokenLoss(torch.where(x.row_N == 1, -torch.inf, 1.0) * x.logprobs_N, {})
+
+
+def test_a_step_whose_gradient_is_not_finite_is_left_out_and_too_many_in_a_row_end_the_run() -> None:
+    supervised = recipe.supervised()
+    one = TorchLearner(make("qwen3"), LearnerConfig(max_skipped_steps=2), supervised._replace(token_loss=infinite))
+    batch = [structs.replace(row, label=f"group 7, member {i}") for i, row in enumerate(rows(3))]
+
+    async def train(some: list[TrainRow]) -> Metrics:
+        await one.begin_batch()
+        await one.accumulate(some)
+        return await one.step()
+
     async def program() -> None:
-        one = learner()
-        (row, *_) = rows(1)
-        bad = TrainRow(
-            tokens=row.tokens,
-            loss_mask=row.loss_mask,
-            logprobs=row.logprobs,
-            advantages=np.full(len(row.tokens), np.nan, dtype=np.float32),
-        )
-        await one.accumulate([bad])
-        with pytest.raises(LearnerError, match=r"learner\.learning_rate"):
-            await one.step()
+        before = await one.weights()
+        for _ in range(2):
+            assert (await train(batch))["skipped_steps"] == 1
+        after = await one.weights()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert "skipped_steps" not in await train(batch[:1])  # a sound one: the count begins anew
+        for _ in range(2):
+            await train(batch)
+        with pytest.raises(LearnerError, match=r"the loss of group 7, member 1 is not finite.*learner\.learning_rate"):
+            await train(batch)
 
     asyncio.run(program())
+
+
+def test_with_bfloat16_the_masters_keep_what_rounding_would_lose(tmp_path: Path) -> None:
+    """A hundred steps of a ten-thousandth of a weight move it by a hundredth, though each is below what it can show."""
+    model = make("qwen3").to(torch.bfloat16)
+    one = TorchLearner(model, LearnerConfig(learning_rate=1e-5), recipe.supervised())
+    exact = TorchLearner(
+        make("qwen3").to(torch.bfloat16).float(), LearnerConfig(learning_rate=1e-5), recipe.supervised()
+    )
+    batch = rows(3)
+
+    async def program() -> None:
+        for _ in range(30):
+            for each in (one, exact):
+                await each.accumulate(batch)
+                await each.step()
+
+    start = {name: value.float() for name, value in asyncio.run(one.weights()).items()}
+    asyncio.run(program())
+    masters, parameters = one.optimizer.state()["masters"], dict(model.named_parameters())
+    for name, master in masters.items():
+        assert master.dtype == torch.float32 and torch.equal(master.bfloat16(), parameters[name])
+    moved = torch.cat([(masters[name] - start[name]).flatten() for name in masters])
+    expected = torch.cat([(p.detach() - start[name]).flatten() for name, p in exact.model.named_parameters()])
+    assert torch.nn.functional.cosine_similarity(moved, expected, dim=0) > 0.97
+    assert abs(float(moved.norm() / expected.norm()) - 1) < 0.05
+
+
+def test_a_bfloat16_learner_goes_on_from_its_snapshot_bit_for_bit(tmp_path: Path) -> None:
+    async def program() -> None:
+        one = TorchLearner(make("qwen3").to(torch.bfloat16), LearnerConfig(), recipe.supervised())
+        other = TorchLearner(make("qwen3").to(torch.bfloat16), LearnerConfig(), recipe.supervised())
+        await one.accumulate(rows(4))
+        await one.step()
+        (await one.snapshot()).write(tmp_path)
+        other.restore(tmp_path)
+        for each in (one, other):
+            await each.accumulate(rows(4, seed=1))
+            await each.step()
+        assert torch.equal(*(torch.cat([m.flatten() for m in each.optimizer.state()["masters"].values()])
+                             for each in (one, other)))  # fmt: skip
+
+    asyncio.run(program())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_recomputed_activations_change_no_gradient(name: str) -> None:
+    batch = rows(6)
+    plainly = gradient(learner(name=name), [batch])
+    assert torch.equal(gradient(learner(name=name, config=LearnerConfig(recompute=True)), [batch]), plainly)
+
+
+@pytest.mark.slow
+def test_compiled_layers_change_no_gradient() -> None:
+    batch = rows(6)
+    plainly = gradient(learner(), [batch])
+    one = learner(config=LearnerConfig(compile=True))
+    for some in ([batch], [batch[:2], batch[2:]]):
+        assert torch.allclose(gradient(one, some), plainly, atol=1e-5 * float(plainly.abs().max()), rtol=1e-3)
 
 
 def test_a_row_that_trains_its_first_token_is_refused() -> None:

@@ -114,6 +114,8 @@ class TrainRow(Struct, frozen=True, kw_only=True, eq=False):
     """What the critic expected. None: there is none."""
     returns: Floats | None = None
     """What the critic is to expect. None: there is none."""
+    label: str = ""
+    """What to call it where something is wrong with it."""
 
 
 class Fate(StrEnum):

@@ -23,12 +23,20 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
     """Tokens computed in one forward and backward pass; bounds the memory."""
     mini_batches: int = 1
     """Optimizer steps a batch. Above 1 the proximal policy stays that of the batch's start, and clips begin to act."""
+    recompute: bool = False
+    """Whether layers compute their activations again in the backward pass: a third more work, a fraction of the memory."""
+    compile: bool = False
+    """Whether layers are compiled. On a GPU: a minute at the beginning, and faster from then on."""
+    max_skipped_steps: int = 3
+    """Optimizer steps in a row whose gradient is not finite: they are left out, by name. One more ends the run."""
 
     def __post_init__(self) -> None:
         if self.learning_rate <= 0 or self.max_grad_norm <= 0:
             raise ValueError("learning_rate and max_grad_norm must be above 0")
-        if self.mini_batches < 1 or self.micro_batch_tokens < 1 or self.warmup_steps < 0 or self.weight_decay < 0:
-            raise ValueError("mini_batches and micro_batch_tokens must be at least 1, warmup_steps and weight_decay 0")
+        if self.mini_batches < 1 or self.micro_batch_tokens < 1:
+            raise ValueError("mini_batches and micro_batch_tokens must be at least 1")
+        if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_skipped_steps < 0:
+            raise ValueError("warmup_steps, weight_decay and max_skipped_steps must be at least 0")
 
 
 class ReferenceConfig(Struct, frozen=True, kw_only=True):

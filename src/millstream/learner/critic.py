@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from millstream.learner import CriticConfig, LearnerConfig
 from millstream.learner.optimizer import Optimizer
-from millstream.learner.rows import Rows
+from millstream.learner.rows import Rows, is_finite
 from millstream.learner.scorer import spread
 from millstream.learner.torch import STATE, TorchSnapshot, on_host, read_state
 from millstream.model.attention import Packed
@@ -95,9 +95,10 @@ class TorchCritic:
         await self._run(lambda: self._accumulate(rows))
 
     def _accumulate(self, rows: Sequence[TrainRow]) -> None:
-        batch = Rows(rows, self._device)
-        if not batch.num_trained:
+        sound = [row for row in rows if is_finite(row)]  # the learner says which are not
+        if not any(row.loss_mask.any() for row in sound):
             return
+        batch = Rows(sound, self._device)
         returns_M, old_M = batch.column("returns"), batch.column("values")
         values_M = self._values(batch.tokens_N, batch.packed, batch.before_M)
         loss = value_loss(values_M, old_M, returns_M, self._clip).sum()

@@ -9,13 +9,15 @@ Shapes: N tokens in all, R rows (sequences), L tokens in the longest, H heads, K
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from millstream.errors import ModelError
@@ -73,16 +75,114 @@ class Packed:
     A sequence is given by the indices of its tokens among the N. Sequences may share a beginning, which is then computed once:
     every layer but the attention sees it once, and only keys, values and scores are repeated.
 
-    Sequences are attended to in classes of similar length (each at most twice as long as the shortest), so that a long one
-    among short ones does not make them all cost as much as it does."""
+    On a GPU in 16 bits one kernel attends to them as they are (`_Ragged`). Elsewhere they are unpacked into rectangles
+    (`_Rectangles`): the plain twin."""
 
     def __init__(self, rows: Sequence[Indices], device: torch.device | str = "cpu") -> None:
-        self.position_ids = torch.from_numpy(_positions(rows))[None].to(device)
+        self._rows, self._device = rows, torch.device(device)
+        self.position_ids = on_device(_positions(rows)[None], device)
+        self._ragged: _Ragged | None = None
+        self._rectangles: _Rectangles | None = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        out: Tensor = self._attend(query, key, value, rule)
+        return out
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # what the rows look like is different every time
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if can_be_ragged(query, rule):
+            self._ragged = self._ragged or _Ragged(self._rows, self._device)
+            return self._ragged.attend(query, key, value, rule)
+        self._rectangles = self._rectangles or _Rectangles(self._rows, self._device)
+        return self._rectangles.attend(query, key, value, rule)
+
+
+def on_device(array: np.ndarray[Any, Any], device: torch.device | str) -> Tensor:
+    """A copy there. To a GPU it is on its way when this returns: nobody waits for what the GPU is doing now."""
+    tensor = torch.from_numpy(array)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor.to(device)
+    )
+
+
+def can_be_ragged(query: Tensor, rule: Rule) -> bool:
+    is_short = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and is_short and rule.softcap is None and query.shape[-1] <= MOST_HEAD_DIM
+
+
+MOST_HEAD_DIM = 256
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Older versions of torch need no leave for fewer key/value heads."""
+
+
+class _Ragged:
+    """Flash attention over rows of any length, one after the other.
+
+    A row whose beginning stands elsewhere has queries for its own tokens alone, and keys for all of them: the last query sees
+    every key, the one before it all but the last."""
+
+    def __init__(self, rows: Sequence[Indices], device: torch.device, kernel: Callable[..., Any] = varlen_attn) -> None:
+        self._kernel = kernel
+        queries = _own_parts(rows)
+        at_Q, at_K = np.concatenate(queries), np.concatenate(rows)
+        self._query_at, self._key_at = _unless_in_order(at_Q, device), _unless_in_order(at_K, device)
+        self._query_ends, self._key_ends = _ends(queries, device), _ends(rows, device)
+        self._longest_query, self._longest_key = max(map(len, queries)), max(map(len, rows))
+        place_N = np.empty(len(at_Q), np.int64)
+        place_N[at_Q] = np.arange(len(at_Q))
+        self._place = _unless_in_order(place_N, device)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        out: Tensor = self._kernel(
+            _gather(query, self._query_at),
+            _gather(key, self._key_at),
+            _gather(value, self._key_at),
+            self._query_ends,
+            self._key_ends,
+            self._longest_query,
+            self._longest_key,
+            scale=rule.scaling,
+            window_size=(-1 if rule.window is None else rule.window - 1, 0),
+            **_GROUPED,
+        )
+        return (out if self._place is None else out[self._place])[None]
+
+
+def _own_parts(rows: Sequence[Indices]) -> list[Indices]:
+    """Of each row, what no row before it has: all of it, or what follows a beginning that they share."""
+    seen = np.zeros(max(int(row.max()) for row in rows) + 1, np.bool_)
+    own = []
+    for row in rows:
+        own.append(row[int(np.count_nonzero(seen[row])) :])
+        seen[row] = True
+    return own
+
+
+def _unless_in_order(at: Indices, device: torch.device) -> Tensor | None:
+    """None for 0, 1, 2, ...: nothing needs to be moved."""
+    return None if np.array_equal(at, np.arange(len(at))) else on_device(at, device)
+
+
+def _ends(rows: Sequence[Indices], device: torch.device) -> Tensor:
+    return on_device(np.cumsum([0, *map(len, rows)], dtype=np.int32), device)
+
+
+def _gather(packed: Tensor, at: Tensor | None) -> Tensor:
+    """[1, H, N, D] -> [*, H, D]. By indexing, whose backward pass adds in a fixed order."""
+    rows = packed[0].transpose(0, 1)
+    return rows if at is None else rows[at]
+
+
+class _Rectangles:
+    """Sequences in classes of similar length (each at most twice as long as the shortest), so that a long one among short ones
+    does not make them all cost as much as it does."""
+
+    def __init__(self, rows: Sequence[Indices], device: torch.device) -> None:
         classes: dict[int, list[Indices]] = {}
         for row in rows:
             classes.setdefault((len(row) - 1).bit_length(), []).append(row)
         self._rectangles = [_Rectangle(some, device) for some in classes.values()]
-        slot_N = np.zeros(self.position_ids.shape[1], np.int64)
+        slot_N = np.zeros(max(int(row.max()) for row in rows) + 1, np.int64)
         num_slots = 0
         for some in classes.values():
             longest = max(map(len, some))
@@ -91,7 +191,7 @@ class Packed:
                 num_slots += longest
         self._slot_N = torch.from_numpy(slot_N).to(device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         outs = [rows.attend(query, key, value, rule) for rows in self._rectangles]
         return (outs[0] if len(outs) == 1 else torch.cat(outs))[self._slot_N][None]
 

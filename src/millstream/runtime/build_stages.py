@@ -50,8 +50,8 @@ def check_vocabulary(ours: PreTrainedTokenizerBase, other: PreTrainedTokenizerBa
         if theirs.get(token) != number:
             found = f"has the number {theirs[token]} there" if token in theirs else "is not there"
             raise ModelError(
-                f"{where} has another tokenizer than the model: the token {token!r} is number {number} here and {found}. Expected "
-                "a checkpoint with the same vocabulary"
+                f"{where} has another tokenizer than the model: the token {token!r} is number {number} here and {found}. "
+                "Expected a checkpoint with the same vocabulary"
             )
     if len(theirs) > len(mine):
         more = min(theirs.keys() - mine.keys(), key=lambda token: theirs[token])
@@ -62,8 +62,8 @@ def check_vocabulary(ours: PreTrainedTokenizerBase, other: PreTrainedTokenizerBa
 
 
 def build_staff(config: RunConfig, start: PreTrainedModel, kept: Path | None) -> Staff:
-    """`start`: the model that reinforcement learning starts from, which is copied. `kept`: where it was saved, in a run that goes
-    on and whose start is not to be had otherwise."""
+    """`start`: the model that reinforcement learning starts from, which is copied. `kept`: where it was saved, in a run that
+    goes on and whose start is not to be had otherwise."""
     reference, critic = _build_reference(config, start, kept), _build_critic(config, start)
     return Staff(build_stages(config, reference, critic), reference, critic)
 

@@ -188,7 +188,8 @@ class Checkpoints:
         (folder / RUN).write_bytes(msgspec.json.encode(state))
         written = sorted(path for path in folder.rglob("*") if path.is_file())
         files = {
-            path.relative_to(folder).as_posix(): File(bytes=path.stat().st_size, sha256=_sha256(path)) for path in written
+            path.relative_to(folder).as_posix(): File(bytes=path.stat().st_size, sha256=_sha256(path))
+            for path in written
         }
         manifest = Manifest(format=FORMAT, run_id=state.run_id, version=version, covers_seq=mark, files=files)
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))

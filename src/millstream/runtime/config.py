@@ -20,7 +20,6 @@ from millstream.runtime.checkpoint import CheckpointConfig
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.schedule import PipelineConfig
 
-
 Table = TypeVar("Table", ReferenceConfig | None, CriticConfig | None)
 
 

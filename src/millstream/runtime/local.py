@@ -420,7 +420,9 @@ class _Run:
                 if config.warmup is not None:
                     await self._warm_up(engine, evaluator, config.warmup)
                 await evaluator.sampled_and_greedy("before")
-            staff = await self._waits.on("the run", "the reference and the critic", asyncio.to_thread(self._build_staff))
+            staff = await self._waits.on(
+                "the run", "the reference and the critic", asyncio.to_thread(self._build_staff)
+            )
             learner = self._build_learner()
             try:
                 if self._found is not None:
@@ -455,7 +457,9 @@ class _Run:
         reference = reference_of(config)
         is_kept = reference is not None and reference.path is None and config.warmup is not None
         if is_kept and self._found is None:
-            self._write(lambda: save_model(model, self._prepared.tokenizer, self._folder.reference), self._folder.reference)
+            self._write(
+                lambda: save_model(model, self._prepared.tokenizer, self._folder.reference), self._folder.reference
+            )
         kept = self._folder.reference if is_kept and self._found is not None else None
         return build_stages.build_staff(config, model, kept)
 

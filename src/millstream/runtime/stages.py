@@ -71,7 +71,9 @@ def store_tasks(
 
 def train_row(row: Row) -> TrainRow:
     """All that is there of it."""
-    return TrainRow(**{name: row.columns[name] for name in TrainRow.__struct_fields__ if name in row.columns})
+    columns = {name: row.columns[name] for name in TrainRow.__struct_fields__ if name in row.columns}
+    part = f", part {row.columns['part']}" if row.columns["part"] else ""
+    return TrainRow(**columns, label=f"group {row.group_id}, member {row.columns['member']}{part}")
 
 
 class Surroundings(NamedTuple):

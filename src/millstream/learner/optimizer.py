@@ -1,0 +1,150 @@
+"""AdamW over float32 masters, whatever the dtype that the module computes in.
+
+A bfloat16 weight has eight bits: an update of a thousandth of it is lost. So each such parameter has a float32 master, which is
+what is updated, saved and restored; the parameter is its rounding. Gradients, too, are summed in float32: those of a
+micro-batch are added as soon as the backward pass has them, and forgotten. A float32 parameter is its own master.
+
+A step whose gradient is not finite is left out, and counted; too many in a row end the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from millstream.errors import LearnerError
+from millstream.learner import LearnerConfig
+
+logger = logging.getLogger(__name__)
+State = dict[str, Any]
+MOST_NAMES = 8
+
+
+def learning_rate_share(config: LearnerConfig, step: int, num_steps: int | None) -> float:
+    """The share of the learning rate at an optimizer step, the first being 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant" or num_steps is None:
+        return 1.0
+    left = 1 - min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
+    return left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+
+
+class Stepped(NamedTuple):
+    norm: float
+    """Of the whole gradient, before it was clipped."""
+    learning_rate: float
+    is_skipped: bool
+    """The gradient was not finite: the weights are as they were."""
+
+
+class Optimizer:
+    """Of the parameters of a module that require a gradient. `num_steps`: how many there will be, for the schedule."""
+
+    def __init__(self, module: nn.Module, config: LearnerConfig, *, num_steps: int | None) -> None:
+        self._config, self._num_steps = config, num_steps
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            raise LearnerError("no parameter of the model requires a gradient: there is nothing to train")
+        self._masters = {name: _master(p) for name, p in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            if self._masters[name] is not parameter:
+                parameter.register_post_accumulate_grad_hook(self._adder(self._masters[name]))  # type: ignore[no-untyped-call]
+        masters = list(self._masters.values())
+        self._adam = torch.optim.AdamW(masters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
+        self.num_steps_done = 0
+        self._num_skipped_in_a_row = 0
+
+    def _adder(self, master: Tensor) -> Any:
+        def add(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+        return add
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The sums so far, of the parameters that have one."""
+        return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+
+    def forget(self) -> None:
+        """Drop the gradient."""
+        self._adam.zero_grad()
+
+    def step(self, divisor: float, suspects: list[str]) -> Stepped:
+        """Divide, clip, update, forget the gradient. `suspects`: whose loss was not finite, by name. Raises `LearnerError`."""
+        masters = [master for master in self._masters.values() if master.grad is not None]
+        torch._foreach_div_(list(self.gradients().values()), divisor)
+        found = torch.nn.utils.clip_grad_norm_(masters, self._config.max_grad_norm)
+        norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+        share = learning_rate_share(self._config, self.num_steps_done, self._num_steps)
+        rate = self._config.learning_rate * share
+        is_skipped = not math.isfinite(norm)
+        if is_skipped:
+            self._skip(norm, suspects)
+        else:
+            self._num_skipped_in_a_row = 0
+            for group in self._adam.param_groups:
+                group["lr"] = rate
+            self._adam.step()
+            self._publish()
+        self._adam.zero_grad()
+        self.num_steps_done += 1
+        return Stepped(norm, rate, is_skipped)
+
+    def _skip(self, norm: float, suspects: list[str]) -> None:
+        self._num_skipped_in_a_row += 1
+        shown = ", ".join(suspects[:MOST_NAMES]) + (", ..." if len(suspects) > MOST_NAMES else "")
+        whose = f"the loss of {shown} is not finite" if suspects else "every loss was finite"
+        logger.warning("optimizer step %d is left out: its gradient is %s; %s", self.num_steps_done, norm, whose)
+        if self._num_skipped_in_a_row > self._config.max_skipped_steps:
+            raise LearnerError(
+                f"the gradient of optimizer step {self.num_steps_done} is {norm}; {whose}. It is number "
+                f"{self._num_skipped_in_a_row} in a row, and learner.max_skipped_steps = {self._config.max_skipped_steps}: set "
+                "learner.learning_rate lower"
+            )
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """The parameters become the rounding of their masters."""
+        rounded = [name for name, master in self._masters.items() if master is not self._parameters[name]]
+        if rounded:
+            torch._foreach_copy_([self._parameters[n] for n in rounded], [self._masters[n] for n in rounded])
+
+    def state(self) -> State:
+        """By parameter name, not by number: it survives a change of their order."""
+        moments = {name: dict(self._adam.state.get(master, {})) for name, master in self._masters.items()}
+        masters = {name: master.detach() for name, master in self._masters.items()}
+        return {"masters": masters, "moments": moments, "num_steps_done": self.num_steps_done}
+
+    @torch.no_grad()
+    def restore(self, state: State) -> None:
+        """Masters and parameters become what they were, and so do the moments."""
+        if self._masters.keys() != state["masters"].keys():
+            different = sorted(self._masters.keys() ^ state["masters"].keys())
+            raise LearnerError(f"the checkpoint is of another model: it differs in {different[:4]}")
+        for name, master in self._masters.items():
+            master.copy_(state["masters"][name])
+        self._publish()
+        self._adam.state.clear()
+        for name, moments in state["moments"].items():
+            master = self._masters[name]
+            if moments:
+                self._adam.state[master] = {
+                    key: value.to(master.device) if isinstance(value, Tensor) else value
+                    for key, value in moments.items()
+                }
+        self.num_steps_done = state["num_steps_done"]
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    if parameter.dtype == torch.float32:
+        return parameter
+    return parameter.detach().float().requires_grad_()

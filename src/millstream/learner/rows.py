@@ -1,0 +1,79 @@
+"""Rows of a micro-batch as flat tensors: no padding, and a prompt that rows share stands once.
+
+Rows with a number in them that is not finite are left out, by name: one of them would spoil the gradient of all others.
+Shapes: N tokens to compute (a shared prompt counts once), T tokens of all rows, M of them trained, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millstream.errors import LearnerError
+from millstream.model.attention import Indices, Packed, on_device
+from millstream.types import TrainRow
+
+NUMBERS = ("logprobs", "advantages", "reference", "values", "returns")
+"""What a row has of every token, some of it only now and then."""
+
+
+def is_finite(row: TrainRow) -> bool:
+    """Whether all that is read of it is. What stands outside the mask is not read."""
+    columns = [column for name in NUMBERS if (column := getattr(row, name)) is not None]
+    return all(bool(np.isfinite(column[row.loss_mask]).all()) for column in columns)
+
+
+class Rows:
+    """A trained token is predicted from the position before it."""
+
+    def __init__(self, rows: Sequence[TrainRow], device: torch.device) -> None:
+        masks = [row.loss_mask for row in rows]
+        if any(mask[0] for mask in masks):
+            raise LearnerError("the first token of a row cannot be trained: nothing comes before it")
+        self._rows, self._device = rows, device
+        self._trained_M = np.flatnonzero(np.concatenate(masks))
+        self.num_trained = len(self._trained_M)
+        indices = share_prompts(rows)
+        self.packed = Packed(indices, device)
+        at_T, tokens_T = np.concatenate(indices), np.concatenate([row.tokens for row in rows])
+        tokens_N = np.zeros(self.packed.position_ids.shape[1], np.int64)
+        tokens_N[at_T] = tokens_T
+        self.num_computed = len(tokens_N)
+        self.tokens_N = on_device(tokens_N, device)
+        self.before_M = on_device(at_T[self._trained_M - 1], device)
+        self.targets_M = on_device(tokens_T[self._trained_M].astype(np.int64), device)
+        self.row_M = on_device(np.repeat(np.arange(len(rows)), [len(row) for row in indices])[self._trained_M], device)
+        self.counts_R = torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.float32)
+        """On the host: what depends on them alone needs no device."""
+
+    def column(self, name: str) -> Tensor:
+        """One of `NUMBERS`, of the trained tokens."""
+        columns = [getattr(row, name) for row in self._rows]
+        if any(column is None for column in columns):
+            raise LearnerError(f"rows without {name}, which the objective reads")
+        return on_device(np.concatenate(columns)[self._trained_M].astype(np.float32), self._device)
+
+    def per_row(self, values_M: Tensor) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """Numbers of the trained tokens, row by row."""
+        return np.split(values_M.float().cpu().numpy(), np.cumsum(self.counts_R.numpy().astype(int))[:-1])
+
+
+def share_prompts(rows: Sequence[TrainRow]) -> list[Indices]:
+    """Where each row's tokens stand when every distinct prompt stands once: its members follow it or come later."""
+    prompts: dict[bytes, Indices] = {}
+    indices: list[Indices] = []
+    num_tokens = 0
+    for row in rows:
+        length = int(row.loss_mask.argmax())  # 0 where nothing is trained: nothing to share
+        key = row.tokens[:length].tobytes()
+        if key not in prompts:
+            prompts[key] = np.arange(num_tokens, num_tokens + length)
+            num_tokens += length
+        end = num_tokens + len(row.tokens) - length
+        indices.append(np.concatenate([prompts[key], np.arange(num_tokens, end)]))
+        num_tokens = end
+    return indices

@@ -1,0 +1,91 @@
+"""A causal language model as the learner sees it: packed tokens in, log-probabilities of chosen tokens out.
+
+A module of its own, so that whatever wraps modules (sharding, compilation) wraps all of what is differentiated.
+Shapes: N tokens to compute, M of them predicted; D hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from millstream.errors import ModelError
+from millstream.model.attention import Packed, rows_of
+from millstream.model.logprobs import Predicted, plain, predict
+
+
+class Policy(nn.Module):
+    """No dropout: the log-probabilities of a row must not depend on chance."""
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
+        super().__init__()
+        self.model = model.eval()
+        self._temperature = temperature
+        self._has_plain_head = has_plain_head(model)
+
+    def forward(
+        self, tokens_N: Tensor, packed: Packed, before_M: Tensor, targets_M: Tensor, needs_entropy: bool = False
+    ) -> Predicted:
+        """Each target is predicted from the token at `before`, at the sampling temperature."""
+        if not self._has_plain_head:
+            logits_MV = self.model(logits_to_keep=before_M, **_inputs(tokens_N, packed)).logits[0]
+            return plain(logits_MV, targets_M, self._temperature, needs_entropy)
+        hidden_MD = hidden_states(self.model, tokens_N, packed)[before_M]
+        head = self.model.get_output_embeddings().weight
+        return predict(hidden_MD, head, targets_M, temperature=self._temperature, needs_entropy=needs_entropy)
+
+
+def _inputs(tokens_N: Tensor, packed: Packed) -> dict[str, Any]:
+    return {
+        "input_ids": tokens_N[None],
+        "position_ids": packed.position_ids,
+        "use_cache": False,
+        "context": packed,
+    }
+
+
+def hidden_states(model: PreTrainedModel, tokens_N: Tensor, packed: Packed) -> Tensor:
+    """The last ones, of every token."""
+    hidden_ND: Tensor = model.get_decoder()(**_inputs(tokens_N, packed)).last_hidden_state[0]
+    return hidden_ND
+
+
+@torch.no_grad()
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether the logits are the head times the last hidden states, and nothing else: found by trying. Models that scale or
+    cap their logits, or have adapters on their head, make them themselves."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        return False
+    device = head.weight.device
+    tokens_N, packed = torch.arange(4, device=device) % head.out_features, Packed(rows_of([4]), device)
+    found = model(**_inputs(tokens_N, packed)).logits[0]
+    return torch.equal(
+        head(hidden_states(model, tokens_N, packed)), found
+    )  # a cap changes small logits in their last bits
+
+
+def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Layers keep what comes into them and compute the rest again in the backward pass: more time, much less memory.
+
+    transformers does so in training mode only. It is the layer that is set to it, not what is inside: no dropout begins."""
+    layers = layers_of(model)
+    if not layers:
+        raise ModelError(f"{type(model).__name__} has no layers that can be recomputed: leave learner.recompute out")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in layers:
+        layer.training = True
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Each layer is compiled by itself, for any number of tokens; they are alike, so it is done once. The attention is not."""
+    for layer in layers_of(model):
+        layer.compile(dynamic=True)
