@@ -378,6 +378,17 @@ def test_the_critic_learns_from_what_is_trained_in_that_order_and_steps_with_the
     assert [step.metrics["critic_loss"] for step in outcome.sink.of(Stepped)] == [1.0, 2.0, 3.0]
 
 
+def test_a_quick_critic_is_done_with_a_batch_before_the_learner_is() -> None:
+    """It does not wait for the learner's step to learn from the last group."""
+    spans = simulate(replace(PLAIN, has_critic=True, score_token_s=1e-6)).sink.of(Span)
+    steps = {
+        name: [span.at for span in spans if (span.worker, span.what) == (name, "step")]
+        for name in ("learner", "critic")
+    }
+    assert len(steps["critic"]) == 3
+    assert all(critic < learner for critic, learner in zip(steps["critic"], steps["learner"], strict=True))
+
+
 def test_at_max_lag_zero_values_are_those_of_the_critic_after_the_last_batch() -> None:
     critic = Noting()
     _, rows = with_critic(replace(PLAIN, has_critic=True, max_lag=0), critic)

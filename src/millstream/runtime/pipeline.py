@@ -443,7 +443,7 @@ class Pipeline:
             leases.append(lease)
             groups.append(await self._take(lease))
             if self._updates is not None:
-                self._updates.take(lease.group_id)
+                self._updates.take(lease.group_id, is_last=self.admission.is_batch_full)
             if over_batch is None:
                 metrics += await self._train_group(groups[-1], packer, len(groups))
         if not leases:

@@ -144,16 +144,25 @@ class Updates:
         self._critic, self._around = critic, around
         self._packer = Packer(micro_batch_tokens)
         self._taken: asyncio.Queue[int | asyncio.Future[Metrics]] = asyncio.Queue()
+        self._end: asyncio.Future[Metrics] | None = None
 
-    def take(self, group_id: int) -> None:
-        """`train` has taken this group."""
+    def take(self, group_id: int, *, is_last: bool) -> None:
+        """`train` has taken this group; after the last one of a batch the critic need not wait for the learner."""
         self._taken.put_nowait(group_id)
+        if is_last:
+            self._end_batch()
+
+    def _end_batch(self) -> asyncio.Future[Metrics]:
+        if self._end is None:
+            self._end = asyncio.get_running_loop().create_future()
+            self._taken.put_nowait(self._end)
+        return self._end
 
     async def finish_batch(self) -> Metrics:
         """Returns when the critic has learned from every group that was taken. What it says of itself begins with critic_."""
-        done: asyncio.Future[Metrics] = asyncio.get_running_loop().create_future()
-        self._taken.put_nowait(done)
-        return {f"critic_{name}": value for name, value in (await done).items()}
+        metrics = await self._end_batch()
+        self._end = None
+        return {f"critic_{name}": value for name, value in metrics.items()}
 
     async def update(self) -> None:
         """Consumes groups that were taken; produces a better critic. Waits for `train` to take one."""
