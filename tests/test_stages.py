@@ -15,12 +15,14 @@ from msgspec.structs import replace
 from millstream.algo.advantages import dr_grpo
 from millstream.algo.credit import Penalty, credit_of
 from millstream.env import Context
-from millstream.errors import LearnerError, MillstreamError, StallError
+from millstream.errors import InvariantError, LearnerError, MillstreamError, StallError
 from millstream.events import GroupLeft, GroupTaken, RolloutEnded, Span, Stalled, Status, Stepped
+from millstream.runtime.credit import columns_of
 from millstream.runtime.pipeline import Pipeline
 from millstream.runtime.stages import store_tasks
 from millstream.sim.environment import SimEnvironment
 from millstream.sim.learner import SimCritic, SimLearner, SimScorer
+from millstream.store import Row
 from millstream.types import Fate, Floats, Metrics, TrainRow
 from simulated import Diary, Outcome, World, check, simulate, stages_of
 from test_lag_bound import worlds
@@ -325,6 +327,37 @@ def test_a_group_has_a_signal_by_its_turns_where_those_are_compared() -> None:
     fates = {event.group_id % 2: event.fate for event in outcome.sink.of(GroupLeft)}
     assert fates == {0: Fate.TRAINED, 1: Fate.FILTERED}
     assert any(row.advantages.any() for row in rows)
+
+
+def row(number: int, member: int, part: int, agent: int, mask: str, reward: float, turns: list[float]) -> Row:
+    loss_mask = np.array([one == "x" for one in mask])
+    columns = {
+        "member": member, "part": part, "agent": agent, "reward": reward, "turn_rewards": np.array(turns),
+        "loss_mask": loss_mask, "tokens": np.arange(len(mask), dtype=np.int32), "logprobs": np.zeros(len(mask), np.float32),
+        "values": np.where(loss_mask, 0.5, 7.0).astype(np.float32),
+    }  # fmt: skip
+    return Row(row_id=number, group_id=0, columns=columns)
+
+
+def test_parts_of_a_rollout_are_one_after_the_other_and_agents_are_by_themselves() -> None:
+    rows = [
+        row(1, 0, 0, 0, ".xx", 3.0, [1.0]),
+        row(2, 0, 1, 1, ".x", 5.0, [5.0]),
+        row(3, 0, 2, 0, ".x.x", 3.0, [0.0, 1.0]),
+    ]
+    credit = credit_of("gae", dr_grpo, discount=1, trace=1, penalty=None)
+    assert credit is not None
+    columns = columns_of(rows, credit)
+    # agent 0 earns 0 1 and then 0 2: 3 3 2 2 to go, less 0.5 everywhere
+    assert [values.tolist() for values in columns["advantages"]] == [[0, 2.5, 2.5], [0, 4.5], [0, 1.5, 0, 1.5]]
+    assert [values.tolist() for values in columns["returns"]] == [[0, 3, 3], [0, 5], [0, 2, 0, 2]]
+
+
+def test_rewards_of_more_turns_than_were_played_break_an_invariant() -> None:
+    credit = credit_of("turns", dr_grpo, discount=1, trace=1, penalty=None)
+    assert credit is not None
+    with pytest.raises(InvariantError, match="rewards of 2 turns in a row of 1"):
+        columns_of([row(1, 0, 0, 0, ".xx", 3.0, [1.0, 2.0])], credit)
 
 
 # ---- the critic --------------------------------------------------------------------------------------------------------

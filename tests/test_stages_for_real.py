@@ -135,6 +135,19 @@ def test_distillation_brings_the_student_to_the_teacher_whatever_the_rewards_say
     assert saved.reference is not None and saved.reference.path == str(teacher)
 
 
+LAKE = ("environment=[{use='frozen_lake', args={size=3, max_turns=4}}]", "model.tiny.alphabet=pfhgldru=>", "data.toy=",
+        "data.size=50", "model.tiny.context=128", "pipeline.steps=3", "rollout.max_tokens=2")  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", [("advantage=turns", "discount=0.9"), ("name=ppo", "trace=0.9")])
+def test_agents_of_several_turns_are_credited_turn_by_turn(tmp_path: Path, algorithm: tuple[str, str]) -> None:
+    train(config(tmp_path, *LAKE, *(f"algorithm.{key}" for key in algorithm)))
+    assert_clean(tmp_path / "run")
+    told = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(told) == 3 and all(np.isfinite(step["loss"]) for step in told)
+    assert all(("critic_loss" in step) == (algorithm[0] == "name=ppo") for step in told)
+
+
 def test_a_teacher_with_another_tokenizer_is_refused_before_the_run(tmp_path: Path) -> None:
     tokenizer = character_tokenizer("xyz")
     save_model(tiny_model(SHAPE, tokenizer, seed=5), tokenizer, tmp_path / "teacher")
