@@ -74,6 +74,5 @@ def _checked_model(config: RunConfig) -> Iterator[str]:
         if not Path(path).is_dir():
             yield f"not checked: the model {path}, which is no folder here; the run asks the Hugging Face hub for it"
             continue
-        if key != "critic.path":
-            check_tokenizer(path)
-        yield f"checked: {path} is a checkpoint's folder{' with a tokenizer' if key != 'critic.path' else ''}"
+        check_tokenizer(path)
+        yield f"checked: {path} is a checkpoint's folder with a tokenizer"

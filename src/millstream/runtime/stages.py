@@ -20,9 +20,9 @@ When training is synchronous a stage reads whole groups: what is computed togeth
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from millstream.runtime.waits import Waits
 from millstream.store import ONE_GROUP, Lease, Reads, Row, Store, Want
 from millstream.types import Floats, Metrics, TrainRow
 
-T = TypeVar("T")
 TRAIN, CRITIC, REFERENCE, VALUES = "train", "critic", "reference", "values"
 SCORED = ("member", "part", "tokens", "loss_mask", "logprobs")
 """What a stage reads."""
@@ -53,7 +52,7 @@ class Stage(NamedTuple):
 
 
 def store_tasks(
-    stages: Iterable[Stage] = (), *, has_critic: bool = False, is_in_lockstep: bool = False
+    stages: Sequence[Stage] = (), *, has_critic: bool = False, is_in_lockstep: bool = False
 ) -> dict[str, Reads]:
     """What each consumer reads of the store: the columns of a `Rollout`, and those that others add."""
     names = {
@@ -115,7 +114,9 @@ async def _scored(stage: Stage, rows: Sequence[Row], around: Surroundings) -> li
     scores: list[Floats] = []
     for batch in [*batches, packer.flush()]:
         if batch:
-            scores += await _timed(stage.name, "score", stage.scorer.score(batch), around, batch, f"stage {stage.name}")
+            began, scoring = around.waits.now(), stage.scorer.score(batch)
+            scores += await around.waits.on(f"stage {stage.name}", "its rows to be scored", scoring)
+            _tell(around, stage.name, "score", began, batch)
     found.update(zip((row.row_id for row in needed), scores, strict=True))
     return [found[row.row_id] for row in rows]
 
@@ -126,14 +127,9 @@ def _unsettled(row: Row) -> TrainRow:
     return TrainRow(**{name: row.columns[name] for name in ("tokens", "loss_mask", "logprobs")}, advantages=nothing)
 
 
-async def _timed(
-    worker: str, what: str, work: Awaitable[T], around: Surroundings, rows: Sequence[TrainRow] = (), owner: str = ""
-) -> T:
-    began = around.waits.now()
-    result = await around.waits.on(owner or worker, f"the {worker} to {what}", work)
+def _tell(around: Surroundings, worker: str, what: str, began: float, rows: Sequence[TrainRow] = ()) -> None:
     now, num_tokens = around.waits.now(), sum(len(row.tokens) for row in rows)
     around.emit(Span(at=now, worker=worker, what=what, seconds=now - began, num_tokens=num_tokens))
-    return result
 
 
 class Updates:
@@ -175,7 +171,10 @@ class Updates:
                 await self._learn_from(taken)
                 continue
             await self._accumulate(self._packer.flush())
-            taken.set_result(await _timed(CRITIC, "step", self._critic.step(), self._around))
+            began = self._around.waits.now()
+            metrics = await self._around.waits.on(CRITIC, "its step", self._critic.step())
+            _tell(self._around, CRITIC, "step", began)
+            taken.set_result(metrics)
 
     async def _learn_from(self, group_id: int) -> None:
         claim = self._around.store.claim(CRITIC, choose=partial(this_one, group_id))
@@ -187,7 +186,9 @@ class Updates:
 
     async def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         if rows:
-            await _timed(CRITIC, "accumulate", self._critic.accumulate(rows), self._around, rows)
+            began = self._around.waits.now()
+            await self._around.waits.on(CRITIC, "its gradient", self._critic.accumulate(rows))
+            _tell(self._around, CRITIC, "accumulate", began, rows)
 
 
 def this_one(group_id: int, ready: Iterable[int]) -> int | None:
