@@ -8,7 +8,7 @@ TRL := .venv-trl
 TQ := .venv-tq
 VERL := .peer-verl
 
-.PHONY: demo test test-slow test-ray test-envs check format bench bench-trl bench-losses bench-store example clean
+.PHONY: demo test test-slow test-gpu test-ray test-envs check format bench bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -18,6 +18,9 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -m slow
+
+test-gpu: $(INSTALLED)
+	$(BIN)/pytest -m gpu
 
 test-ray: $(VENV)/.installed-ray
 	$(BIN)/pytest -m ray
@@ -57,6 +60,11 @@ bench-losses: $(INSTALLED) $(TRL)/.installed $(VERL)/.unpacked
 bench-store: $(VENV)/.installed-ray $(TQ)/.installed
 	$(BIN)/python bench/store.py
 
+# An hour or two on two cores; it may be stopped, and goes on where it was.
+bench-quality: $(VENV)/.installed-plots
+	$(BIN)/python bench/quality.py run runs/quality --jobs 2 --minutes 600
+	$(BIN)/python bench/quality.py report runs/quality
+
 # TransferQueue has an environment of its own, with the same torch and Ray.
 $(TQ)/.installed: constraints.txt
 	test -x $(TQ)/bin/python || $(PYTHON) -m venv $(TQ)
@@ -88,6 +96,10 @@ $(VENV)/.installed-ray: $(INSTALLED)
 
 $(VENV)/.installed-envs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,envs]'
+	touch $@
+
+$(VENV)/.installed-plots: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plots]'
 	touch $@
 
 clean:

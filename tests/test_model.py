@@ -29,9 +29,19 @@ def example(tokens: int, words: int, hidden: int, *, dtype: torch.dtype = torch.
 @pytest.mark.parametrize("needs_entropy", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3 * 11, 4 * 11 + 5, 10_000])
 def test_chunked_log_probabilities_and_gradients_are_the_plain_ones(chunk: int, needs_entropy: bool) -> None:
+    check_chunks(chunk, needs_entropy, is_compiled=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("needs_entropy", [False, True])
+def test_compiled_chunks_are_the_plain_ones(needs_entropy: bool) -> None:
+    check_chunks(3 * 11, needs_entropy, is_compiled=True)
+
+
+def check_chunks(chunk: int, needs_entropy: bool, *, is_compiled: bool) -> None:
     found, twin = example(10, 11, 6, dtype=torch.float32), example(10, 11, 6, dtype=torch.float32)
     weights_M, more_M = torch.linspace(-1, 2, 10), torch.linspace(0.5, -1, 10)
-    ours = predict(*found, temperature=0.7, needs_entropy=needs_entropy, chunk_elements=chunk)
+    ours = predict(*found, temperature=0.7, needs_entropy=needs_entropy, is_compiled=is_compiled, chunk_elements=chunk)
     theirs = plain(twin[0] @ twin[1].t(), twin[2], 0.7, needs_entropy)
     for some in (ours, theirs):
         total = (some.logprobs_M * weights_M).sum()

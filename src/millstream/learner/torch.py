@@ -24,7 +24,7 @@ from millstream.learner.optimizer import Optimizer, learning_rate_share
 from millstream.learner.rows import Rows, is_finite, share_prompts
 from millstream.model.load import check_layers, model_weights, save_model
 from millstream.model.objective import LossInputs, Objective
-from millstream.model.policy import Policy, compile_layers, recompute_activations
+from millstream.model.policy import Policy, recompute_activations
 from millstream.threads import DaemonThreads
 from millstream.types import Floats, Metrics, TrainRow, Weights
 
@@ -52,11 +52,9 @@ class TorchLearner:
         self._config, self._objective, self._tokenizer = config, objective, tokenizer
         self._device = next(model.parameters()).device
         self._proximal = Policy(copy.deepcopy(model), temperature=temperature) if config.mini_batches > 1 else None
-        self._policy = Policy(model, temperature=temperature)
+        self._policy = Policy(model, temperature=temperature, is_compiled=config.compile)
         if config.recompute:
             recompute_activations(model)
-        if config.compile:
-            compile_layers(model)
         num_optimizer_steps = None if num_steps is None else num_steps * config.mini_batches
         self.optimizer = Optimizer(model, config, num_steps=num_optimizer_steps)
         self._thread = DaemonThreads("learner", most=1)

@@ -43,6 +43,7 @@ class AttentionContext(Protocol):
         ...
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # what the rows look like is different every time
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -85,11 +86,6 @@ class Packed:
         self._rectangles: _Rectangles | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        out: Tensor = self._attend(query, key, value, rule)
-        return out
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # what the rows look like is different every time
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         if can_be_ragged(query, rule):
             self._ragged = self._ragged or _Ragged(self._rows, self._device)
             return self._ragged.attend(query, key, value, rule)

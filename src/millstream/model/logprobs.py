@@ -5,27 +5,33 @@ made a chunk of tokens at a time, twice: forward for the log-probabilities, and 
 
     d log p(target) / d logits = (one-hot - p) / temperature        d entropy / d logits = -p (log p + entropy) / temperature
 
-with p from the log-sum-exp that the forward pass kept. What fits into one chunk takes the plain way, `plain`, which is also
-what tests hold the other to.
+with p from the log-sum-exp that the forward pass kept. On a CPU, what fits into one chunk takes the plain way, `plain`, which
+is also what tests hold the other to.
 
 Shapes: M tokens, C tokens of a chunk, D hidden size, V words.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 26
-"""Logits that exist at one time: a quarter of a gigabyte in float32."""
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Predicted(NamedTuple):
     logprobs_M: Tensor
     entropy_M: Tensor | None
     """None: not asked for."""
+
+
+def chunk_elements_on(device: torch.device) -> int:
+    """Logits that exist at one time: in float32 a gigabyte on a GPU, a quarter of one elsewhere."""
+    return 1 << (28 if device.type == "cuda" else 26)
 
 
 def predict(
@@ -35,13 +41,15 @@ def predict(
     *,
     temperature: float,
     needs_entropy: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    is_compiled: bool = False,
+    chunk_elements: int | None = None,
 ) -> Predicted:
     """Of the targets, under softmax(hidden head / temperature); in float32 whatever the dtype of the model."""
-    if len(hidden_MD) * len(head_VD) <= chunk_elements:
-        return plain(_logits(hidden_MD, head_VD, is_differentiable=True), targets_M, temperature, needs_entropy)
-    chunk = max(1, chunk_elements // len(head_VD))
-    logprobs_M, entropy_M = _Chunked.apply(hidden_MD, head_VD, targets_M, temperature, needs_entropy, chunk)  # type: ignore[no-untyped-call]
+    most = chunk_elements_on(hidden_MD.device) if chunk_elements is None else chunk_elements
+    if not hidden_MD.is_cuda and len(hidden_MD) * len(head_VD) <= most:
+        return plain(hidden_MD @ head_VD.t(), targets_M, temperature, needs_entropy)
+    how = _How(temperature, needs_entropy, is_compiled, max(1, most // len(head_VD)))
+    logprobs_M, entropy_M = _Chunked.apply(hidden_MD, head_VD, targets_M, how)  # type: ignore[no-untyped-call]
     return Predicted(logprobs_M, entropy_M if needs_entropy else None)
 
 
@@ -51,60 +59,86 @@ def plain(logits_MV: Tensor, targets_M: Tensor, temperature: float, needs_entrop
     return Predicted(logs_MV.gather(1, targets_M[:, None])[:, 0], entropy_M)
 
 
-def _logits(hidden_CD: Tensor, head_VD: Tensor, *, is_differentiable: bool = False) -> Tensor:
+class _How(NamedTuple):
+    temperature: float
+    needs_entropy: bool
+    is_compiled: bool
+    chunk: int
+
+    def run(self, function: F) -> F:
+        return _compiled(function) if self.is_compiled else function
+
+
+@cache
+def _compiled(function: F) -> F:
+    compiled: F = torch.compile(function, dynamic=True)  # type: ignore[assignment]
+    return compiled
+
+
+def _logits(hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
     """A GPU sums bfloat16 products in float32 and can keep what it has: logits rounded to bfloat16 are off by a thirtieth."""
-    if hidden_CD.is_cuda and hidden_CD.dtype != torch.float32 and not is_differentiable:
+    if hidden_CD.is_cuda and hidden_CD.dtype != torch.float32:
         return torch.mm(hidden_CD, head_VD.t(), out_dtype=torch.float32)
-    return hidden_CD @ head_VD.t()
+    return (hidden_CD @ head_VD.t()).float()
+
+
+def _norms(logits_CV: Tensor, temperature: float) -> Tensor:
+    return (logits_CV / temperature).logsumexp(-1)
+
+
+def _entropies(logits_CV: Tensor, norms_C: Tensor, temperature: float) -> Tensor:
+    logs_CV = logits_CV / temperature - norms_C[:, None]
+    return -(logs_CV.exp() * logs_CV).sum(-1)
+
+
+def _slopes(logits_CV: Tensor, norms_C: Tensor, targets_C: Tensor, by_logprob_C: Tensor, temperature: float) -> Tensor:
+    """What each logit does to the log-probabilities, weighted by what these do to the loss."""
+    p_CV = (logits_CV / temperature - norms_C[:, None]).exp()
+    is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]
+    return (is_target_CV.float() - p_CV) * (by_logprob_C[:, None] / temperature)
+
+
+def _entropy_slopes(
+    logits_CV: Tensor, norms_C: Tensor, entropy_C: Tensor, by_entropy_C: Tensor, temperature: float
+) -> Tensor:
+    logs_CV = logits_CV / temperature - norms_C[:, None]
+    return -logs_CV.exp() * (logs_CV + entropy_C[:, None]) * (by_entropy_C[:, None] / temperature)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_MD: Tensor,
-        head_VD: Tensor,
-        targets_M: Tensor,
-        temperature: float,
-        needs_entropy: bool,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden_MD: Tensor, head_VD: Tensor, targets_M: Tensor, how: _How) -> tuple[Tensor, Tensor]:
         logprobs_M = hidden_MD.new_empty(len(hidden_MD), dtype=torch.float32)
         norms_M = torch.empty_like(logprobs_M)
         entropy_M = torch.zeros_like(logprobs_M)
-        for begin in range(0, len(hidden_MD), chunk):
-            now = slice(begin, begin + chunk)
-            logits_CV = _logits(hidden_MD[now], head_VD).float().div_(temperature)
-            norms_M[now] = logits_CV.logsumexp(-1)
-            logprobs_M[now] = logits_CV.gather(1, targets_M[now, None])[:, 0] - norms_M[now]
-            if needs_entropy:
-                logs_CV = logits_CV.sub_(norms_M[now, None])
-                entropy_M[now] = -(logs_CV.exp() * logs_CV).sum(-1)
+        for begin in range(0, len(hidden_MD), how.chunk):
+            now = slice(begin, begin + how.chunk)
+            logits_CV = _logits(hidden_MD[now], head_VD)
+            norms_M[now] = how.run(_norms)(logits_CV, how.temperature)
+            logprobs_M[now] = logits_CV.gather(1, targets_M[now, None])[:, 0] / how.temperature - norms_M[now]
+            if how.needs_entropy:
+                entropy_M[now] = how.run(_entropies)(logits_CV, norms_M[now], how.temperature)
         ctx.save_for_backward(hidden_MD, head_VD, targets_M, norms_M, entropy_M)
-        ctx.temperature, ctx.needs_entropy, ctx.chunk = temperature, needs_entropy, chunk
+        ctx.how = how
         return logprobs_M, entropy_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_MD, head_VD, targets_M, norms_M, entropy_M = ctx.saved_tensors
+        how: _How = ctx.how
         by_logprob_M, by_entropy_M = grads
         hidden_grad_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
         head_grad_VD = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for begin in range(0, len(hidden_MD), ctx.chunk):
-            now = slice(begin, begin + ctx.chunk)
-            logs_CV = _logits(hidden_MD[now], head_VD).float().div_(ctx.temperature).sub_(norms_M[now, None])
-            if ctx.needs_entropy:
-                extra_CV = (logs_CV + entropy_M[now, None]).mul_(-by_entropy_M[now, None])
-                grad_CV = logs_CV.exp_()
-                extra_CV.mul_(grad_CV)
-                grad_CV = grad_CV.mul_(-by_logprob_M[now, None]).add_(extra_CV)
-            else:
-                grad_CV = logs_CV.exp_().mul_(-by_logprob_M[now, None])
-            grad_CV.scatter_add_(1, targets_M[now, None], by_logprob_M[now, None])
-            grad_CV = grad_CV.div_(ctx.temperature).to(hidden_MD.dtype)
+        for begin in range(0, len(hidden_MD), how.chunk):
+            now = slice(begin, begin + how.chunk)
+            logits_CV, norms_C = _logits(hidden_MD[now], head_VD), norms_M[now]
+            slopes_CV = how.run(_slopes)(logits_CV, norms_C, targets_M[now], by_logprob_M[now], how.temperature)
+            if how.needs_entropy:
+                more = (logits_CV, norms_C, entropy_M[now], by_entropy_M[now], how.temperature)
+                slopes_CV += how.run(_entropy_slopes)(*more)
+            slopes_CV = slopes_CV.to(hidden_MD.dtype)
             if hidden_grad_MD is not None:
-                torch.mm(grad_CV, head_VD, out=hidden_grad_MD[now])
+                torch.mm(slopes_CV, head_VD, out=hidden_grad_MD[now])
             if head_grad_VD is not None:
-                head_grad_VD += grad_CV.t() @ hidden_MD[now]
-        head_grad = None if head_grad_VD is None else head_grad_VD.to(head_VD.dtype)
-        return hidden_grad_MD, head_grad, None, None, None, None
+                head_grad_VD += slopes_CV.t() @ hidden_MD[now]
+        return hidden_grad_MD, None if head_grad_VD is None else head_grad_VD.to(head_VD.dtype), None, None

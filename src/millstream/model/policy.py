@@ -21,11 +21,13 @@ from millstream.model.logprobs import Predicted, plain, predict
 class Policy(nn.Module):
     """No dropout: the log-probabilities of a row must not depend on chance."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, *, temperature: float, is_compiled: bool = False) -> None:
         super().__init__()
         self.model = model.eval()
-        self._temperature = temperature
+        self._temperature, self._is_compiled = temperature, is_compiled
         self._has_plain_head = has_plain_head(model)
+        if is_compiled:
+            compile_layers(model)
 
     def forward(
         self, tokens_N: Tensor, packed: Packed, before_M: Tensor, targets_M: Tensor, needs_entropy: bool = False
@@ -35,8 +37,14 @@ class Policy(nn.Module):
             logits_MV = self.model(logits_to_keep=before_M, **_inputs(tokens_N, packed)).logits[0]
             return plain(logits_MV, targets_M, self._temperature, needs_entropy)
         hidden_MD = hidden_states(self.model, tokens_N, packed)[before_M]
-        head = self.model.get_output_embeddings().weight
-        return predict(hidden_MD, head, targets_M, temperature=self._temperature, needs_entropy=needs_entropy)
+        return predict(
+            hidden_MD,
+            self.model.get_output_embeddings().weight,
+            targets_M,
+            temperature=self._temperature,
+            needs_entropy=needs_entropy,
+            is_compiled=self._is_compiled,
+        )
 
 
 def _inputs(tokens_N: Tensor, packed: Packed) -> dict[str, Any]:
