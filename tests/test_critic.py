@@ -62,6 +62,16 @@ def test_a_reference_says_what_the_model_says_by_itself(name: str) -> None:
         assert len(scores) == len(row.tokens) and not scores[~row.loss_mask].any()
 
 
+def test_in_16_bits_a_reference_says_about_the_same_and_a_critic_learns() -> None:
+    some, model = with_returns(rows(6)), make("qwen3")
+    exact = score(TorchScorer(copy.deepcopy(model)), some)
+    rounded = score(TorchScorer(copy.deepcopy(model).to(torch.bfloat16)), some)
+    assert all(np.allclose(mine, theirs, atol=0.1) for mine, theirs in zip(exact, rounded, strict=True))
+    assert any(not np.array_equal(mine, theirs) for mine, theirs in zip(exact, rounded, strict=True))
+    told = asyncio.run(train(TorchCritic(model.to(torch.bfloat16), FAST), some, 12))
+    assert told[-1]["loss"] < 0.8 * told[0]["loss"]
+
+
 def test_rows_without_a_trained_token_have_nothing_to_score() -> None:
     one = rows(4)[3]
     assert not one.loss_mask.any()

@@ -32,6 +32,7 @@ from millstream.learner.torch import TorchLearner
 from millstream.model.load import save_model
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.runtime.build import build_engine
+from millstream.runtime.check import check_parts
 from millstream.runtime.config import RunConfig
 from millstream.runtime.pipeline import Algorithm, Parts, Pipeline
 from millstream.runtime.rollouts import RolloutConfig
@@ -155,6 +156,21 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_the_run(tmp_path: Pa
     with pytest.raises(ModelError, match=r"reference\.path = .* has another tokenizer than the model: the token"):
         train(config(tmp_path, *changes), reward=ones)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["reference.path", "critic.path"])
+def test_a_dry_run_looks_for_every_checkpoint_that_is_named(tmp_path: Path, teacher: Path, key: str) -> None:
+    algorithm = "algorithm.name=ppo" if key == "critic.path" else "algorithm.name=grpo"
+    said = check_parts(config(tmp_path, algorithm, f"{key}={teacher}", "model.tiny.hidden=32"))
+    assert f"checked: {teacher} is a checkpoint's folder with a tokenizer" in said
+    with pytest.raises(ModelError, match=rf"{key} = 'no/such/folder/here': no such folder.*--set {key}=FOLDER"):
+        check_parts(config(tmp_path, algorithm, f"{key}=no/such/folder/here"))
+
+
+def test_a_critic_may_begin_as_another_checkpoint(tmp_path: Path, teacher: Path) -> None:
+    few = ("pipeline.steps=2", "pipeline.groups_per_step=2", "data.holdout=0")
+    steps = metrics(tmp_path, "algorithm.name=ppo", f"critic.path={teacher}", *few)
+    assert len(steps) == 2 and steps[0]["critic_value"] == 0.0 and steps[0]["critic_grad_norm"] > 0
 
 
 def test_a_gpu_that_is_not_there_is_refused_by_the_key_that_names_it(tmp_path: Path) -> None:

@@ -266,8 +266,8 @@ class Settler:
     async def _write_nothing(self, lease: Lease) -> None:
         """Whoever comes after settling finds the columns that it reads, though nothing of this group is trained."""
         rows = by_member(lease)
-        names = ("advantages",) if self._rules.credit is None else ("advantages", "returns")
         if rows:
+            names = ("advantages", "returns") if "values" in lease.columns else ("advantages",)
             nothing = [np.zeros(len(row.columns["tokens"]), dtype=np.float32) for row in rows]
             await self._write(rows, dict.fromkeys(names, nothing))
 
