@@ -1,0 +1,219 @@
+"""The learner's promises, as tests that any implementation of `millstream.learner.Learner` can be held to. Needs pytest.
+
+    from millstream.testing.learner import LearnerSuite
+
+    class TestMyLearner(LearnerSuite):
+        vocabulary = 97
+
+        def open(self, num_steps=None):
+            return MyLearner(...)        # every call: the same weights, a loss that reads the advantages
+
+Every test opens learners of its own. `close` ends one; `tolerance` is how far the weights after a step may be apart where rows
+were only split or ordered differently, relative to how far the step moved them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from millstream.learner import Learner
+from millstream.types import Floats, Metrics, TrainRow, Weights
+
+NUM_ROWS = 9
+
+
+def make_rows(vocabulary: int, *, seed: int = 0, count: int = NUM_ROWS) -> list[TrainRow]:
+    """Ragged rows of several turns, some of one prompt; one trains nothing, and one is longer than all others together."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(0, vocabulary, 5)
+    rows = []
+    for number in range(count):
+        length = 150 if number == 4 else int(rng.integers(2, 20))
+        mask = rng.random(length) < (0.0 if number == 3 else 0.7)
+        mask[0] = number != 3
+        opening = prompt if number % 2 else rng.integers(0, vocabulary, int(rng.integers(1, 9)))
+        mask = np.concatenate([np.zeros(len(opening), np.bool_), mask])
+        rows.append(
+            TrainRow(
+                tokens=np.concatenate([opening, rng.integers(0, vocabulary, length)]).astype(np.int32),
+                loss_mask=mask,
+                logprobs=np.where(mask, np.log(0.7 / vocabulary) + rng.random(len(mask)), 0).astype(np.float32),
+                advantages=np.full(len(mask), rng.normal(), dtype=np.float32),
+                label=f"row {number}",
+            )
+        )
+    return rows
+
+
+def flat(weights: Weights) -> Floats:
+    """All numbers, by name. Tensors of any kind."""
+    parts = [np.asarray(_array(weights[name]), dtype=np.float32).ravel() for name in sorted(weights)]
+    return np.concatenate(parts)
+
+
+def _array(value: Any) -> Any:
+    return value.detach().float().cpu().numpy() if hasattr(value, "detach") else value
+
+
+class LearnerSuite:
+    vocabulary = 97
+    tolerance = 1e-3
+
+    def open(self, num_steps: int | None = None) -> Learner:
+        raise NotImplementedError("give the suite a learner: def open(self, num_steps=None)")
+
+    async def close(self, learner: Learner) -> None:
+        """What `open` opened is no longer needed."""
+        close = getattr(learner, "close", None)
+        if close is not None:
+            await close()
+
+    async def train(self, learner: Learner, *micro_batches: Sequence[TrainRow]) -> Metrics:
+        await learner.begin_batch()
+        for rows in micro_batches:
+            await learner.accumulate(rows)
+        return await learner.step()
+
+    async def after(self, *micro_batches: Sequence[TrainRow]) -> tuple[Floats, Floats]:
+        """The weights before and after one step of a new learner."""
+        learner = self.open()
+        try:
+            before = flat(await learner.weights())
+            await self.train(learner, *micro_batches)
+            return before, flat(await learner.weights())
+        finally:
+            await self.close(learner)
+
+    def test_any_split_and_order_of_rows_gives_the_same_step(self) -> None:
+        rows, rng = make_rows(self.vocabulary), random.Random(0)
+
+        async def program() -> None:
+            before, whole = await self.after(rows)
+            moved = np.abs(whole - before).max()
+            assert moved > 0, "a step with rows moves the weights"
+            for _ in range(3):
+                order = rng.sample(rows, len(rows))
+                cut = rng.randint(1, len(rows) - 1)
+                _, found = await self.after(order[:cut], order[cut:])
+                # Adam's first step is the gradient's sign: what is near 0 may go either way
+                assert np.mean(np.abs(found - whole) > self.tolerance * moved) < 0.01
+
+        asyncio.run(program())
+
+    def test_the_same_order_gives_the_same_bits(self) -> None:
+        rows = make_rows(self.vocabulary)
+
+        async def program() -> None:
+            _, one = await self.after(rows[:4], rows[4:])
+            _, other = await self.after(rows[:4], rows[4:])
+            assert np.array_equal(one, other)
+
+        asyncio.run(program())
+
+    def test_what_is_not_trained_changes_nothing(self) -> None:
+        """Numbers outside the mask, and rows that train nothing."""
+        rows = make_rows(self.vocabulary)
+        spoilt = [
+            structs.replace(
+                row,
+                logprobs=np.where(row.loss_mask, row.logprobs, np.nan).astype(np.float32),
+                advantages=np.where(row.loss_mask, row.advantages, np.nan).astype(np.float32),
+            )
+            for row in rows
+        ]
+
+        async def program() -> None:
+            before, plain = await self.after(rows)
+            _, found = await self.after(spoilt)
+            assert np.array_equal(found, plain)
+            _, fewer = await self.after([row for row in rows if row.loss_mask.any()])
+            assert np.abs(fewer - plain).max() <= max(self.tolerance, 1e-3) * np.abs(plain - before).max()
+
+        asyncio.run(program())
+
+    def test_a_step_without_rows_leaves_the_weights_as_they_are(self) -> None:
+        untrained = [row for row in make_rows(self.vocabulary) if not row.loss_mask.any()]
+
+        async def program() -> None:
+            for micro_batches in ([], [untrained]):
+                before, found = await self.after(*micro_batches)
+                assert np.array_equal(found, before)
+
+        asyncio.run(program())
+
+    def test_a_row_that_is_not_finite_is_left_out(self) -> None:
+        rows = make_rows(self.vocabulary)
+        bad = structs.replace(rows[0], advantages=np.full(len(rows[0].tokens), np.inf, dtype=np.float32))
+
+        async def program() -> None:
+            before, found = await self.after([bad, *rows[1:]])
+            assert np.isfinite(found).all() and not np.array_equal(found, before)
+            _, without = await self.after(rows[1:])
+            assert np.abs(found - without).max() <= max(self.tolerance, 1e-3) * np.abs(found - before).max()
+
+        asyncio.run(program())
+
+    def test_weights_are_a_copy_that_later_steps_do_not_change(self) -> None:
+        async def program() -> None:
+            learner = self.open()
+            try:
+                weights = await learner.weights()
+                before = flat(weights).copy()
+                await self.train(learner, make_rows(self.vocabulary))
+                assert np.array_equal(flat(weights), before)
+                assert not np.array_equal(flat(await learner.weights()), before)
+            finally:
+                await self.close(learner)
+
+        asyncio.run(program())
+
+    def test_it_goes_on_from_a_snapshot_whatever_came_after_it(self, tmp_path: Path) -> None:
+        batches = [make_rows(self.vocabulary, seed=seed) for seed in range(4)]
+
+        async def program() -> None:
+            one, other = self.open(num_steps=8), self.open(num_steps=8)
+            try:
+                await self.train(one, batches[0])
+                snapshot = await one.snapshot()
+                await self.train(one, batches[1])
+                snapshot.write(tmp_path)  # later: it must not have changed
+                await asyncio.to_thread(other.restore, tmp_path)
+                await self.train(other, batches[1])
+                assert np.array_equal(flat(await one.weights()), flat(await other.weights()))
+                for learner in (one, other):
+                    await self.train(learner, batches[2])
+                assert np.array_equal(flat(await one.weights()), flat(await other.weights()))
+            finally:
+                await self.close(one)
+                await self.close(other)
+
+        asyncio.run(program())
+
+    def test_metrics_are_finite_numbers(self) -> None:
+        async def program() -> None:
+            learner = self.open()
+            try:
+                metrics = await self.train(learner, make_rows(self.vocabulary))
+            finally:
+                await self.close(learner)
+            assert metrics and all(np.isfinite(value) for value in metrics.values())
+
+        asyncio.run(program())
+
+    def test_what_it_saves_is_there(self, tmp_path: Path) -> None:
+        async def program() -> None:
+            learner = self.open()
+            try:
+                await asyncio.to_thread(learner.save, tmp_path / "model")
+            finally:
+                await self.close(learner)
+
+        asyncio.run(program())
+        assert any((tmp_path / "model").iterdir())
