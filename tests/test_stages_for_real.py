@@ -117,6 +117,13 @@ def test_a_kl_holds_the_policy_nearer_to_the_reference(tmp_path: Path, place: st
     assert mean(free[-4:], "reward") > mean(held[-4:], "reward")
 
 
+def test_a_model_in_16_bits_is_warmed_up_and_then_trained_with_a_critic_and_a_reference(tmp_path: Path) -> None:
+    few = ("pipeline.steps=3", "pipeline.groups_per_step=4", "warmup.max_steps=2", "warmup.check_every=2")
+    kl = ("algorithm.kl=reward", "algorithm.kl_coefficient=0.1", "reference.dtype=float32")
+    steps = metrics(tmp_path, "model.dtype=bfloat16", "algorithm.name=ppo", *kl, *few)
+    assert len(steps) == 3 and all(step["critic_loss"] > 0 and step["reference_kl"] > 0 for step in steps)
+
+
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One with opinions: what the student begins with, sharpened."""

@@ -51,9 +51,11 @@ class Optimizer:
         if not self._parameters:
             raise LearnerError("no parameter of the model requires a gradient: there is nothing to train")
         self._masters = {name: _master(p) for name, p in self._parameters.items()}
-        for name, parameter in self._parameters.items():
-            if self._masters[name] is not parameter:
-                parameter.register_post_accumulate_grad_hook(self._adder(self._masters[name]))  # type: ignore[no-untyped-call]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._adder(self._masters[name]))  # type: ignore[no-untyped-call]
+            for name, parameter in self._parameters.items()
+            if self._masters[name] is not parameter
+        ]
         masters = list(self._masters.values())
         self._adam = torch.optim.AdamW(masters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
         self.num_steps_done = 0
@@ -73,6 +75,12 @@ class Optimizer:
     def gradients(self) -> dict[str, Tensor]:
         """The sums so far, of the parameters that have one."""
         return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+
+    def let_go(self) -> None:
+        """Of the module: another optimizer may have it. Two at once would take each other's gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def forget(self) -> None:
         """Drop the gradient."""

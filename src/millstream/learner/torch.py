@@ -165,8 +165,9 @@ class TorchLearner:
         save_model(self.model, self._tokenizer, path)
 
     async def close(self) -> None:
-        """Let the work in hand come to its end."""
+        """Let the work in hand come to its end, and another have the model."""
         await self._thread.close()
+        self.optimizer.let_go()
 
 
 class _Sums:
