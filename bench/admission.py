@@ -20,13 +20,13 @@ from millstream.events import GroupTaken
 from millstream.events.sinks import MemorySink
 from millstream.runtime.admission import full_budget
 from millstream.runtime.pipeline import (
-    STORE_TASKS,
     Algorithm,
     Parts,
     Pipeline,
 )
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.schedule import PipelineConfig
+from millstream.runtime.stages import store_tasks
 from millstream.runtime.waits import Waits
 from millstream.sim.draws import lognormal
 from millstream.sim.engine import SimEngine
@@ -52,7 +52,7 @@ async def run(max_lag: float, budget: int, sigma: float, seed: int) -> tuple[flo
         ),
         environment=SimEnvironment(),
         learner=SimLearner(token_s=6e-5, seed=seed),
-        store=MemoryStore(STORE_TASKS, capacity_rows=budget * MEMBERS),
+        store=MemoryStore(store_tasks(), capacity_rows=budget * MEMBERS),
         channel=LocalChannel(),
         clock=clock,
         sink=sink,

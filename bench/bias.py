@@ -24,13 +24,13 @@ from millstream.events import RolloutAborted, Stepped
 from millstream.events.bias import BiasReport, bias_report
 from millstream.events.sinks import MemorySink
 from millstream.runtime.pipeline import (
-    STORE_TASKS,
     Algorithm,
     Parts,
     Pipeline,
 )
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.schedule import PipelineConfig
+from millstream.runtime.stages import store_tasks
 from millstream.runtime.waits import Waits
 from millstream.sim.draws import lognormal
 from millstream.sim.engine import SimEngine
@@ -76,7 +76,7 @@ async def _run(policy: str, steps: int, seed: int) -> Found:
         engines=(SimEngine(slots=1024, token_s=0.01, num_tokens=lognormal(MEAN_TOKENS, 1.0), seed=seed),),
         environment=SimEnvironment(success=longer_is_harder(MEAN_TOKENS)),
         learner=SimLearner(token_s=1e-5, seed=seed),
-        store=MemoryStore(STORE_TASKS, capacity_rows=config.most_groups * rollout.most_rows),
+        store=MemoryStore(store_tasks(), capacity_rows=config.most_groups * rollout.most_rows),
         channel=LocalChannel(),
         clock=clock,
         sink=sink,

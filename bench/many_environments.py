@@ -25,13 +25,13 @@ from millstream.env import Context
 from millstream.events import Event, Stepped
 from millstream.runtime.garbage import seldom_collected
 from millstream.runtime.pipeline import (
-    STORE_TASKS,
     Algorithm,
     Parts,
     Pipeline,
 )
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.schedule import PipelineConfig
+from millstream.runtime.stages import store_tasks
 from millstream.runtime.waits import Waits
 from millstream.sim.learner import SimLearner
 from millstream.store.memory import MemoryStore
@@ -114,7 +114,7 @@ async def play(num_environments: int, num_turns: int, num_steps: int) -> tuple[F
         engines=(engine,),
         environment=Waiting(num_turns),
         learner=SimLearner(),
-        store=MemoryStore(STORE_TASKS, capacity_rows=config.most_groups * rollout.most_rows),
+        store=MemoryStore(store_tasks(), capacity_rows=config.most_groups * rollout.most_rows),
         channel=LocalChannel(0),
         clock=clock,
         sink=memory,

@@ -30,7 +30,6 @@ from millstream.engine import Engine
 from millstream.events.sinks import MemorySink
 from millstream.runtime.episode import Episode
 from millstream.runtime.pipeline import (
-    STORE_TASKS,
     Algorithm,
     Parts,
     Pipeline,
@@ -38,6 +37,7 @@ from millstream.runtime.pipeline import (
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.router import Router
 from millstream.runtime.schedule import PipelineConfig
+from millstream.runtime.stages import store_tasks
 from millstream.runtime.waits import Waits
 from millstream.sim.draws import Draw, at_most, constant, lognormal, mixture, pareto, truncated_normal, uniform
 from millstream.sim.engine import H200, H200_KV_TOKENS, SimEngine
@@ -139,7 +139,7 @@ async def _ours(world: World, seed: int, extra_members: int, knobs: dict[str, An
         engines=engines,
         environment=world.environment(),
         learner=SimLearner(token_s=0.0, step_s=constant(0.0)),
-        store=MemoryStore(STORE_TASKS, capacity_rows=100_000),
+        store=MemoryStore(store_tasks(), capacity_rows=100_000),
         channel=LocalChannel(),
         clock=clock,
         sink=sink,

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from millstream.algo.advantages import grpo
+from millstream.algo.credit import Credit, Penalty, credit_of
 from millstream.clock import VirtualClock, run_virtual
 from millstream.env import Environment
 from millstream.events import (
@@ -31,7 +32,6 @@ from millstream.events import (
 from millstream.events.sinks import MemorySink
 from millstream.learner import Snapshot
 from millstream.runtime.pipeline import (
-    STORE_TASKS,
     AfterStep,
     Algorithm,
     Parts,
@@ -39,12 +39,13 @@ from millstream.runtime.pipeline import (
 )
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.schedule import PipelineConfig
-from millstream.runtime.state import Ledger, Standing
+from millstream.runtime.stages import REFERENCE, VALUES, Stage, store_tasks
+from millstream.runtime.state import Both, Ledger, Standing
 from millstream.runtime.waits import Waits
 from millstream.sim.draws import Draw, constant, lognormal, uniform
 from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment
-from millstream.sim.learner import SimLearner, SimSnapshot
+from millstream.sim.learner import SimCritic, SimLearner, SimScorer, SimSnapshot
 from millstream.store import codec
 from millstream.store.memory import MemoryStore
 from millstream.types import Fate, Sampling, Task
@@ -80,6 +81,9 @@ class World(Struct, frozen=True, kw_only=True):
     filter_zero_signal: bool = True
     mini_batches: int = 1
     deadline_s: float = 1e6
+    reference: Literal["none", "early", "late"] = "none"
+    has_critic: bool = False
+    score_token_s: float = 1e-4
     seed: int = 0
 
 
@@ -87,6 +91,7 @@ class Kept(Struct, frozen=True, kw_only=True):
     standing: Standing
     mark: int
     num_rows: int
+    critic_rows: int = 0
 
 
 class Diary:
@@ -103,10 +108,16 @@ class Diary:
         return len(self.sink.events)
 
     async def keep(self, standing: Standing, mark: int, snapshot: Snapshot, held_s: float) -> None:
+        critic = SimSnapshot(0)
+        if isinstance(snapshot, Both):
+            assert isinstance(snapshot.critic, SimSnapshot)
+            snapshot, critic = snapshot
         assert isinstance(snapshot, SimSnapshot)
         ledger = msgspec.json.decode(msgspec.json.encode(standing.ledger), type=Ledger)
         rows = codec.unpack(codec.pack(standing.rows))
-        self.kept.append(Kept(standing=Standing(ledger, rows), mark=mark, num_rows=snapshot.num_rows))
+        standing = Standing(ledger, rows)
+        kept = Kept(standing=standing, mark=mark, num_rows=snapshot.num_rows, critic_rows=critic.num_rows)
+        self.kept.append(kept)
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -116,6 +127,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     learner: SimLearner
     engines: tuple[SimEngine, ...]
     seconds: float
+    stages: tuple[Stage, ...] = ()
+    critic: SimCritic | None = None
 
 
 def tasks(world: World) -> Iterator[tuple[int, Task]]:
@@ -138,6 +151,21 @@ def configs(world: World) -> tuple[PipelineConfig, RolloutConfig]:
         max_replaced_per_step=world.max_replaced_per_step,
     )
     return config, RolloutConfig(group_size=world.group_size, extra_members=world.extra_members, retries=world.retries)
+
+
+def stages_of(world: World, critic: SimCritic | None) -> tuple[Stage, ...]:
+    stages = []
+    if world.reference != "none":
+        scorer = SimScorer(token_s=world.score_token_s)
+        stages.append(Stage(REFERENCE, scorer, 100, is_early=world.reference == "early"))
+    if critic is not None:
+        stages.append(Stage(VALUES, critic, 100, is_early=True))
+    return tuple(stages)
+
+
+def credit_of_world(world: World) -> Credit | None:
+    penalty = Penalty("k1", 0.1) if world.reference == "early" else None
+    return credit_of("gae" if world.has_critic else "grpo", grpo, discount=1.0, trace=0.9, penalty=penalty)
 
 
 def simulate(
@@ -171,8 +199,16 @@ async def _simulate(
         with tempfile.TemporaryDirectory() as folder:
             SimSnapshot(kept.num_rows).write(Path(folder))
             learner.restore(Path(folder))
+    critic = SimCritic(token_s=world.score_token_s, seed=1) if world.has_critic else None
+    if kept is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            SimSnapshot(kept.critic_rows).write(Path(folder))
+            if critic is not None:
+                critic.restore(Path(folder))
     config, rollout = configs(world)
-    store = MemoryStore(STORE_TASKS, capacity_rows=config.most_groups * rollout.most_rows)
+    stages = stages_of(world, critic)
+    reads = store_tasks(stages, has_critic=critic is not None, is_in_lockstep=config.is_in_lockstep)
+    store = MemoryStore(reads, capacity_rows=config.most_groups * rollout.most_rows)
     engines = tuple(
         SimEngine(
             name=f"engine-{number}",
@@ -200,6 +236,8 @@ async def _simulate(
         clock=clock,
         sink=sink,
         waits=Waits(clock=clock, sink=sink, stall_s=30.0, deadline_s=world.deadline_s),
+        stages=stages,
+        critic=critic,
     )
     pipeline = Pipeline(
         parts,
@@ -209,6 +247,8 @@ async def _simulate(
             sampling=Sampling(max_tokens=2000),
             micro_batch_tokens=128,
             mini_batches=world.mini_batches,
+            credit=credit_of_world(world),
+            critic_batch_tokens=100,
         ),
         config=config,
         rollout=rollout,
@@ -227,6 +267,8 @@ async def _simulate(
         learner=learner,
         engines=engines,
         seconds=asyncio.get_running_loop().time(),
+        stages=stages,
+        critic=critic,
     )
 
 
@@ -251,6 +293,10 @@ def check(world: World, outcome: Outcome) -> None:
     trained = {group_id for group_id, fate in fates.items() if fate is Fate.TRAINED}
     assert trained == {event.group_id for event in sink.of(GroupTaken)}
     assert outcome.learner.num_rows == sum(len(starts[group_id]) for group_id in trained)
+    if outcome.critic is not None:
+        assert outcome.critic.num_rows == outcome.learner.num_rows, (
+            "the critic learns from what the learner learns from"
+        )
     if world.surplus == "carry_over":
         assert Fate.ABORTED not in fates.values()
     _check_declared(world, sink)

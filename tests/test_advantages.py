@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +19,7 @@ from millstream.algo.advantages import (
     rloo,
     whiten_tokens,
 )
-from millstream.algo.credit import gae, of_turns, over_turns, to_go
+from millstream.algo.credit import Penalty, Played, credit_of, differ, gae, of_turns, to_go, token_rewards
 from millstream.algo.shaping import overlong
 
 
@@ -103,12 +105,73 @@ def test_with_one_turn_it_is_dr_grpo(rewards: list[float]) -> None:
     assert np.allclose(np.concatenate(found), dr_grpo(np.array(rewards)))
 
 
+def played(
+    rewards: list[float], turns: list[int], mu: float = 0.5, ref: float | None = None, values: list[float] | None = None
+) -> Played:
+    """Every token was sampled with the probability mu, and has that of ref under the reference."""
+    num = len(turns)
+    return Played(
+        rewards_K=np.array(rewards),
+        turn_N=np.array(turns),
+        behaviour_N=np.full(num, math.log(mu)),
+        reference_N=None if ref is None else np.full(num, math.log(ref)),
+        values_N=None if values is None else np.array(values),
+    )
+
+
+def credited(advantage: str, group: list[Played], penalty: Penalty | None = None, **keys: float) -> list[list[float]]:
+    credit = credit_of(advantage, dr_grpo, **{"discount": 1.0, "trace": 1.0, **keys}, penalty=penalty)
+    assert credit is not None
+    return [one.advantages_N.tolist() for one in credit(group)]
+
+
+TWICE = Penalty("k1", 0.1 / math.log(2))
+"""Where mu is twice as high as ref, a token loses 0.1."""
+
+
+def test_a_turn_earns_with_its_last_token_and_every_token_loses_its_kl() -> None:
+    one = played([2.0, -1.0], [0, 0, 1, 1, 1], ref=0.25)
+    assert token_rewards(one, None).tolist() == [0, 2, 0, 0, -1]
+    assert np.allclose(token_rewards(one, TWICE), [-0.1, 1.9, -0.1, -0.1, -1.1])
+
+
 def test_every_token_has_the_advantage_of_its_turn() -> None:
-    mask = np.array([False, True, True, False, False, True, False])
-    assert over_turns(np.array([2.0, -1.0]), mask).tolist() == [0, 2, 2, 0, 0, -1, 0]
-    assert over_turns(np.array([]), np.array([False, False])).tolist() == [0, 0]
-    with pytest.raises(ValueError, match="1 advantages for 2 turns"):
-        over_turns(np.array([2.0]), mask)
+    group = [played([0.0, 1.0], [0, 0, 1]), played([0.0, 0.5], [0, 1, 1])]
+    # to go: 1 1 and 0.5 0.5, the mean 0.75
+    assert credited("turns", group) == [[0.25, 0.25, 0.25], [-0.25, -0.25, -0.25]]
+    # half of what comes a turn later: 0.5 1 and 0.25 0.5
+    assert credited("turns", group, discount=0.5) == [[0.125, 0.125, 0.25], [-0.125, -0.25, -0.25]]
+    # the KL is that of the turn: 0.2 0.1 and 0.1 0.2, so to go 0.7 0.9 and 0.2 0.3
+    with_kl = credited("turns", [one._replace(reference_N=one.behaviour_N - math.log(2)) for one in group], TWICE)
+    assert np.allclose(with_kl[0], [0.25, 0.25, 0.3]) and np.allclose(with_kl[1], [-0.25, -0.3, -0.3])
+
+
+def test_a_group_is_compared_by_rewards_that_have_lost_the_kl_of_the_whole_rollout() -> None:
+    group = [played([1.0], [0, 0, 0], ref=0.25), played([0.0], [0], ref=0.25)]
+    # 1 - 0.3 and 0 - 0.1, the mean 0.3
+    assert np.allclose(credited("dr_grpo", group, TWICE)[0], [0.4] * 3)
+    assert np.allclose(credited("dr_grpo", group, TWICE)[1], [-0.4])
+    assert credit_of("dr_grpo", dr_grpo, discount=1, trace=1, penalty=None) is None
+
+
+def test_gae_sees_the_kl_of_each_token_and_returns_what_the_critic_is_to_expect() -> None:
+    credit = credit_of("gae", dr_grpo, discount=0.9, trace=0.5, penalty=TWICE)
+    assert credit is not None
+    (found,) = credit([played([1.0], [0, 0, 0], ref=0.25, values=[0.5, 0.6, 0.8])])
+    # surprises: 0.04 - 0.1, 0.12 - 0.1, 0.2 - 0.1
+    assert np.allclose(found.advantages_N, [-0.06 + 0.45 * (0.02 + 0.45 * 0.1), 0.02 + 0.45 * 0.1, 0.1])
+    assert found.returns_N is not None and np.allclose(found.returns_N - found.advantages_N, [0.5, 0.6, 0.8])
+
+
+def test_distillation_is_the_reverse_kl_to_the_teacher_and_blind_to_rewards() -> None:
+    group = [played([1.0], [0, 0], mu=0.5, ref=0.25), played([0.0], [0], mu=0.1, ref=0.2)]
+    found = credited("distillation", group)
+    assert np.allclose(found[0], [-math.log(2)] * 2) and np.allclose(found[1], [math.log(2)])
+
+
+def test_rollouts_differ_where_some_turn_earned_more() -> None:
+    assert not differ([np.array([0.0]), np.array([0.0, 0.0])]) and not differ([])
+    assert differ([np.array([0.0, 1.0]), np.array([1.0, 0.0])]), "the sum is the same"
 
 
 def test_overlong_answers_lose_up_to_1() -> None:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from millstream.algo import AlgorithmConfig, aggregate, corrections, kl, losses, recipe
+from millstream.algo import AlgorithmConfig, aggregate, corrections, credit, kl, losses, recipe
 from millstream.algo.presets import LOSSES as KINDS
 from millstream.algo.rows import row_counts, row_means, row_sums
 from millstream.errors import ConfigError
@@ -152,8 +153,8 @@ def test_kl_estimators_by_hand() -> None:
     for name, numbers in expected.items():
         found = kl.estimate(name, th, ref)  # type: ignore[arg-type]
         assert torch.allclose(found, torch.tensor(numbers).double())
-    cost = kl.in_reward(th.requires_grad_(), ref, estimator="k1", coefficient=0.1)
-    assert torch.allclose(cost, torch.tensor([-0.1 * two, 0.1 * two]).double()) and not cost.requires_grad
+        without_gradient = credit.kl(name, th.numpy(), ref.numpy())  # type: ignore[arg-type]
+        assert np.allclose(without_gradient, numbers), "the twin"
 
 
 def test_k1_is_no_loss_and_a_kl_needs_a_reference() -> None:
@@ -165,7 +166,15 @@ def test_k1_is_no_loss_and_a_kl_needs_a_reference() -> None:
     near = x._replace(reference_N=torch.tensor([0.25]).double().log())
     loss = kl.penalised(near, losses.reinforce(near), estimator="k3", coefficient=2.0)
     assert values(loss) == rounded(-math.log(0.5) + 2 * (0.5 + math.log(2) - 1))
-    assert float(loss.metrics["reference_kl"]) == pytest.approx(0.5 + math.log(2) - 1)
+    assert "reference_kl" not in kl.measured(x, loss).metrics
+    for held in (AlgorithmConfig(), AlgorithmConfig(kl="loss", kl_coefficient=2.0, kl_estimator="k2")):
+        found = recipe.objective(held, max_tokens=8).token_loss(near)
+        assert float(found.metrics["reference_kl"]) == pytest.approx(0.5 + math.log(2) - 1), (
+            "by k3, whatever the loss has"
+        )
+        plain = recipe.objective(AlgorithmConfig(), max_tokens=8).token_loss(x)
+        more = 2 * math.log(2) ** 2 / 2 if held.kl == "loss" else 0.0
+        assert float(found.loss_N - plain.loss_N) == pytest.approx(more)
 
 
 def test_the_gradient_of_k1_has_the_mean_0_and_that_of_k2_is_the_kls() -> None:

@@ -9,8 +9,9 @@ import torch
 from msgspec import structs
 
 from millstream import imports
-from millstream.algo import AlgorithmConfig, advantage_of, check, recipe
+from millstream.algo import KNOWN_ADVANTAGES, AlgorithmConfig, advantage_of, check, credit_for, recipe
 from millstream.algo.advantages import ADVANTAGES
+from millstream.algo.credit import ADVANTAGE_KEYS
 from millstream.algo.presets import LOSSES, PRESETS
 from millstream.errors import ConfigError
 from millstream.model.objective import LossInputs
@@ -47,14 +48,14 @@ def test_the_default_is_grpo_advantages_under_truncated_importance_weights() -> 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_valid_off_policy_and_with_several_steps_a_batch(name: str) -> None:
     config = accept(name=name, mini_batches=2)
-    assert config.advantage in ADVANTAGES and config.loss in LOSSES
+    assert config.advantage in KNOWN_ADVANTAGES and config.loss in LOSSES
     assert all(getattr(config, key) == value for key, value in PRESETS[name].items())  # type: ignore[index]
     recipe.objective(config, max_tokens=8)
 
 
 def test_every_advantage_and_every_loss_that_corrects_has_a_preset() -> None:
     configs = [AlgorithmConfig(name=name) for name in PRESETS]
-    assert {config.advantage for config in configs} == ADVANTAGES.keys()
+    assert {config.advantage for config in configs} == {*ADVANTAGES, *ADVANTAGE_KEYS} - {"turns"}
     assert {config.loss for config in configs} == LOSSES.keys() - {"reinforce"}
     assert len({structs.replace(config, name=None) for config in configs}) == len(configs), "two presets are the same"
 
@@ -101,6 +102,38 @@ def test_groups_are_not_filtered_by_their_own_rewards_where_the_batch_is_the_mea
     accept(advantage="lite_ppo", filter_zero_signal=True)
 
 
+@pytest.mark.parametrize("name", ["ppo", "distillation"])
+def test_what_compares_no_members_filters_no_groups_and_takes_groups_of_one(name: str) -> None:
+    refuse(
+        r"has a gradient like any other\. Set pipeline\.filter_zero_signal = false", name=name, filter_zero_signal=True
+    )
+    accept(name=name, group_size=1)
+    refuse("turns compares the rollouts of a group", advantage="turns", group_size=1)
+    accept(advantage="turns", filter_zero_signal=True)
+
+
+def test_a_kl_has_a_weight_a_place_and_an_estimator_that_works_there() -> None:
+    refuse(r"needs a weight: set algorithm\.kl_coefficient", kl="loss")
+    refuse(r'does nothing in a loss.*Set it to "k2" or "k3", or algorithm\.kl = "reward"', kl="loss", kl_estimator="k1",
+           kl_coefficient=0.1)  # fmt: skip
+    assert accept(kl="loss", kl_coefficient=0.1).kl_estimator == "k3"
+    assert accept(kl="reward", kl_coefficient=0.1).kl_estimator == "k1"
+    accept(kl="reward", kl_coefficient=0.1, kl_estimator="k2", name="ppo")
+    refuse('Set kl = "none"', name="distillation", kl="loss", kl_coefficient=0.1)
+    refuse("which distillation does not learn from", name="distillation", overlong_buffer=4)
+
+
+def test_only_what_is_within_a_rollout_is_credited_by_token() -> None:
+    assert credit_for(accept()) is None and credit_for(accept(kl="loss", kl_coefficient=0.1)) is None
+    for others in (
+        {"name": "ppo"},
+        {"name": "distillation"},
+        {"advantage": "turns"},
+        {"kl": "reward", "kl_coefficient": 0.1},
+    ):
+        assert credit_for(accept(**others)) is not None  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "others"),
     [
@@ -115,6 +148,10 @@ def test_groups_are_not_filtered_by_their_own_rewards_where_the_batch_is_the_mea
         ("correction_level", "token", {"loss": "reinforce", "max_lag": 0}),
         ("ratio_floor", 0.5, {"loss": "reinforce", "correction": "truncate"}),
         ("fixed_length", 100, {"aggregation": "token_mean"}),
+        ("discount", 0.9, {}),
+        ("trace", 0.9, {"advantage": "turns"}),
+        ("kl_coefficient", 0.1, {}),
+        ("kl_estimator", "k3", {"name": "ppo"}),
     ],
 )
 def test_a_key_that_nothing_reads_is_refused_by_name(key: str, value: object, others: dict[str, object]) -> None:
@@ -126,6 +163,7 @@ def test_a_key_that_nothing_reads_is_refused_by_name(key: str, value: object, ot
     [
         ("clip_low", 0.0), ("clip_low", 1.5), ("clip_high", 0.0), ("dual_clip", 1.0), ("ratio_cap", 0.0), ("fixed_length", 0),
         ("regularisation", -1.0), ("entropy_bonus", -0.1), ("overlong_buffer", 0), ("negative_weight", -1.0),
+        ("kl_coefficient", 0.0), ("discount", 1.1), ("trace", -0.1),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(key: str, value: float) -> None:

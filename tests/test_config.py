@@ -48,6 +48,8 @@ def written(tmp_path: Path, text: str) -> Path:
         ('[pipeline]\nmax_lag = 0\noverdue = "restart"', r'overdue = "restart" has nothing to do here'),
         ("[[reward]]\nfunktion = 'f'", r"unknown key reward\[0\]\.funktion\. Did you mean function\?"),
         ("[engine]\nslots = 0", r"engine: slots and prefill_tokens must be at least 1"),
+        ("[reference]\ndevice = 'gpu'", r"reference: device = 'gpu': expected cpu, cuda or cuda:NUMBER"),
+        ("[critic]\nvalue_clip = 0", r"critic: learning_rate, max_grad_norm and value_clip must be above 0"),
         ("= 3", "is not TOML"),
         ("[reward]\nfunction = 'f'", r"reward is a list of tables, each a \[\[reward\]\] with two brackets"),
         ("[engine]\nmax_lag = 3", r"unknown key engine\.max_lag\. Did you mean pipeline\.max_lag\?"),
@@ -100,7 +102,9 @@ def test_a_key_without_its_table_is_answered_with_the_whole_name(tmp_path: Path)
     path = written(tmp_path, MINIMAL)
     with pytest.raises(ConfigError, match=r"unknown key max_lag\. Did you mean pipeline\.max_lag\?"):
         load(path, RunConfig, ["max_lag=3"])
-    with pytest.raises(ConfigError, match=r"Did you mean model\.path or data\.path\?"):
+    with pytest.raises(
+        ConfigError, match=r"Did you mean model\.path or data\.path or reference\.path or critic\.path\?"
+    ):
         load(path, RunConfig, ["path=x"])
 
 
@@ -117,9 +121,9 @@ def test_the_resolved_config_reads_back_as_the_same_config(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_reads_back_with_every_value_that_it_stands_for(tmp_path: Path, name: str) -> None:
-    config = load(
-        written(tmp_path, MINIMAL), RunConfig, [f"algorithm.name={name}", "pipeline.filter_zero_signal=false"]
-    )
+    teacher = ["reference.path=teacher"] if name == "distillation" else []
+    changes = [f"algorithm.name={name}", "pipeline.filter_zero_signal=false", *teacher]
+    config = load(written(tmp_path, MINIMAL), RunConfig, changes)
     assert f'loss = "{config.algorithm.loss}"' in to_toml(config) and config.algorithm.loss
     again = load(written(tmp_path, to_toml(config)), RunConfig)
     check_run(again)
@@ -143,6 +147,13 @@ def test_combinations_that_no_component_sees_are_refused(tmp_path: Path) -> None
     game = MINIMAL + '[algorithm]\noverlong_buffer = 30\n[[environment]]\nuse = "frozen_lake"'
     with pytest.raises(ConfigError, match="leave it out, and let the environment's reward say"):
         check_run(load(written(tmp_path, game), RunConfig))
+    with pytest.raises(ConfigError, match=r'a \[critic\] table, and algorithm\.advantage = "grpo" needs none'):
+        check_run(load(written(tmp_path, MINIMAL + "[critic]\nlearning_rate = 1e-4"), RunConfig))
+    distil = MINIMAL + '[algorithm]\nname = "distillation"\n[pipeline]\nfilter_zero_signal = false\n'
+    for table in ("", "[reference]\nmicro_batch_tokens = 100"):
+        with pytest.raises(ConfigError, match=r"needs a teacher: set reference\.path"):
+            check_run(load(written(tmp_path, distil + table), RunConfig))
+    check_run(load(written(tmp_path, distil + '[reference]\npath = "teacher"'), RunConfig))
     with pytest.raises(ConfigError, match="without a reward"):
         check_run(load(written(tmp_path, "reward = []\n" + MINIMAL), RunConfig))
 

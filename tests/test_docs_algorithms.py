@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,21 @@ from typer.testing import CliRunner
 
 from millstream.algo import AlgorithmConfig, advantage_of, recipe
 from millstream.algo.advantages import ADVANTAGES
+from millstream.algo.credit import ADVANTAGE_KEYS
 from millstream.algo.presets import LOSSES, PRESETS
 from millstream.cli.main import app
 from millstream.config import load
+from millstream.env import toy
+from millstream.learner import CriticConfig, ReferenceConfig
+from millstream.model.load import save_model
 from millstream.model.objective import LossInputs
+from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.runtime.config import RunConfig, check_run
 
 ROOT = Path(__file__).parent.parent
 DOCS = (ROOT / "docs/algorithms.md").read_text()
 (MINE,) = re.findall(r"```python\n(.*?)```", DOCS, flags=re.S)
-DAPO, OWN = re.findall(r"```toml\n(.*?)```", DOCS, flags=re.S)
+DAPO, CRITIC, REFERENCE, OWN = re.findall(r"```toml\n(.*?)```", DOCS, flags=re.S)
 DEMO = (ROOT / "recipes/demo.toml").read_text()
 SMALL = {
     "data.holdout": 8, "pipeline.steps": 3, "pipeline.groups_per_step": 4, "pipeline.max_lag": 1, "rollout.group_size": 4,
@@ -100,8 +106,20 @@ def test_the_config_of_the_docs_is_valid(folder: Path) -> None:
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.3)
 
 
+def test_the_configs_of_a_critic_and_of_a_reference_train(folder: Path) -> None:
+    metrics = run(folder, CRITIC)
+    assert len(metrics) == 3 and all(np.isfinite(step["critic_explained"]) for step in metrics)
+    assert metrics[0]["critic_value"] == 0.0, "its head says 0 in the beginning"
+    shutil.rmtree(folder / "run")
+    tokenizer = character_tokenizer(toy.ALPHABET)
+    shape = TinyShape(hidden=16, layers=1, heads=2, context=64)
+    save_model(tiny_model(shape, tokenizer, seed=3), tokenizer, folder / "checkpoints/base")
+    assert all(step["reference_kl"] > 0 for step in run(folder, REFERENCE))
+
+
 def test_every_name_and_every_key_is_documented() -> None:
-    for name in (*PRESETS, *LOSSES, *ADVANTAGES, *AlgorithmConfig.__struct_fields__):
+    keys = (*AlgorithmConfig.__struct_fields__, *CriticConfig.__struct_fields__, *ReferenceConfig.__struct_fields__)
+    for name in (*PRESETS, *LOSSES, *ADVANTAGES, *ADVANTAGE_KEYS, *keys):
         assert f"`{name}`" in DOCS, name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,42 @@ def test_a_class_with_reset_and_step_is_played_turn_by_turn_and_its_rewards_are_
     reward, (rollout,), scripted = play(found(f"{game}:Guess").environment, ["3", "5", "7"], TASK)
     assert reward == pytest.approx(0.8)
     assert scripted.shown(rollout.tokens) == "guess>3<|im_end|>no>5<|im_end|>no>7<|im_end|>"
+    assert rollout.turn_rewards.tolist() == [-0.1, -0.1, 1.0], "each turn has what its step gave"
+
+
+def test_what_a_turn_earned_is_told_by_the_environment_and_belongs_to_a_run_of_the_mask() -> None:
+    class Payer:
+        """Speaks tokens: turns with a word between them, one without, and says what some of them earned."""
+
+        async def rollout(self, context: Context) -> float:
+            for shown, earned in (([1], 0.5), ([], 0.25), ([2], None), ([3], 2.0)):
+                await context.generate(shown)
+                if earned is not None:
+                    context.earned(earned)
+            return 9.0
+
+    _, (rollout,), _ = play(Payer(), ["a", "b", "c", "d"])
+    mask = rollout.loss_mask
+    assert int((mask & ~np.concatenate([[False], mask[:-1]])).sum()) == 3
+    assert rollout.turn_rewards.tolist() == [0.75, 0.0, 2.0] and rollout.reward == 9.0
+
+
+def test_a_reward_of_no_turn_or_that_is_no_number_is_the_environments_mistake() -> None:
+    class Early:
+        async def rollout(self, context: Context) -> float:
+            context.earned(1.0)
+            return 1.0
+
+    class Odd:
+        async def rollout(self, context: Context) -> float:
+            await context.ask("x")
+            context.earned(math.nan)
+            return 1.0
+
+    with pytest.raises(EnvironmentFailed, match="before the first turn"):
+        play(Early(), ["a"])
+    with pytest.raises(EnvironmentFailed, match="was told nan: expected a finite number"):
+        play(Odd(), ["a"])
 
 
 def test_turns_are_bounded_by_the_class_or_by_the_config(game: str) -> None:

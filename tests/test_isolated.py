@@ -82,7 +82,9 @@ async def text(context):
     other = context.part(agent=1)
     first = await context.ask([Message(role="user", content="one?")])
     second = await other.ask("two?")
+    other.earned(0.25)
     third = await other.generate(context.text.encode("three?"))
+    context.earned(2)
     await context.waiting("nothing", asyncio.sleep(0))
     assert context.text.decode(third.tokens) == "c" and third.versions[0] == 3
     return [float(first == "a"), float(second == "b")]
@@ -228,6 +230,7 @@ def test_everything_that_a_context_can_do_can_be_done_from_a_process(wild: str) 
             rewards = await environments.rollout(scripted.episode)
             parts = scripted.episode.finish(rewards)
             assert [(part.agent, part.reward) for part in parts] == [(0, 1.0), (1, 1.0)]
+            assert [part.turn_rewards.tolist() for part in parts] == [[2.0], [0.25, 0.0]]
             assert "<|im_start|>user\none?" in scripted.shown(parts[0].tokens)
             with pytest.raises(EnvironmentFailed, match=r"rollout\.max_parts"):
                 await play(environments, "p", "a", "b")

@@ -27,13 +27,13 @@ from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
 from millstream.runtime.build import build_engine
 from millstream.runtime.pipeline import (
-    STORE_TASKS,
     Algorithm,
     Parts,
     Pipeline,
 )
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.schedule import PipelineConfig
+from millstream.runtime.stages import store_tasks
 from millstream.runtime.waits import Waits
 from millstream.seeds import request_seed
 from millstream.store.memory import MemoryStore
@@ -148,7 +148,7 @@ async def pipeline(delay_seed: int, sink: MemorySink, *, max_lag: float = 0, is_
             engines=(engine,),
             environment=DelayedReward(random.Random(delay_seed)),
             learner=learner,
-            store=MemoryStore(STORE_TASKS, capacity_rows=100),
+            store=MemoryStore(store_tasks(), capacity_rows=100),
             channel=LocalChannel(),
             clock=clock,
             sink=sink,

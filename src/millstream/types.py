@@ -92,6 +92,8 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     attempt: int
     start_version: int
     reward: float
+    turn_rewards: NDArray[np.float64]
+    """What each turn of this sequence (each run of the mask) has earned, as far as the environment said so."""
     finish: Finish
     tokens: Tokens
     loss_mask: Mask

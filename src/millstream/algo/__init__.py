@@ -14,9 +14,22 @@ import numpy as np
 from msgspec import Struct, structs
 
 from millstream import imports
-from millstream.algo.advantages import ADVANTAGES, Advantage, Rewards
-from millstream.algo.presets import CORRECTION_CAPS, LOSSES, NOT_NAMED, PRESETS, SHAPE, Aggregation, LossKind, Name
+from millstream.algo.advantages import ADVANTAGES, Advantage, Rewards, as_they_are
+from millstream.algo.credit import ADVANTAGE_KEYS, Credit, Penalty, credit_of
+from millstream.algo.presets import (
+    CORRECTION_CAPS,
+    KL_ESTIMATORS,
+    LOSSES,
+    NOT_NAMED,
+    PRESETS,
+    SHAPE,
+    Aggregation,
+    LossKind,
+    Name,
+)
 from millstream.errors import ConfigError
+
+KNOWN_ADVANTAGES = (*ADVANTAGES, *ADVANTAGE_KEYS)
 
 
 class AlgorithmConfig(Struct, frozen=True, kw_only=True):
@@ -25,7 +38,12 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True):
     name: Name | None = None
     """A preset: values for the other keys, of which each may still be set. None: that of truncated_is."""
     advantage: str = ""
-    """grpo, dr_grpo, rloo, reinforce_plus_plus, lite_ppo, or one of your own: file.py:function or package.module:function."""
+    """grpo, dr_grpo, rloo, reinforce_plus_plus, lite_ppo; within a rollout gae (with a critic), turns, distillation; or one of
+    your own: file.py:function or package.module:function."""
+    discount: float | None = None
+    """Of gae and turns: what a reward is worth one token, or one turn, earlier."""
+    trace: float | None = None
+    """Of gae (lambda): 1 is the return less the value, 0 believes the critic after one token."""
     loss: str = ""
     """truncated_is, decoupled_ppo, ppo, cispo, topr, weighted_topr, gspo, kimi, reinforce, or one of your own."""
     aggregation: Aggregation | None = None
@@ -52,23 +70,32 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True):
     """Of correction = "mask". None: 1 / ratio_cap."""
     entropy_bonus: float = 0.0
     """Times the policy's entropy at each token, taken off the loss."""
+    kl: Literal["none", "loss", "reward"] = "none"
+    """Stay near the reference: the KL is added to the loss, or taken off the reward."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """None: k3 in the loss, k1 in the reward."""
+    kl_coefficient: float | None = None
+    """Times the KL of each token."""
     overlong_buffer: int | None = None
     """DAPO: over the last so many tokens before rollout.max_tokens the reward falls by up to 1. None: it does not."""
 
     def __post_init__(self) -> None:
         for key, value in _filled(self).items():
             structs.force_setattr(self, key, value)
-        if self.advantage not in ADVANTAGES and not imports.is_own(self.advantage):
-            raise ValueError(_unknown("advantage", self.advantage, ADVANTAGES))
+        if self.advantage not in KNOWN_ADVANTAGES and not imports.is_own(self.advantage):
+            raise ValueError(_unknown("advantage", self.advantage, KNOWN_ADVANTAGES))
         if self.loss not in LOSSES and not imports.is_own(self.loss):
             raise ValueError(_unknown("loss", self.loss, LOSSES))
-        for key in ("clip_high", "ratio_cap", "ratio_floor", "fixed_length", "overlong_buffer"):
+        for key in ("clip_high", "ratio_cap", "ratio_floor", "fixed_length", "overlong_buffer", "kl_coefficient"):
             if (value := getattr(self, key)) is not None and value <= 0:
                 raise ValueError(f"{key} must be above 0")
         if self.clip_low is not None and not 0 < self.clip_low <= 1:
             raise ValueError("clip_low must be above 0 and at most 1, which is no lower clip at all")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError("dual_clip must be above 1")
+        for key in ("discount", "trace"):
+            if not 0 <= (1.0 if (value := getattr(self, key)) is None else value) <= 1:
+                raise ValueError(f"{key} must be from 0 to 1")
         for key in ("positive_weight", "negative_weight", "regularisation", "entropy_bonus"):
             if (getattr(self, key) or 0) < 0:
                 raise ValueError(f"{key} must be at least 0")
@@ -87,6 +114,8 @@ def _filled(config: AlgorithmConfig) -> dict[str, Any]:
     kind = LOSSES.get(loss, LossKind({}))
     values: dict[str, Any] = {**kind.knobs, "aggregation": kind.aggregation}
     values |= {key: value for key, value in preset.items() if key in SHAPE or loss == preset["loss"]}
+    values |= ADVANTAGE_KEYS.get(config.advantage or preset["advantage"], {})
+    values |= {"kl_estimator": KL_ESTIMATORS.get(config.kl)}
     if config.correction != "none":
         level = config.correction_level or "token"
         cap = config.ratio_cap or CORRECTION_CAPS[level]
@@ -96,7 +125,10 @@ def _filled(config: AlgorithmConfig) -> dict[str, Any]:
 
 
 def advantage_of(config: AlgorithmConfig) -> Advantage:
-    """Raises `ConfigError` for one of the user's that is not there. It may have an `over_batch` as a built-in one has."""
+    """Raises `ConfigError` for one of the user's that is not there. It may have an `over_batch` as a built-in one has. Of those
+    within a rollout (`credit_for`) it says whether members are compared."""
+    if config.advantage in ADVANTAGE_KEYS:
+        return Advantage(as_they_are, compares_members=config.advantage == "turns")
     if not imports.is_own(config.advantage):
         return ADVANTAGES[config.advantage]
     function = imports.load(config.advantage)
@@ -110,6 +142,29 @@ def _of_group(name: str, function: Callable[[Rewards], Any], rewards_G: Rewards)
     if found.shape != rewards_G.shape or not np.isfinite(found).all():
         raise ConfigError(f"{name} gave {found} for the rewards {rewards_G}: expected a finite number for each")
     return found
+
+
+def credit_for(config: AlgorithmConfig) -> Credit | None:
+    """How settling credits every token; None where all of a rollout have the advantage of its reward."""
+    penalty = None
+    if config.kl == "reward":
+        assert config.kl_estimator is not None and config.kl_coefficient is not None, "see `check`"
+        penalty = Penalty(config.kl_estimator, config.kl_coefficient)
+    return credit_of(
+        config.advantage,
+        advantage_of(config).of_group,
+        discount=1.0 if config.discount is None else config.discount,
+        trace=1.0 if config.trace is None else config.trace,
+        penalty=penalty,
+    )
+
+
+def needs_reference(config: AlgorithmConfig) -> bool:
+    return config.kl != "none" or config.advantage == "distillation"
+
+
+def needs_critic(config: AlgorithmConfig) -> bool:
+    return config.advantage == "gae"
 
 
 def corrects(config: AlgorithmConfig) -> bool:
@@ -133,6 +188,7 @@ def check(
     """Raises `ConfigError` for a combination whose mathematics is wrong, or with a key that nothing reads."""
     _check_correction(config, max_lag=max_lag, mini_batches=mini_batches)
     _check_knobs(config)
+    _check_kl(config)
     _check_groups(config, group_size=group_size, filter_zero_signal=filter_zero_signal)
     if temperature <= 0:
         raise ConfigError(
@@ -178,22 +234,26 @@ def _check_correction(config: AlgorithmConfig, *, max_lag: float, mini_batches: 
 
 def _check_knobs(config: AlgorithmConfig) -> None:
     read = set(_read(config))
-    for key in ("fixed_length", "correction_level", "ratio_floor", *_all_knobs()):
+    for key in ("fixed_length", "correction_level", "ratio_floor", "kl_estimator", "kl_coefficient", *_all_knobs()):
         if getattr(config, key) is not None and key not in read:
             has = f"which reads {', '.join(sorted(read))}" if read else "which reads none of these keys"
             raise ConfigError(
-                f"algorithm.{key} = {getattr(config, key)} is not read here: algorithm.loss = "
-                f'"{config.loss}" with correction = "{config.correction}" and aggregation = "{config.aggregation}", {has}. '
-                "Leave it out"
+                f'algorithm.{key} = {getattr(config, key)} is not read here: algorithm.advantage = "{config.advantage}", loss '
+                f'= "{config.loss}" with correction = "{config.correction}", aggregation = "{config.aggregation}" and kl = '
+                f'"{config.kl}", {has}. Leave it out'
             )
 
 
 def _all_knobs() -> list[str]:
-    return sorted({knob for kind in LOSSES.values() for knob in kind.knobs})
+    of_losses = {knob for kind in LOSSES.values() for knob in kind.knobs}
+    return sorted(of_losses | {knob for knobs in ADVANTAGE_KEYS.values() for knob in knobs})
 
 
 def _read(config: AlgorithmConfig) -> Iterator[str]:
-    """The keys that this loss, correction and aggregation have a use for."""
+    """The keys that this advantage, loss, correction, aggregation and KL have a use for."""
+    yield from ADVANTAGE_KEYS.get(config.advantage, {})
+    if config.kl != "none":
+        yield from ("kl_estimator", "kl_coefficient")
     yield from LOSSES.get(config.loss, LossKind({})).knobs
     if config.aggregation == "fixed_length":
         yield "fixed_length"
@@ -203,6 +263,28 @@ def _read(config: AlgorithmConfig) -> Iterator[str]:
         yield "ratio_floor"
 
 
+def _check_kl(config: AlgorithmConfig) -> None:
+    if config.kl != "none" and config.kl_coefficient is None:
+        raise ConfigError(
+            f'algorithm.kl = "{config.kl}" needs a weight: set algorithm.kl_coefficient (0.001 is usual), or kl = "none"'
+        )
+    if config.kl == "loss" and config.kl_estimator == "k1":
+        raise ConfigError(
+            'algorithm.kl_estimator = "k1" does nothing in a loss: the mean of its gradient is 0. Set it to "k2" or "k3", or '
+            'algorithm.kl = "reward"'
+        )
+    if config.advantage != "distillation":
+        return
+    if config.kl != "none":
+        raise ConfigError(
+            f'algorithm.kl = "{config.kl}": the advantage of distillation is the KL to the teacher already. Set kl = "none"'
+        )
+    if config.overlong_buffer is not None:
+        raise ConfigError(
+            "algorithm.overlong_buffer shapes the reward, which distillation does not learn from: leave it out"
+        )
+
+
 def _check_groups(config: AlgorithmConfig, *, group_size: int, filter_zero_signal: bool) -> None:
     if advantage_of(config).compares_members:
         if group_size < 2:
@@ -210,6 +292,11 @@ def _check_groups(config: AlgorithmConfig, *, group_size: int, filter_zero_signa
                 f"rollout.group_size = {group_size}: {config.advantage} compares the rollouts of a group, which takes two. Set "
                 'it to 2 or more, or algorithm.advantage = "reinforce_plus_plus", which compares those of a batch'
             )
+    elif filter_zero_signal and config.advantage in ADVANTAGE_KEYS:
+        raise ConfigError(
+            f'algorithm.advantage = "{config.advantage}" compares no rollouts with each other: a group whose rewards are all '
+            "equal has a gradient like any other. Set pipeline.filter_zero_signal = false"
+        )
     elif filter_zero_signal and not imports.is_own(config.advantage):
         raise ConfigError(
             f'algorithm.advantage = "{config.advantage}" measures rollouts against the whole batch: a group whose rewards are '

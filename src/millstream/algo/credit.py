@@ -1,33 +1,101 @@
-"""Advantages within a rollout: from a reward at every token or turn, and what a critic expects. Pure functions; no part of a
-run writes values or rewards of turns yet, so no config names them.
+"""Advantages within a rollout: every token, or every turn, has its own. From what each turn earned, what a critic expects, and
+what a reference thinks of the tokens.
 
-Shapes: T tokens of one rollout, K turns of one rollout.
+Of one agent in one rollout there may be several sequences; they are played one after the other, and count as one here.
+Shapes: N trained tokens of one agent in one rollout, K turns of it, G rollouts of the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millstream.algo.advantages import Rewards
 
-Mask = NDArray[np.bool_]
+Estimator = Literal["k1", "k2", "k3"]
+MAX_LOG_RATIO = 20.0
+
+
+class Played(NamedTuple):
+    """What one agent did in one rollout."""
+
+    rewards_K: Rewards
+    turn_N: NDArray[np.int64]
+    """The turn that a token is of: from 0, never falls, leaves none out."""
+    behaviour_N: Rewards
+    reference_N: Rewards | None = None
+    values_N: Rewards | None = None
+
+
+class Credited(NamedTuple):
+    advantages_N: Rewards
+    returns_N: Rewards | None = None
+    """What the critic is to expect; None where there is no critic."""
+
+
+class Penalty(NamedTuple):
+    """KL to the reference, taken off the reward of every token."""
+
+    estimator: Estimator
+    coefficient: float
+
+
+Credit = Callable[[Sequence[Played]], list[Credited]]
+"""One agent in all rollouts of a group -> what each of its tokens is credited with."""
+ADVANTAGE_KEYS: dict[str, dict[str, float]] = {
+    "gae": {"discount": 1.0, "trace": 1.0},
+    "turns": {"discount": 1.0},
+    "distillation": {},
+}
+"""Advantages within a rollout, with the keys that each reads."""
+
+
+def kl(estimator: Estimator, logprobs_N: Rewards, reference_N: Rewards) -> Rewards:
+    """KL(policy || reference) at every token: see `algo.kl`, whose twin for numbers without a gradient this is."""
+    log_ratio_N = logprobs_N - reference_N
+    match estimator:
+        case "k1":
+            return log_ratio_N
+        case "k2":
+            return np.asarray(np.square(log_ratio_N) / 2)
+        case "k3":
+            inside_N = np.clip(log_ratio_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+            return np.asarray(np.exp(-inside_N) + inside_N - 1)
+
+
+def token_rewards(played: Played, penalty: Penalty | None) -> Rewards:
+    """A turn's reward comes with its last token; the KL of a token, under the policy that sampled it, with the token."""
+    rewards_N = np.zeros(len(played.turn_N))
+    rewards_N[np.searchsorted(played.turn_N, np.arange(len(played.rewards_K)), side="right") - 1] = played.rewards_K
+    if penalty is None:
+        return rewards_N
+    assert played.reference_N is not None, "a penalty needs the reference's log-probabilities"
+    return rewards_N - penalty.coefficient * kl(penalty.estimator, played.behaviour_N, played.reference_N)
+
+
+def total_reward(played: Played, penalty: Penalty | None) -> float:
+    """What a rollout is compared by: its reward, less the KL of all its tokens."""
+    return float(token_rewards(played, penalty).sum())
+
+
+# ---- advantages ------------------------------------------------------------------------------------------------------
 
 
 def gae(
-    rewards_T: Rewards, values_T: Rewards, *, discount: float, trace: float, after: float = 0.0
+    rewards_N: Rewards, values_N: Rewards, *, discount: float, trace: float, after: float = 0.0
 ) -> tuple[Rewards, Rewards]:
     """Advantages, returns: A_t = sum over l of (discount trace)^l d_{t+l}, d_t = r_t + discount V_{t+1} - V_t; and A_t + V_t.
-    arXiv 1506.02438. Of trained tokens alone; `after` is the value beyond the last one, 0 where the episode ended."""
-    advantages_T = np.zeros(len(rewards_T))
-    next_value, later = after, 0.0
-    for t in reversed(range(len(rewards_T))):
-        surprise = rewards_T[t] + discount * next_value - values_T[t]
-        later = advantages_T[t] = surprise + discount * trace * later
-        next_value = float(values_T[t])
-    return advantages_T, advantages_T + values_T
+    arXiv 1506.02438. `after` is the value beyond the last token, 0 where the episode ended."""
+    rewards, values = rewards_N.tolist(), values_N.tolist()
+    advantages_N, next_value, later = np.zeros(len(rewards)), after, 0.0
+    for t in reversed(range(len(rewards))):
+        later = rewards[t] + discount * next_value - values[t] + discount * trace * later
+        advantages_N[t], next_value = later, values[t]
+    return advantages_N, advantages_N + values_N
 
 
 def to_go(rewards_K: Rewards, *, discount: float) -> Rewards:
@@ -47,13 +115,66 @@ def of_turns(rewards: Sequence[Rewards], *, discount: float = 1.0) -> list[Rewar
     return [own - baseline_K[: len(own)] for own in returns]
 
 
-def over_turns(advantages_K: Rewards, mask_T: Mask) -> Rewards:
-    """Every trained token has the advantage of its turn; turns are the runs of the mask."""
-    begins_T = mask_T & ~np.concatenate([[False], mask_T[:-1]])
-    num_turns = int(begins_T.sum())
-    if num_turns != len(advantages_K):
-        raise ValueError(f"{len(advantages_K)} advantages for {num_turns} turns: expected one a run of the loss mask")
-    if not num_turns:
-        return np.zeros(len(mask_T))
-    turn_T = np.maximum(begins_T.cumsum() - 1, 0)
-    return np.where(mask_T, advantages_K[turn_T], 0.0)
+# ---- credit: the same, for settling -------------------------------------------------------------------------------------
+
+
+def by_rollout(of_group: Callable[[Rewards], Rewards], penalty: Penalty, group: Sequence[Played]) -> list[Credited]:
+    """An advantage of groups, of rewards that have lost the KL: every token has that of its rollout."""
+    advantages_G = of_group(np.array([total_reward(one, penalty) for one in group], dtype=np.float64))
+    return [Credited(np.full(len(one.turn_N), value)) for one, value in zip(group, advantages_G, strict=True)]
+
+
+def by_token(discount: float, trace: float, penalty: Penalty | None, group: Sequence[Played]) -> list[Credited]:
+    """GAE: each rollout by itself."""
+    found = []
+    for one in group:
+        assert one.values_N is not None, "GAE needs values"
+        found.append(Credited(*gae(token_rewards(one, penalty), one.values_N, discount=discount, trace=trace)))
+    return found
+
+
+def by_turn(discount: float, penalty: Penalty | None, group: Sequence[Played]) -> list[Credited]:
+    """Every token has the advantage of its turn."""
+    rewards = [
+        np.bincount(one.turn_N, token_rewards(one, penalty), minlength=len(one.rewards_K)).astype(np.float64)
+        for one in group
+    ]
+    advantages = of_turns(rewards, discount=discount)
+    return [Credited(own_K[one.turn_N]) for own_K, one in zip(advantages, group, strict=True)]
+
+
+def by_teacher(group: Sequence[Played]) -> list[Credited]:
+    """On-policy distillation: A = log ref - log mu, the negative reverse KL at each token that the student has sampled. arXiv
+    2306.13649, 2306.08543. The reward has no part in it."""
+    found = []
+    for one in group:
+        assert one.reference_N is not None, "distillation needs the teacher's log-probabilities"
+        found.append(Credited(one.reference_N - one.behaviour_N))
+    return found
+
+
+def credit_of(
+    advantage: str,
+    of_group: Callable[[Rewards], Rewards],
+    *,
+    discount: float,
+    trace: float,
+    penalty: Penalty | None,
+) -> Credit | None:
+    """None: an advantage of the group's rewards as they are, the same for all tokens of a rollout."""
+    match advantage:
+        case "gae":
+            return partial(by_token, discount, trace, penalty)
+        case "turns":
+            return partial(by_turn, discount, penalty)
+        case "distillation":
+            return by_teacher
+        case _:
+            return None if penalty is None else partial(by_rollout, of_group, penalty)
+
+
+def differ(rewards: Sequence[Rewards]) -> bool:
+    """Whether some turn earned more in one rollout than in another; a turn that was not played earned nothing."""
+    most = max(map(len, rewards), default=0)
+    padded_GK = [np.pad(one, (0, most - len(one))) for one in rewards]
+    return any(not np.array_equal(one, padded_GK[0]) for one in padded_GK)

@@ -1,21 +1,16 @@
 """Estimators of KL(th || ref) from tokens that th has sampled, each by log-probabilities: http://joschu.net/blog/kl-approx.html.
 
 k1 = log th - log ref, without bias; k2 = k1^2 / 2, whose gradient is that of the KL; k3 = exp(-k1) + k1 - 1, without bias and
-never negative. In a loss belong k2 and k3: the gradient of k1 has the mean 0. In a reward belongs k1.
-No part of a run writes the reference's log-probabilities yet, so no config names them.
+never negative. In a loss belong k2 and k3: the gradient of k1 has the mean 0. In a reward belongs k1 (`algo.credit`).
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
+from millstream.algo.credit import MAX_LOG_RATIO, Estimator
 from millstream.errors import ConfigError
 from millstream.model.objective import LossInputs, TokenLoss
-
-MAX_LOG_RATIO = 20.0
-Estimator = Literal["k1", "k2", "k3"]
 
 
 def estimate(estimator: Estimator, logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
@@ -37,9 +32,12 @@ def penalised(x: LossInputs, loss: TokenLoss, *, estimator: Estimator, coefficie
     if x.reference_N is None:
         raise ConfigError("a KL to a reference needs the reference's log-probabilities: reference_N is None")
     kl_N = estimate(estimator, x.logprobs_N, x.reference_N)
-    return TokenLoss(loss.loss_N + coefficient * kl_N, {**loss.metrics, "reference_kl": kl_N.detach().sum()})
+    return TokenLoss(loss.loss_N + coefficient * kl_N, loss.metrics)
 
 
-def in_reward(logprobs_N: Tensor, reference_N: Tensor, *, estimator: Estimator, coefficient: float) -> Tensor:
-    """What each token's reward loses: -coefficient KL, a constant to the gradient."""
-    return (-coefficient * estimate(estimator, logprobs_N, reference_N)).detach()
+def measured(x: LossInputs, loss: TokenLoss) -> TokenLoss:
+    """The loss as it is, and by k3 how far the policy is from the reference, where there is one."""
+    if x.reference_N is None:
+        return loss
+    kl_N = estimate("k3", x.logprobs_N.detach(), x.reference_N)
+    return TokenLoss(loss.loss_N, {**loss.metrics, "reference_kl": kl_N.sum()})

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 Name = Literal[
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "lite_ppo", "ppo_clip", "decoupled_ppo", "truncated_is",
-    "cispo", "topr", "weighted_topr", "gspo", "kimi",
+    "cispo", "topr", "weighted_topr", "gspo", "kimi", "ppo", "distillation",
 ]  # fmt: skip
 
 
@@ -52,7 +52,11 @@ PRESETS: dict[Name, dict[str, Any]] = {
     "weighted_topr": {"advantage": "dr_grpo", "loss": "weighted_topr"},
     "gspo": {"advantage": "grpo", "loss": "gspo"},
     "kimi": {"advantage": "dr_grpo", "loss": "kimi"},
+    "ppo": {"advantage": "gae", "loss": "ppo"},
+    "distillation": {"advantage": "distillation", "loss": "truncated_is"},
 }
 NOT_NAMED: Name = "truncated_is"
 """What a config without a name starts from."""
+KL_ESTIMATORS = {"loss": "k3", "reward": "k1"}
+"""Where the config has none."""
 SHAPE = ("advantage", "loss", "aggregation")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from millstream import imports
-from millstream.algo import AlgorithmConfig, aggregate, corrections, losses
+from millstream.algo import AlgorithmConfig, aggregate, corrections, kl, losses
 from millstream.errors import ConfigError
 from millstream.model.objective import LossInputs, Objective, TokenLoss
 
@@ -32,13 +32,14 @@ def supervised() -> Objective:
 
 
 def _token_loss(config: AlgorithmConfig) -> Callable[[LossInputs], TokenLoss]:
-    """The loss, then its correction, then the entropy."""
-    plain, correct, bonus = _plain(config), _correction(config), config.entropy_bonus
+    """The loss, then its correction, then the entropy, then the KL to the reference."""
+    plain, correct, bonus, held = _plain(config), _correction(config), config.entropy_bonus, _held(config)
 
     def token_loss(x: LossInputs) -> TokenLoss:
         loss = plain(x)
         loss = loss if correct is None else correct(x, loss)
-        return losses.with_entropy(x, loss, bonus=bonus) if bonus > 0 else loss
+        loss = losses.with_entropy(x, loss, bonus=bonus) if bonus > 0 else loss
+        return kl.measured(x, loss if held is None else held(x, loss))
 
     return token_loss
 
@@ -97,3 +98,11 @@ def _correction(config: AlgorithmConfig) -> Callable[[LossInputs, TokenLoss], To
         case "mask":
             floor, cap = _set(config.ratio_floor), _set(config.ratio_cap)
             return partial(corrections.masked, level=level, floor=floor, cap=cap)
+
+
+def _held(config: AlgorithmConfig) -> Callable[[LossInputs, TokenLoss], TokenLoss] | None:
+    """To the reference, by the loss."""
+    if config.kl != "loss":
+        return None
+    assert config.kl_estimator is not None
+    return partial(kl.penalised, estimator=config.kl_estimator, coefficient=_set(config.kl_coefficient))

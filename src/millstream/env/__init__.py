@@ -85,6 +85,11 @@ class Context(Protocol):
         timed does not count against the rollout's time limit."""
         ...
 
+    def earned(self, reward: float) -> None:
+        """What the turn just taken has earned, for advantages by turn or token. `rollout` returns the whole reward all the
+        same; what no turn is said to have earned counts as its last turn's."""
+        ...
+
     def part(self, agent: int = 0) -> Context:
         """Another sequence of the same rollout, with a history of its own; `agent` says whose reward it gets. At most
         `rollout.max_parts` of them may speak."""

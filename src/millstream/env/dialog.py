@@ -92,6 +92,9 @@ class Conversation:
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
         return await self._context.waiting(what, work, is_timed=is_timed)
 
+    def earned(self, reward: float) -> None:
+        self._context.earned(reward)
+
     def part(self, agent: int = 0) -> Conversation:
         thinking = "drop" if self._is_dropping else "keep"
         return Conversation(self._first.part(agent), self.text, thinking=thinking, agent=agent)

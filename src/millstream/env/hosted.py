@@ -110,6 +110,9 @@ class _Timed:
         with nullcontext() if is_timed else self._clock.stopped():
             return await self._context.waiting(what, work, is_timed=is_timed)
 
+    def earned(self, reward: float) -> None:
+        self._context.earned(reward)
+
     def part(self, agent: int = 0) -> _Timed:
         return _Timed(self._context.part(agent), self._clock)
 

@@ -290,6 +290,8 @@ async def _serve(contexts: list[Context], call: Call) -> Any:
             return await context.generate(call.argument)
         case "ask":
             return await context.ask(_content(call.argument))
+        case "earned":
+            return context.earned(call.argument)
         case "part":
             contexts.append(context.part(call.argument))
             return len(contexts) - 1
@@ -396,6 +398,9 @@ class _RemoteContext:
 
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
         return await work  # the run sees the process, and waits for it
+
+    def earned(self, reward: float) -> None:
+        self._line.call(self._part, "earned", float(reward)).result()
 
     def part(self, agent: int = 0) -> _RemoteContext:
         return _RemoteContext(self._line, self._begin, self._line.call(self._part, "part", agent).result())

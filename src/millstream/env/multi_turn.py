@@ -58,6 +58,7 @@ class MultiTurn:
                 break  # the model's context is full: the rollout is marked as cut, and what was earned counts
             step = await self._call(functools.partial(game.step, action))
             reward += _checked(step, self._name).reward
+            context.earned(step.reward)
             if step.is_done:
                 break
             observation = step.observation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Protocol
@@ -9,7 +10,7 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from millstream.model.lora import LoraConfig
-from millstream.types import Metrics, TrainRow, Weights
+from millstream.types import Floats, Metrics, TrainRow, Weights
 
 
 class LearnerConfig(Struct, frozen=True, kw_only=True):
@@ -39,6 +40,53 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("mini_batches and micro_batch_tokens must be at least 1")
         if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_skipped_steps < 0:
             raise ValueError("warmup_steps, weight_decay and max_skipped_steps must be at least 0")
+
+
+class ReferenceConfig(Struct, frozen=True, kw_only=True):
+    """Whom the policy is compared with: to stay near it, to learn from it, or only to measure how far it is."""
+
+    path: str | None = None
+    """A Hugging Face checkpoint with the same tokenizer. None: the model that reinforcement learning starts from."""
+    device: str | None = None
+    """cpu, cuda or cuda:1. None: where the model is."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """None: that of the model."""
+    micro_batch_tokens: int = 8192
+    """Tokens computed in one forward pass."""
+
+    def __post_init__(self) -> None:
+        _check_device(self.device)
+        if self.micro_batch_tokens < 1:
+            raise ValueError("micro_batch_tokens must be at least 1")
+
+
+class CriticConfig(Struct, frozen=True, kw_only=True):
+    """A model of its own with a head that says what it expects, and says 0 in the beginning. It makes one step a batch."""
+
+    path: str | None = None
+    """A Hugging Face checkpoint to begin with. None: the model that reinforcement learning starts from."""
+    device: str | None = None
+    """cpu, cuda or cuda:1. None: where the model is."""
+    learning_rate: float = 1e-5
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises."""
+    max_grad_norm: float = 1.0
+    value_clip: float | None = 0.2
+    """How far from what it said of a rollout a value is still pulled. None: as far as it takes."""
+    micro_batch_tokens: int = 8192
+    """Tokens computed in one forward and backward pass."""
+
+    def __post_init__(self) -> None:
+        _check_device(self.device)
+        if self.learning_rate <= 0 or self.max_grad_norm <= 0 or (self.value_clip is not None and self.value_clip <= 0):
+            raise ValueError("learning_rate, max_grad_norm and value_clip must be above 0")
+        if self.micro_batch_tokens < 1 or self.warmup_steps < 0:
+            raise ValueError("micro_batch_tokens must be at least 1 and warmup_steps at least 0")
+
+
+def _check_device(device: str | None) -> None:
+    if device is not None and re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
+        raise ValueError(f"device = {device!r}: expected cpu, cuda or cuda:NUMBER")
 
 
 class Snapshot(Protocol):
@@ -80,4 +128,35 @@ class Learner(Protocol):
 
     def save(self, path: Path) -> None:
         """Write the model so that others can load it."""
+        ...
+
+
+class Scorer(Protocol):
+    """Whatever has something to say of every token: a reference its log-probability, a critic what it expects. Calls may come
+    at any time and are served one after the other. May raise `LearnerError`."""
+
+    async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        """For each row one number a token, 0 where it is not trained. Rows that are given together are computed together; each
+        gets the number that it would get alone, to float tolerance."""
+        ...
+
+
+class Critic(Scorer, Protocol):
+    """Expects, at every trained token, what is still to come when it is about to be sampled. It learns as a learner does:
+    `accumulate` and `step` are called one at a time, and change what `score` says only at the step."""
+
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        """Add the unnormalised gradient of these rows, which have `values` and `returns`."""
+        ...
+
+    async def step(self) -> Metrics:
+        """Divide by the whole batch, clip, update, forget the gradient. Without rows the weights stay as they are."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """Taken between two batches."""
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """Go on as if nothing had happened since the snapshot that was written there."""
         ...

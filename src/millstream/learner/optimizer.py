@@ -77,9 +77,10 @@ class Optimizer:
         return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
 
     def let_go(self) -> None:
-        """The parameters' gradients are another optimizer's from here on."""
+        """Of the module: another optimizer may have it. Two at once would take each other's gradients."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
 
     def forget(self) -> None:
         """Drop the gradient."""

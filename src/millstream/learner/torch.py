@@ -147,7 +147,7 @@ class TorchLearner:
         )
 
     async def snapshot(self) -> TorchSnapshot:
-        return await self._run(lambda: TorchSnapshot(_on_host(self._state())))
+        return await self._run(lambda: TorchSnapshot(on_host(self._state())))
 
     def _state(self) -> dict[str, Any]:
         parameters = dict(self.model.named_parameters())
@@ -241,11 +241,11 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _on_host(value: Any) -> Any:
+def on_host(value: Any) -> Any:
     """A copy in the host's memory of everything in these dictionaries."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
-    return {key: _on_host(item) for key, item in value.items()} if isinstance(value, dict) else value
+    return {key: on_host(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 @torch.no_grad()

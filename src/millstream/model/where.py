@@ -9,7 +9,7 @@ from millstream.errors import ModelError
 
 EXPECTED = (
     "Expected a folder in Hugging Face format (config.json, weights, a tokenizer), as model.save_pretrained and "
-    "tokenizer.save_pretrained write it: --set model.path=FOLDER"
+    "tokenizer.save_pretrained write it"
 )
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 TOKENIZER_FILES = (
@@ -23,20 +23,21 @@ TOKENIZER_FILES = (
 MOST_NAMES = 8
 
 
-def check_path(path: str) -> None:
-    """Raises `ModelError` for what is neither a checkpoint's folder nor can be a name on the hub."""
+def check_path(path: str, key: str = "model.path") -> None:
+    """Raises `ModelError` for what is neither a checkpoint's folder nor can be a name on the hub; `key`: who names it."""
+    expected = f"{EXPECTED}: --set {key}=FOLDER"
     folder = Path(path)
     if not folder.exists():
         if HUB_NAME.fullmatch(path) is None:
-            raise ModelError(f"model.path = {path!r}: no such folder (looked for it from {Path.cwd()}). {EXPECTED}")
+            raise ModelError(f"{key} = {path!r}: no such folder (looked for it from {Path.cwd()}). {expected}")
     elif not folder.is_dir():
-        raise ModelError(f"model.path = {path!r} is a file. {EXPECTED}")
+        raise ModelError(f"{key} = {path!r} is a file. {expected}")
     elif (folder / "config.toml").is_file():
-        raise ModelError(f"{path} is a run folder, and its model a folder in it: --set model.path={folder / 'model'}")
+        raise ModelError(f"{path} is a run folder, and its model a folder in it: --set {key}={folder / 'model'}")
     elif not (folder / "config.json").is_file():
         names = sorted(entry.name for entry in folder.iterdir())
         found = ", ".join([*names[:MOST_NAMES], *(["..."] if len(names) > MOST_NAMES else [])]) or "nothing"
-        raise ModelError(f"model.path = {path!r} has no config.json; found: {found}. {EXPECTED}")
+        raise ModelError(f"{key} = {path!r} has no config.json; found: {found}. {expected}")
 
 
 def check_tokenizer(path: str) -> None:
@@ -51,4 +52,4 @@ def no_tokenizer(path: str, why: str) -> str:
 
 def not_on_hub(path: str, why: str) -> str:
     here = f"{path} is neither a folder here (looked for it from {Path.cwd()})"
-    return f"{here} nor could it be loaded from the Hugging Face hub: {why}\n{EXPECTED}"
+    return f"{here} nor could it be loaded from the Hugging Face hub: {why}\n{EXPECTED}: --set model.path=FOLDER"

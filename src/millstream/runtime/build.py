@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from msgspec import Struct, field, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millstream.algo import advantage_of, shaping
+from millstream.algo import advantage_of, credit_for, needs_critic, shaping
 from millstream.clock import Clock
 from millstream.engine import EngineConfig
 from millstream.engine.process import ProcessHost
@@ -32,8 +32,9 @@ from millstream.model.lora import LoraConfig
 from millstream.model.objective import Objective
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
-from millstream.runtime.config import ModelConfig, RunConfig
-from millstream.runtime.pipeline import STORE_TASKS, Algorithm, GroupReward
+from millstream.runtime.config import ModelConfig, RunConfig, critic_of
+from millstream.runtime.pipeline import Algorithm, GroupReward
+from millstream.runtime.stages import Stage, store_tasks
 from millstream.seeds import derive_seed
 from millstream.store.memory import MemoryStore
 from millstream.types import Message, Sampling, Task
@@ -255,13 +256,16 @@ def build_learner(
     )
 
 
-def build_store(config: RunConfig) -> MemoryStore:
+def build_store(config: RunConfig, stages: Sequence[Stage] = ()) -> MemoryStore:
     """Room for every rollout that may be in flight or taken: with less the pipeline would wait for itself."""
-    return MemoryStore(STORE_TASKS, capacity_rows=config.pipeline.most_groups * config.rollout.most_rows)
+    tasks = store_tasks(
+        stages, has_critic=needs_critic(config.algorithm), is_in_lockstep=config.pipeline.is_in_lockstep
+    )
+    return MemoryStore(tasks, capacity_rows=config.pipeline.most_groups * config.rollout.most_rows)
 
 
 def build_algorithm(config: RunConfig, sampling: Sampling, text: Text, rewards: Rewards) -> Algorithm:
-    advantage = advantage_of(config.algorithm)
+    advantage, critic = advantage_of(config.algorithm), critic_of(config)
     return Algorithm(
         advantage=advantage.of_group,
         over_batch=advantage.over_batch,
@@ -269,6 +273,9 @@ def build_algorithm(config: RunConfig, sampling: Sampling, text: Text, rewards: 
         micro_batch_tokens=config.learner.micro_batch_tokens,
         mini_batches=config.learner.mini_batches,
         group_reward=_with_overlong(_group_reward(text, rewards), config),
+        credit=credit_for(config.algorithm),
+        compares_turns=config.algorithm.advantage == "turns",
+        critic_batch_tokens=config.learner.micro_batch_tokens if critic is None else critic.micro_batch_tokens,
     )
 
 

@@ -65,11 +65,14 @@ def _checked_algorithm(config: RunConfig) -> Iterator[str]:
 
 
 def _checked_model(config: RunConfig) -> Iterator[str]:
-    if (path := config.model.path) is None:
-        return
-    check_path(path)
-    if Path(path).is_dir():
+    reference = None if config.reference is None else config.reference.path
+    critic = None if config.critic is None else config.critic.path
+    for key, path in (("model.path", config.model.path), ("reference.path", reference), ("critic.path", critic)):
+        if path is None:
+            continue
+        check_path(path, key)
+        if not Path(path).is_dir():
+            yield f"not checked: the model {path}, which is no folder here; the run asks the Hugging Face hub for it"
+            continue
         check_tokenizer(path)
         yield f"checked: {path} is a checkpoint's folder with a tokenizer"
-    else:
-        yield f"not checked: the model {path}, which is no folder here; the run asks the Hugging Face hub for it"

@@ -2,6 +2,7 @@
 
     RUN/checkpoints/step-000120/
         learner.pt        what the learner wrote: weights, optimizer, schedule
+        critic/           what the critic wrote, where there is one
         rows.msgpack      the store's rows
         ledger.json       the groups in flight, the data cursor
         run.json          the run's identity, a digest of its data, the state of global generators
@@ -188,10 +189,14 @@ class Checkpoints:
         (folder / ROWS).write_bytes(codec.pack(standing.rows))
         (folder / LEDGER).write_bytes(msgspec.json.encode(standing.ledger))
         (folder / RUN).write_bytes(msgspec.json.encode(state))
-        files = {path.name: File(bytes=path.stat().st_size, sha256=_sha256(path)) for path in sorted(folder.iterdir())}
+        written = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = {
+            path.relative_to(folder).as_posix(): File(bytes=path.stat().st_size, sha256=_sha256(path))
+            for path in written
+        }
         manifest = Manifest(format=FORMAT, run_id=state.run_id, version=version, covers_seq=mark, files=files)
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
-        for path in (*folder.iterdir(), folder):
+        for path in (*folder.rglob("*"), folder):
             _sync(path)
         event = CheckpointSealed(
             at=self._clock.now(),

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from msgspec import Struct, field, structs
 
 from millstream import imports
-from millstream.algo import AlgorithmConfig, check
+from millstream.algo import AlgorithmConfig, check, needs_critic, needs_reference
 from millstream.engine import EngineConfig
 from millstream.env import toy
 from millstream.env.config import SINGLE_TURN, EnvironmentConfig, check_environments
 from millstream.env.data import DataConfig
 from millstream.env.rewards import PASS_IT, RewardConfig
 from millstream.errors import ConfigError
-from millstream.learner import LearnerConfig
+from millstream.learner import CriticConfig, LearnerConfig, ReferenceConfig
 from millstream.model.lora import check_lora
 from millstream.runtime.checkpoint import CheckpointConfig
 from millstream.runtime.rollouts import RolloutConfig
@@ -23,6 +23,7 @@ from millstream.runtime.schedule import PipelineConfig
 
 MOST_STEPS = 400
 """Of a warm-up that sets no limit of its own."""
+Table = TypeVar("Table", ReferenceConfig | None, CriticConfig | None)
 
 
 class TinyConfig(Struct, frozen=True, kw_only=True):
@@ -115,6 +116,10 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    reference: ReferenceConfig | None = None
+    """None: where the algorithm needs one, the model that it starts from."""
+    critic: CriticConfig | None = None
+    """None: where the algorithm needs one, with the values that it has by default."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -137,6 +142,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return structs.replace(
         config,
         model=structs.replace(config.model, path=_absolute(config.model.path)),
+        reference=_with_absolute_path(config.reference),
+        critic=_with_absolute_path(config.critic),
         data=structs.replace(data, path=_absolute(data.path), name=_absolute(data.name)),
         reward=tuple(structs.replace(reward, function=imports.absolute(reward.function)) for reward in config.reward),
         environment=tuple(structs.replace(one, use=imports.absolute(one.use)) for one in config.environment),
@@ -144,9 +151,37 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     )
 
 
+def _with_absolute_path(config: Table) -> Table:
+    return config if config is None else structs.replace(config, path=_absolute(config.path))
+
+
+def reference_of(config: RunConfig) -> ReferenceConfig | None:
+    """None: there is no reference. A table alone has one: how far the policy is from it is then measured, and no more."""
+    if config.reference is None and needs_reference(config.algorithm):
+        return ReferenceConfig()
+    return config.reference
+
+
+def critic_of(config: RunConfig) -> CriticConfig | None:
+    """None: there is no critic."""
+    return (config.critic or CriticConfig()) if needs_critic(config.algorithm) else None
+
+
 def _absolute(path: str | None) -> str | None:
     """What is not a file or folder here is a name on the hub, and stays as it is."""
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
+
+
+def _check_stages(config: RunConfig) -> None:
+    if config.critic is not None and not needs_critic(config.algorithm):
+        raise ConfigError(
+            f'a [critic] table, and algorithm.advantage = "{config.algorithm.advantage}" needs none: leave it out, or set '
+            'algorithm.advantage = "gae"'
+        )
+    if config.algorithm.advantage == "distillation" and (config.reference is None or config.reference.path is None):
+        raise ConfigError(
+            'algorithm.advantage = "distillation" needs a teacher: set reference.path to a checkpoint with the same tokenizer'
+        )
 
 
 def check_run(config: RunConfig) -> None:
@@ -161,6 +196,7 @@ def check_run(config: RunConfig) -> None:
         filter_zero_signal=config.pipeline.filter_zero_signal,
         is_one_turn=all(one.use == SINGLE_TURN for one in config.environment),
     )
+    _check_stages(config)
     groups, minis = config.pipeline.groups_per_step, config.learner.mini_batches
     if groups % minis:
         raise ConfigError(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import structs
+from numpy.typing import NDArray
 
 from millstream.env import Content, Reward, Text
 from millstream.errors import EnvironmentFailed, RequestRefused
@@ -63,6 +64,9 @@ class Episode:
         with nullcontext() if is_timed or self._limit is None else self._limit.paused():
             result: T = await self._waiting(what, work)
         return result
+
+    def earned(self, reward: float) -> None:
+        self._parts[0].earned(reward)
 
     def part(self, agent: int = 0) -> _Part:
         self._parts.append(_Part(self, len(self._parts), agent))
@@ -142,6 +146,8 @@ class _Part:
         self._tokens: list[int] = []
         self._num_shown: list[int] = []
         """Before each turn."""
+        self._earned: list[float] = []
+        """By each turn, as far as the environment said so."""
 
     @property
     def text(self) -> Text:
@@ -152,6 +158,15 @@ class _Part:
 
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
         return await self._episode.waiting(what, work, is_timed=is_timed)
+
+    def earned(self, reward: float) -> None:
+        if not self.turns:
+            raise EnvironmentFailed(
+                "context.earned was called before the first turn: there is nothing that has earned it"
+            )
+        if not math.isfinite(reward):
+            raise EnvironmentFailed(f"context.earned was told {reward}: expected a finite number")
+        self._earned[-1] += float(reward)
 
     def part(self, agent: int = 0) -> _Part:
         return self._episode.part(agent)
@@ -168,6 +183,7 @@ class _Part:
         sequence.extend(completion.tokens)
         self._tokens = sequence
         self._num_shown.append(len(tokens))
+        self._earned.append(0.0)
         self.turns.append(completion)
         return completion
 
@@ -187,12 +203,30 @@ class _Part:
             attempt=key.attempt,
             start_version=min(min(turn.versions) for turn in self.turns if turn.versions),
             reward=reward,
+            turn_rewards=self._turn_rewards(),
             finish=self.turns[-1].finish,
             tokens=np.array(self._tokens, dtype=np.int32),
             loss_mask=np.array(mask, dtype=np.bool_),
             logprobs=np.array(logprobs, dtype=np.float32),
             versions=np.array(versions, dtype=np.int32),
         )
+
+    def _turn_rewards(self) -> NDArray[np.float64]:
+        """One for each run of the mask: a turn that follows another without a word between is the same run, and what a turn
+        without a token earned is that of the one before it, or of the first."""
+        runs: list[float] = []
+        owed, has_gap = 0.0, True
+        for num_shown, turn, earned in zip(self._num_shown, self.turns, self._earned, strict=True):
+            has_gap = has_gap or num_shown > 0
+            if turn.tokens and (has_gap or not runs):
+                runs.append(0.0)
+                has_gap = False
+            if runs:
+                runs[-1] += owed + earned
+                owed = 0.0
+            else:
+                owed += earned
+        return np.array(runs, dtype=np.float64)
 
 
 def _rewards(reward: Any, *, num_agents: int) -> list[float]:

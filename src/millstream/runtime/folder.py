@@ -5,6 +5,7 @@ events.jsonl     everything that happened
 metrics.jsonl    a line a step
 checkpoints/     see `runtime.checkpoint`
 warmup/          those of supervised training, until the model is saved
+reference/       the model after its warm-up, where what is trained is compared with it
 model/           the trained model
 summary.json     the run in numbers; there when the run is finished
 trace.json       a timeline for ui.perfetto.dev
@@ -52,6 +53,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.events, self.metrics = path / "events.jsonl", path / "metrics.jsonl"
+        self.reference = path / "reference"
         self.config, self.model, self.stacks = path / "config.toml", path / "model", path / "stacks.txt"
         self._lock: BinaryIO | None = None
 

@@ -51,15 +51,18 @@ from millstream.events import (
 )
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events, read_history
 from millstream.learner.torch import TorchLearner
-from millstream.model.load import set_up_cpu
-from millstream.runtime import build, checkpoint, supervised
+from millstream.model.adapters import lora_of, merged
+from millstream.model.load import save_model, set_up_cpu
+from millstream.runtime import build, build_stages, checkpoint, supervised
+from millstream.runtime.build_stages import Staff
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
-from millstream.runtime.config import RunConfig, WarmupConfig, check_run
+from millstream.runtime.config import RunConfig, WarmupConfig, check_run, reference_of
 from millstream.runtime.evaluate import Measured, evaluate
 from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.runtime.garbage import seldom_collected
 from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.router import Router
+from millstream.runtime.state import CRITIC_FOLDER
 from millstream.runtime.supervised import Supervised
 from millstream.runtime.waits import Waits
 from millstream.runtime.warmup import Script
@@ -103,6 +106,7 @@ def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
     text = build.Text(tokenizer=tokenizer)
     rewards = prepare_rewards(config.reward, reward)
     environment = build.build_environment(kinds, text, rewards)
+    build_stages.check_models(config, tokenizer)
     check_tasks(environment, data, needs_gold=config.warmup is not None)
     build.check_lengths(config, model, text, data, environment)
     return Prepared(
@@ -428,13 +432,17 @@ class _Run:
                 await self._begin(engine, evaluator)
             if self._stopped_by is not None:
                 return
+            staff = await self._waits.on(
+                "the run", "the reference and the critic", asyncio.to_thread(self._build_staff)
+            )
             learner = self._build_learner()
             try:
                 if self._found is not None:
-                    await self._restore(learner, engine, self._found)
-                await self._reinforce(learner, engine, router, evaluator)
+                    await self._restore(learner, staff, engine, self._found)
+                await self._reinforce(learner, staff, engine, router, evaluator)
             finally:
                 await learner.close()
+                await staff.close()
             if self._stopped_by is not None:
                 return
             saving = asyncio.to_thread(self._save, learner)
@@ -455,12 +463,28 @@ class _Run:
         if config.pipeline.steps and self._stopped_by is None:
             await evaluator.sampled_and_greedy("before")
 
-    async def _restore(self, learner: TorchLearner, engine: TorchEngine, found: Found) -> None:
+    async def _restore(self, learner: TorchLearner, staff: Staff, engine: TorchEngine, found: Found) -> None:
         reading = asyncio.to_thread(learner.restore, found.folder)
         await self._waits.on("the run", "the checkpoint to be read", reading)
+        if staff.critic is not None:
+            reading = asyncio.to_thread(staff.critic.restore, found.folder / CRITIC_FOLDER)
+            await self._waits.on("the run", "the critic's checkpoint to be read", reading)
         weights = await self._waits.on("the run", "the learner to copy weights", learner.weights())
         loading = engine.load(self._version, weights)
         await self._waits.on("the run", f"{engine.name} to load version {self._version}", loading)
+
+    def _build_staff(self) -> Staff:
+        """Before the learner changes the model. What a warm-up has made of it is kept, for a life of the run to come."""
+        config, model = self._prepared.config, self._prepared.model
+        reference = reference_of(config)
+        is_kept = reference is not None and reference.path is None and config.warmup is not None
+        if is_kept and self._found is None:
+            whole = model if lora_of(model) is None else merged(model)
+            self._write(
+                lambda: save_model(whole, self._prepared.tokenizer, self._folder.reference), self._folder.reference
+            )
+        kept = self._folder.reference if is_kept and self._found is not None else None
+        return build_stages.build_staff(config, model, kept)
 
     def _build_learner(self) -> TorchLearner:
         prepared, config = self._prepared, self._prepared.config
@@ -474,11 +498,14 @@ class _Run:
         )
 
     def _save(self, learner: TorchLearner) -> None:
-        try:
-            learner.save(self._folder.model)
-        except OSError as error:
-            raise OutputError(self._folder.cannot_write(self._folder.model, error)) from error
+        self._write(lambda: learner.save(self._folder.model), self._folder.model)
         supervised.remove_checkpoints(self._folder.path)
+
+    def _write(self, write: Callable[[], None], path: Path) -> None:
+        try:
+            write()
+        except OSError as error:
+            raise OutputError(self._folder.cannot_write(path, error)) from error
 
     async def _warm_up(self, engine: TorchEngine, evaluator: _Evaluator, config: WarmupConfig) -> None:
         prepared = self._prepared
@@ -542,14 +569,16 @@ class _Run:
             self._grace.cancel()
 
     async def _reinforce(
-        self, learner: TorchLearner, engine: TorchEngine, router: Router, evaluator: _Evaluator
+        self, learner: TorchLearner, staff: Staff, engine: TorchEngine, router: Router, evaluator: _Evaluator
     ) -> None:
         prepared, config = self._prepared, self._prepared.config
         parts = Parts(
             engines=(engine,),
             environment=prepared.environment,
             learner=learner,
-            store=build.build_store(config),
+            store=build.build_store(config, staff.stages),
+            stages=staff.stages,
+            critic=staff.critic,
             channel=LocalChannel(self._version),
             clock=self._clock,
             sink=self._sink,

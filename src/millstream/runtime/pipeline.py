@@ -1,6 +1,6 @@
 """The path of one group, top to bottom: prompt, rollouts, rewards, advantages, micro-batches, step, weights, next prompt.
 
-    tasks ──► feed ──► roll_out ×n ──► settle ──► train ──► publish ──► sync ×engines
+    tasks ──► feed ──► roll_out ×n ──► settle ──► train ──► publish ──► sync ×engines        (stages: `stages`)
                ▲          │  ▲            │         │                      │
                │        store.put     store.write  store.claim             │
                └──── admission ◄── remove (filtered) ◄── take, step ◄──────┘ (engine versions)
@@ -23,6 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from millstream.algo.advantages import OverBatch, Rewards
+from millstream.algo.credit import Credit
 from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.env import Environment
@@ -42,7 +43,7 @@ from millstream.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from millstream.learner import Learner
+from millstream.learner import Critic, Learner, Snapshot
 from millstream.learner.packing import Packer
 from millstream.runtime.admission import Admission, Place
 from millstream.runtime.lockstep import Gate
@@ -51,9 +52,10 @@ from millstream.runtime.router import Rank, Router
 from millstream.runtime.schedule import PipelineConfig
 from millstream.runtime.settle import TASK as SETTLE
 from millstream.runtime.settle import Advantage, Doom, Rules, Settler, by_agent, by_member, members_of, rewards_of
-from millstream.runtime.state import GroupState, Keeper, Ledger, Standing
+from millstream.runtime.stages import TRAIN, Stage, Surroundings, Updates, run_stage, this_one, train_row
+from millstream.runtime.state import Both, GroupState, Keeper, Ledger, Standing
 from millstream.runtime.waits import Pulse, Waits
-from millstream.store import Lease, Reads, Row, Store
+from millstream.store import Lease, Store
 from millstream.types import Fate, Metrics, Sampling, Task, TrainRow
 from millstream.weights import WeightChannel
 
@@ -62,15 +64,6 @@ AfterStep = Callable[[int], Coroutine[Any, Any, None]]
 """Called with every new version; beside training, or, when that is synchronous, between two steps."""
 GroupReward = Callable[[Task, Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
 """What each member earns beside its own reward, from the task and the tokens that each has sampled."""
-TRAIN = "train"
-STORE_TASKS = {
-    SETTLE: Reads(("member", "part", "agent", "reward", "tokens", "loss_mask")),
-    TRAIN: Reads(
-        ("member", "part", "agent", "reward", "tokens", "loss_mask", "logprobs", "start_version", "advantages"),
-        after=(SETTLE,),
-    ),
-}
-"""What each consumer reads: the columns of a `Rollout`, and `advantages`, which settling adds."""
 
 
 class Prompt(NamedTuple):
@@ -92,6 +85,10 @@ class Parts(Struct, frozen=True, kw_only=True, eq=False):
     clock: Clock
     sink: EventSink
     waits: Waits
+    stages: tuple[Stage, ...] = ()
+    """What is computed of every row; the store must have been made for them (`stages.store_tasks`)."""
+    critic: Critic | None = None
+    """Learns beside the learner. None: there is none."""
 
 
 class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
@@ -105,6 +102,12 @@ class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
     """Of a complete group as a whole; None where every rollout has only its own."""
     over_batch: OverBatch | None = None
     """What advantages need of the whole batch: its rows wait until it is complete. None: they are trained as they come."""
+    credit: Credit | None = None
+    """Advantages within a rollout, instead of `advantage`; None: every token has that of its rollout."""
+    compares_turns: bool = False
+    """Whether rollouts differ by what their turns earned, and not only by their rewards."""
+    critic_batch_tokens: int = 8192
+    """As micro_batch_tokens, for the critic."""
 
 
 class Pipeline:
@@ -169,6 +172,9 @@ class Pipeline:
         self._rollouts = Rollouts(
             self._setting(), emit=self._emit, close=self._settler.close, on_failure=self._on_failure
         )
+        self._around = self._surroundings()
+        critic, most = parts.critic, algorithm.critic_batch_tokens
+        self._updates = None if critic is None else Updates(critic, most, self._around)
         self._rows = None if resumed is None else resumed.rows
         self._resumed = None if resumed is None else self._restore(resumed)
 
@@ -176,11 +182,22 @@ class Pipeline:
         groups, replaced = self._config.groups_per_step, self._config.max_replaced_per_step
         return Rules(
             advantage=self._algorithm.advantage,
+            credit=self._algorithm.credit,
+            compares_turns=self._algorithm.compares_turns,
             score=None if self._algorithm.group_reward is None else self._score_group,
             min_group_size=self._rollout.min_group_size,
             filter_zero_signal=self._config.filter_zero_signal,
             max_replaced=8 * groups if replaced is None else replaced,
             max_failed_in_a_row=max(8, groups),
+        )
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(
+            store=self._store,
+            waits=self.waits,
+            emit=self._emit,
+            is_vacant=lambda group_id: group_id in self._settler.vacant,
+            is_in_lockstep=self._config.is_in_lockstep,
         )
 
     async def run(self) -> None:
@@ -203,6 +220,9 @@ class Pipeline:
         in_order = self._gate is not None
         loops = [self.feed(), self._settler.settle(in_order=in_order)]
         loops += [self.sync(engine) for engine in self._parts.engines]
+        loops += [run_stage(stage, self._around) for stage in self._parts.stages]
+        if self._updates is not None:
+            loops.append(self._updates.update())
         if self._gate is not None:
             loops += [self._gate.keep(self._is_quiet), self._settler.set_aside_in_order(self._is_still)]
         running = [tasks.create_task(loop) for loop in loops]
@@ -423,6 +443,8 @@ class Pipeline:
                 break
             leases.append(lease)
             groups.append(await self._take(lease))
+            if self._updates is not None:
+                self._updates.take(lease.group_id, is_last=self.admission.is_batch_full)
             if over_batch is None:
                 metrics += await self._train_group(groups[-1], packer, len(groups))
         if not leases:
@@ -434,7 +456,10 @@ class Pipeline:
         await self._accumulate(packer.flush())
         if not self.admission.is_batch_full:
             metrics.append(await self._learn("step", self._learner.step()))
-        await self._finish_batch(leases, [row for group in groups for row in group], _mean(metrics), began)
+        told = _mean(metrics)
+        if self._updates is not None:
+            told |= await self.waits.on("train", "the critic's batch", self._updates.finish_batch())
+        await self._finish_batch(leases, [row for group in groups for row in group], told, began)
         return True
 
     async def _train_group(self, rows: Sequence[TrainRow], packer: Packer, number: int) -> list[Metrics]:
@@ -480,7 +505,7 @@ class Pipeline:
                 num_rollouts=len({row.columns["member"] for row in rows}),
             )
         )
-        return [_train_row(row) for row in rows]
+        return [train_row(row) for row in rows]
 
     async def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         if rows:
@@ -527,7 +552,7 @@ class Pipeline:
         assert self._tasks is not None
         for group_id in self.admission.overdue():
             if group_id in self._settler.settled:
-                claim = self._store.claim(TRAIN, choose=partial(_this_one, group_id))
+                claim = self._store.claim(TRAIN, choose=partial(this_one, group_id))
                 await self._settler.discard(await self.waits.on("train", f"group {group_id}, which is over", claim))
             elif group_id not in self._settler.condemned:
                 self._settler.condemn(group_id, Doom.ABORT)
@@ -577,7 +602,10 @@ class Pipeline:
             await self.standing(),
             self._keeper.mark(),
         )  # one moment: what follows is not in it
-        snapshot = await self._learn("copy its state", self._learner.snapshot())
+        snapshot: Snapshot = await self._learn("copy its state", self._learner.snapshot())
+        if self._parts.critic is not None:
+            copying = self._parts.critic.snapshot()
+            snapshot = Both(snapshot, await self.waits.on("train", "the critic to copy its state", copying))
         keep = self._keeper.keep(standing, mark, snapshot, self._now() - began)
         await self.waits.on("train", "the checkpoint", keep)
 
@@ -686,16 +714,6 @@ def _scaled(over_batch: OverBatch, leases: Sequence[Lease], groups: Sequence[lis
         return replace(row, advantages=((row.advantages - shift) / divisor).astype(np.float32))
 
     return [[scaled(row) for row in rows] for rows in groups]
-
-
-def _train_row(row: Row) -> TrainRow:
-    columns = {name: row.columns[name] for name in TrainRow.__struct_fields__ if name in row.columns}
-    part = f", part {row.columns['part']}" if row.columns["part"] else ""
-    return TrainRow(**columns, label=f"group {row.group_id}, member {row.columns['member']}{part}")
-
-
-def _this_one(group_id: int, ready: Iterable[int]) -> int | None:
-    return group_id if group_id in set(ready) else None
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

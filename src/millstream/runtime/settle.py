@@ -12,18 +12,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
 from millstream.algo.advantages import Rewards, has_signal
+from millstream.algo.credit import Credit
 from millstream.errors import MillstreamError, RolloutError, StreamEnded
 from millstream.runtime.admission import Admission
+from millstream.runtime.credit import columns_of, do_turns_differ
 from millstream.runtime.state import Ledger
 from millstream.runtime.waits import Pulse, Waits
 from millstream.store import Lease, Row, Store
-from millstream.types import Fate
+from millstream.types import Fate, Floats
 
 TASK = "settle"
 Advantage = Callable[[Rewards], Rewards]
@@ -41,6 +43,10 @@ Begin = Callable[[int], None]
 
 class Rules(NamedTuple):
     advantage: Advantage
+    credit: Credit | None
+    """Advantages within a rollout; None: every token has that of its rollout."""
+    compares_turns: bool
+    """Whether a group has a signal by what its turns earned, and not only by their sums."""
     score: Score | None
     min_group_size: int
     filter_zero_signal: bool
@@ -123,7 +129,7 @@ class Settler:
 
     async def _settle(self, lease: Lease, rewards_G: Rewards, fate: Fate, *, in_order: bool) -> None:
         if fate is Fate.TRAINED:
-            await self._write_advantages(lease, self._rules.advantage)
+            await self._write_advantages(lease)
             self.settled.add(lease.group_id)
             await self._store.acknowledge(lease)
             await self._settled()
@@ -203,9 +209,15 @@ class Settler:
         if len(rewards_of(lease)) < self._rules.min_group_size:
             return Fate.FAILED
         self.num_failed_in_a_row = 0
-        if self._rules.filter_zero_signal and not any(has_signal(own.rewards_G) for own in by_agent(lease)):
+        if self._rules.filter_zero_signal and not self._has_signal(lease):
             return Fate.FILTERED
         return Fate.TRAINED
+
+    def _has_signal(self, lease: Lease) -> bool:
+        """By the rewards that were given: a KL that is taken off them has no part in it."""
+        if self._rules.compares_turns:
+            return do_turns_differ(by_member(lease))
+        return any(has_signal(own.rewards_G) for own in by_agent(lease))
 
     async def _set_aside(self, aside: Aside) -> None:
         lease, rewards_G, fate = aside
@@ -215,7 +227,7 @@ class Settler:
         if stays_empty:
             self.vacant.add(lease.group_id)
             self.settled.add(lease.group_id)
-            await self._write_advantages(lease, np.zeros_like)
+            await self._write_nothing(lease)
             await self._store.acknowledge(lease)
         else:
             self.num_replaced += 1
@@ -233,24 +245,36 @@ class Settler:
                 f"The last failure was {self.last_failure}"
             )
 
-    async def _write_advantages(self, lease: Lease, advantage: Advantage) -> None:
+    async def _write_advantages(self, lease: Lease) -> None:
+        rows = by_member(lease)
+        credit = self._rules.credit
+        columns = {"advantages": self._by_rollout(lease, rows)} if credit is None else columns_of(rows, credit)
+        await self._write(rows, columns)
+
+    def _by_rollout(self, lease: Lease, rows: Sequence[Row]) -> list[Floats]:
         """Members are compared agent by agent; every token of a part has the advantage of its member and agent."""
         of = {
             (member, own.agent): value
             for own in by_agent(lease)
-            for member, value in zip(own.members, advantage(own.rewards_G), strict=True)
+            for member, value in zip(own.members, self._rules.advantage(own.rewards_G), strict=True)
         }
-        rows = by_member(lease)
-        per_token = [
+        return [
             np.full(len(row.columns["tokens"]), of[row.columns["member"], row.columns["agent"]], dtype=np.float32)
             for row in rows
         ]
-        if not rows:
-            return
-        columns: dict[str, list[Any]] = {"advantages": per_token}
-        if self._rules.score is not None:
-            columns["reward"] = [row.columns["reward"] for row in rows]
-        await self._store.write([row.row_id for row in rows], columns, overwrite=self._rules.score is not None)
+
+    async def _write_nothing(self, lease: Lease) -> None:
+        """Whoever comes after settling finds the columns that it reads, though nothing of this group is trained."""
+        rows = by_member(lease)
+        if rows:
+            names = ("advantages", "returns") if "values" in lease.columns else ("advantages",)
+            nothing = [np.zeros(len(row.columns["tokens"]), dtype=np.float32) for row in rows]
+            await self._write(rows, dict.fromkeys(names, nothing))
+
+    async def _write(self, rows: Sequence[Row], columns: dict[str, list[Floats]]) -> None:
+        is_scored = self._rules.score is not None
+        rewards = {"reward": [row.columns["reward"] for row in rows]} if is_scored else {}
+        await self._store.write([row.row_id for row in rows], {**columns, **rewards}, overwrite=is_scored)
 
     async def _settled(self) -> None:
         self.num_unsettled -= 1

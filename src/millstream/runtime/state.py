@@ -6,12 +6,15 @@ after a crash draws the same numbers.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
 from millstream.learner import Snapshot
 from millstream.store import Saved
+
+CRITIC_FOLDER = "critic"
 
 
 class GroupState(Struct, frozen=True, kw_only=True):
@@ -46,6 +49,18 @@ class Standing(NamedTuple):
 
     ledger: Ledger
     rows: Saved
+
+
+class Both(NamedTuple):
+    """The state of a learner and of a critic, which has a folder of its own in the learner's."""
+
+    learner: Snapshot
+    critic: Snapshot
+
+    def write(self, folder: Path) -> None:
+        self.learner.write(folder)
+        (folder / CRITIC_FOLDER).mkdir()
+        self.critic.write(folder / CRITIC_FOLDER)
 
 
 class Keeper(Protocol):

@@ -1,4 +1,4 @@
-"""A learner that takes time and learns nothing."""
+"""A learner, a reference and a critic that take time and learn nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from millstream.seeds import derive_seed
 from millstream.sim.draws import Draw, constant
-from millstream.types import Metrics, TrainRow, Weights
+from millstream.types import Floats, Metrics, TrainRow, Weights
 
 TENTH = constant(0.1)
 
@@ -52,3 +54,39 @@ class SimLearner:
     def save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / "sim.txt").write_text(f"{self.num_rows}\n")
+
+
+class SimScorer:
+    """Takes time in proportion to tokens, one call after the other. What it says of a token is a function of the token."""
+
+    def __init__(self, *, token_s: float = 1e-5, seed: int = 0) -> None:
+        self._token_s, self._seed, self._is_free = token_s, seed, asyncio.Lock()
+        self.num_scored = 0
+
+    async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        async with self._is_free:
+            await asyncio.sleep(self._token_s * sum(len(row.tokens) for row in rows))
+        self.num_scored += len(rows)
+        return [(row.loss_mask * (1 + (row.tokens + self._seed) % 7) / -4).astype(np.float32) for row in rows]
+
+
+class SimCritic(SimScorer):
+    """Its weights are a number: how many rows they have seen."""
+
+    def __init__(self, *, token_s: float = 1e-5, seed: int = 0) -> None:
+        super().__init__(token_s=token_s, seed=seed)
+        self.num_rows = 0
+
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        async with self._is_free:
+            await asyncio.sleep(3 * self._token_s * sum(len(row.tokens) for row in rows))
+        self.num_rows += len(rows)
+
+    async def step(self) -> Metrics:
+        return {"num_rows": float(self.num_rows)}
+
+    async def snapshot(self) -> SimSnapshot:
+        return SimSnapshot(self.num_rows)
+
+    def restore(self, folder: Path) -> None:
+        self.num_rows = int((folder / "sim.txt").read_text())

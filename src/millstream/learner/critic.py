@@ -1,0 +1,139 @@
+"""The critic of one device: a language model's body with a head of one number, trained towards the returns.
+
+What it says of a token is what it expects when the token is about to be sampled: it sees what stands before, not the token.
+All work runs on one thread of its own, so that a batch is learned from beside the learner's.
+Shapes: N tokens to compute, M of them trained; D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millstream.learner import CriticConfig, LearnerConfig
+from millstream.learner.optimizer import Optimizer
+from millstream.learner.rows import Rows, is_finite
+from millstream.learner.scorer import spread
+from millstream.learner.torch import STATE, TorchSnapshot, on_host, read_state
+from millstream.model.attention import Packed
+from millstream.model.load import check_layers
+from millstream.model.policy import hidden_states
+from millstream.threads import DaemonThreads
+from millstream.types import Floats, Metrics, TrainRow
+
+T = TypeVar("T")
+
+
+class Values(nn.Module):
+    """Expects 0 of everything until it has learned."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = model.eval()  # no dropout
+        hidden = model.get_output_embeddings().weight
+        self.body.set_output_embeddings(nn.Identity())
+        self.head = nn.Linear(hidden.shape[1], 1, device=hidden.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens_N: Tensor, packed: Packed, before_M: Tensor) -> Tensor:
+        hidden_MD = hidden_states(self.body, tokens_N, packed)[before_M]
+        values_M: Tensor = self.head(hidden_MD.float())[:, 0]
+        return values_M
+
+
+def value_loss(values_M: Tensor, old_M: Tensor, returns_M: Tensor, clip: float | None) -> Tensor:
+    """(V - R)^2 / 2; with a clip the larger of that and the same with V no further than clip from what it was. As PPO's, a step
+    too far is not rewarded: https://github.com/openai/baselines (ppo2)."""
+    plain_M = (values_M - returns_M).square() / 2
+    if clip is None:
+        return plain_M
+    held_M = old_M + (values_M - old_M).clamp(-clip, clip)
+    return torch.maximum(plain_M, (held_M - returns_M).square() / 2)
+
+
+class TorchCritic:
+    """See `millstream.learner.Critic` for the promises. On the device where the model is, which becomes its body."""
+
+    def __init__(self, model: PreTrainedModel, config: CriticConfig, *, num_steps: int | None = None) -> None:
+        check_layers(model)
+        self._values, self._clip = Values(model), config.value_clip
+        learner = LearnerConfig(
+            learning_rate=config.learning_rate, warmup_steps=config.warmup_steps, max_grad_norm=config.max_grad_norm
+        )
+        self._optimizer = Optimizer(self._values, learner, num_steps=num_steps)
+        self._device = next(model.parameters()).device
+        self._thread = DaemonThreads("critic", most=1)
+        self._start_sums()
+
+    def _start_sums(self) -> None:
+        self._num_tokens = 0
+        self._sums = torch.zeros(5, dtype=torch.float64)
+        """Of the loss, the error, its square, the returns and their squares."""
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        result: T = await self._thread.call(work)
+        return result
+
+    async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        return await self._run(lambda: self._score(rows))
+
+    @torch.no_grad()
+    def _score(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        batch = Rows(rows, self._device)
+        if not batch.num_trained:
+            return [np.zeros(len(row.tokens), np.float32) for row in rows]
+        return spread(batch.per_row(self._values(batch.tokens_N, batch.packed, batch.before_M)), rows)
+
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        await self._run(lambda: self._accumulate(rows))
+
+    def _accumulate(self, rows: Sequence[TrainRow]) -> None:
+        sound = [row for row in rows if is_finite(row)]  # the learner says which are not
+        if not any(row.loss_mask.any() for row in sound):
+            return
+        batch = Rows(sound, self._device)
+        returns_M, old_M = batch.column("returns"), batch.column("values")
+        values_M = self._values(batch.tokens_N, batch.packed, batch.before_M)
+        loss = value_loss(values_M, old_M, returns_M, self._clip).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        error_M = returns_M - values_M.detach()
+        sums = [loss.detach(), error_M.sum(), error_M.square().sum(), returns_M.sum(), returns_M.square().sum()]
+        self._sums += torch.stack(sums).double().cpu()
+        self._num_tokens += batch.num_trained
+
+    async def step(self) -> Metrics:
+        return await self._run(self._step)
+
+    def _step(self) -> Metrics:
+        if not self._num_tokens:
+            return {}
+        stepped = self._optimizer.step(self._num_tokens, [])
+        metrics = self._metrics() | {"grad_norm": stepped.norm, "learning_rate": stepped.learning_rate}
+        self._start_sums()
+        return metrics
+
+    def _metrics(self) -> Metrics:
+        """Of what it said before the step. Explained: the share of the returns' variance, 1 at best, below 0 where saying the
+        mean of the batch would be better; 0 where the returns are all the same."""
+        loss, error, squared_error, mean, square = (self._sums / self._num_tokens).tolist()
+        variance = square - mean**2
+        unexplained = squared_error - error**2
+        explained = 1 - unexplained / variance if variance > 1e-12 else 0.0
+        return {"loss": loss, "explained": explained, "value": mean - error, "return": mean}
+
+    async def snapshot(self) -> TorchSnapshot:
+        return await self._run(lambda: TorchSnapshot(on_host(self._optimizer.state())))
+
+    def restore(self, folder: Path) -> None:
+        self._optimizer.restore(read_state(folder / STATE))
+
+    async def close(self) -> None:
+        """Let the work in hand come to its end."""
+        await self._thread.close()

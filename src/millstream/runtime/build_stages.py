@@ -1,0 +1,106 @@
+"""From a config to those who work beside the learner: the reference, the critic, and their stages. Imports torch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from millstream.errors import ConfigError, ModelError
+from millstream.learner.critic import TorchCritic
+from millstream.learner.scorer import TorchScorer
+from millstream.model.load import load_model, load_tokenizer
+from millstream.model.where import check_path
+from millstream.runtime.config import RunConfig, critic_of, reference_of
+from millstream.runtime.stages import REFERENCE, VALUES, Stage
+
+
+class Staff(NamedTuple):
+    """Who works beside the learner; nobody, in most runs."""
+
+    stages: tuple[Stage, ...] = ()
+    reference: TorchScorer | None = None
+    critic: TorchCritic | None = None
+
+    async def close(self) -> None:
+        for one in (self.reference, self.critic):
+            if one is not None:
+                await one.close()
+
+
+def check_models(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What can be wrong with other checkpoints and is found without loading them."""
+    for key, table in (("reference", config.reference), ("critic", config.critic)):
+        if table is None:
+            continue
+        if (table.device or "cpu") != "cpu" and not torch.cuda.is_available():
+            raise ConfigError(f'{key}.device = "{table.device}", and torch sees no GPU here: set {key}.device = "cpu"')
+        if table.path is not None:
+            check_path(table.path, f"{key}.path")
+            check_vocabulary(tokenizer, load_tokenizer(table.path), f"{key}.path = {table.path!r}")
+
+
+def check_vocabulary(ours: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, where: str) -> None:
+    """Raises `ModelError` unless every token has the same number in both: what one samples the other must be able to read."""
+    mine, theirs = ours.get_vocab(), other.get_vocab()
+    for token, number in sorted(mine.items(), key=lambda one: one[1]):
+        if theirs.get(token) != number:
+            found = f"has the number {theirs[token]} there" if token in theirs else "is not there"
+            raise ModelError(
+                f"{where} has another tokenizer than the model: the token {token!r} is number {number} here and {found}. "
+                "Expected a checkpoint with the same vocabulary"
+            )
+    if len(theirs) > len(mine):
+        more = min(theirs.keys() - mine.keys(), key=lambda token: theirs[token])
+        raise ModelError(
+            f"{where} has another tokenizer than the model: the token {more!r} is only there. Expected a checkpoint with the "
+            "same vocabulary"
+        )
+
+
+def build_staff(config: RunConfig, start: PreTrainedModel, kept: Path | None) -> Staff:
+    """`start`: the model that reinforcement learning starts from, which is copied. `kept`: where it was saved, in a run that
+    goes on and whose start is not to be had otherwise."""
+    reference, critic = _build_reference(config, start, kept), _build_critic(config, start)
+    return Staff(build_stages(config, reference, critic), reference, critic)
+
+
+def _build_reference(config: RunConfig, start: PreTrainedModel, kept: Path | None) -> TorchScorer | None:
+    table = reference_of(config)
+    if table is None:
+        return None
+    device = table.device or str(start.device)
+    dtype: torch.dtype = start.dtype if table.dtype is None else getattr(torch, table.dtype)
+    path = table.path or kept
+    if path is None:
+        model = copy.deepcopy(start).to(device=device, dtype=dtype)
+    else:
+        model = load_model(path, device=device, dtype=dtype)
+    return TorchScorer(model, temperature=config.rollout.temperature)
+
+
+def _build_critic(config: RunConfig, start: PreTrainedModel) -> TorchCritic | None:
+    table = critic_of(config)
+    if table is None:
+        return None
+    device = table.device or str(start.device)
+    model = (
+        copy.deepcopy(start).to(device)
+        if table.path is None
+        else load_model(table.path, device=device, dtype=start.dtype)
+    )
+    return TorchCritic(model, table, num_steps=config.pipeline.steps)
+
+
+def build_stages(config: RunConfig, reference: TorchScorer | None, critic: TorchCritic | None) -> tuple[Stage, ...]:
+    stages: list[Stage] = []
+    reference_table, critic_table = reference_of(config), critic_of(config)
+    if reference is not None and reference_table is not None:
+        is_early = config.algorithm.kl == "reward" or config.algorithm.advantage == "distillation"
+        stages.append(Stage(REFERENCE, reference, reference_table.micro_batch_tokens, is_early))
+    if critic is not None and critic_table is not None:
+        stages.append(Stage(VALUES, critic, critic_table.micro_batch_tokens, is_early=True))
+    return tuple(stages)
