@@ -26,7 +26,7 @@ import torch
 from msgspec import Struct, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millstream.algo import recipe
+from millstream.algo.recipe import Recipe
 from millstream.clock import RealClock
 from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, digest, in_order, read
@@ -51,9 +51,9 @@ from millstream.events import (
 )
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events, read_history
 from millstream.learner import LearnerConfig
-from millstream.learner.torch import TorchLearner
-from millstream.model.load import set_up_cpu
+from millstream.model.load import load_weights, set_up_cpu
 from millstream.runtime import build, checkpoint
+from millstream.runtime.build import RunLearner
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run
 from millstream.runtime.evaluate import Measured, evaluate
@@ -422,37 +422,37 @@ class _Run:
                 if self._found is not None:
                     await self._restore(learner, engine, self._found)
                 await self._reinforce(learner, engine, router, evaluator)
+                if self._stopped_by is not None:
+                    return
+                saving = asyncio.to_thread(self._save, learner)
+                await self._waits.on("the run", "the model to be saved", saving)
             finally:
                 await learner.close()
-            if self._stopped_by is not None:
-                return
-            saving = asyncio.to_thread(self._save, learner)
-            await self._waits.on("the run", "the model to be saved", saving)
             await evaluator.sampled_and_greedy("after")
             self._is_done = True
         finally:
             await prepared.environment.close()
             await engine.close()
 
-    async def _restore(self, learner: TorchLearner, engine: TorchEngine, found: Found) -> None:
+    async def _restore(self, learner: RunLearner, engine: TorchEngine, found: Found) -> None:
         reading = asyncio.to_thread(learner.restore, found.folder)
         await self._waits.on("the run", "the checkpoint to be read", reading)
         weights = await self._waits.on("the run", "the learner to copy weights", learner.weights())
         loading = engine.load(self._version, weights)
         await self._waits.on("the run", f"{engine.name} to load version {self._version}", loading)
 
-    def _build_learner(self) -> TorchLearner:
+    def _build_learner(self) -> RunLearner:
         prepared, config = self._prepared, self._prepared.config
         return build.build_learner(
             config,
             prepared.model,
             prepared.tokenizer,
             learner=config.learner,
-            objective=recipe.objective(config.algorithm, max_tokens=config.rollout.max_tokens),
+            recipe=Recipe(algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
             num_steps=config.pipeline.steps,
         )
 
-    def _save(self, learner: TorchLearner) -> None:
+    def _save(self, learner: RunLearner) -> None:
         try:
             learner.save(self._folder.model)
         except OSError as error:
@@ -464,8 +464,8 @@ class _Run:
             prepared.config,
             prepared.model,
             prepared.tokenizer,
-            learner=LearnerConfig(learning_rate=config.learning_rate),
-            objective=recipe.supervised(),
+            learner=LearnerConfig(learning_rate=config.learning_rate, ranks=prepared.config.learner.ranks),
+            recipe=Recipe(algorithm=None),
             num_steps=None,
         )
 
@@ -491,12 +491,11 @@ class _Run:
             )
             weights = await self._waits.on("warm-up", "the learner to copy weights", learner.weights())
             await self._waits.on("warm-up", f"{engine.name} to load its weights", engine.load(0, weights))
+            load_weights(prepared.model, weights)  # where the learner has changed another copy
         finally:
             await learner.close()
 
-    async def _reinforce(
-        self, learner: TorchLearner, engine: TorchEngine, router: Router, evaluator: _Evaluator
-    ) -> None:
+    async def _reinforce(self, learner: RunLearner, engine: TorchEngine, router: Router, evaluator: _Evaluator) -> None:
         prepared, config = self._prepared, self._prepared.config
         parts = Parts(
             engines=(engine,),
