@@ -8,6 +8,7 @@ Shapes: M trained tokens of a micro-batch, R rows.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,13 +17,14 @@ import numpy as np
 import torch
 from msgspec import Struct
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from millstream.learner import LearnerConfig
 from millstream.learner.optimizer import Optimizer, State, Stepped
 from millstream.learner.rows import Rows, is_finite
-from millstream.model.load import model_weights
+from millstream.model.load import check_layers, model_weights
 from millstream.model.objective import LossInputs, Objective
-from millstream.model.policy import Policy
+from millstream.model.policy import Policy, compile_layers, recompute_activations
 from millstream.types import Metrics, TrainRow
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,18 @@ def total(tallies: Sequence[Tally]) -> Tally:
     )
 
 
+def policies(model: PreTrainedModel, config: LearnerConfig, temperature: float) -> tuple[Policy, Policy | None]:
+    """The policy that learns, and what the proximal policy is kept in, where a batch has several steps."""
+    check_layers(model)
+    proximal = Policy(copy.deepcopy(model), temperature=temperature) if config.mini_batches > 1 else None
+    policy = Policy(model, temperature=temperature)
+    if config.recompute:
+        recompute_activations(model)
+    if config.compile:
+        compile_layers(model)
+    return policy, proximal
+
+
 class Rank:
     """`proximal`: a copy of the policy, where a batch has several steps. `num_steps`: batches, for the schedule."""
 
@@ -98,7 +112,7 @@ class Rank:
     def begin_batch(self) -> None:
         self._has_stepped = False
         if self._proximal is not None:
-            torch._foreach_copy_(list(self._proximal.parameters()), list(self.policy.parameters()))
+            torch._foreach_copy_(_own_parts(self._proximal), _own_parts(self.policy))
 
     def accumulate(self, rows: Sequence[TrainRow]) -> None:
         """Add the unnormalised gradient of these rows, and of those that other ranks are given now."""
@@ -172,6 +186,12 @@ class Rank:
         buffers = dict(self.policy.model.named_buffers())
         for name, value in state["buffers"].items():
             buffers[name].copy_(value)
+
+
+def _own_parts(policy: Policy) -> list[Tensor]:
+    """The parameters; of a sharded one, what this rank has of it."""
+    parameters: list[Any] = list(policy.parameters())
+    return [one.to_local() if hasattr(one, "to_local") else one for one in parameters]
 
 
 def whole(tensor: Any) -> Tensor:

@@ -42,9 +42,8 @@ from millstream.learner.orders import (
     unpack,
 )
 from millstream.learner.rank import Rank
-from millstream.learner.sharding import as_masters, join, shard
+from millstream.learner.sharding import join, sharded
 from millstream.learner.state import on_host, read_shards, write_shards
-from millstream.learner.torch import policies
 from millstream.model.load import load_weights, new_model, set_up_cpu
 from millstream.model.shared import SharedWeights
 
@@ -144,13 +143,8 @@ def build(plan: Plan, folder: Path, shared: SharedWeights) -> Rank:
     model = new_model(AutoConfig.from_pretrained(folder), seed=0, dtype=getattr(torch, plan.dtype))
     load_weights(model, shared.views)
     objective = imports.load(plan.objective.function)(plan.objective.arguments)
-    device = torch.device(plan.device)
-    policy, proximal = policies(model, plan.config, plan.temperature)
-    mesh = join(plan.rank, plan.num_ranks, plan.port, device)
-    for each in (policy, proximal):
-        if each is not None:
-            shard(each, mesh, as_masters(each.model), is_trained=each is policy)
-    return Rank(policy, proximal, plan.config, objective, num_steps=plan.num_steps, is_one_of_several=True)
+    mesh = join(plan.rank, plan.num_ranks, plan.port, torch.device(plan.device))
+    return sharded(model, plan.config, objective, mesh, temperature=plan.temperature, num_steps=plan.num_steps)
 
 
 def main(line: int, memory: int, folder: Path, number: int) -> None:

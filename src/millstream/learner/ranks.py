@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import torch.distributed as dist
 from msgspec import structs
+from torch._C._distributed_c10d import TCPStore
 from transformers import PreTrainedModel
 
 from millstream.errors import LearnerError
@@ -138,7 +138,7 @@ class Ranks:
     """Started, but perhaps not yet ready: the first order waits for that. May be called from several threads."""
 
     def __init__(self, plan: Plan, model: PreTrainedModel, memory: int) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, plan.num_ranks + 1, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, plan.num_ranks + 1, is_master=True, wait_for_workers=False)
         self._folder = Path(tempfile.mkdtemp(prefix="millstream-"))  # a few kilobytes, until all are ready
         model.config.save_pretrained(self._folder)
         self._failures: list[Failure] = []

@@ -11,17 +11,21 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from millstream.errors import LearnerError
+from millstream.learner import LearnerConfig
+from millstream.learner.rank import Rank, policies
+from millstream.model.objective import Objective
 from millstream.model.policy import Policy, layers_of
 
 
 def join(rank: int, num_ranks: int, port: int, device: torch.device) -> DeviceMesh:
     """Meet the other ranks of this machine at a store that listens on a port. Returns when all are there."""
-    store = dist.TCPStore("127.0.0.1", port, num_ranks + 1, is_master=False)
+    store = TCPStore("127.0.0.1", port, num_ranks + 1, is_master=False)
     is_gpu = device.type == "cuda"
     if is_gpu:
         torch.cuda.set_device(device)
@@ -43,7 +47,25 @@ def as_masters(model: PreTrainedModel) -> torch.dtype:
         raise LearnerError(f"parameters of {names}, and learner.ranks needs them all alike: set learner.ranks = 1")
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
-    return dtypes.pop()
+    found: torch.dtype = dtypes.pop()
+    return found
+
+
+def sharded(
+    model: PreTrainedModel,
+    config: LearnerConfig,
+    objective: Objective,
+    mesh: DeviceMesh,
+    *,
+    temperature: float,
+    num_steps: int | None,
+) -> Rank:
+    """One rank of those in the mesh. Each begins with the whole model, in the host's memory, and keeps its part of it."""
+    policy, proximal = policies(model, config, temperature)
+    for each in (policy, proximal):
+        if each is not None:
+            shard(each, mesh, as_masters(each.model), is_trained=each is policy)
+    return Rank(policy, proximal, config, objective, num_steps=num_steps, is_one_of_several=True)
 
 
 def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, *, is_trained: bool = True) -> None:

@@ -73,11 +73,13 @@ def _unflat(values: dict[str, Tensor]) -> State:
 
 def write_shards(state: State, folder: Path, group: Any) -> None:
     """Called by all ranks of the group at once; each writes what it has. Raises `OSError`, in all of them."""
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     try:
-        checkpoint.save(flat(state), storage_writer=checkpoint.FileSystemWriter(folder), process_group=group)
-    except checkpoint.CheckpointException as error:
+        save(flat(state), storage_writer=FileSystemWriter(folder), process_group=group)
+    except CheckpointException as error:
         cause = next((failure for failure, _ in error.failures.values() if isinstance(failure, OSError)), None)
         raise OSError(cause.errno if cause else errno.EIO, cause.strerror if cause else str(error)) from error
 
@@ -109,20 +111,22 @@ def read_shards(folder: Path, like: dict[str, Tensor], group: Any) -> State:
 
 
 def _load(folder: Path, like: dict[str, Tensor], group: Any) -> State:
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
-        reader = checkpoint.FileSystemReader(folder)
+        reader = FileSystemReader(folder)
         found = reader.read_metadata().state_dict_metadata
         values = {key: _room(key, entry, like) for key, entry in found.items()}
-        checkpoint.load(values, storage_reader=reader, process_group=group, no_dist=not like)
+        load(values, storage_reader=reader, process_group=group, no_dist=not like)
     except (
         OSError,
         RuntimeError,
         ValueError,
         pickle.UnpicklingError,
         EOFError,
-        checkpoint.CheckpointException,
+        CheckpointException,
     ) as error:
         raise LearnerError(f"cannot read the learner's state in {folder}: {error}") from error
     return _unflat(values)

@@ -5,7 +5,6 @@ in `learner.rank`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -15,29 +14,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.learner import LearnerConfig
 from millstream.learner.optimizer import Optimizer, State, learning_rate_share
-from millstream.learner.rank import Rank
+from millstream.learner.rank import Rank, policies
 from millstream.learner.rows import Rows, share_prompts
 from millstream.learner.state import STATE, on_host, read_state, write_state
-from millstream.model.load import check_layers, model_weights, save_model
+from millstream.model.load import model_weights, save_model
 from millstream.model.objective import Objective
-from millstream.model.policy import Policy, compile_layers, recompute_activations
 from millstream.threads import DaemonThreads
 from millstream.types import Floats, Metrics, TrainRow, Weights
 
 __all__ = ["STATE", "TorchLearner", "TorchSnapshot", "learning_rate_share", "on_host", "read_state", "share_prompts"]
 T = TypeVar("T")
-
-
-def policies(model: PreTrainedModel, config: LearnerConfig, temperature: float) -> tuple[Policy, Policy | None]:
-    """The policy that learns, and what the proximal policy is kept in, where a batch has several steps."""
-    check_layers(model)
-    proximal = Policy(copy.deepcopy(model), temperature=temperature) if config.mini_batches > 1 else None
-    policy = Policy(model, temperature=temperature)
-    if config.recompute:
-        recompute_activations(model)
-    if config.compile:
-        compile_layers(model)
-    return policy, proximal
 
 
 class TorchLearner:
