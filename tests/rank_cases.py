@@ -1,5 +1,5 @@
 """What ranks and one device must agree on: losses, dtypes, options. Run as a program, it is one rank of several that go through
-all of it: `python rank_cases.py RANK NUM_RANKS PORT FOLDER`. The ranks are the real ones; only what calls them is ours."""
+all of it: `python rank_cases.py RANK NUM_RANKS PORT FOLDER [more]`. The ranks are the real ones; only what calls them is ours."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Case(Struct, frozen=True, kw_only=True):
     model: str = "qwen3"
     dtype: str = "float32"
     temperature: float = 1.0
-    tolerance: float = 2e-5
-    """Of the weights, after all steps."""
+    tolerance: float = 1e-3
+    """Of what the steps did to the weights, relative to it."""
 
     def recipe(self) -> Recipe:
         return Recipe(algorithm=self.algorithm, max_tokens=16)
@@ -47,25 +47,28 @@ class Case(Struct, frozen=True, kw_only=True):
 CASES = [
     Case(name="token_mean", algorithm=AlgorithmConfig(loss="truncated_is", aggregation="token_mean"), temperature=0.7),
     Case(
-        name="sequence_mean, entropy, tied and capped",
-        algorithm=AlgorithmConfig(loss="truncated_is", aggregation="sequence_mean", entropy_bonus=0.1),
+        name="sequence_mean, entropy, mini_batches, tied and capped",
+        algorithm=AlgorithmConfig(loss="decoupled_ppo", aggregation="sequence_mean", entropy_bonus=0.1),
+        learner=LearnerConfig(learning_rate=1e-3, mini_batches=2),
         model="gemma2",
     ),
+]
+MORE_CASES = [
     Case(
-        name="mini_batches, recompute, schedule",
-        algorithm=AlgorithmConfig(loss="decoupled_ppo"),
-        learner=LearnerConfig(
-            learning_rate=1e-3, mini_batches=2, recompute=True, schedule="cosine", warmup_steps=3, weight_decay=0.1
-        ),
+        name="fixed_length, recompute, schedule",
+        algorithm=AlgorithmConfig(name="dr_grpo"),
+        learner=LearnerConfig(learning_rate=1e-3, recompute=True, schedule="cosine", warmup_steps=3, weight_decay=0.1),
     ),
     Case(
         name="bfloat16, small passes",
         algorithm=AlgorithmConfig(loss="reinforce", correction="mask", correction_level="geometric", ratio_cap=10.0),
         learner=LearnerConfig(learning_rate=1e-3, micro_batch_tokens=40),
         dtype="bfloat16",
-        tolerance=0.02,
+        tolerance=0.15,
     ),
+    Case(name="gspo", algorithm=AlgorithmConfig(name="gspo"), model="gpt_neox"),
 ]
+"""For `make test-slow`."""
 
 
 def row(rng: np.random.Generator, length: int, label: str = "") -> TrainRow:
@@ -81,12 +84,11 @@ def row(rng: np.random.Generator, length: int, label: str = "") -> TrainRow:
 
 
 def batch(seed: int) -> list[list[TrainRow]]:
-    """Three micro-batches: very uneven rows, a single one, and a few of which one has nothing to train."""
+    """Two micro-batches: very uneven rows, of which one has nothing to train; and a single one."""
     rng = np.random.default_rng(seed)
     uneven = [row(rng, length) for length in (3, 120, 5, 4, 17, 3, 30)]
-    few = [row(rng, int(rng.integers(3, 24))) for _ in range(2)]
-    idle = msgspec.structs.replace(few[0], loss_mask=np.zeros_like(few[0].loss_mask))
-    return [uneven, [row(rng, 11)], [*few, idle]]
+    idle = msgspec.structs.replace(uneven[4], loss_mask=np.zeros_like(uneven[4].loss_mask))
+    return [[*uneven, idle], [row(rng, 11)]]
 
 
 def mini_batches(case: Case, step: int) -> list[list[list[TrainRow]]]:
@@ -121,26 +123,27 @@ def train_rank(rank: Rank, case: Case, steps: range) -> list[Metrics]:
     return found
 
 
-def save(rank: Rank, case: Case, path: Path, metrics: list[Metrics]) -> None:
-    weights = dict(rank.weights(getattr(torch, case.dtype)))
+def save(rank: Rank, path: Path, metrics: list[Metrics]) -> None:
+    """The masters, whole."""
+    masters = dict(rank.weights(torch.float32))
     if dist.get_rank() == 0:
-        torch.save({"weights": weights, "metrics": metrics}, path)
+        torch.save({"masters": masters, "metrics": metrics}, path)
 
 
-def go_through(folder: Path, mesh: Any) -> None:
-    """Every case; and the first one again from what another number of ranks wrote halfway, in FOLDER/before."""
-    for number, case in enumerate(CASES):
+def go_through(cases: list[Case], folder: Path, mesh: Any) -> None:
+    """Every case; and the first one again from what others wrote halfway, in FOLDER/before."""
+    for case in cases:
         rank = _rank(case, mesh)
         metrics = train_rank(rank, case, range(WRITTEN_AFTER))
         kept = on_host(rank.state())
         metrics += train_rank(rank, case, range(WRITTEN_AFTER, STEPS))
-        save(rank, case, folder / f"{number}.pt", metrics)
-        (folder / f"shards-{number}").mkdir(exist_ok=True)
-        write_shards(kept, folder / f"shards-{number}", None)
+        save(rank, folder / f"{case.name}.pt", metrics)
+        if case is CASES[0]:
+            write_shards(kept, folder / "shards", None)
     for before in sorted((folder / "before").iterdir()):
         rank = _rank(CASES[0], mesh)
         rank.restore(read_shards(before, rank.optimizer.state()["masters"], None))
-        save(rank, CASES[0], folder / f"{before.name}.pt", train_rank(rank, CASES[0], range(WRITTEN_AFTER, STEPS)))
+        save(rank, folder / f"from {before.name}.pt", train_rank(rank, CASES[0], range(WRITTEN_AFTER, STEPS)))
 
 
 def _rank(case: Case, mesh: Any) -> Rank:
@@ -150,5 +153,5 @@ def _rank(case: Case, mesh: Any) -> Rank:
 
 if __name__ == "__main__":
     number, num_ranks, port = map(int, sys.argv[1:4])
-    torch.manual_seed(number)
-    go_through(Path(sys.argv[4]), join(number, num_ranks, port, torch.device("cpu")))
+    chosen = MORE_CASES if sys.argv[5:] == ["more"] else CASES
+    go_through(chosen, Path(sys.argv[4]), join(number, num_ranks, port, torch.device("cpu")))

@@ -80,6 +80,10 @@ class FsdpLearner:
         result: T = await self._thread.call(work)
         return result
 
+    async def ready(self) -> None:
+        """Returns when all ranks are there, which takes seconds, so that nobody else's wait seems to take as long."""
+        await self._run(self.ranks.wait)
+
     async def begin_batch(self) -> None:
         await self._run(lambda: self.ranks.ask(BeginBatch()))
 

@@ -145,7 +145,7 @@ class Ranks:
         self._members: list[Member] = []
         self._numbers = itertools.count(READY + 1)
         self._lock = threading.Lock()
-        self._error = ""
+        self._error, self._is_ready = "", False
         for rank in range(plan.num_ranks):
             device = f"cuda:{rank}" if plan.device == "cuda" else plan.device
             mine = structs.replace(plan, rank=rank, port=self._store.port, device=device)
@@ -155,6 +155,13 @@ class Ranks:
     def pids(self) -> list[int]:
         return [member.process.pid for member in self._members]
 
+    def wait(self) -> None:
+        """Until all are ready. Raises `LearnerError` as `ask` does."""
+        if not self._is_ready:
+            self._wait([member.ready for member in self._members])
+            self._is_ready = True
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     def ask(self, orders: Order | Sequence[Order]) -> list[Answer]:
         """One order for all, or one for each; their answers, by rank. Raises `LearnerError` if any of them failed: then all
         are ended, and whatever is asked later fails the same way."""
@@ -163,14 +170,15 @@ class Ranks:
             self._raise_if_broken()
             number = next(self._numbers)
             answers = [member.ask(Numbered(number, order)) for member, order in zip(self._members, each, strict=True)]
-        ready = [member.ready for member in self._members]
+        self.wait()
+        return self._wait(answers)
+
+    def _wait(self, answers: Sequence[Future[Answer]]) -> list[Answer]:
         try:
-            for future in wait([*ready, *answers], return_when=FIRST_EXCEPTION).done:
-                future.result()
+            for answer in wait(answers, return_when=FIRST_EXCEPTION).done:
+                answer.result()
         except Broken:
             self._break()
-        if self._folder.exists():
-            shutil.rmtree(self._folder, ignore_errors=True)
         return [answer.result() for answer in answers]
 
     def _raise_if_broken(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,9 @@ def _load(folder: Path, like: dict[str, Tensor], group: Any) -> State:
         reader = FileSystemReader(folder)
         found = reader.read_metadata().state_dict_metadata
         values = {key: _room(key, entry, like) for key, entry in found.items()}
-        load(values, storage_reader=reader, process_group=group, no_dist=not like)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one device reads by itself
+            load(values, storage_reader=reader, process_group=group, no_dist=not like)
     except (
         OSError,
         RuntimeError,

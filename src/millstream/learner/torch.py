@@ -51,6 +51,9 @@ class TorchLearner:
         result: T = await self._thread.call(work)
         return result
 
+    async def ready(self) -> None:
+        """It is, from the beginning."""
+
     async def begin_batch(self) -> None:
         await self._run(self.rank.begin_batch)
 

@@ -419,6 +419,7 @@ class _Run:
                 await evaluator.sampled_and_greedy("before")
             learner = self._build_learner()
             try:
+                await self._waits.on("the run", "the learner to be ready", learner.ready())
                 if self._found is not None:
                     await self._restore(learner, engine, self._found)
                 await self._reinforce(learner, engine, router, evaluator)
