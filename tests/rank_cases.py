@@ -67,6 +67,12 @@ MORE_CASES = [
         tolerance=0.15,
     ),
     Case(name="gspo", algorithm=AlgorithmConfig(name="gspo"), model="gpt_neox"),
+    Case(
+        name="compiled",
+        algorithm=AlgorithmConfig(),
+        learner=LearnerConfig(learning_rate=1e-3, compile=True),
+        model="llama",
+    ),
 ]
 """For `make test-slow`."""
 

@@ -19,7 +19,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -68,7 +69,7 @@ class Member:
             env=os.environ | {"GLOO_SOCKET_IFNAME": LOOPBACK},
         )
         theirs.close()
-        self.is_closing = False
+        self.is_closing = self._is_gone = False
         self._said: deque[str] = deque(maxlen=MOST_LINES)
         self._waiting: dict[int, Future[Answer]] = {READY: Future()}
         self.ready = self._waiting[READY]
@@ -82,11 +83,12 @@ class Member:
         """`Broken` in the future, if no answer will come."""
         answer: Future[Answer] = Future()
         with self._lock:
+            if self._is_gone:
+                answer.set_exception(Broken())
+                return answer
             self._waiting[numbered.number] = answer
             with suppress(OSError):  # it is gone: the reader says so
                 self._socket.sendall(frame(numbered))
-        if not self._reading.is_alive():
-            self._give_up()
         return answer
 
     def _hear(self) -> None:
@@ -119,6 +121,7 @@ class Member:
     def _give_up(self) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
+            self._is_gone = True
         for answer in waiting.values():
             answer.set_exception(Broken())
 
@@ -175,7 +178,7 @@ class Ranks:
 
     def _wait(self, answers: Sequence[Future[Answer]]) -> list[Answer]:
         try:
-            for answer in wait(answers, return_when=FIRST_EXCEPTION).done:
+            for answer in futures.wait(answers, return_when=futures.FIRST_EXCEPTION).done:
                 answer.result()
         except Broken:
             self._break()
@@ -206,14 +209,16 @@ class Ranks:
 
     def close(self) -> None:
         """Let the work in hand come to its end, for a while. No process is left."""
-        with self._lock:
-            is_broken = bool(self._error)
-            self._error = self._error or "the learner is closed"
-            for member in self._members:
-                member.is_closing = True
-                if not is_broken:
-                    member.ask(Numbered(next(self._numbers), Close()))
         deadline = time.monotonic() + CLOSE_S
+        if self._lock.acquire(timeout=CLOSE_S):  # a rank that stands still may have stopped reading
+            try:
+                self._error = self._error or "the learner is closed"
+                for member in self._members:
+                    member.is_closing = True
+                    member.ask(Numbered(next(self._numbers), Close()))
+            finally:
+                self._lock.release()
         for member in self._members:
+            member.is_closing = True
             member.end(max(0.0, deadline - time.monotonic()))
         shutil.rmtree(self._folder, ignore_errors=True)
