@@ -33,7 +33,7 @@ from millstream.learner.orders import Source, pack, unpack
 from millstream.learner.packing import deal
 from millstream.learner.torch import TorchLearner
 from millstream.types import Metrics, TrainRow
-from rank_cases import CASES, MORE_CASES, STEPS, WRITTEN_AFTER, Case, batch, row, train
+from rank_cases import CASES, SETS, STEPS, WRITTEN_AFTER, Case, batch, row, train
 from runs import assert_clean, command, resume, start, steps_of, until
 
 CASE = CASES[0]
@@ -92,15 +92,15 @@ def two(two_learner: FsdpLearner, tmp_path_factory: pytest.TempPathFactory) -> T
     return Trained(dict(asyncio.run(two_learner.weights())), metrics, folder)
 
 
-def run_ranks(num_ranks: int, folder: Path, *more: str) -> None:
+def run_ranks(num_ranks: int, folder: Path, cases: str) -> None:
     store = TCPStore("127.0.0.1", 0, num_ranks + 1, is_master=True, wait_for_workers=False)
     program = [sys.executable, str(Path(__file__).parent / "rank_cases.py")]
     ranks = [
-        subprocess.Popen([*program, str(rank), str(num_ranks), str(store.port), str(folder), *more])
+        subprocess.Popen([*program, str(rank), str(num_ranks), str(store.port), str(folder), cases])
         for rank in range(num_ranks)
     ]
     try:
-        assert [rank.wait(250) for rank in ranks] == [0] * num_ranks
+        assert [rank.wait(280) for rank in ranks] == [0] * num_ranks
     finally:
         for rank in ranks:
             rank.kill()
@@ -113,7 +113,7 @@ def four(one: Trained, two: Trained, tmp_path_factory: pytest.TempPathFactory) -
     (folder / "before").mkdir()
     (folder / "before" / "one").symlink_to(one.halfway)
     (folder / "before" / "two").symlink_to(two.halfway)
-    run_ranks(4, folder)
+    run_ranks(4, folder, "few")
     return folder
 
 
@@ -146,11 +146,13 @@ def test_four_ranks_give_the_weights_and_the_metrics_of_one_after_ten_steps(case
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_option_gives_the_weights_of_one_on_any_number_of_ranks(num_ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks, cases", [(2, "more"), (4, "more"), (2, "compiled")])
+def test_every_option_gives_the_weights_of_one_on_any_number_of_ranks(
+    num_ranks: int, cases: str, tmp_path: Path
+) -> None:
     (tmp_path / "before").mkdir()
-    run_ranks(num_ranks, tmp_path, "more")
-    for case in MORE_CASES:
+    run_ranks(num_ranks, tmp_path, cases)
+    for case in SETS[cases]:
         learner, found = one_learner(case), torch.load(tmp_path / f"{case.name}.pt")
         metrics = asyncio.run(train(learner, case, range(STEPS)))
         assert_same(case, found["masters"], masters_of(learner))
