@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,18 +23,23 @@ from msgspec import structs
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import TCPStore
 
+from millstream import RunConfig
+from millstream.config import load
+from millstream.env.rewards import prepare
 from millstream.errors import LearnerError
 from millstream.events import Resumed
 from millstream.events.sinks import read_events
 from millstream.learner import LearnerConfig
 from millstream.learner.fsdp import FsdpLearner
-from millstream.learner.orders import Source, pack, unpack
+from millstream.learner.orders import pack, unpack
 from millstream.learner.packing import deal
 from millstream.learner.torch import TorchLearner
-from millstream.types import Metrics, TrainRow
+from millstream.runtime import build
+from millstream.types import Metrics, Sampling, TrainRow
 from rank_cases import CASES, SETS, STEPS, WRITTEN_AFTER, Case, batch, row, train
 from runs import assert_clean, command, resume, start, steps_of, until
 
+DEMO = Path(__file__).parent.parent / "recipes/demo.toml"
 CASE = CASES[0]
 REST = range(WRITTEN_AFTER, STEPS)
 
@@ -53,9 +57,17 @@ def one_learner(case: Case) -> TorchLearner:
 
 
 def several(case: Case, ranks: int) -> FsdpLearner:
-    source = Source(function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(case.recipe()))
-    config = structs.replace(case.learner, ranks=ranks)
-    return FsdpLearner(case.new_model(), config, source, temperature=case.temperature, num_steps=STEPS)
+    """Chosen as a run chooses it."""
+    learner = build.build_learner(
+        load(DEMO, RunConfig, [f"rollout.temperature={case.temperature}"]),
+        case.new_model(),
+        None,
+        learner=structs.replace(case.learner, ranks=ranks),
+        recipe=case.recipe(),
+        num_steps=STEPS,
+    )
+    assert isinstance(learner, FsdpLearner)
+    return learner
 
 
 def masters_of(learner: TorchLearner) -> dict[str, torch.Tensor]:
@@ -277,6 +289,7 @@ def children(pid: int) -> list[int]:
     return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_two_ranks_leaves_no_process_and_goes_on_with_one(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(command(run_dir, {"learner.ranks": 2, "pipeline.steps": 120}))
@@ -304,9 +317,8 @@ def test_a_run_of_two_ranks_with_a_warm_up_and_mini_batches_goes_to_its_end(tmp_
                "learner.ranks=2", "learner.mini_batches=2", "pipeline.groups_per_step=4", "algorithm.loss=decoupled_ppo",
                f"run_dir={tmp_path / 'run'}"]  # fmt: skip
     words = [word for change in changes for word in ("--set", change)]
-    demo = Path(__file__).parent.parent / "recipes/demo.toml"
     done = subprocess.run(
-        [sys.executable, "-m", "millstream.cli.main", "train", str(demo), *words], capture_output=True, text=True
+        [sys.executable, "-m", "millstream.cli.main", "train", str(DEMO), *words], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert_clean(tmp_path / "run")
@@ -383,3 +395,9 @@ def test_rows_of_one_prompt_stay_on_one_rank_unless_the_balance_suffers() -> Non
 def test_ranks_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="ranks must be at least 1"):
         LearnerConfig(ranks=0)
+
+
+def test_a_micro_batch_is_as_large_as_all_ranks_together_can_take() -> None:
+    config = load(DEMO, RunConfig, ["learner.ranks=3", "learner.micro_batch_tokens=100"])
+    algorithm = build.build_algorithm(config, Sampling(max_tokens=8), None, prepare(config.reward))
+    assert algorithm.micro_batch_tokens == 300
