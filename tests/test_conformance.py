@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class TestTorchLearner(LearnerSuite):
         )
 
 
+@pytest.mark.slow  # a CPU takes its time over bfloat16
 class TestTorchLearnerInBfloat16(TestTorchLearner):
     tolerance = 0.5  # a weight of bfloat16 may round the other way
 
@@ -150,8 +152,8 @@ class Forgetful(TorchLearner):
 class Averaging(TorchLearner):
     """Divides every micro-batch by itself: the split matters."""
 
-    def _accumulate(self, rows: Any) -> None:
-        super()._accumulate(rows)
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        await super().accumulate(rows)
         for gradient in self.optimizer.gradients().values():
             gradient /= 1 + len(rows)
 
@@ -159,8 +161,8 @@ class Averaging(TorchLearner):
 class Unmasked(TorchLearner):
     """Looks at what is not trained."""
 
-    def _accumulate(self, rows: list[TrainRow]) -> None:
-        super()._accumulate([row for row in rows if np.isfinite(row.advantages).all()])
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        await super().accumulate([row for row in rows if np.isfinite(row.advantages).all()])
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_nothing_but_the_step_waits_for_the_device() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        one._accumulate(rows(4))
+        one.rank.accumulate(rows(4))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert Packed(layout(), CUDA).position_ids.is_cuda

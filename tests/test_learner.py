@@ -62,10 +62,10 @@ def gradient(one: TorchLearner, micro_batches: list[list[TrainRow]]) -> torch.Te
             await one.accumulate(micro_batch)
 
     one.optimizer.forget()
-    one._start_sums()
+    one.rank.tally()
     asyncio.run(accumulate())
     flat = torch.cat([grad.flatten() for grad in one.optimizer.gradients().values()])
-    return flat / one._sums.units
+    return flat / one.rank._sums.units
 
 
 SPLIT = [AlgorithmConfig(name=name) for name in ("grpo", "dr_grpo", "decoupled_ppo", "topr", "gspo", "kimi")] + [

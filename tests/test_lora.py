@@ -242,8 +242,8 @@ def test_with_mini_batches_the_proximal_policy_is_that_of_the_batchs_start() -> 
         start = await one.logprobs(batch)
         await one.accumulate(batch)
         await one.step()
-        assert one._proximal is not None
-        other = TorchLearner(one._proximal.model, LearnerConfig(), recipe.supervised())
+        assert one.rank._proximal is not None
+        other = TorchLearner(one.rank._proximal.model, LearnerConfig(), recipe.supervised())
         kept, moved = await other.logprobs(batch), await one.logprobs(batch)
         assert all(np.array_equal(a, b) for a, b in zip(kept, start, strict=True))
         assert not any(len(a) and np.array_equal(a, b) for a, b in zip(moved, start, strict=True))

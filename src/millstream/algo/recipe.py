@@ -6,12 +6,30 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
+from msgspec import Struct
 from torch import Tensor
 
 from millstream import imports
 from millstream.algo import AlgorithmConfig, aggregate, corrections, kl, losses
 from millstream.errors import ConfigError
 from millstream.model.objective import LossInputs, Objective, TokenLoss
+
+
+class Recipe(Struct, frozen=True, kw_only=True):
+    """An objective as data, for a process that makes its own (`from_json`)."""
+
+    algorithm: AlgorithmConfig | None
+    """None: maximum likelihood."""
+    max_tokens: int = 0
+    """The most that a rollout may sample: some aggregations divide by it."""
+
+    def objective(self) -> Objective:
+        return supervised() if self.algorithm is None else objective(self.algorithm, max_tokens=self.max_tokens)
+
+
+def from_json(data: bytes) -> Objective:
+    return msgspec.json.decode(data, type=Recipe).objective()
 
 
 def objective(config: AlgorithmConfig, *, max_tokens: int) -> Objective:

@@ -7,7 +7,6 @@ part. It ends when the socket closes, however the parent died; if it dies itself
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import shutil
 import signal
@@ -16,10 +15,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -30,13 +27,14 @@ from millstream.engine import EngineConfig
 from millstream.engine.batching import Batcher
 from millstream.engine.torch import CLOSE_S, OnReport
 from millstream.engine.worker import Close, Command, Report, Worker
-from millstream.errors import EngineError
+from millstream.errors import EngineError, WeightsError
+from millstream.frames import Frames, frame
 from millstream.model.adapters import add_adapters, lora_of, trained_weights
 from millstream.model.load import model_weights, new_model, set_up_cpu
 from millstream.model.lora import LoraConfig
+from millstream.model.shared import Layout, SharedWeights, anonymous_memory, layout_of
 from millstream.types import Weights
 
-HEADER = 4
 SOCKET_BUFFER = 4 << 20
 
 
@@ -44,60 +42,20 @@ class Plan(Struct, frozen=True, kw_only=True):
     """What the child needs to know, beside the model's own config."""
 
     config: EngineConfig
-    tensors: list[tuple[str, str, tuple[int, ...]]]
-    """Name, dtype and shape of everything in the shared memory, in its order."""
+    layout: Layout
     dtype: str
     lora: LoraConfig | None
     loaded: list[str]
     """Names of what a `Load` brings: with adapters, these; else everything."""
 
 
-class SharedWeights:
-    """All parameters and saved buffers in one piece of memory that both processes map. The child begins with all of them;
-    from then on those pass that training changes. It has no name in any file system, so
-    that nothing is left behind however a process dies."""
-
-    def __init__(self, descriptor: int, plan: Plan) -> None:
-        ends = list(itertools.accumulate(_num_bytes(dtype, shape) for _, dtype, shape in plan.tensors))
-        flat = torch.from_file(f"/dev/fd/{descriptor}", shared=True, size=ends[-1], dtype=torch.uint8)
-        self.views: dict[str, torch.Tensor] = {}
-        for begin, (name, dtype, shape) in zip([0, *ends], plan.tensors, strict=False):
-            size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-            self.views[name] = flat[begin : begin + size].view(getattr(torch, dtype)).view(shape)
-
-        self.loaded = {name: self.views[name] for name in plan.loaded}
-
-    def fill(self, weights: Weights) -> None:
-        for name, view in self.views.items():
-            view.copy_(weights[name].detach())
-
-    def offer(self, weights: Weights) -> None:
-        if weights.keys() != self.loaded.keys():
-            raise EngineError(f"the weights do not fit: {sorted(weights.keys() ^ self.loaded.keys())[:4]}")
-        for name, view in self.loaded.items():
-            view.copy_(weights[name].detach())
-
-
-def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Rounded up, so that every tensor begins at a multiple of 64."""
-    size: int = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-    return -(-size // 64) * 64
-
-
-def _anonymous_memory(num_bytes: int) -> int:
-    """The descriptor of so much shared memory, which is really there."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("millstream")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
+def _memory_for(layout: Layout) -> int:
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
+        return anonymous_memory(layout.ends[-1])
     except OSError as error:
         raise EngineError(
-            f"no room for {num_bytes / 2**20:.0f} MiB of shared weights ({error.strerror}): set engine.process = false"
+            f"no room for {layout.ends[-1] / 2**20:.0f} MiB of shared weights ({error.strerror}): set engine.process = false"
         ) from error
-    return descriptor
 
 
 class ProcessHost:
@@ -105,16 +63,17 @@ class ProcessHost:
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
         weights = model_weights(model)
+        self._loaded = list(trained_weights(model))
         plan = Plan(
             config=config,
             dtype=str(model.dtype).removeprefix("torch."),
-            tensors=[(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items()],
+            layout=layout_of(weights),
             lora=lora_of(model),
-            loaded=list(trained_weights(model)),
+            loaded=self._loaded,
         )
-        memory = _anonymous_memory(sum(_num_bytes(dtype, shape) for _, dtype, shape in plan.tensors))
-        self._shared = SharedWeights(memory, plan)
-        self._shared.fill(weights)
+        memory = _memory_for(plan.layout)
+        self._shared = SharedWeights(memory, plan.layout)
+        self._shared.write(weights)
         folder = Path(tempfile.mkdtemp(prefix="millstream-"))  # a few kilobytes; the child removes it
         model.config.save_pretrained(folder)
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
@@ -136,12 +95,15 @@ class ProcessHost:
         self._reader.start()
 
     def offer(self, weights: Weights) -> None:
-        self._shared.offer(weights)
+        try:
+            self._shared.write(weights, only=self._loaded)
+        except WeightsError as error:
+            raise EngineError(str(error)) from error
 
     def send(self, command: Command) -> None:
         """Commands of one turn of the event loop go out together: a group's requests are one call to the system."""
         self._is_closing = self._is_closing or isinstance(command, Close)
-        self._pending += _frame(command)
+        self._pending += frame(command)
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._send_pending)
@@ -177,7 +139,7 @@ class ProcessHost:
                     return
 
     def _read(self, on_report: OnReport) -> None:
-        frames = _Frames(self._socket)
+        frames = Frames(self._socket)
         decoder = msgspec.msgpack.Decoder(Report)
         while (payloads := frames.receive(block=True)) is not None:
             for payload in payloads:
@@ -195,50 +157,12 @@ class ProcessHost:
         self._socket.close()
 
 
-def _frame(message: Any) -> bytes:
-    payload = msgspec.msgpack.encode(message)
-    return len(payload).to_bytes(HEADER, "little") + payload
-
-
-class _Frames:
-    """Whole messages out of a stream of bytes."""
-
-    def __init__(self, source: socket.socket) -> None:
-        self._source = source
-        self._buffer = bytearray()
-
-    def receive(self, *, block: bool) -> list[bytes] | None:
-        """The messages that are there; with `block`, at least one. None when the other end is gone."""
-        while True:
-            frames = list(self._cut())
-            if frames:
-                return frames
-            flags = 0 if block else socket.MSG_DONTWAIT
-            try:
-                data = self._source.recv(1 << 20, flags)
-            except BlockingIOError:
-                return []
-            except OSError:
-                return None
-            if not data:
-                return None
-            self._buffer += data
-
-    def _cut(self) -> Iterator[bytes]:
-        while len(self._buffer) >= HEADER:
-            end = HEADER + int.from_bytes(self._buffer[:HEADER], "little")
-            if len(self._buffer) < end:
-                return
-            yield bytes(self._buffer[HEADER:end])
-            del self._buffer[:end]
-
-
 class SocketLink:
     """The child's end. See `millstream.engine.worker.Link`."""
 
-    def __init__(self, line: socket.socket, shared: SharedWeights) -> None:
-        self._line, self._shared = line, shared
-        self._frames = _Frames(line)
+    def __init__(self, line: socket.socket, loaded: Weights) -> None:
+        self._line, self._loaded = line, loaded
+        self._frames = Frames(line)
         self._decoder = msgspec.msgpack.Decoder(Command)
 
     def receive(self, *, block: bool) -> list[Command]:
@@ -249,10 +173,10 @@ class SocketLink:
 
     def send(self, report: Report) -> None:
         with suppress(OSError):  # nobody listens any more: the next receive says so
-            self._line.sendall(_frame(report))
+            self._line.sendall(frame(report))
 
     def weights(self) -> Weights:
-        return self._shared.loaded
+        return self._loaded
 
 
 def main(line: int, memory: int, folder: Path) -> None:
@@ -263,7 +187,7 @@ def main(line: int, memory: int, folder: Path) -> None:
     plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=Plan)
     config = AutoConfig.from_pretrained(folder)
     shutil.rmtree(folder)
-    shared = SharedWeights(memory, plan)
+    shared = SharedWeights(memory, plan.layout)
     model = new_model(config, seed=0, dtype=getattr(torch, plan.dtype))
     if plan.lora is not None:
         add_adapters(model, plan.lora, seed=0)
@@ -271,7 +195,7 @@ def main(line: int, memory: int, folder: Path) -> None:
         for name, own in model_weights(model).items():
             own.copy_(shared.views[name])
     batcher = Batcher(model, num_slots=plan.config.slots, prefill_tokens=plan.config.prefill_tokens)
-    link = SocketLink(socket.socket(fileno=line), shared)
+    link = SocketLink(socket.socket(fileno=line), {name: shared.views[name] for name in plan.loaded})
     link.send(Report([], []))  # ready: from here on, silence with work to do is a fault
     Worker(batcher, link).run()
 

@@ -21,7 +21,9 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 8192
-    """Tokens computed in one forward and backward pass; bounds the memory."""
+    """Tokens computed in one forward and backward pass, on each rank; bounds the memory."""
+    ranks: int = 1
+    """Processes that the model is sharded over, each with a GPU of its own; on a CPU, each with a thread."""
     mini_batches: int = 1
     """Optimizer steps a batch. Above 1 the proximal policy stays that of the batch's start, and clips begin to act."""
     recompute: bool = False
@@ -36,8 +38,8 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.learning_rate <= 0 or self.max_grad_norm <= 0:
             raise ValueError("learning_rate and max_grad_norm must be above 0")
-        if self.mini_batches < 1 or self.micro_batch_tokens < 1:
-            raise ValueError("mini_batches and micro_batch_tokens must be at least 1")
+        if self.mini_batches < 1 or self.micro_batch_tokens < 1 or self.ranks < 1:
+            raise ValueError("mini_batches, micro_batch_tokens and ranks must be at least 1")
         if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_skipped_steps < 0:
             raise ValueError("warmup_steps, weight_decay and max_skipped_steps must be at least 0")
 
@@ -107,6 +109,10 @@ class Learner(Protocol):
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         """Add the unnormalised gradient of these rows."""
+        ...
+
+    async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        """The policy's log-probabilities of each row's trained tokens, as it is now, at the sampling temperature."""
         ...
 
     async def step(self) -> Metrics:

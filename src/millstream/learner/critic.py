@@ -20,7 +20,8 @@ from millstream.learner import CriticConfig, LearnerConfig
 from millstream.learner.optimizer import Optimizer
 from millstream.learner.rows import Rows, is_finite
 from millstream.learner.scorer import spread
-from millstream.learner.torch import STATE, TorchSnapshot, on_host, read_state
+from millstream.learner.state import on_host, read_state
+from millstream.learner.torch import TorchSnapshot
 from millstream.model.attention import Packed
 from millstream.model.load import check_layers
 from millstream.model.policy import hidden_states
@@ -132,7 +133,7 @@ class TorchCritic:
         return await self._run(lambda: TorchSnapshot(on_host(self._optimizer.state())))
 
     def restore(self, folder: Path) -> None:
-        self._optimizer.restore(read_state(folder / STATE))
+        self._optimizer.restore(read_state(folder))
 
     async def close(self) -> None:
         """Let the work in hand come to its end."""

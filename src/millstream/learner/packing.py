@@ -1,6 +1,9 @@
-"""Micro-batches by token budget, in the order the rows come: what is in one depends on the rows alone, never on timing."""
+"""Micro-batches by token budget, in the order the rows come, and their rows over ranks: what is where depends on the rows
+alone, never on timing."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from millstream.types import TrainRow
 
@@ -25,3 +28,52 @@ class Packer:
     def flush(self) -> list[TrainRow]:
         rows, self._rows, self._tokens = self._rows, [], 0
         return rows
+
+
+MOST_UNEVEN = 1.1
+"""How much more than without sharing the fullest rank may have, so that rows with one prompt stay together."""
+
+
+def deal(rows: Sequence[TrainRow], num_ranks: int, *, max_tokens: int) -> list[list[list[TrainRow]]]:
+    """Rows over ranks, balanced by tokens, as passes of at most `max_tokens`. Every rank has as many passes, some of them
+    empty: a pass is a collective."""
+    shares = _balanced(_by_prompt(rows), num_ranks)
+    apart = _balanced([[row] for row in rows], num_ranks)
+    if _fullest(shares) > MOST_UNEVEN * _fullest(apart):
+        shares = apart
+    packed = [_passes(share, max_tokens) for share in shares]
+    most = max(map(len, packed))
+    return [passes + [[] for _ in range(most - len(passes))] for passes in packed]
+
+
+def _balanced(bundles: Sequence[list[TrainRow]], num_ranks: int) -> list[list[TrainRow]]:
+    """The largest bundle first, each to the rank that has least."""
+    shares: list[list[TrainRow]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for bundle in sorted(bundles, key=_num_tokens, reverse=True):  # stable: among equals, the first comes first
+        rank = loads.index(min(loads))
+        shares[rank] += bundle
+        loads[rank] += _num_tokens(bundle)
+    return shares
+
+
+def _by_prompt(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
+    bundles: dict[bytes, list[TrainRow]] = {}
+    for row in rows:
+        bundles.setdefault(row.tokens[: int(row.loss_mask.argmax())].tobytes(), []).append(row)
+    return list(bundles.values())
+
+
+def _num_tokens(rows: Sequence[TrainRow]) -> int:
+    return sum(len(row.tokens) for row in rows)
+
+
+def _fullest(shares: Sequence[Sequence[TrainRow]]) -> int:
+    return max(map(_num_tokens, shares))
+
+
+def _passes(rows: Sequence[TrainRow], max_tokens: int) -> list[list[TrainRow]]:
+    packer = Packer(max_tokens)
+    found = [full for row in rows if (full := packer.add(row))]
+    last = packer.flush()
+    return [*found, last] if last else found

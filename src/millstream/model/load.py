@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from millstream.errors import ModelError
 from millstream.model.attention import NAME
 from millstream.model.where import no_tokenizer, not_on_hub
+from millstream.types import Weights
 
 FEW_CORES = 8
 
@@ -61,6 +62,14 @@ def model_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     saved = model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {**parameters, **buffers}
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, weights: Weights) -> None:
+    """Into a model of the same shape, what `model_weights` gave of another, or some of it."""
+    own = model_weights(model)
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)
 
 
 def check_layers(model: PreTrainedModel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 from jinja2 import TemplateError
@@ -12,6 +13,7 @@ from msgspec import Struct, field, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo import advantage_of, credit_for, needs_critic, shaping
+from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
 from millstream.engine import EngineConfig
 from millstream.engine.process import ProcessHost
@@ -25,11 +27,12 @@ from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig
+from millstream.learner.fsdp import FsdpLearner
+from millstream.learner.orders import Source
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters, copy_of
 from millstream.model.load import context_length, load_model, load_tokenizer, num_cores
 from millstream.model.lora import LoraConfig
-from millstream.model.objective import Objective
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
 from millstream.runtime.config import ModelConfig, RunConfig, critic_of
@@ -40,6 +43,7 @@ from millstream.store.memory import MemoryStore
 from millstream.types import Message, Sampling, Task
 
 logger = logging.getLogger(__name__)
+RunLearner = TorchLearner | FsdpLearner
 MOST_PROMPTS_CHECKED = 10_000
 MOST_PIECES = 5
 MOST_PROMPTS_KEPT = 32_768
@@ -243,17 +247,18 @@ def build_learner(
     tokenizer: PreTrainedTokenizerBase,
     *,
     learner: LearnerConfig,
-    objective: Objective,
+    recipe: Recipe,
     num_steps: int | None,
-) -> TorchLearner:
-    return TorchLearner(
-        model,
-        learner,
-        objective,
-        temperature=config.rollout.temperature,
-        num_steps=num_steps,
-        tokenizer=tokenizer,
-    )
+) -> RunLearner:
+    temperature = config.rollout.temperature
+    if learner.ranks == 1:
+        return TorchLearner(
+            model, learner, recipe.objective(), temperature=temperature, num_steps=num_steps, tokenizer=tokenizer
+        )
+    if model.device.type == "cuda" and (found := torch.cuda.device_count()) < learner.ranks:
+        raise ConfigError(f"learner.ranks = {learner.ranks}, and torch sees {found} GPUs: set learner.ranks = {found}")
+    source = Source(function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(recipe))
+    return FsdpLearner(model, learner, source, temperature=temperature, num_steps=num_steps, tokenizer=tokenizer)
 
 
 def build_store(config: RunConfig, stages: Sequence[Stage] = ()) -> MemoryStore:
@@ -270,7 +275,7 @@ def build_algorithm(config: RunConfig, sampling: Sampling, text: Text, rewards: 
         advantage=advantage.of_group,
         over_batch=advantage.over_batch,
         sampling=sampling,
-        micro_batch_tokens=config.learner.micro_batch_tokens,
+        micro_batch_tokens=config.learner.micro_batch_tokens * config.learner.ranks,
         mini_batches=config.learner.mini_batches,
         group_reward=_with_overlong(_group_reward(text, rewards), config),
         credit=credit_for(config.algorithm),

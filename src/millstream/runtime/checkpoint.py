@@ -1,7 +1,7 @@
 """Checkpoints: written beside training, whole or not at all, verified before they are believed.
 
     RUN/checkpoints/step-000120/
-        learner.pt        what the learner wrote: weights, optimizer, schedule
+        learner.pt        what the learner wrote: weights, optimizer, schedule; several ranks: .metadata, __0_0.distcp, ...
         critic/           what the critic wrote, where there is one
         rows.msgpack      the store's rows
         ledger.json       the groups in flight, the data cursor

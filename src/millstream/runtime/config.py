@@ -197,6 +197,11 @@ def check_run(config: RunConfig) -> None:
         is_one_turn=all(one.use == SINGLE_TURN for one in config.environment),
     )
     _check_stages(config)
+    if config.learner.lora is not None and config.learner.ranks > 1:
+        raise ConfigError(
+            f"[learner.lora] with learner.ranks = {config.learner.ranks}: adapters are trained on one device. Set "
+            "learner.ranks = 1, or leave [learner.lora] out"
+        )
     groups, minis = config.pipeline.groups_per_step, config.learner.mini_batches
     if groups % minis:
         raise ConfigError(

@@ -26,7 +26,7 @@ import torch
 from msgspec import Struct, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millstream.algo import recipe
+from millstream.algo.recipe import Recipe
 from millstream.clock import RealClock
 from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, digest, in_order, read
@@ -50,10 +50,10 @@ from millstream.events import (
     Warned,
 )
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events, read_history
-from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import lora_of, merged
-from millstream.model.load import save_model, set_up_cpu
+from millstream.model.load import load_weights, save_model, set_up_cpu
 from millstream.runtime import build, build_stages, checkpoint, supervised
+from millstream.runtime.build import RunLearner
 from millstream.runtime.build_stages import Staff
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run, reference_of
@@ -437,16 +437,17 @@ class _Run:
             )
             learner = self._build_learner()
             try:
+                await self._waits.on("the run", "the learner to be ready", learner.ready())
                 if self._found is not None:
                     await self._restore(learner, staff, engine, self._found)
                 await self._reinforce(learner, staff, engine, router, evaluator)
+                if self._stopped_by is not None:
+                    return
+                saving = asyncio.to_thread(self._save, learner)
+                await self._waits.on("the run", "the model to be saved", saving)
             finally:
                 await learner.close()
                 await staff.close()
-            if self._stopped_by is not None:
-                return
-            saving = asyncio.to_thread(self._save, learner)
-            await self._waits.on("the run", "the model to be saved", saving)
             await evaluator.sampled_and_greedy("after")
             self._is_done = True
         finally:
@@ -463,7 +464,7 @@ class _Run:
         if config.pipeline.steps and self._stopped_by is None:
             await evaluator.sampled_and_greedy("before")
 
-    async def _restore(self, learner: TorchLearner, staff: Staff, engine: TorchEngine, found: Found) -> None:
+    async def _restore(self, learner: RunLearner, staff: Staff, engine: TorchEngine, found: Found) -> None:
         reading = asyncio.to_thread(learner.restore, found.folder)
         await self._waits.on("the run", "the checkpoint to be read", reading)
         if staff.critic is not None:
@@ -486,18 +487,18 @@ class _Run:
         kept = self._folder.reference if is_kept and self._found is not None else None
         return build_stages.build_staff(config, model, kept)
 
-    def _build_learner(self) -> TorchLearner:
+    def _build_learner(self) -> RunLearner:
         prepared, config = self._prepared, self._prepared.config
         return build.build_learner(
             config,
             prepared.model,
             prepared.tokenizer,
             learner=config.learner,
-            objective=recipe.objective(config.algorithm, max_tokens=config.rollout.max_tokens),
+            recipe=Recipe(algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
             num_steps=config.pipeline.steps,
         )
 
-    def _save(self, learner: TorchLearner) -> None:
+    def _save(self, learner: RunLearner) -> None:
         self._write(lambda: learner.save(self._folder.model), self._folder.model)
         supervised.remove_checkpoints(self._folder.path)
 
@@ -514,22 +515,24 @@ class _Run:
             prepared.model,
             prepared.tokenizer,
             learner=supervised.learner_config(prepared.config, config),
-            objective=recipe.supervised(),
+            recipe=Recipe(algorithm=None),
             num_steps=config.num_steps(len(prepared.data.train)),
         )
         self._supervised = self._build_supervised(learner, engine, evaluator, config)
         try:
+            await self._waits.on("warm-up", "the learner to be ready", learner.ready())
             await self._supervised.run(self._found_supervised)
             if self._stopped_by is not None:
                 return
             weights = await self._waits.on("warm-up", "the learner to copy weights", learner.weights())
             await self._waits.on("warm-up", f"{engine.name} to load its weights", engine.load(0, weights))
+            load_weights(prepared.model, weights)  # where the learner has changed another copy
         finally:
             self._end_grace()
             await learner.close()
 
     def _build_supervised(
-        self, learner: TorchLearner, engine: TorchEngine, evaluator: _Evaluator, config: WarmupConfig
+        self, learner: RunLearner, engine: TorchEngine, evaluator: _Evaluator, config: WarmupConfig
     ) -> Supervised:
         prepared, run = self._prepared, self._prepared.config
 
@@ -556,7 +559,7 @@ class _Run:
             held_out=prepared.held_out,
             new_script=lambda: Script(prepared.environment, prepared.text, run),
             accuracy_of=accuracy_of,
-            micro_batch_tokens=run.learner.micro_batch_tokens,
+            micro_batch_tokens=run.learner.micro_batch_tokens * run.learner.ranks,
             seed=run.seed,
             clock=self._clock,
             sink=self._sink,
@@ -569,7 +572,7 @@ class _Run:
             self._grace.cancel()
 
     async def _reinforce(
-        self, learner: TorchLearner, staff: Staff, engine: TorchEngine, router: Router, evaluator: _Evaluator
+        self, learner: RunLearner, staff: Staff, engine: TorchEngine, router: Router, evaluator: _Evaluator
     ) -> None:
         prepared, config = self._prepared, self._prepared.config
         parts = Parts(

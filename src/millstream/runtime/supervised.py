@@ -15,8 +15,8 @@ from msgspec import structs
 
 from millstream.clock import Clock
 from millstream.events import CheckpointSealed, Event, EventSink, WarmedUp, WarmupSealed
-from millstream.learner import LearnerConfig
-from millstream.learner.torch import TorchLearner
+from millstream.learner import LearnerConfig, Snapshot
+from millstream.runtime.build import RunLearner
 from millstream.runtime.checkpoint import WARMUP_FOLDER, Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig
 from millstream.runtime.state import Ledger, Standing
@@ -36,6 +36,7 @@ def learner_config(config: RunConfig, warmup: WarmupConfig) -> LearnerConfig:
         recompute=config.learner.recompute,
         compile=config.learner.compile,
         max_skipped_steps=config.learner.max_skipped_steps,
+        ranks=config.learner.ranks,
     )
 
 
@@ -45,7 +46,7 @@ class Supervised:
     def __init__(
         self,
         config: WarmupConfig,
-        learner: TorchLearner,
+        learner: RunLearner,
         checkpoints: Checkpoints,
         *,
         tasks: Sequence[Task],
@@ -143,7 +144,7 @@ class Supervised:
     async def _ends_after(self, step: int) -> bool:
         if self._checkpoints.is_due(step, is_last=self._is_stopping):
             mark, began = self._checkpoints.mark(), self._clock.now()
-            copying = self._learner.snapshot()
+            copying: Awaitable[Snapshot] = self._learner.snapshot()
             snapshot = await self._waits.on("warm-up", "the learner's state to be copied", copying)
             await self._checkpoints.keep(_standing_at(step), mark, snapshot, self._clock.now() - began)
         return self._is_stopping

@@ -42,6 +42,10 @@ class SimLearner:
         await asyncio.sleep(self._step_s(self._rng))
         return {}
 
+    async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        await asyncio.sleep(self._token_s * sum(len(row.tokens) for row in rows))
+        return [np.zeros(int(row.loss_mask.sum()), dtype=np.float32) for row in rows]
+
     async def weights(self) -> Weights:
         return {"num_rows": self.num_rows}
 

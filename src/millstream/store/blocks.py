@@ -158,6 +158,10 @@ class Block:
     def names(self) -> Iterable[str]:
         return self._columns
 
+    @property
+    def num_rows(self) -> int:
+        return max((column.num_rows for column in self._columns.values()), default=0)
+
     def cells(self, name: str, start: int, count: int) -> list[Any]:
         column = self._columns[name]
         if name not in self._flat:

@@ -196,6 +196,26 @@ class LearnerSuite:
 
         asyncio.run(program())
 
+    def test_log_probabilities_are_those_of_each_row_alone_and_training_moves_them(self) -> None:
+        rows = [row for row in make_rows(self.vocabulary) if row.loss_mask.any()]
+
+        async def program() -> None:
+            learner = self.open()
+            try:
+                together = await learner.logprobs(rows)
+                alone = [(await learner.logprobs([row]))[0] for row in rows]
+                for row, found, expected in zip(rows, together, alone, strict=True):
+                    assert found.shape == (int(row.loss_mask.sum()),) and (found <= 0).all()
+                    assert np.allclose(found, expected, atol=max(1e-4, self.tolerance / 10))
+                good = structs.replace(rows[0], advantages=np.ones(len(rows[0].tokens), np.float32))
+                for _ in range(5):
+                    await self.train(learner, [good])
+                assert (await learner.logprobs([good]))[0].sum() > together[0].sum()
+            finally:
+                await self.close(learner)
+
+        asyncio.run(program())
+
     def test_metrics_are_finite_numbers(self) -> None:
         async def program() -> None:
             learner = self.open()

@@ -1,0 +1,49 @@
+"""Messages over a stream socket: length, then MessagePack. What comes out is what went in, whole and in order. No pickle."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+HEADER = 4
+
+
+def frame(message: Any) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    return len(payload).to_bytes(HEADER, "little") + payload
+
+
+class Frames:
+    """Whole messages out of a stream of bytes."""
+
+    def __init__(self, source: socket.socket) -> None:
+        self._source = source
+        self._buffer = bytearray()
+
+    def receive(self, *, block: bool) -> list[bytes] | None:
+        """The messages that are there; with `block`, at least one. None when the other end is gone."""
+        while True:
+            frames = list(self._cut())
+            if frames:
+                return frames
+            flags = 0 if block else socket.MSG_DONTWAIT
+            try:
+                data = self._source.recv(1 << 20, flags)
+            except BlockingIOError:
+                return []
+            except OSError:
+                return None
+            if not data:
+                return None
+            self._buffer += data
+
+    def _cut(self) -> Iterator[bytes]:
+        while len(self._buffer) >= HEADER:
+            end = HEADER + int.from_bytes(self._buffer[:HEADER], "little")
+            if len(self._buffer) < end:
+                return
+            yield bytes(self._buffer[HEADER:end])
+            del self._buffer[:end]

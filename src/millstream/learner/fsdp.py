@@ -1,0 +1,169 @@
+"""The learner of several ranks: one policy sharded over processes, and the weights of one rank, to float tolerance.
+
+It deals the rows of every micro-batch to the ranks, adds up what they counted, and tells them all to step by it. A rank that
+dies or raises ends the learner with a `LearnerError` that names it (`learner.ranks`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from millstream.errors import LearnerError
+from millstream.learner import LearnerConfig
+from millstream.learner.orders import (
+    Accumulate,
+    BeginBatch,
+    Count,
+    GatherWeights,
+    Keep,
+    Measure,
+    Plan,
+    Restore,
+    Source,
+    Step,
+    Write,
+    pack,
+)
+from millstream.learner.packing import deal
+from millstream.learner.rank import total
+from millstream.learner.ranks import Ranks
+from millstream.model.load import check_layers, load_weights, model_weights, save_model
+from millstream.model.shared import Layout, SharedWeights, anonymous_memory, layout_of
+from millstream.threads import DaemonThreads
+from millstream.types import Floats, Metrics, TrainRow, Weights
+
+T = TypeVar("T")
+
+
+class FsdpLearner:
+    """See `millstream.learner.Learner` for the promises. The model is what training starts from; only `save` changes it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LearnerConfig,
+        objective: Source,
+        *,
+        temperature: float = 1.0,
+        num_steps: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        check_layers(model)
+        self.model, self._config, self._tokenizer = model, config, tokenizer
+        weights = model_weights(model)
+        plan = Plan(
+            rank=0,
+            num_ranks=config.ranks,
+            port=0,
+            device=model.device.type,
+            dtype=str(model.dtype).removeprefix("torch."),
+            layout=layout_of(weights),
+            config=config,
+            objective=objective,
+            temperature=temperature,
+            num_steps=num_steps,
+        )
+        memory = _memory_for(plan.layout)
+        self._shared = SharedWeights(memory, plan.layout)
+        self._shared.write(weights)
+        self.ranks = Ranks(plan, model, memory)
+        os.close(memory)
+        self._snapshots = itertools.count()
+        self._thread = DaemonThreads("learner", most=1)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        result: T = await self._thread.call(work)
+        return result
+
+    async def ready(self) -> None:
+        """Returns when all ranks are there, which takes seconds, so that nobody else's wait seems to take as long."""
+        await self._run(self.ranks.wait)
+
+    async def begin_batch(self) -> None:
+        await self._run(lambda: self.ranks.ask(BeginBatch()))
+
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        if rows:
+            await self._run(lambda: self._accumulate(rows))
+
+    def _accumulate(self, rows: Sequence[TrainRow]) -> None:
+        dealt = deal(rows, self._config.ranks, max_tokens=self._config.micro_batch_tokens)
+        self.ranks.ask([Accumulate([pack(some) for some in passes]) for passes in dealt])
+
+    async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        return await self._run(lambda: self._logprobs(rows)) if rows else []
+
+    def _logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        dealt = deal(rows, self._config.ranks, max_tokens=self._config.micro_batch_tokens)
+        answers = self.ranks.ask([Measure([pack(some) for some in passes]) for passes in dealt])
+        found: dict[int, Floats] = {}
+        for passes, answer in zip(dealt, answers, strict=True):
+            own = [row for some in passes for row in some]
+            ends = np.cumsum([int(row.loss_mask.sum()) for row in own])
+            parts = np.split(np.frombuffer(answer.logprobs, np.float32), ends[:-1]) if own else []
+            found |= {id(row): part for row, part in zip(own, parts, strict=True)}
+        return [found[id(row)] for row in rows]
+
+    async def step(self) -> Metrics:
+        return await self._run(self._step)
+
+    def _step(self) -> Metrics:
+        counted = total([answer.tally for answer in self.ranks.ask(Count()) if answer.tally is not None])
+        if not counted.units:
+            return counted.left_out()
+        stepped = self.ranks.ask(Step(counted))[0].stepped
+        assert stepped is not None
+        return counted.metrics(stepped)
+
+    async def weights(self) -> Weights:
+        return await self._run(self._weights)
+
+    def _weights(self) -> Weights:
+        self.ranks.ask(GatherWeights())
+        return {name: view.clone() for name, view in self._shared.views.items()}
+
+    async def snapshot(self) -> FsdpSnapshot:
+        number = next(self._snapshots)
+        await self._run(lambda: self.ranks.ask(Keep(number)))
+        return FsdpSnapshot(self.ranks, number)
+
+    def restore(self, folder: Path) -> None:
+        self.ranks.ask(Restore(str(folder.absolute())))
+
+    def save(self, path: Path) -> None:
+        self.ranks.ask(GatherWeights())
+        load_weights(self.model, self._shared.views)
+        save_model(self.model, self._tokenizer, path)
+
+    async def close(self) -> None:
+        """Let the work in hand come to its end. No process is left."""
+        await DaemonThreads("end of ranks", most=1).call(self.ranks.close)
+        await self._thread.close()
+
+
+class FsdpSnapshot:
+    """Each rank has its part of it, until it is written."""
+
+    def __init__(self, ranks: Ranks, number: int) -> None:
+        self._ranks, self._number = ranks, number
+
+    def write(self, folder: Path) -> None:
+        for answer in self._ranks.ask(Write(self._number, str(folder.absolute()))):
+            if answer.refused is not None:
+                raise OSError(*answer.refused)
+
+
+def _memory_for(layout: Layout) -> int:
+    try:
+        return anonymous_memory(layout.ends[-1])
+    except OSError as error:
+        raise LearnerError(
+            f"no room for {layout.ends[-1] / 2**20:.0f} MiB of shared weights ({error.strerror}): set learner.ranks = 1"
+        ) from error

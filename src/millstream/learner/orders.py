@@ -1,0 +1,127 @@
+"""What is said between a learner and its ranks: orders out, answers back. The same in memory and on the wire; no pickle.
+
+Every rank gets the same orders in the same order, each with a number that its answer bears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from millstream.learner import LearnerConfig
+from millstream.learner.optimizer import Stepped
+from millstream.learner.rank import Tally
+from millstream.model.shared import Layout
+from millstream.store.blocks import Block, Packing
+from millstream.types import TrainRow
+
+
+class Source(Struct, frozen=True, kw_only=True):
+    """An objective as data: functions do not cross a border between processes, so each rank makes its own."""
+
+    function: str
+    """`package.module:name`; given the arguments, returns an `Objective`."""
+    arguments: bytes
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """What a rank needs to know, beside the model's own config."""
+
+    rank: int
+    num_ranks: int
+    port: int
+    """On loopback, where the ranks meet."""
+    device: str
+    dtype: str
+    layout: Layout
+    config: LearnerConfig
+    objective: Source
+    temperature: float
+    num_steps: int | None
+
+
+class BeginBatch(Struct, frozen=True, tag=True, array_like=True): ...
+
+
+class Accumulate(Struct, frozen=True, tag=True, array_like=True):
+    passes: list[bytes]
+    """As many for every rank: rows, or nothing, for one forward and backward pass each."""
+
+
+class Measure(Struct, frozen=True, tag=True, array_like=True):
+    """Log-probabilities, and no gradient."""
+
+    passes: list[bytes]
+
+
+class Count(Struct, frozen=True, tag=True, array_like=True): ...
+
+
+class Step(Struct, frozen=True, tag=True, array_like=True):
+    counted: Tally
+
+
+class GatherWeights(Struct, frozen=True, tag=True, array_like=True):
+    """Into the shared memory."""
+
+
+class Keep(Struct, frozen=True, tag=True, array_like=True):
+    """A copy of the state, under a number."""
+
+    snapshot: int
+
+
+class Write(Struct, frozen=True, tag=True, array_like=True):
+    """Beside other orders. Of all, the only one whose failure leaves the rank as it was."""
+
+    snapshot: int
+    folder: str
+
+
+class Restore(Struct, frozen=True, tag=True, array_like=True):
+    folder: str
+
+
+class Close(Struct, frozen=True, tag=True, array_like=True): ...
+
+
+Order = BeginBatch | Accumulate | Measure | Count | Step | GatherWeights | Keep | Write | Restore | Close
+
+
+class Numbered(Struct, frozen=True, array_like=True):
+    number: int
+    order: Order
+
+
+class Answer(Struct, frozen=True, kw_only=True):
+    number: int
+    tally: Tally | None = None
+    logprobs: bytes = b""
+    """In float32, of the rows' trained tokens, one after the other."""
+    stepped: Stepped | None = None
+    refused: tuple[int, str] | None = None
+    """The operating system's number and words for why a snapshot could not be written."""
+    error: str | None = None
+    """Why the rank can never go on, if it cannot."""
+    is_own: bool = True
+    """Whether the error began here: a rank whose neighbour died says so, too."""
+
+
+READY = 0
+"""The number of the first answer, which no order asked for: the rank is built."""
+COLUMNS = ("tokens", "loss_mask", "logprobs", "advantages", "reference", "values", "returns", "label")
+
+
+def pack(rows: Sequence[TrainRow]) -> bytes:
+    """Empty if there are none."""
+    return bytes(Packing({name: [getattr(row, name) for row in rows] for name in COLUMNS}).to_bytes()) if rows else b""
+
+
+def unpack(data: bytes) -> list[TrainRow]:
+    if not data:
+        return []
+    block = Block(data)
+    count = block.num_rows
+    columns = {name: block.cells(name, 0, count) for name in COLUMNS}
+    return [TrainRow(**{name: cells[i] for name, cells in columns.items()}) for i in range(count)]
