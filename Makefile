@@ -13,8 +13,9 @@ VERL := .peer-verl
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
 
+# Two at a time: most tests are one thread.
 test: $(INSTALLED)
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -m slow
