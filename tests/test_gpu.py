@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from millstream import RunConfig, train
 from millstream.algo import AlgorithmConfig, recipe
+from millstream.audit import audit
+from millstream.config import load
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
 from millstream.model.attention import Indices, Packed, Rule, _Ragged, _Rectangles
@@ -22,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
 ]
 CUDA = torch.device("cuda")
+ROOT = Path(__file__).parent.parent
 
 
 def layout() -> list[Indices]:
@@ -115,3 +120,19 @@ def test_nothing_but_the_step_waits_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert Packed(layout(), CUDA).position_ids.is_cuda
+
+
+ALGORITHMS = {
+    "a reference": ["algorithm={name='dapo', kl='loss', kl_estimator='k3', kl_coefficient=0.01}"],
+    "a critic": ["algorithm={name='ppo'}", "pipeline.filter_zero_signal=false"],
+    "adapters": ["learner.lora={rank=4}"],
+}
+
+
+@pytest.mark.parametrize("changes", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_a_run_in_bfloat16_goes_to_its_end_and_its_audit_is_clean(changes: list[str], tmp_path: Path) -> None:
+    small = ["pipeline.steps=4", "warmup.max_steps=20", "warmup.check_every=20", "data.holdout=32", "model.device=cuda"]
+    words = [f"run_dir={tmp_path / 'run'}", "model.dtype=bfloat16", *small, *changes]
+    result = train(load(ROOT / "recipes/demo.toml", RunConfig, words))
+    assert result.summary.steps == 4 and result.summary.lag_max <= 2
+    assert audit(tmp_path / "run").is_clean
