@@ -356,7 +356,7 @@ def test_a_run_of_two_ranks_with_a_warm_up_and_mini_batches_goes_to_its_end(tmp_
 def test_a_rank_that_raises_ends_all_of_them_and_is_quoted() -> None:
     async def program() -> None:
         learner = several(CASE, 2)
-        rows = [row for some in batch(0) for row in some][0]
+        rows = batch(0)[0]
         short = min(range(len(rows)), key=lambda number: len(rows[number].tokens))
         rows[short] = structs.replace(rows[short], loss_mask=np.ones_like(rows[short].loss_mask))
         try:
