@@ -20,6 +20,7 @@ from millstream.algo import AlgorithmConfig, recipe
 from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
 from millstream.learner.packing import Packer
+from millstream.learner.rows import Rows
 from millstream.learner.torch import TorchLearner, learning_rate_share, share_prompts
 from millstream.model.objective import LossInputs, TokenLoss
 from millstream.types import Metrics, TrainRow
@@ -348,13 +349,25 @@ def test_recomputed_activations_change_no_gradient(name: str) -> None:
     assert torch.equal(gradient(learner(name=name, config=LearnerConfig(recompute=True)), [batch]), plainly)
 
 
+@pytest.mark.parametrize("quantum", [1, 7, 64, 2000])
+def test_tokens_that_fill_a_micro_batch_up_change_nothing(quantum: int) -> None:
+    one, batch = learner(), rows(6)
+    plainly = gradient(one, [batch])
+    one.rank._quantum = quantum
+    assert torch.allclose(gradient(one, [batch]), plainly, atol=1e-5 * float(plainly.abs().max()), rtol=1e-3)
+    assert Rows(batch, torch.device("cpu"), quantum=quantum).num_computed % quantum == 0
+
+
 @pytest.mark.slow
-def test_compiled_layers_change_no_gradient() -> None:
+def test_compiled_layers_change_no_gradient_and_are_compiled_once_for_each_size() -> None:
     batch = rows(6)
     plainly = gradient(learner(), [batch])
-    one = learner(config=LearnerConfig(compile=True))
-    for some in ([batch], [batch[:2], batch[2:]]):
+    one = learner(config=LearnerConfig(compile=True, micro_batch_tokens=512))
+    compiled = []
+    for some in ([batch], [batch[:2], batch[2:]], [batch[::-1]], [[row] for row in batch]):
         assert torch.allclose(gradient(one, some), plainly, atol=1e-5 * float(plainly.abs().max()), rtol=1e-3)
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert compiled[0] and set(compiled) == {compiled[0]}, "every micro-batch here is filled up to 128 tokens"
 
 
 def test_a_row_that_trains_its_first_token_is_refused() -> None:

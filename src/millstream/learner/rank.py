@@ -28,6 +28,8 @@ from millstream.model.policy import Policy, recompute_activations
 from millstream.types import Floats, Metrics, TrainRow
 
 logger = logging.getLogger(__name__)
+SIZES = 4
+"""Of micro-batches that compiled layers see, up to the budget: each is compiled once."""
 NOTHING = TrainRow(
     tokens=np.zeros(2, np.int32),
     loss_mask=np.array([False, True]),
@@ -102,6 +104,7 @@ class Rank:
         num_optimizer_steps = None if num_steps is None else num_steps * config.mini_batches
         self.optimizer = Optimizer(policy.model, config, num_steps=num_optimizer_steps)
         self._device = next(policy.parameters()).device
+        self._quantum = max(1, config.micro_batch_tokens // SIZES) if config.compile else 1
         self._has_stepped = False
         """In this batch: before, the proximal policy is the policy itself."""
         self._sums = _Sums()
@@ -119,11 +122,14 @@ class Rank:
         if any(row.loss_mask.any() for row in sound):
             self._add(sound)
         elif self._is_one_of_several:
-            logprobs_M, _, _ = self._forward(Rows([NOTHING], self._device), needs_entropy=False)
+            logprobs_M, _, _ = self._forward(self._rows([NOTHING]), needs_entropy=False)
             (logprobs_M.sum() * 0).backward()  # type: ignore[no-untyped-call]
 
+    def _rows(self, rows: Sequence[TrainRow]) -> Rows:
+        return Rows(rows, self._device, quantum=self._quantum)
+
     def _add(self, rows: Sequence[TrainRow]) -> None:
-        batch = Rows(rows, self._device)
+        batch = self._rows(rows)
         inputs = self._inputs(batch, has_reference=rows[0].reference is not None)
         result = self._objective.token_loss(inputs)
         weights_R = self._objective.row_weights(batch.counts_R).to(self._device, non_blocking=True)
@@ -157,7 +163,7 @@ class Rank:
     @torch.no_grad()
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         """The policy's log-probabilities of each row's trained tokens, as it is now."""
-        batch = Rows(rows or [NOTHING], self._device)
+        batch = self._rows(rows or [NOTHING])
         found = self.policy(batch.tokens_N, batch.packed, batch.before_M, batch.targets_M)
         return batch.per_row(found.logprobs_M) if rows else []
 

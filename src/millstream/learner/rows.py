@@ -17,6 +17,8 @@ from millstream.errors import LearnerError
 from millstream.model.attention import Indices, Packed, on_device
 from millstream.types import TrainRow
 
+FILLER = 512
+"""Tokens of a sequence of nothing, at most: attention to a long one would cost something."""
 NUMBERS = ("logprobs", "advantages", "reference", "values", "returns")
 """What a row has of every token, some of it only now and then."""
 
@@ -28,9 +30,10 @@ def is_finite(row: TrainRow) -> bool:
 
 
 class Rows:
-    """A trained token is predicted from the position before it."""
+    """A trained token is predicted from the position before it. With a `quantum` the tokens to compute are filled up to a
+    multiple of it, with sequences that nobody looks at: few numbers of tokens, so that what is compiled is compiled seldom."""
 
-    def __init__(self, rows: Sequence[TrainRow], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[TrainRow], device: torch.device, *, quantum: int = 1) -> None:
         masks = [row.loss_mask for row in rows]
         if any(mask[0] for mask in masks):
             raise LearnerError("the first token of a row cannot be trained: nothing comes before it")
@@ -38,7 +41,7 @@ class Rows:
         self._trained_M = np.flatnonzero(np.concatenate(masks))
         self.num_trained = len(self._trained_M)
         indices = share_prompts(rows)
-        self.packed = Packed(indices, device)
+        self.packed = Packed([*indices, *_filling(indices, quantum)], device)
         at_T, tokens_T = np.concatenate(indices), np.concatenate([row.tokens for row in rows])
         tokens_N = np.zeros(self.packed.position_ids.shape[1], np.int64)
         tokens_N[at_T] = tokens_T
@@ -60,6 +63,12 @@ class Rows:
     def per_row(self, values_M: Tensor) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Numbers of the trained tokens, row by row."""
         return np.split(values_M.float().cpu().numpy(), np.cumsum(self.counts_R.numpy().astype(int))[:-1])
+
+
+def _filling(indices: Sequence[Indices], quantum: int) -> list[Indices]:
+    used = 1 + max(int(row.max()) for row in indices)
+    end = -(-used // quantum) * quantum
+    return [np.arange(begin, min(end, begin + FILLER)) for begin in range(used, end, FILLER)]
 
 
 def share_prompts(rows: Sequence[TrainRow]) -> list[Indices]:

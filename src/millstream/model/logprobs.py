@@ -65,13 +65,14 @@ class _How(NamedTuple):
     is_compiled: bool
     chunk: int
 
-    def run(self, function: F) -> F:
-        return _compiled(function) if self.is_compiled else function
+    def run(self, function: F, num_tokens: int) -> F:
+        """Compiled for whole chunks, of which there are many alike. What is left over is different every time."""
+        return _compiled(function) if self.is_compiled and num_tokens == self.chunk else function
 
 
 @cache
 def _compiled(function: F) -> F:
-    compiled: F = torch.compile(function, dynamic=True)  # type: ignore[assignment]
+    compiled: F = torch.compile(function, dynamic=False)  # type: ignore[assignment]
     return compiled
 
 
@@ -114,10 +115,10 @@ class _Chunked(torch.autograd.Function):
         for begin in range(0, len(hidden_MD), how.chunk):
             now = slice(begin, begin + how.chunk)
             logits_CV = _logits(hidden_MD[now], head_VD)
-            norms_M[now] = how.run(_norms)(logits_CV, how.temperature)
+            norms_M[now] = how.run(_norms, len(logits_CV))(logits_CV, how.temperature)
             logprobs_M[now] = logits_CV.gather(1, targets_M[now, None])[:, 0] / how.temperature - norms_M[now]
             if how.needs_entropy:
-                entropy_M[now] = how.run(_entropies)(logits_CV, norms_M[now], how.temperature)
+                entropy_M[now] = how.run(_entropies, len(logits_CV))(logits_CV, norms_M[now], how.temperature)
         ctx.save_for_backward(hidden_MD, head_VD, targets_M, norms_M, entropy_M)
         ctx.how = how
         return logprobs_M, entropy_M
@@ -132,10 +133,11 @@ class _Chunked(torch.autograd.Function):
         for begin in range(0, len(hidden_MD), how.chunk):
             now = slice(begin, begin + how.chunk)
             logits_CV, norms_C = _logits(hidden_MD[now], head_VD), norms_M[now]
-            slopes_CV = how.run(_slopes)(logits_CV, norms_C, targets_M[now], by_logprob_M[now], how.temperature)
+            of_logprobs = (logits_CV, norms_C, targets_M[now], by_logprob_M[now], how.temperature)
+            slopes_CV = how.run(_slopes, len(logits_CV))(*of_logprobs)
             if how.needs_entropy:
                 more = (logits_CV, norms_C, entropy_M[now], by_entropy_M[now], how.temperature)
-                slopes_CV += how.run(_entropy_slopes)(*more)
+                slopes_CV += how.run(_entropy_slopes, len(logits_CV))(*more)
             slopes_CV = slopes_CV.to(hidden_MD.dtype)
             if hidden_grad_MD is not None:
                 torch.mm(slopes_CV, head_VD, out=hidden_grad_MD[now])

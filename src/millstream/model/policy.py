@@ -17,6 +17,9 @@ from millstream.errors import ModelError
 from millstream.model.attention import Packed, rows_of
 from millstream.model.logprobs import Predicted, plain, predict
 
+RECOMPILE_LIMIT = 32
+"""Numbers of tokens, each with and without a gradient, before torch gives up compiling."""
+
 
 class Policy(nn.Module):
     """No dropout: the log-probabilities of a row must not depend on chance."""
@@ -94,6 +97,7 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Each layer is compiled by itself, for any number of tokens; they are alike, so it is done once. The attention is not."""
+    """Each layer is compiled by itself; they are alike, so it is done once for every number of tokens. The attention is not."""
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     for layer in layers_of(model):
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=False)
