@@ -244,7 +244,7 @@ def _curve(
 
 def _model_of(config: RunConfig, checkpoint: Path, cell: Cell) -> Path:
     """The checkpoint's weights as a model that can be loaded."""
-    from millstream.algo import recipe
+    from millstream.algo.recipe import Recipe
     from millstream.runtime import build
 
     if not checkpoint.is_dir():
@@ -252,8 +252,8 @@ def _model_of(config: RunConfig, checkpoint: Path, cell: Cell) -> Path:
             f"{cell}: there is no {checkpoint.name}, the machine was too busy to write it. Run the cell again"
         )
     model, tokenizer = build.build_model(config.model, seed=config.seed)
-    objective = recipe.objective(config.algorithm, max_tokens=config.rollout.max_tokens)
-    learner = build.build_learner(config, model, tokenizer, learner=config.learner, objective=objective, num_steps=None)
+    recipe = Recipe(algorithm=config.algorithm, max_tokens=config.rollout.max_tokens)
+    learner = build.build_learner(config, model, tokenizer, learner=config.learner, recipe=recipe, num_steps=None)
     learner.restore(checkpoint)
     learner.save(checkpoint / "model")
     return checkpoint / "model"
