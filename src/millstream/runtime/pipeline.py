@@ -456,10 +456,10 @@ class Pipeline:
         await self._accumulate(packer.flush())
         if not self.admission.is_batch_full:
             metrics.append(await self._learn("step", self._learner.step()))
-        told = _mean(metrics)
-        if self._updates is not None:
-            told |= await self.waits.on("train", "the critic's batch", self._updates.finish_batch())
-        await self._finish_batch(leases, [row for group in groups for row in group], told, began)
+        if self._updates is not None:  # its waits have their deadlines
+            learning = self._updates.finish_batch()
+            metrics.append(await self.waits.on("train", "the critic's batch", learning, has_deadline=False))
+        await self._finish_batch(leases, [row for group in groups for row in group], _mean(metrics), began)
         return True
 
     async def _train_group(self, rows: Sequence[TrainRow], packer: Packer, number: int) -> list[Metrics]:
