@@ -294,17 +294,3 @@ def test_a_run_with_a_critic_and_a_reference_goes_on_from_an_older_checkpoint_wi
         k: v for k, v in second.items() if k.startswith(("critic_", "reference_"))
     }
     assert first["critic_loss"] > 0
-
-
-def test_with_adapters_that_were_warmed_up_both_lives_of_a_run_have_the_same_reference(tmp_path: Path) -> None:
-    changes = (
-        "algorithm.kl=reward", "algorithm.kl_coefficient=0.1", "pipeline.max_lag=0", "pipeline.steps=3", "data.holdout=0",
-        "pipeline.groups_per_step=4", "checkpoint.every_steps=1", "learner.lora.rank=4", "warmup.max_steps=20",
-        "warmup.learning_rate=0.05", "warmup.check_every=20",
-    )  # fmt: skip
-    train(config(tmp_path / "whole", *changes), reward=ones)
-    with pytest.raises(Stopped):
-        train(config(tmp_path / "cut", *changes), reward=ones, sinks=[StopAt(1)])
-    resume(tmp_path / "cut/run", reward=ones)
-    ours, theirs = (load_file(tmp_path / name / "run/model/model.safetensors") for name in ("cut", "whole"))
-    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)

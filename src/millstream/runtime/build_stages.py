@@ -62,8 +62,8 @@ def check_vocabulary(ours: PreTrainedTokenizerBase, other: PreTrainedTokenizerBa
 
 
 def build_staff(config: RunConfig, start: PreTrainedModel, kept: Path | None) -> Staff:
-    """`start`: the model that reinforcement learning starts from, which is copied. `kept`: where it was saved, in a run whose
-    start is not to be had otherwise when it goes on."""
+    """`start`: the model that reinforcement learning starts from, which is copied. `kept`: where it was saved, in a run that
+    goes on and whose start is not to be had otherwise."""
     reference, critic = _build_reference(config, start, kept), _build_critic(config, start)
     return Staff(build_stages(config, reference, critic), reference, critic)
 

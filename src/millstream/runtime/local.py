@@ -475,8 +475,7 @@ class _Run:
         await self._waits.on("the run", f"{engine.name} to load version {self._version}", loading)
 
     def _build_staff(self) -> Staff:
-        """Before the learner changes the model. What a warm-up has made of it is kept, for a life of the run to come; and this
-        one reads it, too, so that both have the same reference to the bit: merging adapters rounds."""
+        """Before the learner changes the model. What a warm-up has made of it is kept, for a life of the run to come."""
         config, model = self._prepared.config, self._prepared.model
         reference = reference_of(config)
         is_kept = reference is not None and reference.path is None and config.warmup is not None
@@ -485,7 +484,8 @@ class _Run:
             self._write(
                 lambda: save_model(whole, self._prepared.tokenizer, self._folder.reference), self._folder.reference
             )
-        return build_stages.build_staff(config, model, self._folder.reference if is_kept else None)
+        kept = self._folder.reference if is_kept and self._found is not None else None
+        return build_stages.build_staff(config, model, kept)
 
     def _build_learner(self) -> RunLearner:
         prepared, config = self._prepared, self._prepared.config
