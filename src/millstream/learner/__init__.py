@@ -82,7 +82,8 @@ class CriticConfig(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_device(self.device)
-        if self.learning_rate <= 0 or self.max_grad_norm <= 0 or (self.value_clip is not None and self.value_clip <= 0):
+        above = (self.learning_rate, self.max_grad_norm, *(() if self.value_clip is None else (self.value_clip,)))
+        if not all(value > 0 for value in above):
             raise ValueError("learning_rate, max_grad_norm and value_clip must be above 0")
         if self.micro_batch_tokens < 1 or self.warmup_steps < 0 or self.max_skipped_steps < 0:
             raise ValueError("micro_batch_tokens must be at least 1, warmup_steps and max_skipped_steps at least 0")

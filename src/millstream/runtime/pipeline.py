@@ -702,13 +702,17 @@ def _mean(metrics: Sequence[Metrics]) -> Metrics:
 
 
 def _scaled(over_batch: OverBatch, leases: Sequence[Lease], groups: Sequence[list[TrainRow]]) -> list[list[TrainRow]]:
-    """The batch's rows, their advantages shifted and scaled by what the whole batch is like. Empty places are no part of it."""
+    """The batch's rows, their advantages shifted and scaled by what the whole batch is like. Empty places are no part of it,
+    and neither is what is not finite: the learner leaves it out."""
     filled = [lease for lease, rows in zip(leases, groups, strict=True) if rows]
     if not filled:
         return list(groups)
     rewards_R = np.concatenate([own.rewards_G for lease in filled for own in by_agent(lease)])
-    advantages_N = np.concatenate([row.advantages[row.loss_mask] for rows in groups for row in rows])
-    shift, divisor = over_batch(rewards_R, advantages_N.astype(np.float64))
+    advantages_N = np.concatenate([row.advantages[row.loss_mask] for rows in groups for row in rows]).astype(np.float64)
+    sound_N = advantages_N[np.isfinite(advantages_N)]
+    if not len(sound_N):
+        return list(groups)
+    shift, divisor = over_batch(rewards_R, sound_N)
 
     def scaled(row: TrainRow) -> TrainRow:
         return replace(row, advantages=((row.advantages - shift) / divisor).astype(np.float32))
