@@ -247,7 +247,7 @@ def pack(version: int, covers_seq: int, ledger: dict[str, Any], run_id: str = RU
     listed = {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()
     }
-    manifest = {"format": 1, "run_id": run_id, "version": version, "covers_seq": covers_seq, "files": listed}
+    manifest = {"format": 2, "run_id": run_id, "version": version, "covers_seq": covers_seq, "files": listed}
     return {**files, "manifest.json": json.dumps(manifest, indent=2).encode()}
 
 
@@ -1082,7 +1082,7 @@ CRIMES_OF_CRASHES: dict[str, dict[str, Crime]] = {
         "a file is gone": file_forged("rows.msgpack", lambda old: None),
         "the manifest is gone": file_forged("manifest.json", lambda old: None),
         "the manifest cannot be read": file_forged("manifest.json", lambda old: old[:-9]),
-        "the format is another": manifest_forged(format=2),
+        "the format is another": manifest_forged(format=3),
         "a file is added": file_forged("more.pt", lambda old: b"more"),
         "another step is under the name": put_another_step_under_the_name,
     },

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from millstream.algo.advantages import ADVANTAGES
+from millstream.algo.credit import Credited, Played
 from millstream.events import GroupTaken, RolloutEnded, Span, Stepped
 from millstream.runtime.pipeline import Pipeline
 from millstream.sim.learner import SimLearner
@@ -60,6 +61,30 @@ def test_reinforce_plus_plus_has_the_mean_0_and_the_deviation_1_over_the_tokens_
     for rows in steps:
         assert len(rows) == 16
         assert abs(trained(rows).mean()) < 1e-5 and trained(rows).std() == pytest.approx(1, abs=1e-4)
+
+
+def test_a_rollout_whose_advantage_is_no_number_is_no_part_of_the_batch() -> None:
+    """The learner leaves it out, by name; the others are measured without it."""
+    steps: list[TrainRow] = []
+
+    class Keeping(SimLearner):
+        async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+            steps.extend(rows)
+            await super().accumulate(rows)
+
+    def first_is_broken(group: Sequence[Played]) -> list[Credited]:
+        return [Credited(np.full(len(one.turn_N), np.nan if not k else float(k))) for k, one in enumerate(group)]
+
+    def set_up(pipeline: Pipeline) -> None:
+        over_batch = ADVANTAGES["reinforce_plus_plus"].over_batch
+        pipeline._learner = Keeping()
+        pipeline._algorithm = replace(pipeline._algorithm, credit=first_is_broken, over_batch=over_batch)
+        pipeline._settler._rules = pipeline._rules()
+
+    simulate(replace(WORLD, steps=1), on_pipeline=set_up)
+    sound = [row for row in steps if np.isfinite(row.advantages).all()]
+    assert (len(steps), len(sound)) == (16, 12)
+    assert trained(sound).mean() == pytest.approx(0, abs=1e-5) and trained(sound).std() == pytest.approx(1, abs=1e-4)
 
 
 def test_lite_ppo_is_centred_by_group_and_divided_by_the_deviation_of_the_batch() -> None:

@@ -137,6 +137,14 @@ def test_without_any_whole_checkpoint_nothing_is_touched_and_the_choice_is_the_u
     assert sorted((run_dir / "checkpoints").glob("step-*")) == folders
 
 
+def test_a_checkpoint_of_before_rows_had_rewards_by_turn_is_refused_by_its_format(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    for manifest in (run_dir / "checkpoints").glob("*/manifest.json"):
+        manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    with pytest.raises(CheckpointError, match=r"has format 1; this version of Millstream reads 2.*To begin anew"):
+        newest(run_dir, sealed_in(run_dir))
+
+
 def test_a_checkpoint_of_another_run_is_not_taken(killed: Path, tmp_path: Path) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
     with pytest.raises(CheckpointError, match="is not a checkpoint of this run"):

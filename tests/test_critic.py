@@ -210,3 +210,17 @@ def test_the_body_is_a_copy_of_ones_own_and_has_no_head_of_words() -> None:
     asyncio.run(train(one, with_returns(rows(4)), 1))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not [name for name in one._optimizer.state()["masters"] if "lm_head" in name]
+
+
+def test_a_step_of_the_critic_that_is_not_finite_is_left_out_and_too_many_end_the_run_by_row_and_key() -> None:
+    one = TorchCritic(make("qwen3"), CriticConfig(max_skipped_steps=1))
+    some = [replace(row, label=f"row {number}") for number, row in enumerate(with_returns(rows(3)))]
+    some[1] = replace(some[1], returns=np.full(len(some[1].tokens), 3e30, np.float32))
+    (told,) = asyncio.run(train(one, some, 1))
+    assert told["skipped_steps"] == 1 and not any(scores.any() for scores in score(one, some))
+    with pytest.raises(
+        LearnerError,
+        match=r"the critic's optimizer step 1 is inf; the loss of row 1 is not finite.*"
+        r"critic\.max_skipped_steps = 1: set critic\.learning_rate lower",
+    ):
+        asyncio.run(train(one, some, 1))

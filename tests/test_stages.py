@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -409,6 +410,24 @@ def test_the_critic_learns_from_what_is_trained_in_that_order_and_steps_with_the
     outcome, rows = with_critic(replace(PLAIN, has_critic=True, max_lag=max_lag), critic)
     assert [row.tokens.tobytes() for row in critic.learned] == [row.tokens.tobytes() for row in rows]
     assert [step.metrics["critic_loss"] for step in outcome.sink.of(Stepped)] == [1.0, 2.0, 3.0]
+
+
+def test_what_a_critic_says_that_is_no_number_is_left_out_of_the_events() -> None:
+    class Diverged(Noting):
+        async def step(self) -> Metrics:
+            return {"grad_norm": float("nan"), "loss": float("inf"), "learning_rate": 1.0}
+
+    outcome, _ = with_critic(replace(PLAIN, has_critic=True), Diverged())
+    told = [msgspec.json.decode(msgspec.json.encode(step), type=Stepped) for step in outcome.sink.of(Stepped)]
+    assert [step.metrics for step in told] == [{"critic_learning_rate": 1.0}] * 3
+
+
+def test_a_critic_whose_batch_takes_longer_than_a_wait_may_is_no_stall_while_it_works() -> None:
+    world = replace(PLAIN, has_critic=True, steps=2, score_token_s=1e-2, deadline_s=12.0)
+    outcome = simulate(world)
+    check(world, outcome)
+    spans = [span for span in outcome.sink.of(Span) if span.worker == "critic"]
+    assert max(span.seconds for span in spans) < 12 < sum(span.seconds for span in spans) / 2
 
 
 def test_a_quick_critic_is_done_with_a_batch_before_the_learner_is() -> None:

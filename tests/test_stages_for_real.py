@@ -22,7 +22,7 @@ from millstream.algo.advantages import grpo
 from millstream.clock import RealClock
 from millstream.config import load
 from millstream.engine import EngineConfig
-from millstream.errors import MillstreamError, ModelError, Stopped
+from millstream.errors import LearnerError, MillstreamError, ModelError, Stopped
 from millstream.events import Event, GroupTaken, Span, Stepped
 from millstream.events.sinks import MemorySink, read_events
 from millstream.learner import CriticConfig
@@ -141,6 +141,21 @@ def test_distillation_brings_the_student_to_the_teacher_whatever_the_rewards_say
     assert mean(steps[-4:], "reference_kl") < 0.6 * mean(steps[:2], "reference_kl")
     saved = load(tmp_path / "run/config.toml", RunConfig)
     assert saved.reference is not None and saved.reference.path == str(teacher)
+
+
+def test_a_reference_that_says_no_numbers_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(config(tmp_path).model.tiny.alphabet)  # type: ignore[union-attr]
+    model = tiny_model(SHAPE, tokenizer, seed=0)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(torch.nan)
+    save_model(model, tokenizer, tmp_path / "broken")
+    few = ("pipeline.steps=8", "pipeline.groups_per_step=4", "data.holdout=0", "learner.max_skipped_steps=2")
+    with pytest.raises(
+        LearnerError,
+        match=r"no row of the last 3 optimizer steps was finite.*max_skipped_steps = 2.*"
+        r"group \d+, member \d \(reference\).*reference\.path",
+    ):
+        train(config(tmp_path, f"reference.path={tmp_path / 'broken'}", *few), reward=ones)
 
 
 LAKE = ("environment=[{use='frozen_lake', args={size=3, max_turns=4}}]", "model.tiny.alphabet=pfhgldru=>", "data.toy=",

@@ -61,6 +61,8 @@ RULES = {
     "metrics": "metrics.jsonl has every step once",
     "summary": "summary.json has the same counts",
 }
+FORMATS = (1, 2)
+"""Of checkpoints: what is read here is the same in both."""
 MOST_FINDINGS = 1000
 SKIPPED = frozenset(
     (
@@ -706,7 +708,7 @@ def _read_checkpoint(path: Path, report: Report) -> Checkpoint:
     manifest = json.loads(raw)
     version, covers_seq, run_id = int(manifest["version"]), int(manifest["covers_seq"]), str(manifest["run_id"])
     found = Checkpoint(path, report, version, covers_seq, run_id, digest=hashlib.sha256(raw).hexdigest())
-    found.expect(manifest["format"] == 1, "checkpoint", f"its format is {manifest['format']}, not 1")
+    found.expect(manifest["format"] in FORMATS, "checkpoint", f"its format is {manifest['format']}, not 1 or 2")
     found.expect(path.name == f"step-{version:06d}", "checkpoint", f"its manifest is that of step {version}")
     found.check_files(manifest["files"])
     with suppress(*BROKEN):  # then nothing in it agrees with the events

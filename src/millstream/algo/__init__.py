@@ -6,6 +6,7 @@ This file holds what can be said without torch: the config, and the combinations
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal
@@ -86,18 +87,20 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(_unknown("advantage", self.advantage, KNOWN_ADVANTAGES))
         if self.loss not in LOSSES and not imports.is_own(self.loss):
             raise ValueError(_unknown("loss", self.loss, LOSSES))
-        for key in ("clip_high", "ratio_cap", "ratio_floor", "fixed_length", "overlong_buffer", "kl_coefficient"):
-            if (value := getattr(self, key)) is not None and value <= 0:
+        for key in ("clip_high", "ratio_cap", "ratio_floor", "fixed_length", "overlong_buffer"):
+            if (value := getattr(self, key)) is not None and not value > 0:
                 raise ValueError(f"{key} must be above 0")
+        if self.kl_coefficient is not None and not 0 < self.kl_coefficient < math.inf:
+            raise ValueError("kl_coefficient must be above 0 and finite")
         if self.clip_low is not None and not 0 < self.clip_low <= 1:
             raise ValueError("clip_low must be above 0 and at most 1, which is no lower clip at all")
-        if self.dual_clip is not None and self.dual_clip <= 1:
+        if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError("dual_clip must be above 1")
         for key in ("discount", "trace"):
             if not 0 <= (1.0 if (value := getattr(self, key)) is None else value) <= 1:
                 raise ValueError(f"{key} must be from 0 to 1")
         for key in ("positive_weight", "negative_weight", "regularisation", "entropy_bonus"):
-            if (getattr(self, key) or 0) < 0:
+            if not (getattr(self, key) or 0) >= 0:
                 raise ValueError(f"{key} must be at least 0")
 
 

@@ -77,13 +77,16 @@ class CriticConfig(Struct, frozen=True, kw_only=True):
     """How far from what it said of a rollout a value is still pulled. None: as far as it takes."""
     micro_batch_tokens: int = 8192
     """Tokens computed in one forward and backward pass."""
+    max_skipped_steps: int = 3
+    """As the learner's: steps in a row whose gradient is not finite."""
 
     def __post_init__(self) -> None:
         _check_device(self.device)
-        if self.learning_rate <= 0 or self.max_grad_norm <= 0 or (self.value_clip is not None and self.value_clip <= 0):
+        above = (self.learning_rate, self.max_grad_norm, *(() if self.value_clip is None else (self.value_clip,)))
+        if not all(value > 0 for value in above):
             raise ValueError("learning_rate, max_grad_norm and value_clip must be above 0")
-        if self.micro_batch_tokens < 1 or self.warmup_steps < 0:
-            raise ValueError("micro_batch_tokens must be at least 1 and warmup_steps at least 0")
+        if self.micro_batch_tokens < 1 or self.warmup_steps < 0 or self.max_skipped_steps < 0:
+            raise ValueError("micro_batch_tokens must be at least 1, warmup_steps and max_skipped_steps at least 0")
 
 
 def _check_device(device: str | None) -> None:

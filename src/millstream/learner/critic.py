@@ -66,15 +66,20 @@ class TorchCritic:
         check_layers(model)
         self._values, self._clip = Values(model), config.value_clip
         learner = LearnerConfig(
-            learning_rate=config.learning_rate, warmup_steps=config.warmup_steps, max_grad_norm=config.max_grad_norm
+            learning_rate=config.learning_rate,
+            warmup_steps=config.warmup_steps,
+            max_grad_norm=config.max_grad_norm,
+            max_skipped_steps=config.max_skipped_steps,
         )
-        self._optimizer = Optimizer(self._values, learner, num_steps=num_steps)
+        self._optimizer = Optimizer(self._values, learner, num_steps=num_steps, table="critic")
         self._device = next(model.parameters()).device
         self._thread = DaemonThreads("critic", most=1)
         self._start_sums()
 
     def _start_sums(self) -> None:
         self._num_tokens = 0
+        self._suspects: list[str] = []
+        """Whose loss was not finite."""
         self._sums = torch.zeros(5, dtype=torch.float64)
         """Of the loss, the error, its square, the returns and their squares."""
 
@@ -102,8 +107,11 @@ class TorchCritic:
         batch = Rows(sound, self._device)
         returns_M, old_M = batch.column("returns"), batch.column("values")
         values_M = self._values(batch.tokens_N, batch.packed, batch.before_M)
-        loss = value_loss(values_M, old_M, returns_M, self._clip).sum()
+        loss_M = value_loss(values_M, old_M, returns_M, self._clip)
+        loss = loss_M.sum()
         loss.backward()  # type: ignore[no-untyped-call]
+        bad = sorted(set(batch.row_M[~loss_M.detach().isfinite()].tolist()))
+        self._suspects += [sound[index].label for index in bad]
         error_M = returns_M - values_M.detach()
         sums = [loss.detach(), error_M.sum(), error_M.square().sum(), returns_M.sum(), returns_M.square().sum()]
         self._sums += torch.stack(sums).double().cpu()
@@ -115,10 +123,11 @@ class TorchCritic:
     def _step(self) -> Metrics:
         if not self._num_tokens:
             return {}
-        stepped = self._optimizer.step(self._num_tokens, [])
-        metrics = self._metrics() | {"grad_norm": stepped.norm, "learning_rate": stepped.learning_rate}
+        metrics, suspects, num_tokens = self._metrics(), self._suspects, self._num_tokens
         self._start_sums()
-        return metrics
+        stepped = self._optimizer.step(num_tokens, suspects)
+        metrics |= {"grad_norm": stepped.norm, "learning_rate": stepped.learning_rate}
+        return metrics | ({"skipped_steps": 1.0} if stepped.is_skipped else {})
 
     def _metrics(self) -> Metrics:
         """Of what it said before the step. Explained: the share of the returns' variance, 1 at best, below 0 where saying the

@@ -32,7 +32,7 @@ from millstream.learner.orders import (
     pack,
 )
 from millstream.learner.packing import deal
-from millstream.learner.rank import total
+from millstream.learner.rank import Barren, total
 from millstream.learner.ranks import Ranks
 from millstream.model.load import check_layers, load_weights, model_weights, save_model
 from millstream.model.shared import Layout, SharedWeights, anonymous_memory, layout_of
@@ -57,6 +57,7 @@ class FsdpLearner:
     ) -> None:
         check_layers(model)
         self.model, self._config, self._tokenizer = model, config, tokenizer
+        self._barren = Barren(config.max_skipped_steps)
         weights = model_weights(model)
         plan = Plan(
             rank=0,
@@ -116,6 +117,7 @@ class FsdpLearner:
 
     def _step(self) -> Metrics:
         counted = total([answer.tally for answer in self.ranks.ask(Count()) if answer.tally is not None])
+        self._barren.look_at(counted)
         if not counted.units:
             return counted.left_out()
         stepped = self.ranks.ask(Step(counted))[0].stepped

@@ -43,10 +43,13 @@ class Stepped(NamedTuple):
 
 
 class Optimizer:
-    """Of the parameters of a module that require a gradient. `num_steps`: how many there will be, for the schedule."""
+    """Of the parameters of a module that require a gradient. `num_steps`: how many there will be, for the schedule. `table`: of
+    the config that its values are from, for errors that say what to set."""
 
-    def __init__(self, module: nn.Module, config: LearnerConfig, *, num_steps: int | None) -> None:
-        self._config, self._num_steps = config, num_steps
+    def __init__(
+        self, module: nn.Module, config: LearnerConfig, *, num_steps: int | None, table: str = "learner"
+    ) -> None:
+        self._config, self._num_steps, self._table = config, num_steps, table
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise LearnerError("no parameter of the model requires a gradient: there is nothing to train")
@@ -111,12 +114,12 @@ class Optimizer:
         self._num_skipped_in_a_row += 1
         shown = ", ".join(suspects[:MOST_NAMES]) + (", ..." if len(suspects) > MOST_NAMES else "")
         whose = f"the loss of {shown} is not finite" if suspects else "every loss was finite"
-        logger.warning("optimizer step %d is left out: its gradient is %s; %s", self.num_steps_done, norm, whose)
+        step = f"the {self._table}'s optimizer step {self.num_steps_done}"
+        logger.warning("%s is left out: its gradient is %s; %s", step, norm, whose)
         if self._num_skipped_in_a_row > self._config.max_skipped_steps:
             raise LearnerError(
-                f"the gradient of optimizer step {self.num_steps_done} is {norm}; {whose}. It is number "
-                f"{self._num_skipped_in_a_row} in a row, and learner.max_skipped_steps = {self._config.max_skipped_steps}: set "
-                "learner.learning_rate lower"
+                f"the gradient of {step} is {norm}; {whose}. It is number {self._num_skipped_in_a_row} in a row, and "
+                f"{self._table}.max_skipped_steps = {self._config.max_skipped_steps}: set {self._table}.learning_rate lower"
             )
 
     @torch.no_grad()

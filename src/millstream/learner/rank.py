@@ -18,9 +18,10 @@ from msgspec import Struct
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
-from millstream.learner.optimizer import Optimizer, State, Stepped
-from millstream.learner.rows import Rows, is_finite
+from millstream.learner.optimizer import MOST_NAMES, Optimizer, State, Stepped
+from millstream.learner.rows import Rows, not_finite
 from millstream.model.adapters import copy_of, trained_weights
 from millstream.model.load import check_layers, model_weights
 from millstream.model.objective import LossInputs, Objective
@@ -47,6 +48,8 @@ class Tally(Struct, frozen=True, kw_only=True):
     sums: dict[str, float] = {}
     max_ratio: float = 0.0
     num_left_out: int = 0
+    left_out_first: list[str] = []
+    """Some of those, each with its columns that are not finite."""
     suspects: list[str] = []
     """Whose loss was not finite."""
 
@@ -63,6 +66,26 @@ class Tally(Struct, frozen=True, kw_only=True):
         return {"skipped_rows": float(self.num_left_out)} if self.num_left_out else {}
 
 
+class Barren:
+    """Steps in a row that had rows and not a finite one: nothing is learned, and more than `most` of them end the run."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num_in_a_row = most, 0
+
+    def look_at(self, counted: Tally) -> None:
+        """At every step. Raises `LearnerError`."""
+        if counted.units:
+            self._num_in_a_row = 0
+        elif counted.num_left_out:
+            self._num_in_a_row += 1
+        if self._num_in_a_row > self._most:
+            raise LearnerError(
+                f"no row of the last {self._num_in_a_row} optimizer steps was finite, and learner.max_skipped_steps = "
+                f"{self._most}. What is not: {', '.join(counted.left_out_first[:MOST_NAMES])}. Expected finite numbers of "
+                "whoever computes that column: of the model that reference.path or critic.path names, say"
+            )
+
+
 def total(tallies: Sequence[Tally]) -> Tally:
     """Of all ranks, in their order."""
     names = dict.fromkeys(name for tally in tallies for name in tally.sums)
@@ -72,6 +95,7 @@ def total(tallies: Sequence[Tally]) -> Tally:
         sums={name: sum(tally.sums.get(name, 0.0) for tally in tallies) for name in names},
         max_ratio=max(tally.max_ratio for tally in tallies),
         num_left_out=sum(tally.num_left_out for tally in tallies),
+        left_out_first=[name for tally in tallies for name in tally.left_out_first],
         suspects=[name for tally in tallies for name in tally.suspects],
     )
 
@@ -117,8 +141,9 @@ class Rank:
 
     def accumulate(self, rows: Sequence[TrainRow]) -> None:
         """Add the unnormalised gradient of these rows, and of those that other ranks are given now."""
-        sound = [row for row in rows if is_finite(row)]
-        self._sums.leave_out([row.label for row in rows if not is_finite(row)])
+        faults = [not_finite(row) for row in rows]
+        sound = [row for row, columns in zip(rows, faults, strict=True) if not columns]
+        self._sums.leave_out([(row.label, columns) for row, columns in zip(rows, faults, strict=True) if columns])
         if any(row.loss_mask.any() for row in sound):
             self._add(sound)
         elif self._is_one_of_several:
@@ -217,15 +242,20 @@ class _Sums:
     def __init__(self) -> None:
         self.units = 0.0
         self._num_left_out = 0
+        self._left_out_first: list[str] = []
         self._num_tokens = 0
         self._sums: dict[str, Tensor] = {}
         self._max_ratio: Tensor | None = None
         self._num_bad: list[tuple[Tensor, list[str]]] = []
 
-    def leave_out(self, labels: list[str]) -> None:
-        self._num_left_out += len(labels)
-        if labels:
-            logger.warning("%s is left out: it has a number that is not finite", ", ".join(labels))
+    def leave_out(self, faults: list[tuple[str, list[str]]]) -> None:
+        """Rows by name, each with its columns that are not finite."""
+        self._num_left_out += len(faults)
+        room = MOST_NAMES - len(self._left_out_first)
+        self._left_out_first += [f"{label} ({', '.join(columns)})" for label, columns in faults[:room]]
+        if faults:
+            labels = ", ".join(label for label, _ in faults)
+            logger.warning("%s is left out: it has a number that is not finite", labels)
 
     def add(self, batch: Rows, loss_M: Tensor, sums: dict[str, Tensor], labels: list[str]) -> None:
         self._num_tokens += batch.num_trained
@@ -252,6 +282,7 @@ class _Sums:
             sums={name: float(value) for name, value in self._sums.items()},
             max_ratio=0.0 if self._max_ratio is None else float(self._max_ratio),
             num_left_out=self._num_left_out,
+            left_out_first=self._left_out_first,
             suspects=self._suspects(),
         )
 

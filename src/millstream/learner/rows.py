@@ -23,10 +23,15 @@ NUMBERS = ("logprobs", "advantages", "reference", "values", "returns")
 """What a row has of every token, some of it only now and then."""
 
 
+def not_finite(row: TrainRow) -> list[str]:
+    """The columns with a number that is not finite. What stands outside the mask is not read."""
+    columns = {name: column for name in NUMBERS if (column := getattr(row, name)) is not None}
+    return [name for name, column in columns.items() if not np.isfinite(column[row.loss_mask]).all()]
+
+
 def is_finite(row: TrainRow) -> bool:
-    """Whether all that is read of it is. What stands outside the mask is not read."""
-    columns = [column for name in NUMBERS if (column := getattr(row, name)) is not None]
-    return all(bool(np.isfinite(column[row.loss_mask]).all()) for column in columns)
+    """Whether all that is read of it is."""
+    return not not_finite(row)
 
 
 class Rows:

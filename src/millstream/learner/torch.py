@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.learner import LearnerConfig
 from millstream.learner.optimizer import Optimizer, State, learning_rate_share
-from millstream.learner.rank import Rank, policies
+from millstream.learner.rank import Barren, Rank, policies
 from millstream.learner.rows import share_prompts
 from millstream.learner.state import STATE, on_host, read_state, write_state
 from millstream.model.adapters import lora_of, merged, save_adapters, trained_weights
@@ -41,6 +41,7 @@ class TorchLearner:
     ) -> None:
         self.model, self._tokenizer = model, tokenizer
         self.rank = Rank(*policies(model, config, temperature), config, objective, num_steps=num_steps)
+        self._barren = Barren(config.max_skipped_steps)
         self._thread = DaemonThreads("learner", most=1)
 
     @property
@@ -68,6 +69,7 @@ class TorchLearner:
 
     def _step(self) -> Metrics:
         counted = self.rank.tally()
+        self._barren.look_at(counted)
         return counted.metrics(self.rank.step(counted)) if counted.units else counted.left_out()
 
     async def weights(self) -> Weights:

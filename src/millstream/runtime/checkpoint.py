@@ -34,7 +34,8 @@ from millstream.runtime.state import Ledger, Standing
 from millstream.store import codec
 from millstream.threads import DaemonThreads
 
-FORMAT = 1
+FORMAT = 2
+"""1: had rows without `turn_rewards`, which would never be settled, and a state of the learner without masters."""
 FOLDER = "checkpoints"
 WARMUP_FOLDER = "warmup"
 """Those of supervised training; gone when the run is over."""

@@ -456,10 +456,10 @@ class Pipeline:
         await self._accumulate(packer.flush())
         if not self.admission.is_batch_full:
             metrics.append(await self._learn("step", self._learner.step()))
-        told = _mean(metrics)
-        if self._updates is not None:
-            told |= await self.waits.on("train", "the critic's batch", self._updates.finish_batch())
-        await self._finish_batch(leases, [row for group in groups for row in group], told, began)
+        if self._updates is not None:  # its waits have their deadlines
+            learning = self._updates.finish_batch()
+            metrics.append(await self.waits.on("train", "the critic's batch", learning, has_deadline=False))
+        await self._finish_batch(leases, [row for group in groups for row in group], _mean(metrics), began)
         return True
 
     async def _train_group(self, rows: Sequence[TrainRow], packer: Packer, number: int) -> list[Metrics]:
@@ -702,13 +702,17 @@ def _mean(metrics: Sequence[Metrics]) -> Metrics:
 
 
 def _scaled(over_batch: OverBatch, leases: Sequence[Lease], groups: Sequence[list[TrainRow]]) -> list[list[TrainRow]]:
-    """The batch's rows, their advantages shifted and scaled by what the whole batch is like. Empty places are no part of it."""
+    """The batch's rows, their advantages shifted and scaled by what the whole batch is like. Empty places are no part of it,
+    and neither is what is not finite: the learner leaves it out."""
     filled = [lease for lease, rows in zip(leases, groups, strict=True) if rows]
     if not filled:
         return list(groups)
     rewards_R = np.concatenate([own.rewards_G for lease in filled for own in by_agent(lease)])
-    advantages_N = np.concatenate([row.advantages[row.loss_mask] for rows in groups for row in rows])
-    shift, divisor = over_batch(rewards_R, advantages_N.astype(np.float64))
+    advantages_N = np.concatenate([row.advantages[row.loss_mask] for rows in groups for row in rows]).astype(np.float64)
+    sound_N = advantages_N[np.isfinite(advantages_N)]
+    if not len(sound_N):
+        return list(groups)
+    shift, divisor = over_batch(rewards_R, sound_N)
 
     def scaled(row: TrainRow) -> TrainRow:
         return replace(row, advantages=((row.advantages - shift) / divisor).astype(np.float32))

@@ -54,7 +54,7 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.max_tokens < 1 or self.retries < 0 or self.timeout_s <= 0:
             raise ValueError("max_tokens must be at least 1, retries at least 0, timeout_s above 0")
-        if self.group_size == 1:
+        if self.group_size == 1 and self.min_group_size == 2:  # which nobody has set
             structs.force_setattr(self, "min_group_size", 1)
         if not 1 <= self.min_group_size <= self.group_size:
             raise ValueError("min_group_size must be between 1 and group_size")
