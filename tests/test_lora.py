@@ -283,6 +283,8 @@ def config_for(folder: Path) -> RunConfig:
     changes = {
         "run_dir": folder,
         "learner.lora.rank": 4,
+        "algorithm.kl": "loss",
+        "algorithm.kl_coefficient": 0.1,
         "warmup.max_steps": 12,
         "warmup.check_every": 12,
         "warmup.learning_rate": 1e-2,
