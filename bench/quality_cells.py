@@ -48,6 +48,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "TOPR": {"name": "topr"},
     "Weighted TOPR": {"name": "weighted_topr"},
     "GSPO": {"name": "gspo"},
+    "GSPO, clip 0.2": {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2},
 }
 """Keys of [algorithm]: presets, with nothing changed."""
 LAGS = (0, 2, 8)

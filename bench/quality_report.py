@@ -211,6 +211,9 @@ def write_report(finished: Finished, docs: Path) -> None:
 # ---- figures -------------------------------------------------------------------------------------------------------------
 
 
+COLUMNS = 3
+
+
 def draw(finished: Finished, path: Path, across: Callable[[Point], float], label: str) -> None:
     """A panel a loss, a line a lag: the mean over the seeds, with a band from the lowest to the highest."""
     import matplotlib
@@ -221,11 +224,14 @@ def draw(finished: Finished, path: Path, across: Callable[[Point], float], label
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     quiet: dict[Any, Any] = dict.fromkeys(inked, INK)
     with pyplot.rc_context({**quiet, "svg.hashsalt": "quality", "font.size": 9, "svg.fonttype": "none"}):
-        figure, axes = pyplot.subplots(2, 4, figsize=(11, 5), sharex=True, sharey=True, layout="constrained")
+        num_rows = -(-(len(LOSSES) + 1) // COLUMNS)  # one more, for what the lines are
+        figure, axes = pyplot.subplots(
+            num_rows, COLUMNS, figsize=(11, 2.5 * num_rows), sharex=True, sharey=True, layout="constrained"
+        )
         panels = list(axes.flat)
         for panel, loss in zip(panels, LOSSES, strict=False):
             _draw_panel(panel, finished, loss, across)
-        for panel, above in zip(panels[len(LOSSES) :], panels[len(LOSSES) - 4 :], strict=False):
+        for panel, above in zip(panels[len(LOSSES) :], panels[len(LOSSES) - COLUMNS :], strict=False):
             panel.axis("off")
             above.tick_params(labelbottom=True)
         handles, names = panels[0].get_legend_handles_labels()
