@@ -183,6 +183,14 @@ def test_a_critic_without_rows_stays_as_it_is_and_rows_that_are_not_finite_are_l
         asyncio.run(train(one, rows(2), 1))
 
 
+def test_a_critics_step_that_is_not_finite_is_counted_and_too_many_name_its_learning_rate() -> None:
+    far = [replace(row, returns=np.full(len(row.tokens), 3e38, np.float32)) for row in with_returns(rows(3))]
+    one = TorchCritic(make("qwen3"), CriticConfig(value_clip=None), max_skipped_steps=1)
+    assert asyncio.run(train(one, far, 1))[0]["skipped_steps"] == 1
+    with pytest.raises(LearnerError, match=r"learner\.max_skipped_steps = 1: set critic\.learning_rate lower"):
+        asyncio.run(train(one, far, 1))
+
+
 def test_a_critic_goes_on_from_its_snapshot_bit_for_bit(tmp_path: Path) -> None:
     some = with_returns(rows(6))
 

@@ -62,13 +62,18 @@ def value_loss(values_M: Tensor, old_M: Tensor, returns_M: Tensor, clip: float |
 class TorchCritic:
     """See `millstream.learner.Critic` for the promises. On the device where the model is, which becomes its body."""
 
-    def __init__(self, model: PreTrainedModel, config: CriticConfig, *, num_steps: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: CriticConfig, *, num_steps: int | None = None, max_skipped_steps: int = 3
+    ) -> None:
         check_layers(model)
         self._values, self._clip = Values(model), config.value_clip
         learner = LearnerConfig(
-            learning_rate=config.learning_rate, warmup_steps=config.warmup_steps, max_grad_norm=config.max_grad_norm
+            learning_rate=config.learning_rate,
+            warmup_steps=config.warmup_steps,
+            max_grad_norm=config.max_grad_norm,
+            max_skipped_steps=max_skipped_steps,
         )
-        self._optimizer = Optimizer(self._values, learner, num_steps=num_steps)
+        self._optimizer = Optimizer(self._values, learner, num_steps=num_steps, rate_key="critic.learning_rate")
         self._device = next(model.parameters()).device
         self._thread = DaemonThreads("critic", most=1)
         self._start_sums()
@@ -118,7 +123,7 @@ class TorchCritic:
         stepped = self._optimizer.step(self._num_tokens, [])
         metrics = self._metrics() | {"grad_norm": stepped.norm, "learning_rate": stepped.learning_rate}
         self._start_sums()
-        return metrics
+        return metrics | ({"skipped_steps": 1.0} if stepped.is_skipped else {})
 
     def _metrics(self) -> Metrics:
         """Of what it said before the step. Explained: the share of the returns' variance, 1 at best, below 0 where saying the

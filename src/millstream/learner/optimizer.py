@@ -22,6 +22,7 @@ from millstream.learner import LearnerConfig
 logger = logging.getLogger(__name__)
 State = dict[str, Any]
 MOST_NAMES = 8
+RATE = "learner.learning_rate (of supervised training: warmup.learning_rate)"
 
 
 def learning_rate_share(config: LearnerConfig, step: int, num_steps: int | None) -> float:
@@ -43,10 +44,13 @@ class Stepped(NamedTuple):
 
 
 class Optimizer:
-    """Of the parameters of a module that require a gradient. `num_steps`: how many there will be, for the schedule."""
+    """Of the parameters of a module that require a gradient. `num_steps`: how many there will be, for the schedule.
+    `rate_key`: what to set where steps fail."""
 
-    def __init__(self, module: nn.Module, config: LearnerConfig, *, num_steps: int | None) -> None:
-        self._config, self._num_steps = config, num_steps
+    def __init__(
+        self, module: nn.Module, config: LearnerConfig, *, num_steps: int | None, rate_key: str = RATE
+    ) -> None:
+        self._config, self._num_steps, self._rate_key = config, num_steps, rate_key
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise LearnerError("no parameter of the model requires a gradient: there is nothing to train")
@@ -116,7 +120,7 @@ class Optimizer:
             raise LearnerError(
                 f"the gradient of optimizer step {self.num_steps_done} is {norm}; {whose}. It is number "
                 f"{self._num_skipped_in_a_row} in a row, and learner.max_skipped_steps = {self._config.max_skipped_steps}: set "
-                "learner.learning_rate lower"
+                f"{self._rate_key} lower"
             )
 
     @torch.no_grad()
@@ -138,6 +142,12 @@ class Optimizer:
         if self._masters.keys() != state["masters"].keys():
             different = sorted(self._masters.keys() ^ state["masters"].keys())
             raise LearnerError(f"the checkpoint is of another model: it differs in {different[:4]}")
+        for name, master in self._masters.items():
+            if (found := state["masters"][name].shape) != master.shape:
+                raise LearnerError(
+                    f"the checkpoint is of another model: {name} has the shape {tuple(found)} there and {tuple(master.shape)} "
+                    "here. Set the model, and [learner.lora], as they were"
+                )
         for name, master in self._masters.items():
             master.copy_(state["masters"][name])
         self._publish()

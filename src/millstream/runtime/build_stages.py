@@ -93,7 +93,9 @@ def _build_critic(config: RunConfig, start: PreTrainedModel) -> TorchCritic | No
         if table.path is None
         else load_model(table.path, device=device, dtype=start.dtype)
     )
-    return TorchCritic(model, table, num_steps=config.pipeline.steps)
+    return TorchCritic(
+        model, table, num_steps=config.pipeline.steps, max_skipped_steps=config.learner.max_skipped_steps
+    )
 
 
 def build_stages(config: RunConfig, reference: TorchScorer | None, critic: TorchCritic | None) -> tuple[Stage, ...]:
