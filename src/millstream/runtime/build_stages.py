@@ -77,7 +77,9 @@ def _build_reference(config: RunConfig, start: PreTrainedModel, kept: Path | Non
     dtype: torch.dtype = start.dtype if table.dtype is None else getattr(torch, table.dtype)
     path = table.path or kept
     if path is None:  # merged, as it is saved: a life of the run that reads it has the same numbers
-        model = copy.deepcopy(start if lora_of(start) is None else merged(start)).to(device=device, dtype=dtype)
+        model = copy.deepcopy(start if lora_of(start) is None else merged(start)).to(device)
+        for parameter in model.parameters():  # and no buffers, as when it is read: positions are computed in float32
+            parameter.data = parameter.data.to(dtype)
     else:
         model = load_model(path, device=device, dtype=dtype)
     return TorchScorer(model, temperature=config.rollout.temperature)
