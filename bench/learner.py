@@ -120,7 +120,8 @@ def wait(device: str) -> None:
 def ours(shape: Shape, device: str, dtype: torch.dtype, **options: bool) -> Callable[[list[TrainRow]], None]:
     model = new_model(config_of(shape), seed=0, dtype=dtype).to(device)
     objective = recipe.objective(AlgorithmConfig(name="dapo"), max_tokens=4096)
-    learner = TorchLearner(model, LearnerConfig(learning_rate=1e-6, **options), objective)
+    config = LearnerConfig(learning_rate=1e-6, micro_batch_tokens=shape.micro_batch_tokens, **options)
+    learner = TorchLearner(model, config, objective)
 
     async def train(rows: list[TrainRow]) -> None:
         packer = Packer(shape.micro_batch_tokens)

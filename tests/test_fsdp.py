@@ -223,8 +223,32 @@ def test_log_probabilities_are_those_of_one_whatever_rank_has_the_row(two: Train
     weights = asyncio.run(two_learner.weights())
     one = one_learner(CASE)
     load_weights(one.model, weights)
-    for found, expected in zip(asyncio.run(two_learner.logprobs(rows)), asyncio.run(one.logprobs(rows)), strict=True):
-        assert np.allclose(found, expected, atol=1e-4)
+    assert_logprobs(asyncio.run(two_learner.logprobs(rows)), asyncio.run(one.logprobs(rows)))
+
+
+def test_what_was_measured_before_a_restore_or_a_step_is_not_measured_again(
+    one: Trained, two: Trained, two_learner: FsdpLearner
+) -> None:
+    """Without a backward pass after it, a rank would keep whole weights that are no longer those of its shards."""
+    rows = batch(0)[0]
+
+    async def program() -> None:
+        await two_learner.logprobs(rows)
+        two_learner.restore(one.halfway)
+        alone = one_learner(CASE)
+        alone.restore(one.halfway)
+        assert_logprobs(await two_learner.logprobs(rows), await alone.logprobs(rows))
+        for learner in (two_learner, alone):
+            await learner.accumulate(rows)
+            await learner.logprobs(rows)
+            await learner.step()
+        assert_logprobs(await two_learner.logprobs(rows), await alone.logprobs(rows))
+
+    asyncio.run(program())
+
+
+def assert_logprobs(found: list[Any], expected: list[Any]) -> None:
+    assert all(np.allclose(mine, theirs, atol=1e-4) for mine, theirs in zip(found, expected, strict=True))
 
 
 @pytest.mark.slow

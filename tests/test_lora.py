@@ -25,7 +25,7 @@ from millstream.config import load
 from millstream.engine import EngineConfig
 from millstream.engine.batching import Batcher
 from millstream.engine.torch import TorchEngine
-from millstream.errors import ConfigError, EngineError, ModelError
+from millstream.errors import ConfigError, EngineError, LearnerError, ModelError
 from millstream.events.sinks import MemorySink
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
@@ -230,6 +230,12 @@ def test_a_snapshot_holds_adapters_and_their_optimizer_alone_and_training_goes_o
     asyncio.run(program())
 
 
+def test_a_snapshot_of_adapters_of_another_rank_is_refused_with_what_to_set(tmp_path: Path) -> None:
+    asyncio.run(learner().snapshot()).write(tmp_path)
+    with pytest.raises(LearnerError, match=r"lora_A.* has the shape \(4, .* there and \(8, .*\[learner.lora\]"):
+        learner(adapted(lora=LoraConfig(rank=8))).restore(tmp_path)
+
+
 def test_with_mini_batches_the_proximal_policy_is_that_of_the_batchs_start() -> None:
     async def program() -> None:
         one = TorchLearner(
@@ -283,6 +289,8 @@ def config_for(folder: Path) -> RunConfig:
     changes = {
         "run_dir": folder,
         "learner.lora.rank": 4,
+        "algorithm.kl": "loss",
+        "algorithm.kl_coefficient": 0.1,
         "warmup.max_steps": 12,
         "warmup.check_every": 12,
         "warmup.learning_rate": 1e-2,

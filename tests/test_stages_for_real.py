@@ -29,9 +29,11 @@ from millstream.learner import CriticConfig
 from millstream.learner.critic import TorchCritic
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.torch import TorchLearner
+from millstream.model.adapters import merged
 from millstream.model.load import save_model
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
-from millstream.runtime.build import build_engine
+from millstream.runtime.build import build_engine, build_model
+from millstream.runtime.build_stages import build_staff
 from millstream.runtime.check import check_parts
 from millstream.runtime.config import RunConfig
 from millstream.runtime.pipeline import Algorithm, Parts, Pipeline
@@ -40,6 +42,7 @@ from millstream.runtime.schedule import PipelineConfig
 from millstream.runtime.stages import REFERENCE, VALUES, Stage, store_tasks
 from millstream.runtime.waits import Waits
 from millstream.store.memory import MemoryStore
+from millstream.testing.learner import make_rows
 from millstream.types import Floats, Task, TrainRow, Weights
 from millstream.weights.local import LocalChannel
 from runs import assert_clean
@@ -133,6 +136,26 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.get_output_embeddings().weight.mul_(8)
     save_model(model, tokenizer, folder := tmp_path_factory.mktemp("teacher"))
     return folder
+
+
+@pytest.mark.parametrize("lora", [[], ["learner.lora.rank=2"]], ids=["whole", "lora"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_reference_that_is_the_start_says_what_the_policy_says_and_what_it_says_when_it_is_read_again(
+    dtype: str, lora: list[str], tmp_path: Path
+) -> None:
+    """Bit for bit: positions are not rounded to 16 bits where the weights are."""
+    changes = [f"model.dtype={dtype}", "algorithm.kl=loss", "algorithm.kl_coefficient=0.1", *lora]
+    (tmp_path / "config.toml").write_text(CONFIG)
+    config = load(tmp_path / "config.toml", RunConfig, changes)
+    model, tokenizer = build_model(config.model, seed=0, lora=config.learner.lora)
+    save_model(model if not lora else merged(model), tokenizer, tmp_path / "kept")
+    some = [row for row in make_rows(10) if row.loss_mask.any()]
+    expected = asyncio.run(TorchLearner(model, config.learner, recipe.supervised()).logprobs(some))
+    for kept in (None, tmp_path / "kept"):
+        reference = build_staff(config, model, kept).reference
+        assert reference is not None
+        for row, found, own in zip(some, asyncio.run(reference.score(some)), expected, strict=True):
+            assert np.array_equal(found[row.loss_mask], own)
 
 
 def test_distillation_brings_the_student_to_the_teacher_whatever_the_rewards_say(tmp_path: Path, teacher: Path) -> None:

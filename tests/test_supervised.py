@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
 import signal
 import sys
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from rich.console import Console
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
@@ -30,8 +33,10 @@ from millstream.events import Evaluated, Event, WarmedUp, WarmupSealed
 from millstream.events.sinks import MemorySink, read_events
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
+from millstream.runtime import build
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run
 from millstream.runtime.local import evaluate_model, resume, train
+from millstream.runtime.supervised import learner_config
 from millstream.runtime.waits import Waits
 from millstream.runtime.warmup import Checks, WarmedUpSoFar, batches, micro_batches, warm_up
 from millstream.seeds import derive_seed
@@ -171,6 +176,13 @@ def test_training_that_goes_on_has_the_batches_that_were_still_to_come() -> None
     assert script.skipped == 8
 
 
+def test_what_bounds_memory_and_time_is_that_of_the_learners_table() -> None:
+    table = LearnerConfig(micro_batch_tokens=96, ranks=2, recompute=True, compile=True, max_skipped_steps=0)
+    config = structs.replace(config_of(model={"tiny": {}}, warmup={"learning_rate": 0.5}), learner=table)
+    assert config.warmup is not None
+    assert learner_config(config, config.warmup) == structs.replace(table, learning_rate=0.5)
+
+
 def test_a_model_in_bfloat16_may_be_another_learners_when_the_first_has_closed() -> None:
     async def program() -> None:
         model = make("qwen3").to(torch.bfloat16)
@@ -249,6 +261,27 @@ def test_the_commands_that_read_a_run_read_one_of_supervised_training(whole: Pat
              "rollout": {"max_tokens": 4}, "engine": {"process": False}}, RunConfig, where="")
     )  # fmt: skip
     assert found.accuracy == json.loads((whole / "summary.json").read_text())["accuracy_after"]
+
+
+def test_when_reinforcement_begins_nothing_is_left_of_the_supervised_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its masters and moments are several times the model."""
+    build_learner, built = build.build_learner, list[weakref.ref[Any]]()
+    left: list[list[bool]] = []
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        gc.collect()
+        left.append([one() is not None for one in built])
+        learner = build_learner(*arguments, **options)
+        built.append(weakref.ref(learner))
+        return learner
+
+    monkeypatch.setattr(build, "build_learner", watched)
+    config = run_config(tmp_path, epochs=1)
+    pipeline = structs.replace(config.pipeline, steps=1, groups_per_step=1, filter_zero_signal=False)
+    train(structs.replace(config, pipeline=pipeline))
+    assert left == [[], [False]]
 
 
 class AtStep:

@@ -22,6 +22,8 @@ from millstream.learner import LearnerConfig
 logger = logging.getLogger(__name__)
 State = dict[str, Any]
 MOST_NAMES = 8
+RATES = {"learner": "learner.learning_rate (of supervised training: warmup.learning_rate)"}
+"""What to set lower, where it is not the table's own."""
 
 
 def learning_rate_share(config: LearnerConfig, step: int, num_steps: int | None) -> float:
@@ -119,7 +121,8 @@ class Optimizer:
         if self._num_skipped_in_a_row > self._config.max_skipped_steps:
             raise LearnerError(
                 f"the gradient of {step} is {norm}; {whose}. It is number {self._num_skipped_in_a_row} in a row, and "
-                f"{self._table}.max_skipped_steps = {self._config.max_skipped_steps}: set {self._table}.learning_rate lower"
+                f"{self._table}.max_skipped_steps = {self._config.max_skipped_steps}: set "
+                f"{RATES.get(self._table, f'{self._table}.learning_rate')} lower"
             )
 
     @torch.no_grad()
@@ -141,6 +144,12 @@ class Optimizer:
         if self._masters.keys() != state["masters"].keys():
             different = sorted(self._masters.keys() ^ state["masters"].keys())
             raise LearnerError(f"the checkpoint is of another model: it differs in {different[:4]}")
+        for name, master in self._masters.items():
+            if (found := state["masters"][name].shape) != master.shape:
+                raise LearnerError(
+                    f"the checkpoint is of another model: {name} has the shape {tuple(found)} there and {tuple(master.shape)} "
+                    "here. Set the model, and [learner.lora], as they were"
+                )
         for name, master in self._masters.items():
             master.copy_(state["masters"][name])
         self._publish()

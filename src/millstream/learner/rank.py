@@ -190,6 +190,10 @@ class Rank:
         """The policy's log-probabilities of each row's trained tokens, as it is now."""
         batch = self._rows(rows or [NOTHING])
         found = self.policy(batch.tokens_N, batch.packed, batch.before_M, batch.targets_M)
+        if (
+            self._is_one_of_several
+        ):  # no backward pass follows: what it gathered would be stale after a step or a restore
+            self.policy.reshard()  # type: ignore[operator]
         return batch.per_row(found.logprobs_M) if rows else []
 
     def tally(self) -> Tally:

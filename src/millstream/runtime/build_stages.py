@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millstream.errors import ConfigError, ModelError
 from millstream.learner.critic import TorchCritic
 from millstream.learner.scorer import TorchScorer
+from millstream.model.adapters import lora_of, merged
 from millstream.model.load import load_model, load_tokenizer
 from millstream.model.where import check_path
 from millstream.runtime.config import RunConfig, critic_of, reference_of
@@ -75,8 +76,10 @@ def _build_reference(config: RunConfig, start: PreTrainedModel, kept: Path | Non
     device = table.device or str(start.device)
     dtype: torch.dtype = start.dtype if table.dtype is None else getattr(torch, table.dtype)
     path = table.path or kept
-    if path is None:
-        model = copy.deepcopy(start).to(device=device, dtype=dtype)
+    if path is None:  # merged, as it is saved: a life of the run that reads it has the same numbers
+        model = copy.deepcopy(start if lora_of(start) is None else merged(start)).to(device)
+        for parameter in model.parameters():  # and no buffers, as when it is read: positions are computed in float32
+            parameter.data = parameter.data.to(dtype)
     else:
         model = load_model(path, device=device, dtype=dtype)
     return TorchScorer(model, temperature=config.rollout.temperature)

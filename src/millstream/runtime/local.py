@@ -330,6 +330,8 @@ class _Run:
         self._pipeline: Pipeline | None = None
         self._checkpoints: Checkpoints | None = None
         self._supervised: Supervised | None = None
+        self._supervised_step = 0
+        """That of its newest checkpoint, when it has ended."""
         self._found_supervised = None if before is None else before.supervised
         self._stopped_by: signal.Signals | None = None
         self._grace: asyncio.TimerHandle | None = None
@@ -392,8 +394,8 @@ class _Run:
         resumed_from = None if self._found is None else self._version
         version = resumed_from if self._checkpoints is None else self._checkpoints.version
         kept = "nothing was trained yet" if version is None else f"the checkpoint of step {version} is written"
-        if version is None and self._supervised is not None and self._supervised.step_kept:
-            kept = f"the checkpoint of supervised step {self._supervised.step_kept} is written"
+        if version is None and self._supervised_step:
+            kept = f"the checkpoint of supervised step {self._supervised_step} is written"
         by = signal.Signals(self._stopped_by or 0).name
         return f"stopped by {by}; {kept}. To go on:\n  {resume_command(self._folder.path)}"
 
@@ -529,6 +531,8 @@ class _Run:
             load_weights(prepared.model, weights)  # where the learner has changed another copy
         finally:
             self._end_grace()
+            self._supervised_step = self._supervised.step_kept
+            self._supervised = None  # with its learner, whose masters and moments are several times the model
             await learner.close()
 
     def _build_supervised(

@@ -33,6 +33,7 @@ def learner_config(config: RunConfig, warmup: WarmupConfig) -> LearnerConfig:
     """Its own learning rate; of the `[learner]` table, what is about memory, speed and numbers that are not finite."""
     return structs.replace(
         LearnerConfig(learning_rate=warmup.learning_rate, schedule=warmup.schedule, warmup_steps=warmup.warmup_steps),
+        micro_batch_tokens=config.learner.micro_batch_tokens,
         recompute=config.learner.recompute,
         compile=config.learner.compile,
         max_skipped_steps=config.learner.max_skipped_steps,
