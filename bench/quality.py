@@ -1,4 +1,4 @@
-"""Is asynchronous training as good as synchronous? Seven losses at max_lag 0, 2 and 8, five seeds, the same samples for all.
+"""Is asynchronous training as good as synchronous? Eight losses at max_lag 0, 2 and 8, five seeds, the same samples for all.
 
 `run` trains what is missing in FOLDER and can be stopped and started as one likes, here or on another machine: all it knows is
 in seven small files there. `report` writes the generated part of docs/quality.md and its two figures; with `--json` it prints

@@ -50,7 +50,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "GSPO": {"name": "gspo"},
     "GSPO, clip 0.2": {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2},
 }
-"""Keys of [algorithm]: presets, with nothing changed."""
+"""Keys of [algorithm]: presets, with nothing changed but one clip."""
 LAGS = (0, 2, 8)
 WARM_UP = "warm-up.json"
 
