@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +24,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
+from typer.testing import CliRunner
 
+from millstream.cli.main import app
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig, EngineStats, OnSampled
 from millstream.env.bytes_text import Bytes
@@ -31,6 +35,7 @@ from millstream.events.sinks import MemorySink
 from millstream.model.load import save_model, set_up_cpu
 from millstream.model.tiny import TinyShape, tiny_model
 from millstream.runtime.build import Text, build_engine
+from millstream.serve import openai as service
 from millstream.serve.openai import ModelServiceConfig, Served, serve
 from millstream.serve.sessions import SessionLimits
 from millstream.serve.speech import Speech
@@ -41,6 +46,7 @@ from tiny import plain
 CONTEXT = 256
 TOKEN = "a-token-of-the-tests"
 Json = dict[str, Any]
+DOCS = (Path(__file__).parent.parent / "docs/serving.md").read_text()
 HTTP = httpx.Client(timeout=20, trust_env=False)
 
 
@@ -261,6 +267,12 @@ def test_models_are_listed_and_others_are_not_found(client: openai.OpenAI, url: 
     assert get(url, "/health").json()["status"] == "ok"
     assert get(url, "/v1/nothing").json()["error"]["type"] == "invalid_request_error"
     assert get(url, "/v1/completions").status_code == 405
+
+
+def test_what_the_docs_show_runs_as_it_is(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", DOCS, flags=re.S)
+    exec(shown.replace("http://127.0.0.1:8000", url), {})
+    assert "[" in capsys.readouterr().out
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
@@ -530,6 +542,15 @@ def test_garbage_and_bodies_that_are_too_large_are_refused(url: str) -> None:
     assert large.status_code == 413 and "100000 bytes" in large.json()["error"]["message"]
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "BODY_S", 0.2)
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as line:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
+        line.sendall(head.encode() + b'{"prompt"')
+        assert line.recv(4096).startswith(b"HTTP/1.1 408")
+
+
 def test_more_requests_than_the_limit_are_told_to_come_again_and_the_client_does() -> None:
     with scripted("slow...", "ok", step_s=0.02, max_requests=1) as (url, _):
         slow = threading.Thread(
@@ -651,6 +672,19 @@ def test_whatever_is_sent_the_answer_is_one_or_a_refusal(url: str, path: str, bo
     assert get(url, "/health").status_code == 200
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD"]),
+    path=st.sampled_from(["/v1/sessions/", "/v1/models/", "/v1/chat/completions", "/health", "/"]),
+    rest=st.text("ab./%?#\\é", max_size=6),
+    session_id=st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=6),
+)
+def test_wherever_it_is_sent_and_by_whatever_name(url: str, method: str, path: str, rest: str, session_id: str) -> None:
+    headers = {"x-session-id": session_id.strip().encode("latin-1")}
+    found = HTTP.request(method, f"{url}{path}{rest}", headers=headers, json={"messages": [user("a")], "max_tokens": 1})
+    assert found.status_code < 500, (found.status_code, found.text)
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -670,3 +704,18 @@ def test_a_checkpoint_is_served_by_one_command_until_it_is_stopped(model: PreTra
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(30) in (0, 130)
+
+
+def test_a_model_that_is_not_there_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["serve", str(tmp_path / "nothing")])
+    assert result.exit_code == 1 and "no such folder" in result.output and "serve FOLDER" in result.output
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--host", "0.0.0.0"], env={"MILLSTREAM_TOKEN": ""})
+    assert result.exit_code == 1 and "token" in result.output
+
+
+@pytest.mark.parametrize("wrong", [{"max_body_bytes": 0}, {"max_requests": 0}, {"port": 70_000}])
+def test_limits_that_cannot_be_are_refused(wrong: Json) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        ModelServiceConfig(**wrong)
+    with pytest.raises(ValueError, match="above 0"):
+        SessionLimits(idle_s=0)

@@ -11,8 +11,10 @@ from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.events import Event
 from millstream.model.load import context_length, set_up_cpu
+from millstream.model.where import check_path
 from millstream.runtime.build import Text, build_engine, build_model, end_tokens
 from millstream.runtime.config import ModelConfig
+from millstream.runtime.folder import program
 from millstream.serve.gate import check_token
 from millstream.serve.openai import ModelServiceConfig, Served, serve
 
@@ -58,13 +60,15 @@ def run(
 ) -> None:
     """Until a signal comes. `on_ready` is told where it listens, and the model's name."""
     check_token(service.host, token)
+    if config.model.path is not None:
+        check_path(config.model.path, "MODEL", f"{program()} serve ")
     set_up_cpu()
 
-    async def program() -> None:
+    async def serving() -> None:
         served = build(config)
         try:
             await serve(served, service, token=token, on_ready=lambda url: on_ready(url, served.name))
         finally:
             await served.engine.close()
 
-    asyncio.run(program())
+    asyncio.run(serving())

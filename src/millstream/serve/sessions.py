@@ -26,8 +26,8 @@ class SessionLimits(Struct, frozen=True, kw_only=True):
     most: int = 1024
     idle_s: float = 3600.0
     """Without a call for so long, it is forgotten."""
-    tokens: int = 1 << 20
-    """Of all parts of one session."""
+    tokens: int = 1 << 18
+    """Of all parts of one session. Each takes some 100 bytes of memory."""
 
     def __post_init__(self) -> None:
         if self.most < 1 or self.idle_s <= 0 or self.tokens < 1:
