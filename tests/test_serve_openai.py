@@ -30,7 +30,7 @@ from millstream.cli.main import app
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig, EngineStats, OnSampled
 from millstream.env.bytes_text import Bytes
-from millstream.errors import ConfigError, EngineError
+from millstream.errors import ConfigError, EngineError, RequestRefused
 from millstream.events.sinks import MemorySink
 from millstream.model.load import save_model, set_up_cpu
 from millstream.model.tiny import TinyShape, tiny_model
@@ -92,6 +92,17 @@ class ScriptedEngine:
 class BrokenEngine(ScriptedEngine):
     async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
         raise EngineError("engine broke: on purpose")
+
+
+class RefusingEngine(ScriptedEngine):
+    """Knows a limit that the service was not told of. Everything but the first answer goes on for long."""
+
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
+        if not self.requests:
+            self.requests.append(request)
+            await asyncio.sleep(0.05)
+            raise RequestRefused("never, on purpose")
+        return await super().generate(request, on_sampled)
 
 
 def served(text: Text, engine: Engine, *, context: int = CONTEXT) -> Served:
@@ -444,7 +455,7 @@ def test_sessions_are_bounded_in_number_time_and_tokens() -> None:
         assert full.headers["retry-after"]
         crowded = ask("1", "b" * 30)
         assert crowded.status_code == 400 and "more than its 60" in crowded.json()["error"]["message"]
-        assert "begin another session" in ask("1", max_tokens=59).json()["error"]["message"]
+        assert "by 42: begin another session" in ask("1", max_tokens=59).json()["error"]["message"]
         assert ask("1", n=2).json()["error"]["param"] == "n" and ask("a/b").json()["error"]["param"] == "session_id"
         time.sleep(1.1)
         assert ask("3").status_code == 200 and get(url, "/v1/sessions/1").status_code == 404
@@ -592,6 +603,17 @@ def test_an_engine_that_broke_is_said_so_in_answers_streams_and_health() -> None
         assert get(url, "/health").status_code == 503
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_answer_that_the_engine_refuses_is_told_and_those_beside_it_are_aborted(is_streamed: bool) -> None:
+    text = text_with(CHATML)
+    engine = RefusingEngine(text, ["on...", "on..."], step_s=0.02)
+    with listening(lambda: served(text, engine)) as url:
+        body: Json = {"prompt": "a", "n": 3, "stream": is_streamed, "max_tokens": 200}
+        found = post(url, "/v1/completions", body)
+        assert found.status_code == (200 if is_streamed else 400) and "never, on purpose" in found.text
+        assert len(engine.aborted) == 2 and get(url, "/health").status_code == 200
+
+
 # ---- who hangs up ----------------------------------------------------------------------------------------------------
 
 
@@ -689,6 +711,7 @@ def test_wherever_it_is_sent_and_by_whatever_name(url: str, method: str, path: s
 
 
 def test_a_checkpoint_is_served_by_one_command_until_it_is_stopped(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Takes its seconds: two processes, the service and its engine, import torch."""
     save_model(model, TEXT.tokenizer, tmp_path / "model")
     command = [sys.executable, "-m", "millstream.cli.main", "serve", str(tmp_path / "model"), "--name", "mine"]
     child = subprocess.Popen(

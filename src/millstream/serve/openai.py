@@ -33,7 +33,7 @@ from starlette.routing import Route
 from millstream.clock import Clock, RealClock
 from millstream.engine import Engine
 from millstream.env import Text
-from millstream.errors import DataError, EngineError, EnvironmentFailed
+from millstream.errors import DataError, EngineError, EnvironmentFailed, RequestRefused
 from millstream.seeds import derive_seed
 from millstream.serve.answers import DONE, Writer, event, fault, refusal, reply
 from millstream.serve.asks import Ask, BadAsk, Body, ChatBody, CompletionBody, Prompt, ask_of
@@ -220,7 +220,8 @@ class ModelService:
             why = f"a prompt of {len(tokens)} tokens{asked} exceeds the context of {context} tokens"
             raise BadAsk(why, "messages" if ask.is_chat else "prompt", code="context_length_exceeded")
         if session_room is not None and session_room < (ask.max_tokens or 1):
-            why = f"a prompt of {len(tokens)} tokens{asked} exceeds what the session may hold by {-session_room}"
+            excess = (ask.max_tokens or 1) - session_room
+            why = f"a prompt of {len(tokens)} tokens{asked} exceeds what the session may hold by {excess}"
             raise BadAsk(f"{why}: begin another session", "session_id")
         return ask.max_tokens or min(room, room if session_room is None else session_room)
 
@@ -229,10 +230,15 @@ class ModelService:
     async def _all(self, answering: Answering, on_piece: OnPiece | None = None) -> list[Said]:
         """All answers, in the order of their prompts. What was said in a session is then part of it."""
         indices = range(len(answering.prompts) * answering.ask.num_choices)
-        found = list(await asyncio.gather(*(self._say(answering, index, on_piece) for index in indices)))
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._say(answering, index, on_piece)) for index in indices]
+        except ExceptionGroup as failed:  # one is enough to say why; the others were aborted
+            raise failed.exceptions[0] from None
+        found = [task.result() for task in tasks]
         if answering.turn is not None:
-            (speech, finish), ends = found[0], self._served.end_tokens
-            is_ended_by_model = not speech.is_stopped and speech.tokens[-1] in ends
+            speech, finish = found[0]
+            is_ended_by_model = speech.tokens[-1] in self._served.end_tokens
             self._sessions.end(answering.turn, speech, finish, is_ended_by_model=is_ended_by_model)
         return found
 
@@ -255,16 +261,17 @@ class ModelService:
             begin = len(speech.tokens)
             rest = (completion.tokens[begin:], completion.logprobs[begin:], completion.versions[begin:])
             speech.hear(Sampled(*rest))
+            speech.end()
             finish = Finish.STOP if speech.is_stopped else completion.finish
         except asyncio.CancelledError:
             if not speech.is_stopped or _is_cancelled():
                 raise
+            speech.end()
         except EngineError as broken:
             self._broken = str(broken)
             raise
         if finish is Finish.ABORT:
             raise EngineError("the engine was closed before the answer was done")
-        speech.end()
         if on_piece is not None:
             on_piece(index, speech.take(), None)
             on_piece(index, None, finish)
@@ -298,8 +305,8 @@ class ModelService:
             if usage is not None:
                 yield event(usage)
             yield DONE
-        except EngineError as broken:
-            yield event({"error": fault(503, str(broken))})
+        except (EngineError, RequestRefused) as wrong:
+            yield event({"error": fault(503 if isinstance(wrong, EngineError) else 400, str(wrong))})
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
@@ -333,6 +340,7 @@ def make_app(
             Refused: lambda request, wrong: _refused(wrong),
             DataError: lambda request, wrong: refusal(400, str(wrong), param="messages"),
             EnvironmentFailed: lambda request, wrong: refusal(400, str(wrong), param="messages"),
+            RequestRefused: lambda request, wrong: refusal(400, str(wrong)),
             EngineError: lambda request, wrong: refusal(503, str(wrong)),
             HungUp: lambda request, wrong: Response(status_code=HUNG_UP),
             ClientDisconnect: lambda request, wrong: Response(status_code=HUNG_UP),

@@ -81,9 +81,8 @@ class Speech:
         end = len(window) - (0 if is_last else min(num_unknown, MOST_UNCERTAIN))
         new = window[self._num_seen : end]
         self._num_seen = max(self._num_seen, end)
-        if (
-            new and not num_unknown
-        ):  # the tokens since the mark stay in the window: some decode differently at the beginning
+        if new and not num_unknown:
+            # the tokens since the mark stay in the window: some decode differently where they come first
             self._begin, self._mark = self._mark, len(self.tokens)
             self._num_seen = len(self._text.decode(self.tokens[self._begin :]))
         if new:
