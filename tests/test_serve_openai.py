@@ -40,7 +40,7 @@ from millstream.serve.openai import ModelServiceConfig, Served, serve
 from millstream.serve.sessions import SessionLimits
 from millstream.serve.speech import Speech
 from millstream.types import Completion, Finish, Message, Request, RequestKey, Sampled, Weights
-from talk import CHATML, text_with
+from talk import CHATML, NO_SYSTEM, text_with
 from tiny import plain
 
 CONTEXT = 256
@@ -248,6 +248,20 @@ def test_a_completion_takes_text_and_token_ids_and_lists_of_either(client: opena
     assert [c.text for c in several.choices] == [by_text.choices[n].text for n in (0, 0, 1, 1)]
     usual: Any = client.completions.create(model="tiny", prompt="abc", temperature=0)
     assert len(usual.choices[0].token_ids) == 16
+
+
+def test_many_at_once_get_what_each_would_get_alone(client: openai.OpenAI, url: str) -> None:
+    prompts = [f"{number}+{number}=" for number in range(24)]
+    greedy: Json = {"model": "tiny", "temperature": 0, "max_tokens": 12}
+
+    async def together() -> list[str]:
+        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as many:
+            found = await asyncio.gather(*(many.completions.create(prompt=prompt, **greedy) for prompt in prompts))
+        return [one.choices[0].text for one in found]
+
+    alone = client.completions.create(prompt=prompts, **greedy)
+    assert asyncio.run(together()) == [choice.text for choice in alone.choices]
 
 
 def test_a_seed_repeats_an_answer_and_the_answers_of_one_request_differ(client: openai.OpenAI) -> None:
@@ -601,6 +615,14 @@ def test_an_engine_that_broke_is_said_so_in_answers_streams_and_health() -> None
         with pytest.raises(openai.APIError, match="on purpose"):
             list(client_of(url).completions.create(model="tiny", prompt="a", stream=True))
         assert get(url, "/health").status_code == 503
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, "{{ messages[0].role + 1 }}", "{{ messages[7].content }}", None])
+def test_a_chat_that_the_template_cannot_show_is_refused(template: str | None) -> None:
+    text = text_with(template)
+    with listening(lambda: served(text, ScriptedEngine(text))) as url:
+        found = post(url, "/v1/chat/completions", {"messages": [{"role": "system", "content": "a"}]})
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "messages"), found.text
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

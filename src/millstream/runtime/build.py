@@ -104,7 +104,7 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
         chat = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # a template may add what cannot be added
             roles = ", ".join(message.role for message in messages)
             raise DataError(f"the model's chat template refuses a chat of {roles}: {error}") from error
 

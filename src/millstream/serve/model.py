@@ -44,11 +44,13 @@ class Nowhere:
 def build(config: ServedConfig) -> Served:
     """Must be called on the event loop that serves it. The engine is to be closed by whoever called."""
     model, tokenizer = build_model(config.model, seed=0)
+    text = Text(tokenizer=tokenizer, most_prompts_kept=1)  # prompts of strangers, of any length
+    text.encode(" ")  # the first call settles how it cuts and pads: that must not change while others use it
     limits = [length for length in (context_length(model), config.max_length) if length is not None]
     return Served(
         name=config.name or config.model.path or "tiny",
         engine=build_engine(config.engine, model, clock=RealClock(), sink=Nowhere()),
-        text=Text(tokenizer=tokenizer, most_prompts_kept=1),  # prompts of strangers, of any length
+        text=text,
         end_tokens=end_tokens(model, tokenizer),
         vocabulary=int(model.get_input_embeddings().num_embeddings),
         context=min(limits, default=USUAL_CONTEXT),
