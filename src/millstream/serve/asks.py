@@ -1,7 +1,8 @@
 """What is asked of a model over HTTP, in OpenAI's words, and read into ours.
 
 A parameter that would change the answer and that is not supported is refused by name, and so is one that is unknown: nothing
-is ignored but what says who asks (`IGNORED`). Values that change nothing (`top_p = 1`, an empty list of tools) are taken.
+is ignored but what says who asks (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`). Values that
+change nothing (`top_p = 1`, an empty list of tools) are taken.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from millstream.types import Message
 Prompt = str | tuple[int, ...] | tuple[Message, ...]
 """Text, token ids, or a chat."""
 
-IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 MOST_STOPS, MOST_STOP_CHARACTERS = 4, 256
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.001, 2.0
 MOST_CHOICES = 128
