@@ -25,7 +25,7 @@ from millstream.events import Span
 from millstream.events.sinks import MemorySink
 from millstream.runtime.build import build_engine
 from millstream.seeds import derive_seed
-from millstream.types import Completion, Finish, RequestKey, Sampling
+from millstream.types import Completion, Finish, RequestKey, Sampled, Sampling
 from tiny import CONFIGS, VOCABULARY, make, plain, prompts, request
 
 
@@ -248,6 +248,20 @@ def test_many_requests_at_once_get_what_each_would_get_alone(engine: MakeEngine)
         alone = [await e.generate(one) for one in asked[:5]]
         assert [c.tokens for c in together[:5]] == [c.tokens for c in alone]
         assert e.stats().requests_finished == 25 and e.stats().running == 0
+        await e.close()
+
+    asyncio.run(program())
+
+
+def test_who_watches_a_request_hears_its_tokens_in_order_before_it_ends(engine: MakeEngine) -> None:
+    async def program() -> None:
+        e, heard, unheard = engine(), list[Sampled](), request(1, (7, 8, 9))
+        watched, plain_one = await asyncio.gather(e.generate(request(0, (4, 5, 6)), heard.append), e.generate(unheard))
+        assert len(heard) > 1, "as they come, not all at once"
+        for name in ("tokens", "logprobs", "versions"):
+            told = [value for sampled in heard for value in getattr(sampled, name)]
+            assert told == list(getattr(watched, name))[: len(told)] and len(told) >= len(watched.tokens) - 1
+        assert plain_one.tokens == (await e.generate(unheard)).tokens
         await e.close()
 
     asyncio.run(program())

@@ -71,6 +71,14 @@ class Finish(StrEnum):
     ABORT = "abort"
 
 
+class Sampled(Struct, frozen=True, array_like=True):
+    """Some tokens in a row of a request that is not done yet, as in a `Completion`."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+
 class Completion(Struct, frozen=True, kw_only=True):
     """What an engine sampled: token by token, the log-probability it was sampled with and the version that did it."""
 

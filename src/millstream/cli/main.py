@@ -1,4 +1,4 @@
-"""The commands: train, eval, env check, audit, report, trace, init, serve-store. No logic.
+"""The commands: train, eval, env check, audit, report, trace, init, serve, serve-store. No logic.
 
 Exit code 0, or 1 with a message that says what to type.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,13 +24,14 @@ from millstream.audit import lines as audit_lines
 from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text
 from millstream.cli.template import TEMPLATE
 from millstream.cli.view import View
+from millstream.engine import EngineConfig
 from millstream.errors import ConfigError, MillstreamError, Stopped
 from millstream.events import EventSink
 from millstream.events.bias import bias_report
 from millstream.events.sinks import read_history
 from millstream.runtime import trial_run
 from millstream.runtime.check import check_parts
-from millstream.runtime.config import RunConfig, check_run
+from millstream.runtime.config import ModelConfig, RunConfig, check_run
 from millstream.runtime.folder import RunFolder, program, resume_command
 from millstream.runtime.schedule import PipelineConfig
 
@@ -53,6 +55,17 @@ def main(
     ] = False,
 ) -> None:
     """Millstream: asynchronous reinforcement learning for language models."""
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
 
 
 Overrides = Annotated[
@@ -219,7 +232,9 @@ def evaluate(
             path, model = _config_in(path), model or str(path)
         config = configs.load(path, RunConfig, overrides or [])
         if model is not None:
-            config = structs.replace(config, model=structs.replace(config.model, path=_model_in(model), tiny=None))
+            config = structs.replace(
+                config, model=structs.replace(config.model, path=_model_in(model, "measuring"), tiny=None)
+            )
         measured = millstream.evaluate(config)
         measured = structs.replace(measured, samples=measured.samples[:show])
         if as_json:
@@ -231,14 +246,14 @@ def evaluate(
             console.out(f"accuracy, greedy   {measured.greedy:.3f}", highlight=False)
 
 
-def _model_in(path: str) -> str:
+def _model_in(path: str, what: str) -> str:
     """The model of a run, where a run folder is given."""
     folder = RunFolder(Path(path))
     if not folder.config.is_file():
         return path
     if not folder.model.is_dir():
         raise ConfigError(f"the run in {path} has no model yet. To go on with it:\n  {resume_command(folder.path)}")
-    errors.out(f"{path} is a run folder: measuring its model, {folder.model}", highlight=False)
+    errors.out(f"{path} is a run folder: {what} its model, {folder.model}", highlight=False)
     return str(folder.model)
 
 
@@ -299,6 +314,47 @@ def check_environment(
                 console.out(line, highlight=False)
     if not all(verdict.is_fit for verdict in verdicts):
         raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    path: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, a name on the hub, or a run folder.")
+    ],
+    name: Annotated[str | None, typer.Option("--name", help="What clients call it. Default: MODEL.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Beyond this machine only with a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: one that is free.")] = 8000,
+    device: Annotated[Device, typer.Option("--device", help="auto: a GPU if there is one.")] = Device.AUTO,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")] = Dtype.FLOAT32,
+    slots: Annotated[int, typer.Option("--slots", min=1, help="Answers decoded at the same time.")] = 32,
+    max_length: Annotated[
+        int | None,
+        typer.Option("--max-length", min=2, help="Tokens of a prompt and its answer. Default: the model's context."),
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option("--max-requests", min=1, help="At once; more are told to come again.")
+    ] = 256,
+    token: Annotated[
+        str | None,
+        typer.Option("--token", envvar="MILLSTREAM_TOKEN", help="What clients must send; better not typed here."),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API has it: completions, chats, streams, and sessions that become rollouts."""
+    with said():
+        from millstream.serve import model, openai
+
+        chosen = model.ServedConfig(
+            name=name or path,
+            max_length=max_length,
+            model=ModelConfig(path=_model_in(path, "serving"), device=device.value, dtype=dtype.value),
+            engine=EngineConfig(slots=slots),
+        )
+        model.run(
+            chosen,
+            openai.ModelServiceConfig(host=host, port=port, max_requests=max_requests),
+            token=token,
+            on_ready=lambda url, known_as: console.out(f"{known_as} is at {url}/v1", highlight=False),
+        )
 
 
 @app.command(name="serve-store")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
-from millstream.types import Completion, Request, RequestKey, Weights
+from millstream.types import Completion, Request, RequestKey, Sampled, Weights
+
+OnSampled = Callable[[Sampled], None]
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -52,9 +55,12 @@ class Engine(Protocol):
         """Of the weights that sample the next token."""
         ...
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
         """Blocks until the request stops, reaches its length, or is aborted. Raises `EngineError` if the engine
-        breaks, `RequestRefused` for a request that can never run."""
+        breaks, `RequestRefused` for a request that can never run.
+
+        `on_sampled` is told on this event loop, before this returns, what has been sampled: in order, each token at most
+        once. The last tokens, or all of them if the engine works so, come with the completion alone."""
         ...
 
     async def abort(self, key: RequestKey) -> None:

@@ -25,16 +25,16 @@ from millstream.errors import EngineError, ModelError, RequestRefused
 from millstream.model.adapters import trained_weights
 from millstream.model.attention import Packed, Rule, rows_of, scores, within_window
 from millstream.model.load import check_layers, context_length
-from millstream.types import Completion, Finish, Request, RequestKey, Weights
+from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Weights
 
 
 class InFlight:
     """One request on its way."""
 
-    __slots__ = ("finish", "logprobs", "request", "tokens", "versions")
+    __slots__ = ("finish", "is_watched", "logprobs", "num_told", "request", "tokens", "versions")
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, *, is_watched: bool = False) -> None:
+        self.request, self.is_watched, self.num_told = request, is_watched, 0
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -53,6 +53,11 @@ class InFlight:
             self.finish = Finish.STOP
         elif len(self.tokens) == self.request.sampling.max_tokens:
             self.finish = Finish.LENGTH
+
+    def news(self) -> Sampled:
+        """What was sampled since this was asked last."""
+        begin, self.num_told = self.num_told, len(self.tokens)
+        return Sampled(tuple(self.tokens[begin:]), tuple(self.logprobs[begin:]), tuple(self.versions[begin:]))
 
     def completion(self) -> Completion:
         return Completion(
@@ -94,9 +99,13 @@ class Batcher:
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, is_watched: bool = False) -> None:
         check_request(request, self._max_length)
-        self._waiting.append(InFlight(request))
+        self._waiting.append(InFlight(request, is_watched=is_watched))
+
+    def news(self) -> list[tuple[RequestKey, Sampled]]:
+        """Of the running requests that are watched: what each has sampled since this was asked last."""
+        return [(flight.request.key, flight.news()) for flight in self._running if flight.is_watched]
 
     @torch.inference_mode()
     def abort(self, key: RequestKey) -> Finished:

@@ -20,12 +20,12 @@ from typing import Any, Generic, Protocol, TypeVar
 from transformers import PreTrainedModel
 
 from millstream.clock import Clock
-from millstream.engine import EngineConfig, EngineStats
+from millstream.engine import EngineConfig, EngineStats, OnSampled
 from millstream.engine.batching import Batcher, check_request
 from millstream.engine.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume, Worker
 from millstream.errors import EngineError
 from millstream.events import EventSink, Span
-from millstream.types import Completion, Request, RequestKey, Weights
+from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 T = TypeVar("T")
 OnReport = Callable[[Report], None]
@@ -138,16 +138,16 @@ class TorchEngine:
     def version(self) -> int:
         return self._version
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
         check_request(request, self._max_length)
-        waiter = _Waiter[Completion]()
+        waiter = _Waiter[Completion](on_sampled)
         with self._lock:
             if request.key in self._requests:
                 raise EngineError(f"{request.key} is in flight already")
             self._raise_if_broken()
             self._requests[request.key] = waiter
         self._listen()
-        self._host.send(Add(request))
+        self._host.send(Add(request, on_sampled is not None))
         try:
             return await waiter.future
         except asyncio.CancelledError:
@@ -232,8 +232,10 @@ class TorchEngine:
                 tokens_generated=report.tokens_generated,
                 requests_finished=self._stats.requests_finished + len(report.finished),
             )
+            news = [(self._requests.get(key), sampled) for key, sampled in report.sampled]
             answers = [(self._requests.pop(key, None), completion) for key, completion in report.finished]
             orders = [(self._orders.pop(number, None), error) for number, error in report.done]
+        _tell([(waiter, sampled) for waiter, sampled in news if waiter is not None])
         _deliver([(waiter, completion, None) for waiter, completion in answers if waiter is not None])
         _deliver([(w, None, None if e is None else EngineError(e)) for w, e in orders if w is not None])
         for seconds, tokens in report.spans:
@@ -252,14 +254,28 @@ class TorchEngine:
 
 
 class _Waiter(Generic[T]):
-    """A future together with the loop that it belongs to."""
+    """A future together with the loop that it belongs to, and who is told of its tokens before that."""
 
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
+    def __init__(self, on_sampled: OnSampled | None = None) -> None:
+        self.loop, self.on_sampled = asyncio.get_running_loop(), on_sampled
         self.future: asyncio.Future[T] = self.loop.create_future()
 
 
 Answer = tuple[_Waiter[Any], Any, EngineError | None]
+News = tuple[_Waiter[Completion], Sampled]
+
+
+def _tell(news: list[News]) -> None:
+    """Before the answers of the same report are delivered: calls into a loop keep their order."""
+    for loop in {waiter.loop for waiter, _ in news}:
+        with suppress(RuntimeError):  # as below
+            loop.call_soon_threadsafe(_pass_on, [one for one in news if one[0].loop is loop])
+
+
+def _pass_on(news: list[News]) -> None:
+    for waiter, sampled in news:
+        if waiter.on_sampled is not None and not waiter.future.done():
+            waiter.on_sampled(sampled)
 
 
 def _deliver(answers: list[Answer]) -> None:

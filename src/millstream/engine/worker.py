@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from millstream.engine.batching import Batcher
 from millstream.errors import EngineError
-from millstream.types import Completion, Request, RequestKey, Weights
+from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 SPAN_S = 0.25
 """The longest stretch of work that is reported as one."""
@@ -21,6 +21,8 @@ SPAN_S = 0.25
 
 class Add(Struct, frozen=True, tag=True, array_like=True):
     request: Request
+    is_watched: bool = False
+    """Whether its tokens are reported as they come; else all together when it ends."""
 
 
 class Abort(Struct, frozen=True, tag=True, array_like=True):
@@ -61,6 +63,8 @@ class Report(Struct, array_like=True):
     """Stretches of decoding that ended now: seconds, and tokens generated."""
     broken: str | None = None
     """Why the worker can never go on, if it cannot."""
+    sampled: list[tuple[RequestKey, Sampled]] = []
+    """New tokens of requests that are watched and go on."""
 
 
 class Link(Protocol):
@@ -108,6 +112,7 @@ class Worker:
         if self._began is None:
             self._began, self._tokens_at_begin = time.monotonic(), self._batcher.tokens_generated
         self._report.finished += self._batcher.step()
+        self._report.sampled += self._batcher.news()
         if time.monotonic() - self._began >= SPAN_S:
             self._end_span()
 
@@ -120,7 +125,7 @@ class Worker:
     def _obey(self, command: Command) -> None:
         match command:
             case Add():
-                self._batcher.add(command.request)
+                self._batcher.add(command.request, is_watched=command.is_watched)
             case Abort():
                 self._report.finished += self._batcher.abort(command.key)
                 self._report.done.append((command.number, None))
@@ -142,7 +147,7 @@ class Worker:
         return None
 
     def _send_if_any(self) -> None:
-        if self._report.finished or self._report.done or self._report.spans:
+        if self._report.finished or self._report.done or self._report.spans or self._report.sampled:
             self._send()
 
     def _send(self) -> None:

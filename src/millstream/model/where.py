@@ -23,9 +23,11 @@ TOKENIZER_FILES = (
 MOST_NAMES = 8
 
 
-def check_path(path: str, key: str = "model.path") -> None:
-    """Raises `ModelError` for what is neither a checkpoint's folder nor can be a name on the hub; `key`: who names it."""
-    expected = f"{EXPECTED}: --set {key}=FOLDER"
+def check_path(path: str, key: str = "model.path", to_type: str | None = None) -> None:
+    """Raises `ModelError` for what is neither a checkpoint's folder nor can be a name on the hub; `key`: who names it;
+    `to_type`: what to type before another folder, where it is not a key of a config."""
+    to_type = to_type or f"--set {key}="
+    expected = f"{EXPECTED}: {to_type}FOLDER"
     folder = Path(path)
     if not folder.exists():
         if HUB_NAME.fullmatch(path) is None:
@@ -33,7 +35,7 @@ def check_path(path: str, key: str = "model.path") -> None:
     elif not folder.is_dir():
         raise ModelError(f"{key} = {path!r} is a file. {expected}")
     elif (folder / "config.toml").is_file():
-        raise ModelError(f"{path} is a run folder, and its model a folder in it: --set {key}={folder / 'model'}")
+        raise ModelError(f"{path} is a run folder, and its model a folder in it: {to_type}{folder / 'model'}")
     elif not (folder / "config.json").is_file():
         names = sorted(entry.name for entry in folder.iterdir())
         found = ", ".join([*names[:MOST_NAMES], *(["..."] if len(names) > MOST_NAMES else [])]) or "nothing"

@@ -58,6 +58,8 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
     is_watched: bool = False
     """Whether to say, once, that something in a text is unknown to the tokenizer."""
     told: list[str] = field(default_factory=list)
+    most_prompts_kept: int = MOST_PROMPTS_KEPT
+    """With their tokens, however long they are."""
     _opened: dict[str | tuple[Message, ...], list[int]] = field(default_factory=dict)
     _encoded: dict[str, list[int]] = field(default_factory=dict)
 
@@ -85,7 +87,7 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
         """Encoded once: by the check before the run, or by the first member of a group."""
         key = content if isinstance(content, str) else tuple(content)
         if key not in self._opened:
-            if len(self._opened) >= MOST_PROMPTS_KEPT:
+            if len(self._opened) >= self.most_prompts_kept:
                 self._opened.clear()
             self._opened[key] = (
                 list(self.tokenizer(key).input_ids) if isinstance(key, str) else self.encode(self.render(key))
@@ -102,7 +104,7 @@ class Text(Struct, frozen=True, kw_only=True, eq=False):
         chat = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # a template may add what cannot be added
             roles = ", ".join(message.role for message in messages)
             raise DataError(f"the model's chat template refuses a chat of {roles}: {error}") from error
 
@@ -166,11 +168,15 @@ def choose_device(asked: str) -> str:
 
 
 def build_sampling(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    stop = end_tokens(model, tokenizer)
+    return Sampling(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature, stop=stop)
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """A turn ends with the tokenizer's end token, or with one of those that the checkpoint generates with."""
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
     ends = ends if isinstance(ends, list) else [ends]
-    stop = sorted({token for token in (tokenizer.eos_token_id, *ends) if token is not None})
-    return Sampling(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature, stop=tuple(stop))
+    return tuple(sorted({token for token in (tokenizer.eos_token_id, *ends) if token is not None}))
 
 
 def is_prompt_shown(task: Task, environments: Environments) -> bool:

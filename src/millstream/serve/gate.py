@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from millstream.errors import ConfigError
 
-OPEN_PATHS = ("/v1/health",)
+OPEN_PATHS = ("/v1/health", "/health")
+Refuse = Callable[[int, str, dict[str, str] | None], Response]
+"""Says no in the words of a service: status, message, headers."""
 RETRY_AFTER_S = 1
 
 
@@ -43,10 +46,12 @@ def error(status: int, message: str, headers: dict[str, str] | None = None) -> J
 
 
 class Gate:
-    """Around an application. `limit` counts requests that wait as well: each may hold a body in memory."""
+    """Around an application. `limit` counts requests that wait as well: each may hold a body in memory. `full` is the status
+    of those beyond it."""
 
-    def __init__(self, app: ASGIApp, *, token: str | None, limit: int) -> None:
+    def __init__(self, app: ASGIApp, *, token: str | None, limit: int, refuse: Refuse = error, full: int = 503) -> None:
         self._app, self._limit, self._num_inside = app, limit, 0
+        self._say_no, self._full = refuse, full
         self._token = None if token is None else token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,20 +68,19 @@ class Gate:
         finally:
             self._num_inside -= 1
 
-    def _refuse(self, headers: Headers) -> JSONResponse | None:
+    def _refuse(self, headers: Headers) -> Response | None:
         if self._token is not None:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             is_right = hmac.compare_digest(given.strip().encode(), self._token)
             if scheme.lower() != "bearer" or not is_right:
                 why = "expected the header 'Authorization: Bearer TOKEN' with this service's token"
-                return error(401, why, {"WWW-Authenticate": "Bearer"})
+                return self._say_no(401, why, {"WWW-Authenticate": "Bearer"})
         elif "origin" in headers or not is_loopback(_name(headers.get("host", ""))):
-            return error(
-                403, "without a token, only programs on this machine are served, under its own name: localhost"
-            )
+            why = "without a token, only programs on this machine are served, under its own name: localhost"
+            return self._say_no(403, why, None)
         if self._num_inside >= self._limit:
             why = f"{self._limit} requests are being served, as many as there may be: ask again"
-            return error(503, why, {"Retry-After": str(RETRY_AFTER_S)})
+            return self._say_no(self._full, why, {"Retry-After": str(RETRY_AFTER_S)})
         return None
 
 

@@ -22,12 +22,10 @@ have got goes to another. One that dies with a lease gives it back when the leas
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import uvicorn
 from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -49,6 +47,7 @@ from millstream.serve.bodies import (
     WriteBody,
 )
 from millstream.serve.gate import Gate, check_token, error
+from millstream.serve.listen import listen
 from millstream.serve.talk import HungUp, Refused, Talk, answer, done, seconds, sent_in, unless_hung_up
 from millstream.store import Lease, Reads, Store, Want
 from millstream.store.memory import MemoryStore
@@ -57,8 +56,6 @@ from millstream.store.policies import BUILT_IN
 Answer = Callable[[Request], Awaitable[Response]]
 PROMPTS = {"rollout": Reads(("prompt",), by_group=False)}
 HUNG_UP = 499
-GRACE_S = 2
-BACKLOG = 2048
 
 
 class StoreServiceConfig(Struct, frozen=True, kw_only=True):
@@ -386,29 +383,7 @@ async def serve(
     config = config or StoreServiceConfig()
     check_token(config.host, token)
     app = make_app(store, config, prompts=prompts, token=token)
-    is_six = ":" in config.host
-    listening = socket.socket(socket.AF_INET6 if is_six else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    # with its protocol named, asyncio sends at once what it has; without, answers wait for the client's next packet
-    with listening:
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((config.host, config.port))
-            listening.listen(BACKLOG)
-        except OSError as wrong:
-            raise ConfigError(f"cannot listen on {config.host}:{config.port}: {wrong.strerror or wrong}") from wrong
-        host = f"[{config.host}]" if is_six else config.host
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S
-            )
-        )
-        on_ready(f"http://{host}:{listening.getsockname()[1]}")
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
-        try:
-            await asyncio.shield(serving)
-        finally:  # those who wait are let go, and their claims with them
-            server.should_exit = True
-            await serving
+    await listen(app, config.host, config.port, on_ready=on_ready)
 
 
 def run(

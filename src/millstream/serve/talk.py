@@ -57,7 +57,7 @@ class Talk:
                 if is_too_long := len(body) > most:
                     break
         if is_too_long:
-            raise Refused(413, f"a body of more than {most} bytes: send fewer rows at a time")
+            raise Refused(413, f"a body of more than {most} bytes: send less at a time")
         return bytes(body)
 
     def wait_s(self, value: float) -> float:

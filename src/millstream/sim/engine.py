@@ -20,7 +20,7 @@ from collections import deque
 
 from msgspec import Struct
 
-from millstream.engine import EngineStats
+from millstream.engine import EngineStats, OnSampled
 from millstream.errors import EngineError, RequestRefused
 from millstream.seeds import derive_seed
 from millstream.sim.draws import Draw, constant, uniform
@@ -154,7 +154,8 @@ class SimEngine:
 
     # ---- what the pipeline calls -----------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
+        """All tokens come with the completion: `on_sampled` is told nothing, as the seam allows."""
         job = self._queue(request)
         try:
             return await job.done
