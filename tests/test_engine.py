@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from millstream.events import Span
 from millstream.events.sinks import MemorySink
 from millstream.runtime.build import build_engine
 from millstream.seeds import derive_seed
-from millstream.types import Completion, Finish, RequestKey, Sampled, Sampling
+from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Sampling
 from tiny import CONFIGS, VOCABULARY, make, plain, prompts, request
 
 
@@ -179,18 +180,55 @@ def test_a_stop_token_ends_a_request_and_is_its_last_token() -> None:
     assert all(c.tokens[-1] < 20 and all(token >= 20 for token in c.tokens[:-1]) for c in stopped)
 
 
+def alone(model: Any, one: Request) -> Completion:
+    batcher, done = Batcher(model, num_slots=4), dict[int, Completion]()
+    batcher.add(one)
+    drain(batcher, done)
+    return done[one.key.group_id]
+
+
+def kept_by(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The distribution, token by token: the likeliest ones until there are enough of them."""
+    probabilities = torch.softmax(logits / sampling.temperature, -1).double()
+    order = probabilities.argsort(descending=True).tolist()[: sampling.top_k or None]
+    total, kept = float(probabilities[order].sum()), list[int]()
+    for token in order:
+        if sum(float(probabilities[one]) for one in kept) / total >= sampling.top_p:
+            break
+        kept.append(token)
+    left = torch.zeros_like(probabilities)
+    left[kept] = probabilities[kept]
+    return left / left.sum()
+
+
+@pytest.mark.parametrize("top", [{}, {"top_k": 4}, {"top_p": 0.7}, {"top_k": 6, "top_p": 0.8}, {"top_p": 1e-6}])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_sampling_frequencies_fit_the_distribution_and_its_log_probabilities(temperature: float) -> None:
+def test_sampling_frequencies_fit_the_distribution_and_its_log_probabilities(
+    temperature: float, top: dict[str, Any]
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, 12, generator=generator)
+    logits, sampling = torch.randn(1, 12, generator=generator), Sampling(max_tokens=1, temperature=temperature, **top)
     seeds = [derive_seed(7, number) for number in range(400)]
     numbers = uniforms([seed for seed in seeds for _ in range(50)], list(range(50)) * 400)
-    tokens, logprobs = sample(logits.expand(20_000, -1), [temperature] * 20_000, numbers)
-    probabilities = torch.softmax(logits[0] / temperature, -1)
+    tokens, logprobs = sample(logits.expand(20_000, -1), [sampling] * 20_000, numbers)
+    probabilities = kept_by(logits[0], sampling)
+    is_kept = probabilities > 0
     counts = torch.bincount(torch.tensor(tokens), minlength=12)
-    chi_square = float(((counts - 20_000 * probabilities) ** 2 / (20_000 * probabilities)).sum())
+    assert not counts[~is_kept].any(), "what is cut off is never sampled"
+    expected = 20_000 * probabilities[is_kept]
+    chi_square = float(((counts[is_kept] - expected) ** 2 / expected).sum())
     assert chi_square < 31.3, "above the 99.9% quantile of chi-square with 11 degrees of freedom"
-    assert torch.allclose(torch.tensor(logprobs), probabilities.log()[torch.tensor(tokens)], atol=1e-5)
+    assert torch.allclose(torch.tensor(logprobs).double(), probabilities.log()[torch.tensor(tokens)], atol=1e-5)
+
+
+def test_an_interrupted_request_goes_on_elsewhere_as_if_nothing_had_happened() -> None:
+    model = make("llama")
+    whole = alone(model, request(0, prompts(1)[0], max_tokens=20))
+    for num_before in (1, 7, 19):
+        before = request(0, (*prompts(1)[0], *whole.tokens[:num_before]), max_tokens=20 - num_before)
+        rest = alone(model, structs.replace(before, num_sampled=num_before))
+        assert rest.tokens == whole.tokens[num_before:]
+        assert rest.logprobs == pytest.approx(whole.logprobs[num_before:], abs=1e-5)
 
 
 def test_the_random_numbers_are_those_of_the_published_generator_whoever_stands_beside() -> None:
@@ -201,7 +239,7 @@ def test_the_random_numbers_are_those_of_the_published_generator_whoever_stands_
 
 def test_a_token_of_probability_zero_is_never_sampled() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
-    tokens, _ = sample(logits.expand(3, -1), [1.0] * 3, [0.0, 0.5, 1 - 1e-16])
+    tokens, _ = sample(logits.expand(3, -1), [Sampling(max_tokens=1)] * 3, [0.0, 0.5, 1 - 1e-16])
     assert tokens == [1, 3, 3]
 
 

@@ -478,7 +478,7 @@ def test_sessions_are_bounded_in_number_time_and_tokens() -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[Json, str]] = [
-    ({"top_p": 0.9}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
     ({"presence_penalty": 1}, "presence_penalty"),
     ({"frequency_penalty": -1}, "frequency_penalty"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),

@@ -56,6 +56,10 @@ class Sampling(Struct, frozen=True, kw_only=True):
     """0 is greedy; the log-probabilities are then those of temperature 1."""
     stop: tuple[int, ...] = ()
     """Token ids that end a turn. The one that ended it is the last token of the completion."""
+    top_k: int = 0
+    """Sample among so many of the likeliest tokens; 0: among all."""
+    top_p: float = 1.0
+    """Of these, among the fewest that have this probability together. Log-probabilities are of what is left."""
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -63,6 +67,9 @@ class Request(Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     sampling: Sampling
     seed: int
+    num_sampled: int = 0
+    """How many of the last `tokens` were sampled for this request before it was interrupted. Its randomness goes on behind
+    them, here or on another engine; `max_tokens` counts what is still to come."""
 
 
 class Finish(StrEnum):

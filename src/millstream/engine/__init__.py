@@ -35,6 +35,12 @@ class EngineStats(NamedTuple):
     waiting: int
     tokens_generated: int
     requests_finished: int
+    cache_used: float = 0.0
+    """Share of the room for keys and values that requests in flight have taken."""
+    swap_s: float = 0.0
+    """How long the last `load` held decoding up."""
+    num_preempted: int = 0
+    """How often a request had to give its room to others and was computed again later."""
 
 
 class Engine(Protocol):

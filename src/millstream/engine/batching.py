@@ -193,9 +193,9 @@ class Batcher:
         return out.logits[0].float()[rows]  # type: ignore[no-any-return]
 
     def _sample(self, flights: Sequence[InFlight], logits_RV: Tensor) -> None:
-        temperatures = [flight.request.sampling.temperature for flight in flights]
-        uniforms_R = uniforms([flight.request.seed for flight in flights], [len(flight.tokens) for flight in flights])
-        tokens, logprobs = sample(logits_RV, temperatures, uniforms_R)
+        positions = [flight.request.num_sampled + len(flight.tokens) for flight in flights]
+        uniforms_R = uniforms([flight.request.seed for flight in flights], positions)
+        tokens, logprobs = sample(logits_RV, [flight.request.sampling for flight in flights], uniforms_R)
         for flight, token, logprob in zip(flights, tokens, logprobs, strict=True):
             flight.append(token, logprob, self.version)
         self.tokens_generated += len(flights)
@@ -208,6 +208,10 @@ def check_request(request: Request, max_length: int | None) -> None:
         raise RequestRefused(f"{request.key}: the prompt is empty")
     if request.sampling.max_tokens < 1:
         raise RequestRefused(f"{request.key}: max_tokens must be at least 1")
+    if request.sampling.top_k < 0 or not 0 < request.sampling.top_p <= 1:
+        raise RequestRefused(f"{request.key}: top_k must be at least 0, top_p above 0 and at most 1")
+    if not 0 <= request.num_sampled < len(request.tokens):
+        raise RequestRefused(f"{request.key}: num_sampled must be at least 0 and less than the number of tokens")
     if max_length is not None and length > max_length:
         raise RequestRefused(
             f"{request.key}: a prompt of {len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} "

@@ -2,7 +2,7 @@
 
 A parameter that would change the answer and that is not supported is refused by name, and so is one that is unknown: nothing
 is ignored but what says who asks (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`). Values that
-change nothing (`top_p = 1`, an empty list of tools) are taken.
+change nothing (`best_of = 1`, an empty list of tools) are taken.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ class ChatBody(Body, kw_only=True):
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (1.0,),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "logit_bias": ({},),
@@ -137,6 +136,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     max_tokens: int | None
     """None: as many as there is room for."""
     temperature: float
+    top_p: float
     num_choices: int
     """For each prompt."""
     stops: tuple[str, ...]
@@ -166,6 +166,7 @@ def ask_of(body: CompletionBody | ChatBody, *, session_id: str | None) -> Ask:
         model=body.model,
         max_tokens=_max_tokens(body),
         temperature=_temperature(body.temperature),
+        top_p=_top_p(body.top_p),
         num_choices=num_choices,
         stops=_stops(body.stop),
         seed=body.seed,
@@ -236,6 +237,12 @@ def _max_tokens(body: CompletionBody | ChatBody) -> int | None:
     if value < 1:
         raise BadAsk(f"{name} = {value}: expected at least 1", name)
     return value
+
+
+def _top_p(value: float | None) -> float:
+    if value is not None and not 0 < value <= 1:
+        raise BadAsk(f"top_p = {value:g}: expected more than 0 and at most 1", "top_p")
+    return 1.0 if value is None else float(value)
 
 
 def _temperature(value: float | None) -> float:

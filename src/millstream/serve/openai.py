@@ -283,7 +283,10 @@ class ModelService:
             key=RequestKey(group_id=next(self._numbers), member=0),
             tokens=answering.prompts[number],
             sampling=Sampling(
-                max_tokens=answering.max_tokens[number], temperature=ask.temperature, stop=self._served.end_tokens
+                max_tokens=answering.max_tokens[number],
+                temperature=ask.temperature,
+                top_p=ask.top_p,
+                stop=self._served.end_tokens,
             ),
             seed=derive_seed(answering.seed, "serve", index),
         )
