@@ -18,6 +18,7 @@ from msgspec import structs
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.batching import Batcher
+from millstream.engine.paged import PagedRunner
 from millstream.engine.process import ProcessHost
 from millstream.engine.sampling import sample, uniforms
 from millstream.engine.torch import TorchEngine
@@ -44,10 +45,27 @@ def teacher_forced(model: torch.nn.Module, prompt: tuple[int, ...], tokens: tupl
     return logprobs[at, torch.tensor(tokens)]
 
 
+MakeBatcher = Callable[..., Batcher]
+
+
+@pytest.fixture(params=["slots", "pages", "pages, a step ahead"])
+def batch(request: pytest.FixtureRequest) -> MakeBatcher:
+    """A batcher over each kind of cache; pages of four tokens, so that everything has several."""
+
+    def make_it(model: Any, *, num_slots: int, **options: Any) -> Batcher:
+        if request.param == "slots":
+            return Batcher(model, num_slots=num_slots, **options)
+        runner = PagedRunner(model.eval(), num_slots, page=4)
+        runner.depth = int(request.param != "pages")
+        return Batcher(model, num_slots=num_slots, runner=runner, **options)
+
+    return make_it
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_output_is_that_of_generate_with_joins_and_aborts_in_between(name: str) -> None:
+def test_greedy_output_is_that_of_generate_with_joins_and_aborts_in_between(name: str, batch: MakeBatcher) -> None:
     model = make(name)
-    twin, batcher, rng = plain(model), Batcher(model, num_slots=4, prefill_tokens=32), random.Random(0)
+    twin, batcher, rng = plain(model), batch(model, num_slots=4, prefill_tokens=32), random.Random(0)
     asked = {n: request(n, p, max_tokens=rng.randint(4, 24), temperature=0) for n, p in enumerate(prompts(16))}
     done: dict[int, Completion] = {}
     aborted: list[int] = []
@@ -81,9 +99,9 @@ def test_greedy_output_is_that_of_generate_with_joins_and_aborts_in_between(name
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_log_probabilities_are_those_of_a_teacher_forced_forward(name: str) -> None:
+def test_log_probabilities_are_those_of_a_teacher_forced_forward(name: str, batch: MakeBatcher) -> None:
     model = make(name)
-    twin, batcher = plain(model), Batcher(model, num_slots=3)
+    twin, batcher = plain(model), batch(model, num_slots=3)
     asked = prompts(8)
     for number, prompt in enumerate(asked):
         batcher.add(request(number, prompt, max_tokens=20))
@@ -94,13 +112,15 @@ def test_log_probabilities_are_those_of_a_teacher_forced_forward(name: str) -> N
         assert torch.allclose(torch.tensor(done[number].logprobs), expected, atol=1e-4)
 
 
-def test_after_a_swap_in_flight_every_token_has_the_log_probability_of_the_version_recorded_for_it() -> None:
+def test_after_a_swap_in_flight_every_token_has_the_log_probability_of_the_version_recorded_for_it(
+    batch: MakeBatcher,
+) -> None:
     """The cache of earlier tokens is kept: a token's reference is the new weights over the old keys and values, which a
     second batcher computes from scratch by swapping at the same token."""
     old, new = make("qwen3", seed=0), make("qwen3", seed=1)
     weights = {name: p.detach().clone() for name, p in new.named_parameters()}
     prompt = prompts(1)[0]
-    batcher = Batcher(make("qwen3", seed=0), num_slots=2)
+    batcher = batch(make("qwen3", seed=0), num_slots=2)
     batcher.add(request(0, prompt, max_tokens=10))
     batcher.add(request(1, prompts(2)[1], max_tokens=30))
     done: dict[int, Completion] = {}
@@ -109,7 +129,9 @@ def test_after_a_swap_in_flight_every_token_has_the_log_probability_of_the_versi
     batcher.load(7, weights)
     drain(batcher, done)
     completion = done[0]
-    assert completion.versions == (0,) * 4 + (7,) * 6
+    assert completion.versions == (0,) * 4 + (7,) * 6, (
+        "of the weights that sampled it, also of a token still on its way"
+    )
     before = teacher_forced(plain(old), prompt, completion.tokens)[:4]
     assert torch.allclose(torch.tensor(completion.logprobs[:4]), before, atol=1e-4)
 
@@ -126,9 +148,9 @@ def test_after_a_swap_in_flight_every_token_has_the_log_probability_of_the_versi
     assert torch.allclose(torch.tensor(completion.logprobs[4:]), torch.tensor(expected), atol=1e-4)
 
 
-def test_a_request_joined_after_a_swap_never_sees_a_cache_of_older_weights() -> None:
+def test_a_request_joined_after_a_swap_never_sees_a_cache_of_older_weights(batch: MakeBatcher) -> None:
     new = make("llama", seed=1)
-    batcher, prompt = Batcher(make("llama", seed=0), num_slots=2), prompts(1)[0]
+    batcher, prompt = batch(make("llama", seed=0), num_slots=2), prompts(1)[0]
     done: dict[int, Completion] = {}
     batcher.add(request(0, prompt))
     drain(batcher, done)
@@ -139,23 +161,23 @@ def test_a_request_joined_after_a_swap_never_sees_a_cache_of_older_weights() -> 
     assert torch.allclose(torch.tensor(done[1].logprobs), expected, atol=1e-4)
 
 
-def test_a_requests_tokens_depend_on_its_seed_and_not_on_its_company() -> None:
+def test_a_requests_tokens_depend_on_its_seed_and_not_on_its_company(batch: MakeBatcher) -> None:
     asked = prompts(12)
     alone: dict[int, Completion] = {}
     for number, prompt in enumerate(asked):
-        batcher = Batcher(make("llama"), num_slots=1)
+        batcher = batch(make("llama"), num_slots=1)
         batcher.add(request(number, prompt))
         drain(batcher, alone)
     together: dict[int, Completion] = {}
-    batcher = Batcher(make("llama"), num_slots=12)
+    batcher = batch(make("llama"), num_slots=12)
     for number, prompt in enumerate(asked):
         batcher.add(request(number, prompt))
     drain(batcher, together)
     assert {n: c.tokens for n, c in alone.items()} == {n: c.tokens for n, c in together.items()}
 
 
-def test_the_members_of_a_group_share_one_prompt_computation_and_still_differ() -> None:
-    batcher, prompt = Batcher(make("llama"), num_slots=8), prompts(1)[0]
+def test_the_members_of_a_group_share_one_prompt_computation_and_still_differ(batch: MakeBatcher) -> None:
+    batcher, prompt = batch(make("llama"), num_slots=8), prompts(1)[0]
     for member in range(8):
         batcher.add(structs.replace(request(0, prompt), key=RequestKey(group_id=0, member=member), seed=member))
     done: dict[RequestKey, Completion] = {}
@@ -168,8 +190,8 @@ def test_the_members_of_a_group_share_one_prompt_computation_and_still_differ() 
         assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-4)
 
 
-def test_a_stop_token_ends_a_request_and_is_its_last_token() -> None:
-    batcher = Batcher(make("llama"), num_slots=4)
+def test_a_stop_token_ends_a_request_and_is_its_last_token(batch: MakeBatcher) -> None:
+    batcher = batch(make("llama"), num_slots=4)
     for number, prompt in enumerate(prompts(20)):
         one = request(number, prompt, max_tokens=100)
         batcher.add(structs.replace(one, sampling=Sampling(max_tokens=100, stop=tuple(range(20)))))
@@ -180,8 +202,8 @@ def test_a_stop_token_ends_a_request_and_is_its_last_token() -> None:
     assert all(c.tokens[-1] < 20 and all(token >= 20 for token in c.tokens[:-1]) for c in stopped)
 
 
-def alone(model: Any, one: Request) -> Completion:
-    batcher, done = Batcher(model, num_slots=4), dict[int, Completion]()
+def alone(batcher: Batcher, one: Request) -> Completion:
+    done = dict[int, Completion]()
     batcher.add(one)
     drain(batcher, done)
     return done[one.key.group_id]
@@ -221,12 +243,12 @@ def test_sampling_frequencies_fit_the_distribution_and_its_log_probabilities(
     assert torch.allclose(torch.tensor(logprobs).double(), probabilities.log()[torch.tensor(tokens)], atol=1e-5)
 
 
-def test_an_interrupted_request_goes_on_elsewhere_as_if_nothing_had_happened() -> None:
+def test_an_interrupted_request_goes_on_elsewhere_as_if_nothing_had_happened(batch: MakeBatcher) -> None:
     model = make("llama")
-    whole = alone(model, request(0, prompts(1)[0], max_tokens=20))
+    whole = alone(batch(model, num_slots=2), request(0, prompts(1)[0], max_tokens=20))
     for num_before in (1, 7, 19):
         before = request(0, (*prompts(1)[0], *whole.tokens[:num_before]), max_tokens=20 - num_before)
-        rest = alone(model, structs.replace(before, num_sampled=num_before))
+        rest = alone(batch(model, num_slots=2), structs.replace(before, num_sampled=num_before))
         assert rest.tokens == whole.tokens[num_before:]
         assert rest.logprobs == pytest.approx(whole.logprobs[num_before:], abs=1e-5)
 

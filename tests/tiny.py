@@ -9,8 +9,11 @@ from typing import Any
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GPTNeoXConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -31,10 +34,15 @@ SHAPE = {
     "max_position_embeddings": 256,
 }
 
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE),
     "qwen2": lambda: Qwen2Config(**SHAPE),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=16),
+    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=9),
+    "gemma": lambda: GemmaConfig(**SHAPE, head_dim=16),
+    "gemma3": lambda: Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=6, layer_types=LAYERS),
     # sliding windows on every second layer, capped scores, a head dimension of its own
     "gemma2": lambda: Gemma2Config(**SHAPE, head_dim=32, sliding_window=6),
     # partial rotary embeddings, parallel residuals, biases

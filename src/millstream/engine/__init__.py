@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from msgspec import Struct
 
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 OnSampled = Callable[[Sampled], None]
+OnUpdate = Literal["keep", "recompute"]
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -22,12 +23,23 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Whether the engine has a process of its own. None: on a CPU with several cores, where the interpreter's lock would
     slow both sides down."""
 
+    cache: Literal["slots", "pages"] | None = None
+    """How keys and values are kept. pages: in a pool of a fixed size that requests share; slots: one for every request, as long
+    as the longest. None: pages on a GPU, slots on a CPU, where they are faster."""
+    cache_gb: float | None = None
+    """The size of the pool of pages. None: on a GPU a third of what is free, since a learner may live there; else 1 GB."""
+    on_update: OnUpdate = "keep"
+    """What becomes of the keys and values of requests in flight when new weights come: they stay, or are computed again under
+    the new weights. Requests that begin later never see older ones."""
+
     answer_s: float = 300.0
     """An engine with work to do that says nothing for so long is declared broken, by name."""
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.prefill_tokens < 1 or self.answer_s <= 0:
             raise ValueError("slots and prefill_tokens must be at least 1, answer_s above 0")
+        if self.cache_gb is not None and (self.cache_gb <= 0 or self.cache == "slots"):
+            raise ValueError('cache_gb must be above 0, and goes with cache = "pages"')
 
 
 class EngineStats(NamedTuple):

@@ -24,7 +24,7 @@ from msgspec import Struct
 from transformers import AutoConfig, PreTrainedModel
 
 from millstream.engine import EngineConfig
-from millstream.engine.batching import Batcher
+from millstream.engine.batching import batcher_of
 from millstream.engine.torch import CLOSE_S, OnReport
 from millstream.engine.worker import Close, Command, Report, Worker
 from millstream.errors import EngineError, WeightsError
@@ -194,7 +194,7 @@ def main(line: int, memory: int, folder: Path) -> None:
     with torch.no_grad():
         for name, own in model_weights(model).items():
             own.copy_(shared.views[name])
-    batcher = Batcher(model, num_slots=plan.config.slots, prefill_tokens=plan.config.prefill_tokens)
+    batcher = batcher_of(model, plan.config)
     link = SocketLink(socket.socket(fileno=line), {name: shared.views[name] for name in plan.loaded})
     link.send(Report([], []))  # ready: from here on, silence with work to do is a fault
     Worker(batcher, link).run()

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from millstream.clock import Clock
 from millstream.engine import EngineConfig, EngineStats, OnSampled
-from millstream.engine.batching import Batcher, check_request
+from millstream.engine.batching import batcher_of
+from millstream.engine.flight import check_request
 from millstream.engine.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume, Worker
 from millstream.errors import EngineError
 from millstream.events import EventSink, Span
@@ -57,7 +58,7 @@ class ThreadHost:
     """A worker on a thread of this process. The model is the worker's own from here on."""
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
-        self._batcher = Batcher(model, num_slots=config.slots, prefill_tokens=config.prefill_tokens)
+        self._batcher = batcher_of(model, config)
         self._queue = _Queue()
 
     def start(self, on_report: OnReport) -> None:
@@ -231,6 +232,9 @@ class TorchEngine:
                 waiting=report.waiting,
                 tokens_generated=report.tokens_generated,
                 requests_finished=self._stats.requests_finished + len(report.finished),
+                cache_used=report.cache_used,
+                swap_s=report.swap_s,
+                num_preempted=report.num_preempted,
             )
             news = [(self._requests.get(key), sampled) for key, sampled in report.sampled]
             answers = [(self._requests.pop(key, None), completion) for key, completion in report.finished]

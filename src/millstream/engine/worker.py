@@ -65,6 +65,9 @@ class Report(Struct, array_like=True):
     """Why the worker can never go on, if it cannot."""
     sampled: list[tuple[RequestKey, Sampled]] = []
     """New tokens of requests that are watched and go on."""
+    cache_used: float = 0.0
+    swap_s: float = 0.0
+    num_preempted: int = 0
 
 
 class Link(Protocol):
@@ -131,6 +134,7 @@ class Worker:
                 self._report.done.append((command.number, None))
             case Pause() | Resume():
                 self._is_paused = isinstance(command, Pause)
+                self._report.finished += self._batcher.settle()
                 self._report.done.append((command.number, None))
             case Load():
                 self._report.done.append((command.number, self._load(command.version)))
@@ -153,5 +157,6 @@ class Worker:
     def _send(self) -> None:
         report, self._report = self._report, Report([], [])
         report.running, report.waiting = self._batcher.running, self._batcher.waiting
-        report.tokens_generated = self._batcher.tokens_generated
+        report.tokens_generated, report.num_preempted = self._batcher.tokens_generated, self._batcher.num_preempted
+        report.cache_used, report.swap_s = self._batcher.cache_used, self._batcher.swap_s
         self._link.send(report)

@@ -111,6 +111,33 @@ _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn
 """Older versions of torch need no leave for fewer key/value heads."""
 
 
+def ragged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    longest_query: int,
+    longest_key: int,
+    rule: Rule,
+    kernel: Callable[..., Any] = varlen_attn,
+) -> Tensor:
+    """Attention of rows [*, H, D] one after the other. Where a row has fewer queries than keys, they are its last ones."""
+    out: Tensor = kernel(
+        query,
+        key,
+        value,
+        query_ends,
+        key_ends,
+        longest_query,
+        longest_key,
+        scale=rule.scaling,
+        window_size=(-1 if rule.window is None else rule.window - 1, 0),
+        **_GROUPED,
+    )
+    return out
+
+
 class _Ragged:
     """Flash attention over rows of any length, one after the other.
 
@@ -129,7 +156,7 @@ class _Ragged:
         self._place = _unless_in_order(place_N, device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        out: Tensor = self._kernel(
+        out = ragged(
             _gather(query, self._query_at),
             _gather(key, self._key_at),
             _gather(value, self._key_at),
@@ -137,9 +164,8 @@ class _Ragged:
             self._key_ends,
             self._longest_query,
             self._longest_key,
-            scale=rule.scaling,
-            window_size=(-1 if rule.window is None else rule.window - 1, 0),
-            **_GROUPED,
+            rule,
+            kernel=self._kernel,
         )
         return (out if self._place is None else out[self._place])[None]
 

@@ -1,0 +1,368 @@
+"""How fast engines generate, all in one run: ours, vLLM with and without log-probabilities, transformers in continuous batches.
+
+    .venv/bin/python bench/engine.py [--json] [--shapes 474M,1.7B] [--loads 128,512,tail] [--engines ours,vllm,...]
+
+Prompts have 64 to 256 tokens, temperature 1. The loads 128 and 512 are so many requests of 256 tokens; `tail` is 1,024 requests
+of log-normal length (mean 256, at most 4,096). Each engine has a process of its own, one after the other; weights are random,
+lengths are imposed. Every load runs once unmeasured (graphs, kernels), then `--repeat` times, of which the median is shown.
+*First token* is from the start of building the engine, weights in memory, imports done. *Tail* is the time from when nine of ten
+requests were done to the end.
+
+Without a GPU: the shape `tiny` in float32, where the peer is transformers' continuous batching.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Shape(NamedTuple):
+    hidden: int
+    layers: int
+    heads: int
+    key_heads: int
+    dim: int
+    words: int
+
+
+SHAPES = {
+    "tiny": Shape(128, 4, 4, 2, 32, 512),
+    "474M": Shape(1024, 28, 16, 8, 128, 32768),
+    "1.7B": Shape(2048, 28, 16, 8, 128, 151936),
+}
+ENGINES = {
+    "ours": "Millstream",
+    "vllm": "vLLM, log-probs",
+    "vllm_bare": "vLLM, no log-probs",
+    "transformers": "transformers continuous batching",
+}
+CONTEXT = 4608
+MOST_S = 45.0
+"""Past so many seconds a load is not repeated."""
+
+
+class Work(NamedTuple):
+    prompts: list[list[int]]
+    lengths: list[int]
+
+
+def work_of(load: str, words: int) -> Work:
+    rng = np.random.default_rng(7)
+    if load == "tail":
+        lengths = np.clip(rng.lognormal(np.log(256) - 0.5, 1.0, 1024), 4, 4096).astype(int).tolist()
+    else:
+        lengths = [256 if words > 1000 else 64] * int(load)
+    prompt_lengths = rng.integers(64, 257, len(lengths)) if words > 1000 else rng.integers(8, 33, len(lengths))
+    return Work([rng.integers(3, words, length).tolist() for length in prompt_lengths], lengths)
+
+
+Timed = tuple[float, list[float]]
+"""Seconds in all, and when each request was done."""
+
+
+# ---- sides: each in a process of its own -------------------------------------------------------------------------------
+
+
+def config_of(shape: Shape) -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=shape.words,
+        hidden_size=shape.hidden,
+        intermediate_size=3 * shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_heads,
+        head_dim=shape.dim,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+    )
+
+
+def ours(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int) -> None:
+    import torch
+    from msgspec import structs
+
+    from millstream.clock import RealClock
+    from millstream.engine import EngineConfig
+    from millstream.events.sinks import MemorySink
+    from millstream.model.load import new_model, set_up_cpu
+    from millstream.runtime.build import build_engine
+    from millstream.types import Request, RequestKey, Sampling
+
+    is_gpu = torch.cuda.is_available()
+    if not is_gpu:
+        set_up_cpu()
+    model = new_model(config_of(shape), seed=0, dtype=torch.bfloat16 if is_gpu else torch.float32)
+    model = model.to("cuda") if is_gpu else model
+    began = time.perf_counter()
+    config = EngineConfig(slots=512, prefill_tokens=8192 if is_gpu else 4096, process=False)
+
+    def request(number: int, prompt: list[int], length: int) -> Request:
+        sampling = Sampling(max_tokens=length, temperature=1.0)
+        return Request(key=RequestKey(group_id=number, member=0), tokens=tuple(prompt), sampling=sampling, seed=number)
+
+    async def run() -> None:
+        engine = build_engine(config, model, clock=RealClock(), sink=MemorySink())
+        one = request(0, [5] * 64, 1)
+        await engine.generate(one)
+        tell("first token", time.perf_counter() - began)
+
+        async def timed(work: Work) -> Timed:
+            start, ends = time.perf_counter(), list[float]()
+
+            async def generate(number: int, prompt: list[int], length: int) -> None:
+                done = await engine.generate(request(number, prompt, length))
+                assert len(done.tokens) == len(done.logprobs) == length
+                ends.append(time.perf_counter() - start)
+
+            await asyncio.gather(*(generate(n, *one) for n, one in enumerate(zip(*work, strict=True))))
+            return time.perf_counter() - start, ends
+
+        for load in loads:
+            work = work_of(load, shape.words)
+            await timed(work)
+            for _ in range(repeat):
+                tell(load, *await timed(work))
+        if is_gpu:
+            weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+            seconds = list[float]()
+            going = [asyncio.create_task(engine.generate(request(n, [5] * 64, 2048))) for n in range(256)]
+            for version in range(1, 8):
+                await asyncio.sleep(0.3)
+                await engine.load(version, weights)
+                await asyncio.sleep(0.1)
+                seconds.append(engine.stats().swap_s)
+            tell("swap", statistics.median(seconds))
+            for n, task in enumerate(going):
+                await engine.abort(structs.replace(request(n, [5], 1).key))
+                await task
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def vllm(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int, *, has_logprobs: bool = True) -> None:
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    with tempfile.TemporaryDirectory() as folder:
+        config_of(shape).save_pretrained(folder)
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["Qwen3ForCausalLM"]}))
+        began = time.perf_counter()
+        model = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=CONTEXT,
+            max_num_seqs=512,
+            gpu_memory_utilization=0.6,
+            disable_log_stats=True,
+        )
+
+        def sampling(length: int) -> Any:
+            logprobs = 0 if has_logprobs else None
+            return SamplingParams(
+                temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=logprobs, detokenize=False
+            )
+
+        model.generate([TokensPrompt(prompt_token_ids=[5] * 64)], sampling(1), use_tqdm=False)
+        tell("first token", time.perf_counter() - began)
+        for load in loads:
+            work = work_of(load, shape.words)
+            prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in work.prompts]
+            samplings = [sampling(length) for length in work.lengths]
+            model.generate(prompts, samplings, use_tqdm=False)
+            for _ in range(repeat):
+                start = time.perf_counter()
+                outs = model.generate(prompts, samplings, use_tqdm=False)
+                seconds = time.perf_counter() - start
+                assert sum(len(out.outputs[0].token_ids) for out in outs) == sum(work.lengths)
+                tell(load, seconds, _ends(outs))
+
+
+def _ends(outs: list[Any]) -> list[float]:
+    """When each request was done, where vLLM says so."""
+    metrics = [out.metrics for out in outs]
+    if any(one is None or not getattr(one, "last_token_ts", 0) for one in metrics):
+        return []
+    first = min(one.queued_ts for one in metrics)
+    return [one.last_token_ts - first for one in metrics]
+
+
+def vllm_bare(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int) -> None:
+    vllm(shape, tell, loads, repeat, has_logprobs=False)
+
+
+def transformers(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int) -> None:
+    import logging
+
+    import torch
+    from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3ForCausalLM
+
+    logging.disable(logging.WARNING)
+    is_gpu = torch.cuda.is_available()
+    if not is_gpu:
+        torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM._from_config(config_of(shape), attn_implementation="sdpa")
+    model = model.to("cuda", torch.bfloat16).eval() if is_gpu else model.eval()
+    began = time.perf_counter()
+
+    def generate(prompts: list[list[int]], length: int) -> Any:
+        config = GenerationConfig(
+            max_new_tokens=length, do_sample=True, temperature=1.0, eos_token_id=-1, pad_token_id=0
+        )
+        batching = ContinuousBatchingConfig(return_logprobs=True, **({} if is_gpu else {"num_blocks": 2048}))
+        return model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
+
+    with torch.inference_mode():
+        generate([[5] * 16], 1)
+        tell("first token", time.perf_counter() - began)
+        for load in loads:
+            work = work_of(load, shape.words)
+            if len(set(work.lengths)) > 1:
+                continue  # one length for all requests of a call
+            for _ in range(repeat):
+                start = time.perf_counter()
+                outs = generate(work.prompts, work.lengths[0])
+                seconds = time.perf_counter() - start
+                assert sum(len(out.generated_tokens) for out in outs.values()) == sum(work.lengths)
+                tell(load, seconds, [])
+                if seconds > MOST_S:
+                    break
+
+
+SIDES = {"ours": ours, "vllm": vllm, "vllm_bare": vllm_bare, "transformers": transformers}
+
+
+# ---- the run -----------------------------------------------------------------------------------------------------------
+
+
+def side(name: str, shape: str, loads: list[str], repeat: int, timeout_s: float) -> dict[str, list[Any]]:
+    """What it told, by name."""
+    command = [sys.executable, __file__, "--side", name, "--shapes", shape, "--loads", ",".join(loads)]
+    found: dict[str, list[Any]] = {}
+    try:
+        done = subprocess.run(
+            [*command, "--repeat", str(repeat)], stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=False
+        )
+        text = done.stdout
+    except subprocess.TimeoutExpired as error:
+        text = (error.stdout or b"").decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        say(f"{ENGINES[name]}: not done after {timeout_s:.0f} s")
+    for line in text.splitlines():
+        if line.startswith("TOLD "):
+            what, *values = json.loads(line[5:])
+            found.setdefault(what, []).append(values)
+    return found
+
+
+class Row(NamedTuple):
+    tokens_per_s: float
+    tail_s: float | None
+
+
+def summary(load: str, words: int, told: list[Any]) -> Row:
+    lengths = work_of(load, words).lengths
+    seconds = statistics.median(total for total, _ in told)
+    tails = [total - sorted(ends)[len(lengths) * 9 // 10 - 1] for total, ends in told if ends]
+    return Row(sum(lengths) / seconds, statistics.median(tails) if tails else None)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    import torch
+
+    is_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--shapes", default="474M" if is_gpu else "tiny")
+    parser.add_argument("--loads", default="128,512,tail" if is_gpu else "128,512")
+    parser.add_argument("--engines", default="ours,vllm,vllm_bare,transformers" if is_gpu else "ours,transformers")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--timeout-s", type=float, default=400.0)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    loads = options.loads.split(",")
+    if options.side:
+        SIDES[options.side](
+            SHAPES[options.shapes],
+            lambda *what: print("TOLD " + json.dumps(what), flush=True),
+            loads,
+            options.repeat,
+        )
+        return
+    found: dict[tuple[str, str, str], Row] = {}
+    others: dict[tuple[str, str, str], float] = {}
+    for shape in options.shapes.split(","):
+        for engine in options.engines.split(","):
+            told = side(engine, shape, loads, options.repeat, options.timeout_s)
+            for load in loads:
+                if load in told:
+                    row = found[shape, load, engine] = summary(load, SHAPES[shape].words, told[load])
+                    tail = "" if row.tail_s is None else f"   tail {row.tail_s:6.2f} s"
+                    say(f"{shape:>5} {load:>5} {ENGINES[engine]:<34} {row.tokens_per_s:>9,.0f} tokens/s{tail}")
+            for what in ("first token", "swap"):
+                if what in told:
+                    others[shape, what, engine] = told[what][0][0]
+                    say(f"{shape:>5} {what:>12} {ENGINES[engine]:<30} {told[what][0][0]:9.4f} s")
+    if options.json:
+        print(json.dumps(compare(found, others), indent=1))
+
+
+def compare(found: dict[tuple[str, str, str], Row], others: dict[tuple[str, str, str], float]) -> list[dict[str, Any]]:
+    rows = []
+
+    def add(workload: str, metric: str, mine: float, peer: str, theirs: float, ratio: float) -> None:
+        rows.append(
+            {
+                "workload": workload,
+                "metric": metric,
+                "ours": round(mine, 4),
+                "peer": ENGINES[peer],
+                "theirs": round(theirs, 4),
+                "ratio": round(ratio, 2),
+            }
+        )
+
+    for (shape, load, engine), row in found.items():
+        mine = found.get((shape, load, "ours"))
+        if engine != "ours" and mine is not None:
+            add(
+                f"{shape}, {load}",
+                "tokens/s",
+                mine.tokens_per_s,
+                engine,
+                row.tokens_per_s,
+                mine.tokens_per_s / row.tokens_per_s,
+            )
+            if row.tail_s and mine.tail_s:
+                add(f"{shape}, {load}", "tail s", mine.tail_s, engine, row.tail_s, row.tail_s / mine.tail_s)
+    for (shape, what, engine), seconds in others.items():
+        own = others.get((shape, what, "ours"))
+        if engine != "ours" and own is not None:
+            add(shape, f"{what}, s", own, engine, seconds, seconds / own)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

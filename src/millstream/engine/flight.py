@@ -1,0 +1,111 @@
+"""One request on its way through an engine, and what makes a request one that can never run."""
+
+from __future__ import annotations
+
+from millstream.errors import RequestRefused
+from millstream.types import Completion, Finish, Request, RequestKey, Sampled
+
+
+class InFlight:
+    """What was sampled for a request, and how far it is. `slot` and `blocks` belong to whoever runs it."""
+
+    __slots__ = (
+        "blocks",
+        "chain",
+        "finish",
+        "is_gone",
+        "is_mixed",
+        "is_prefilling",
+        "is_watched",
+        "logprobs",
+        "num_computed",
+        "num_indexed",
+        "num_launched",
+        "num_told",
+        "request",
+        "slot",
+        "tokens",
+        "versions",
+    )
+
+    def __init__(self, request: Request, *, is_watched: bool = False) -> None:
+        self.request, self.is_watched, self.num_told = request, is_watched, 0
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.finish: Finish | None = None
+        self.num_launched = 0
+        """Tokens that were sampled or are being sampled: at most one more than those that are known."""
+        self.num_computed = 0
+        """Tokens whose keys and values are in the cache, or will be when what was launched is done."""
+        self.is_prefilling = True
+        """Whether tokens before the newest are still to be computed."""
+        self.is_gone = False
+        """Whether it was aborted: what is sampled for it from now on is nobody's."""
+        self.is_mixed = False
+        """Whether its keys and values are of several versions."""
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.num_indexed = self.chain = 0
+        """Of its blocks, those that others can find; and the number of the last of them."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that are known: the prompt's and the sampled ones."""
+        return len(self.request.tokens) + len(self.tokens)
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        return (*self.request.tokens, *self.tokens)
+
+    @property
+    def can_decode(self) -> bool:
+        return not self.is_prefilling and self.finish is None and self.num_launched < self.request.sampling.max_tokens
+
+    def begin_again(self) -> None:
+        """Its keys and values are gone: they are computed anew before the next token is sampled."""
+        self.num_computed, self.num_launched = 0, len(self.tokens)
+        self.is_prefilling, self.is_mixed = True, False
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self.request.sampling.stop:
+            self.finish = Finish.STOP
+        elif len(self.tokens) == self.request.sampling.max_tokens:
+            self.finish = Finish.LENGTH
+
+    def news(self) -> Sampled:
+        """What was sampled since this was asked last."""
+        begin, self.num_told = self.num_told, len(self.tokens)
+        return Sampled(tuple(self.tokens[begin:]), tuple(self.logprobs[begin:]), tuple(self.versions[begin:]))
+
+    def completion(self) -> Completion:
+        return Completion(
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish=self.finish or Finish.ABORT,
+        )
+
+
+Finished = list[tuple[RequestKey, Completion]]
+
+
+def check_request(request: Request, max_length: int | None) -> None:
+    """Raises `RequestRefused` for a request that can never run. None: the model sets no limit."""
+    length = len(request.tokens) + request.sampling.max_tokens
+    if not request.tokens:
+        raise RequestRefused(f"{request.key}: the prompt is empty")
+    if request.sampling.max_tokens < 1:
+        raise RequestRefused(f"{request.key}: max_tokens must be at least 1")
+    if request.sampling.top_k < 0 or not 0 < request.sampling.top_p <= 1:
+        raise RequestRefused(f"{request.key}: top_k must be at least 0, top_p above 0 and at most 1")
+    if not 0 <= request.num_sampled < len(request.tokens):
+        raise RequestRefused(f"{request.key}: num_sampled must be at least 0 and less than the number of tokens")
+    if max_length is not None and length > max_length:
+        raise RequestRefused(
+            f"{request.key}: a prompt of {len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} "
+            f"exceed the model's context of {max_length}: set rollout.max_tokens lower, or drop the prompt"
+        )
