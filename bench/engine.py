@@ -5,8 +5,8 @@
 Prompts have 64 to 256 tokens, temperature 1. The loads 128 and 512 are so many requests of 256 tokens; `tail` is 1,024 requests
 of log-normal length (mean 256, at most 4,096). Each engine has a process of its own, one after the other; weights are random,
 lengths are imposed. Every load runs once unmeasured (graphs, kernels), then `--repeat` times, of which the median is shown.
-*First token* is from the start of building the engine, weights in memory, imports done. *Tail* is the time from when nine of ten
-requests were done to the end.
+*First token* is from the start of building the engine, weights in memory, imports done. *Tail* is the time from when nine of
+ten requests were done to the end.
 
 Without a GPU: the shape `tiny` in float32, where the peer is transformers' continuous batching.
 """
@@ -142,9 +142,8 @@ def ours(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int)
             seconds = list[float]()
             going = [asyncio.create_task(engine.generate(request(n, [5] * 64, 2048))) for n in range(256)]
             for version in range(1, 8):
-                await asyncio.sleep(0.3)
                 await engine.load(version, weights)
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.6)  # it is told with the next report
                 seconds.append(engine.stats().swap_s)
             tell("swap", statistics.median(seconds))
             for n, task in enumerate(going):
@@ -155,7 +154,8 @@ def ours(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int)
     asyncio.run(run())
 
 
-def vllm(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int, *, has_logprobs: bool = True) -> None:
+def vllm(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int) -> None:
+    """With log-probabilities, and (`LOAD bare`) without: one start for both."""
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -172,28 +172,27 @@ def vllm(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int,
             max_model_len=CONTEXT,
             max_num_seqs=512,
             gpu_memory_utilization=0.6,
-            disable_log_stats=True,
+            disable_log_stats=False,
         )
 
-        def sampling(length: int) -> Any:
-            logprobs = 0 if has_logprobs else None
+        def sampling(length: int, logprobs: int | None) -> Any:
             return SamplingParams(
                 temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=logprobs, detokenize=False
             )
 
-        model.generate([TokensPrompt(prompt_token_ids=[5] * 64)], sampling(1), use_tqdm=False)
+        model.generate([TokensPrompt(prompt_token_ids=[5] * 64)], sampling(1, None), use_tqdm=False)
         tell("first token", time.perf_counter() - began)
-        for load in loads:
+        for load, logprobs in [(load, logprobs) for logprobs in (0, None) for load in loads]:
             work = work_of(load, shape.words)
             prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in work.prompts]
-            samplings = [sampling(length) for length in work.lengths]
+            samplings = [sampling(length, logprobs) for length in work.lengths]
             model.generate(prompts, samplings, use_tqdm=False)
             for _ in range(repeat):
                 start = time.perf_counter()
                 outs = model.generate(prompts, samplings, use_tqdm=False)
                 seconds = time.perf_counter() - start
                 assert sum(len(out.outputs[0].token_ids) for out in outs) == sum(work.lengths)
-                tell(load, seconds, _ends(outs))
+                tell(load if logprobs == 0 else f"{load} bare", seconds, _ends(outs))
 
 
 def _ends(outs: list[Any]) -> list[float]:
@@ -203,10 +202,6 @@ def _ends(outs: list[Any]) -> list[float]:
         return []
     first = min(one.queued_ts for one in metrics)
     return [one.last_token_ts - first for one in metrics]
-
-
-def vllm_bare(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int) -> None:
-    vllm(shape, tell, loads, repeat, has_logprobs=False)
 
 
 def transformers(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int) -> None:
@@ -248,7 +243,7 @@ def transformers(shape: Shape, tell: Callable[..., None], loads: list[str], repe
                     break
 
 
-SIDES = {"ours": ours, "vllm": vllm, "vllm_bare": vllm_bare, "transformers": transformers}
+SIDES = {"ours": ours, "vllm": vllm, "transformers": transformers}
 
 
 # ---- the run -----------------------------------------------------------------------------------------------------------
@@ -297,7 +292,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--shapes", default="474M" if is_gpu else "tiny")
     parser.add_argument("--loads", default="128,512,tail" if is_gpu else "128,512")
-    parser.add_argument("--engines", default="ours,vllm,vllm_bare,transformers" if is_gpu else "ours,transformers")
+    parser.add_argument("--engines", default="ours,vllm,transformers" if is_gpu else "ours,transformers")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--timeout-s", type=float, default=400.0)
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -316,11 +311,12 @@ def main() -> None:
     for shape in options.shapes.split(","):
         for engine in options.engines.split(","):
             told = side(engine, shape, loads, options.repeat, options.timeout_s)
-            for load in loads:
-                if load in told:
-                    row = found[shape, load, engine] = summary(load, SHAPES[shape].words, told[load])
+            for load, bare in [(load, bare) for bare in ("", " bare") for load in loads]:
+                if load + bare in told:
+                    name = engine if not bare else f"{engine}_bare"
+                    row = found[shape, load, name] = summary(load, SHAPES[shape].words, told[load + bare])
                     tail = "" if row.tail_s is None else f"   tail {row.tail_s:6.2f} s"
-                    say(f"{shape:>5} {load:>5} {ENGINES[engine]:<34} {row.tokens_per_s:>9,.0f} tokens/s{tail}")
+                    say(f"{shape:>5} {load:>5} {ENGINES[name]:<34} {row.tokens_per_s:>9,.0f} tokens/s{tail}")
             for what in ("first token", "swap"):
                 if what in told:
                     others[shape, what, engine] = told[what][0][0]

@@ -20,7 +20,8 @@ from millstream.model.load import new_model
 from millstream.runtime.build import build_engine
 from millstream.types import Completion, Sampling
 from test_engine import drain, kept_by, teacher_forced
-from tiny import CONFIGS, VOCABULARY, plain as plain_model, prompts, request  # isort: skip
+from tiny import CONFIGS, VOCABULARY, prompts, request
+from tiny import plain as plain_model
 
 pytestmark = [
     pytest.mark.gpu,
