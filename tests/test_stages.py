@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -520,6 +521,19 @@ def test_a_row_that_was_scored_under_another_version_is_scored_anew_and_what_was
     assert outcome.proximal is not None and isinstance(outcome.learner, WatchfulLearner)
     assert 0 < num_stale < outcome.learner.num_after_a_step == 32
     assert outcome.proximal.num_scored == 32 + num_stale
+
+
+def test_what_a_row_has_of_a_version_before_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = MemoryStore.put
+
+    async def stale(store: MemoryStore, group_ids: int, columns: Columns, **more: Any) -> Sequence[int]:
+        old = {"proximal": [np.full(len(tokens), 9.0, np.float32) for tokens in columns["tokens"]]}
+        return await put(store, group_ids, {**columns, **old, "proximal_version": [0] * len(old["proximal"])}, **more)
+
+    monkeypatch.setattr(MemoryStore, "put", stale)
+    outcome = simulate(replace(STEPS, max_lag=1))
+    check(STEPS, outcome)
+    assert outcome.proximal is not None and outcome.proximal.num_scored == 32
 
 
 def test_the_proximal_policy_is_computed_while_the_learner_makes_the_steps_before() -> None:

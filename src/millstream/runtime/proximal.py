@@ -119,9 +119,8 @@ class Proximal:
         if number <= self._num_first or not rows:
             return list(rows)
         stale = [row for row, one in zip(rows, said, strict=True) if one.columns[PROXIMAL_VERSION] != self._version]
-        anew = iter((await self._scored(stale)).scores if stale else [])
-        is_stale = {id(row) for row in stale}
+        scores = (await self._scored(stale)).scores if stale else []
+        anew = dict(zip(map(id, stale), scores, strict=True))
         return [
-            replace(row, proximal=next(anew) if id(row) in is_stale else one.columns[PROXIMAL])
-            for row, one in zip(rows, said, strict=True)
+            replace(row, proximal=anew.get(id(row), one.columns[PROXIMAL])) for row, one in zip(rows, said, strict=True)
         ]

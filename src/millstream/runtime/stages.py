@@ -77,8 +77,9 @@ def store_tasks(
 
 
 def train_row(row: Row) -> TrainRow:
-    """All that is there of it."""
-    columns = {name: row.columns[name] for name in TrainRow.__struct_fields__ if name in row.columns}
+    """All that is there of it, but for what the proximal policy said: that may be of another batch (`runtime.proximal`)."""
+    names = [name for name in TrainRow.__struct_fields__ if name in row.columns and name != PROXIMAL]
+    columns = {name: row.columns[name] for name in names}
     part = f", part {row.columns['part']}" if row.columns["part"] else ""
     return TrainRow(**columns, label=f"group {row.group_id}, member {row.columns['member']}{part}")
 
