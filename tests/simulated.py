@@ -7,11 +7,12 @@ import itertools
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from millstream.algo.advantages import grpo
@@ -45,10 +46,10 @@ from millstream.runtime.waits import Waits
 from millstream.sim.draws import Draw, constant, lognormal, uniform
 from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment
-from millstream.sim.learner import SimCritic, SimLearner, SimScorer, SimSnapshot
+from millstream.sim.learner import SimCritic, SimFollower, SimLearner, SimScorer, SimSnapshot
 from millstream.store import codec
 from millstream.store.memory import MemoryStore
-from millstream.types import Fate, Sampling, Task
+from millstream.types import Fate, Metrics, Sampling, Task, TrainRow
 from millstream.weights.local import LocalChannel
 
 
@@ -83,6 +84,7 @@ class World(Struct, frozen=True, kw_only=True):
     deadline_s: float = 1e6
     reference: Literal["none", "early", "late"] = "none"
     has_critic: bool = False
+    has_proximal: bool = False
     score_token_s: float = 1e-4
     seed: int = 0
 
@@ -120,6 +122,34 @@ class Diary:
         self.kept.append(kept)
 
 
+class WatchfulLearner(SimLearner):
+    """Asserts that rows bring what the policy of their batch's start says of them, where somebody else is to compute it and
+    the batch has made a step; and nothing otherwise."""
+
+    def __init__(self, *, has_proximal: bool, token_s: float = 1e-4, seed: int = 0) -> None:
+        super().__init__(token_s=token_s, seed=seed)
+        self._has_proximal = has_proximal
+        self._num_rows_before, self._num_steps = 0, 0
+        self.num_after_a_step = 0
+
+    async def begin_batch(self) -> None:
+        self._num_rows_before, self._num_steps = self.num_rows, 0
+
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        for row in rows:
+            if self._has_proximal and self._num_steps:
+                self.num_after_a_step += 1
+                expected = row.loss_mask * ((1 + row.tokens % 7) / -4 - self._num_rows_before)
+                assert row.proximal is not None and np.allclose(row.proximal, expected), "of another version"
+            else:
+                assert row.proximal is None, "before the first step the proximal policy is the policy"
+        await super().accumulate(rows)
+
+    async def step(self) -> Metrics:
+        self._num_steps += 1
+        return await super().step()
+
+
 class Outcome(Struct, frozen=True, kw_only=True):
     sink: MemorySink
     pipeline: Pipeline
@@ -129,6 +159,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     seconds: float
     stages: tuple[Stage, ...] = ()
     critic: SimCritic | None = None
+    proximal: SimFollower | None = None
 
 
 def tasks(world: World) -> Iterator[tuple[int, Task]]:
@@ -191,7 +222,8 @@ async def _simulate(
     keeper: Diary | None,
     kept: Kept | None,
 ) -> Outcome:
-    sink, learner = MemorySink(), SimLearner(token_s=world.train_token_s, seed=world.seed)
+    sink = MemorySink()
+    learner = WatchfulLearner(has_proximal=world.has_proximal, token_s=world.train_token_s, seed=world.seed)
     version = kept.standing.ledger.version if kept is not None else 0
     if keeper is not None:
         keeper.sink = sink
@@ -207,7 +239,13 @@ async def _simulate(
                 critic.restore(Path(folder))
     config, rollout = configs(world)
     stages = stages_of(world, critic)
-    reads = store_tasks(stages, has_critic=critic is not None, is_in_lockstep=config.is_in_lockstep)
+    proximal = SimFollower(token_s=world.score_token_s) if world.has_proximal else None
+    reads = store_tasks(
+        stages,
+        has_critic=critic is not None,
+        has_proximal=world.has_proximal,
+        is_in_lockstep=config.is_in_lockstep,
+    )
     store = MemoryStore(reads, capacity_rows=config.most_groups * rollout.most_rows)
     engines = tuple(
         SimEngine(
@@ -238,6 +276,7 @@ async def _simulate(
         waits=Waits(clock=clock, sink=sink, stall_s=30.0, deadline_s=world.deadline_s),
         stages=stages,
         critic=critic,
+        proximal=proximal,
     )
     pipeline = Pipeline(
         parts,
@@ -249,6 +288,7 @@ async def _simulate(
             mini_batches=world.mini_batches,
             credit=credit_of_world(world),
             critic_batch_tokens=100,
+            proximal_batch_tokens=100,
         ),
         config=config,
         rollout=rollout,
@@ -269,6 +309,7 @@ async def _simulate(
         seconds=asyncio.get_running_loop().time(),
         stages=stages,
         critic=critic,
+        proximal=proximal,
     )
 
 
@@ -297,6 +338,8 @@ def check(world: World, outcome: Outcome) -> None:
         assert outcome.critic.num_rows == outcome.learner.num_rows, (
             "the critic learns from what the learner learns from"
         )
+    if outcome.proximal is not None and isinstance(outcome.learner, WatchfulLearner):
+        assert outcome.proximal.num_scored == outcome.learner.num_after_a_step, "each row that needs it, once"
     if world.surplus == "carry_over":
         assert Fate.ABORTED not in fates.values()
     _check_declared(world, sink)

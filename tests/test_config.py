@@ -49,6 +49,9 @@ def written(tmp_path: Path, text: str) -> Path:
         ("[[reward]]\nfunktion = 'f'", r"unknown key reward\[0\]\.funktion\. Did you mean function\?"),
         ("[engine]\nslots = 0", r"engine: slots and prefill_tokens must be at least 1"),
         ("[reference]\ndevice = 'gpu'", r"reference: device = 'gpu': expected cpu, cuda or cuda:NUMBER"),
+        ("[proximal]\ndevice = 'gpu'", r"proximal: device = 'gpu': expected cpu, cuda or cuda:NUMBER"),
+        ("[proximal]\nmicro_batch_tokens = 0", r"proximal: micro_batch_tokens must be at least 1"),
+        ("[proximal]\npath = 'm'", r"unknown key proximal\.path\. Did you mean"),
         ("[critic]\nvalue_clip = 0", r"critic: learning_rate, max_grad_norm and value_clip must be above 0"),
         ('[algorithm]\nkl = "loss"\nkl_coefficient = nan', r"algorithm: kl_coefficient must be above 0 and finite"),
         ('[algorithm]\nkl = "loss"\nkl_coefficient = inf', r"algorithm: kl_coefficient must be above 0 and finite"),
@@ -162,6 +165,15 @@ def test_combinations_that_no_component_sees_are_refused(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match=r"needs a teacher: set reference\.path"):
             check_run(load(written(tmp_path, distil + table), RunConfig))
     check_run(load(written(tmp_path, distil + '[reference]\npath = "teacher"'), RunConfig))
+    proximal = MINIMAL + "[proximal]\nmicro_batch_tokens = 100\n"
+    with pytest.raises(ConfigError, match=r"a \[proximal\] table, and learner\.mini_batches = 1: .* 2 or more"):
+        check_run(load(written(tmp_path, proximal + '[algorithm]\nname = "decoupled_ppo"'), RunConfig))
+    with pytest.raises(ConfigError, match=r'loss = "ppo" does not look at the proximal policy: .* "decoupled_ppo"'):
+        check_run(
+            load(written(tmp_path, proximal + '[learner]\nmini_batches = 2\n[algorithm]\nname = "grpo"'), RunConfig)
+        )
+    several = proximal + '[learner]\nmini_batches = 2\n[algorithm]\nname = "decoupled_ppo"'
+    check_run(load(written(tmp_path, several), RunConfig))
     with pytest.raises(ConfigError, match="without a reward"):
         check_run(load(written(tmp_path, "reward = []\n" + MINIMAL), RunConfig))
 

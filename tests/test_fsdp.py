@@ -35,12 +35,13 @@ from millstream.learner import Learner, LearnerConfig
 from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.orders import pack, unpack
 from millstream.learner.packing import deal
+from millstream.learner.scorer import TorchScorer
 from millstream.learner.torch import TorchLearner
 from millstream.model.load import load_weights
 from millstream.runtime import build
 from millstream.testing.learner import LearnerSuite
 from millstream.types import Metrics, Sampling, TrainRow
-from rank_cases import CASES, SETS, STEPS, WRITTEN_AFTER, Case, batch, row, train
+from rank_cases import CASES, SETS, STEPS, WRITTEN_AFTER, Case, batch, mini_batches, row, train
 from runs import assert_clean, command, resume, start, steps_of, until
 from tiny import VOCABULARY, make
 
@@ -61,10 +62,10 @@ def one_learner(case: Case) -> TorchLearner:
     return TorchLearner(case.new_model(), case.learner, objective, temperature=case.temperature, num_steps=STEPS)
 
 
-def several(case: Case, ranks: int) -> FsdpLearner:
+def several(case: Case, ranks: int, *changes: str) -> FsdpLearner:
     """Chosen as a run chooses it."""
     learner = build.build_learner(
-        load(DEMO, RunConfig, [f"rollout.temperature={case.temperature}"]),
+        load(DEMO, RunConfig, [f"rollout.temperature={case.temperature}", *changes]),
         case.new_model(),
         None,
         learner=structs.replace(case.learner, ranks=ranks),
@@ -363,10 +364,37 @@ def test_a_killed_run_of_two_ranks_leaves_no_process_and_goes_on_with_one(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_with_a_warm_up_and_mini_batches_goes_to_its_end(tmp_path: Path) -> None:
+def test_two_ranks_learn_from_rows_that_bring_the_proximal_policy_as_one_does_and_keep_no_copy_of_it() -> None:
+    """A rank that has no row of a micro-batch has nothing to bring, and takes part all the same."""
+    case = CASES[1]
+
+    async def train(learner: Learner) -> list[Metrics]:
+        scorer, found = TorchScorer(case.new_model()), []
+        for step in range(3):
+            await learner.begin_batch()
+            await scorer.load(await learner.weights())
+            for number, micro_batches in enumerate(mini_batches(case, step)):
+                for rows in micro_batches:
+                    said = await scorer.score(rows) if number else [None] * len(rows)
+                    brought = [structs.replace(row, proximal=one) for row, one in zip(rows, said, strict=True)]
+                    await learner.accumulate(brought)
+                found.append(await learner.step())
+        return found
+
+    one, two = one_learner(case), several(case, 2, "proximal.micro_batch_tokens=100")
+    try:
+        assert_alike(asyncio.run(train(two)), asyncio.run(train(one)))
+        assert_same(case, dict(asyncio.run(two.weights())), masters_of(one))
+    finally:
+        asyncio.run(two.close())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["proximal.micro_batch_tokens=60"]], ids=["own", "beside"])
+def test_a_run_of_two_ranks_with_a_warm_up_and_mini_batches_goes_to_its_end(tmp_path: Path, more: list[str]) -> None:
     changes = ["data.size=64", "data.holdout=8", "warmup.max_steps=4", "warmup.check_every=2", "pipeline.steps=3",
                "learner.ranks=2", "learner.mini_batches=2", "pipeline.groups_per_step=4", "algorithm.loss=decoupled_ppo",
-               f"run_dir={tmp_path / 'run'}"]  # fmt: skip
+               f"run_dir={tmp_path / 'run'}", *more]  # fmt: skip
     words = [word for change in changes for word in ("--set", change)]
     done = subprocess.run(
         [sys.executable, "-m", "millstream.cli.main", "train", str(DEMO), *words], capture_output=True, text=True

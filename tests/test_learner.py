@@ -21,6 +21,7 @@ from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
 from millstream.learner.packing import Packer
 from millstream.learner.rows import Rows
+from millstream.learner.scorer import TorchScorer
 from millstream.learner.torch import TorchLearner, learning_rate_share, share_prompts
 from millstream.model.objective import LossInputs, TokenLoss
 from millstream.types import Metrics, TrainRow
@@ -240,6 +241,60 @@ def test_with_several_mini_batches_the_proximal_policy_stays_that_of_the_batchs_
         assert (await one.step())["clipped_share"] == 0.0, "a new batch, a new proximal policy"
 
     asyncio.run(program())
+
+
+async def two_steps(one: TorchLearner, first: list[TrainRow], second: list[TrainRow]) -> dict[str, float]:
+    await one.begin_batch()
+    await one.accumulate(first)
+    await one.step()
+    await one.accumulate(second)
+    return await one.step()
+
+
+def test_rows_that_bring_the_proximal_policy_are_learned_from_as_with_a_copy_of_it_and_none_is_kept() -> None:
+    async def program() -> None:
+        config = LearnerConfig(learning_rate=0.05, mini_batches=2)
+        objective = recipe.objective(AlgorithmConfig(loss="decoupled_ppo"), max_tokens=16)
+        own = TorchLearner(make("qwen3"), config, objective)
+        given = TorchLearner(make("qwen3"), config, objective, is_proximal_given=True)
+        assert own.rank._proximal is not None and given.rank._proximal is None
+        scorer, first, second = TorchScorer(make("qwen3", seed=5)), rows(8), rows(8, seed=1)
+        await scorer.load(await given.weights())
+        said = await scorer.score(second)
+        with_column = [structs.replace(row, proximal=one) for row, one in zip(second, said, strict=True)]
+        theirs, ours = await two_steps(own, first, second), await two_steps(given, first, with_column)
+        assert ours == pytest.approx(theirs, rel=1e-5) and ours["clipped_share"] > 0.1
+        weights, expected = await given.weights(), await own.weights()
+        assert all(torch.allclose(weights[name], expected[name], rtol=1e-5, atol=1e-6) for name in expected)
+        far = [structs.replace(row, proximal=one - 1) for row, one in zip(second, said, strict=True)]
+        assert (await two_steps(own, first, far))["clipped_share"] != theirs["clipped_share"], (
+            "a column goes before the copy"
+        )
+
+    asyncio.run(program())
+
+
+def test_rows_that_should_bring_the_proximal_policy_and_do_not_are_refused() -> None:
+    config = LearnerConfig(mini_batches=2)
+    one = TorchLearner(
+        make("qwen3"), config, recipe.objective(AlgorithmConfig(), max_tokens=16), is_proximal_given=True
+    )
+    with pytest.raises(LearnerError, match="rows without proximal, which the objective reads"):
+        asyncio.run(two_steps(one, rows(4), rows(4)))
+
+
+def test_a_row_whose_proximal_log_probability_is_not_finite_is_left_out_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = LearnerConfig(mini_batches=2)
+    one = TorchLearner(
+        make("qwen3"), config, recipe.objective(AlgorithmConfig(), max_tokens=16), is_proximal_given=True
+    )
+    second = [structs.replace(row, proximal=np.where(row.loss_mask, -1, 0).astype(np.float32)) for row in rows(4)]
+    broken = np.where(second[0].loss_mask, -np.inf, 0).astype(np.float32)
+    second[0] = structs.replace(second[0], proximal=broken, label="group 7, member 0")
+    assert asyncio.run(two_steps(one, rows(4), second))["skipped_rows"] == 1
+    assert "group 7, member 0 is left out" in caplog.text
 
 
 def test_with_one_step_a_batch_the_clip_of_decoupled_ppo_never_acts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,33 +14,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from millstream.algo.advantages import dr_grpo
+from millstream.algo.advantages import ADVANTAGES, dr_grpo
 from millstream.algo.credit import Penalty, credit_of
 from millstream.env import Context
 from millstream.errors import InvariantError, LearnerError, MillstreamError, StallError
-from millstream.events import GroupLeft, GroupTaken, RolloutEnded, Span, Stalled, Status, Stepped
+from millstream.events import (
+    GroupLeft,
+    GroupRestarted,
+    GroupTaken,
+    RolloutAborted,
+    RolloutEnded,
+    Span,
+    Stalled,
+    Status,
+    Stepped,
+)
 from millstream.runtime.credit import columns_of
 from millstream.runtime.pipeline import Pipeline
 from millstream.runtime.stages import store_tasks
 from millstream.sim.environment import SimEnvironment
-from millstream.sim.learner import SimCritic, SimLearner, SimScorer
-from millstream.store import Row
+from millstream.sim.learner import SimCritic, SimFollower, SimLearner, SimScorer
+from millstream.store import Columns, Row
+from millstream.store.memory import MemoryStore
 from millstream.types import Fate, Floats, Metrics, TrainRow
-from simulated import Diary, Outcome, World, check, simulate, stages_of
+from simulated import Diary, Outcome, WatchfulLearner, World, check, simulate, stages_of
 from test_lag_bound import worlds
 from test_resume import cut_and_resume
 
 staged = st.builds(
-    lambda world, reference, has_critic, score_token_s: replace(
+    lambda world, reference, has_critic, mini_batches, score_token_s: replace(
         world,
         steps=min(world.steps, 5),
-        reference="early" if reference == "none" and not has_critic else reference,
+        reference="early" if reference == "none" and not has_critic and mini_batches == 1 else reference,
         has_critic=has_critic,
+        has_proximal=mini_batches > 1,
+        mini_batches=mini_batches,
+        groups_per_step=-(-world.groups_per_step // mini_batches) * mini_batches,
         score_token_s=score_token_s,
     ),
     worlds,
     st.sampled_from(["none", "early", "late"]),
     st.booleans(),
+    st.sampled_from([1, 2, 3]),
     st.sampled_from([0.0, 1e-4, 1e-2, 0.1]),
 )
 
@@ -454,6 +470,149 @@ def test_a_settled_group_is_never_taken_by_the_critic_alone() -> None:
     assert tasks["settle"].after == ("values",) and not tasks["reference"].by_group
     lockstep = store_tasks(stages_of(World(reference="late"), SimCritic()), has_critic=True, is_in_lockstep=True)
     assert lockstep["reference"].by_group and lockstep["values"].by_group
+
+
+# ---- the proximal policy --------------------------------------------------------------------------------------------
+
+STEPS = World(steps=4, groups_per_step=4, group_size=4, mini_batches=2, has_proximal=True, filter_zero_signal=False)
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+@pytest.mark.parametrize("mini_batches", [2, 4])
+def test_rows_after_a_step_are_scored_once_under_the_version_of_their_batch_and_others_are_not(
+    max_lag: int, mini_batches: int
+) -> None:
+    """What the learner asserts of every row: see `simulated.WatchfulLearner`."""
+    world = replace(STEPS, max_lag=max_lag, mini_batches=mini_batches)
+    outcome = simulate(world)
+    check(world, outcome)
+    assert outcome.proximal is not None and outcome.proximal.num_loaded == 4
+    assert outcome.proximal.num_scored == 4 * 16 * (mini_batches - 1) // mini_batches
+
+
+def test_an_advantage_of_the_whole_batch_goes_with_the_proximal_policy_beside_the_learner() -> None:
+    over_batch = ADVANTAGES["reinforce_plus_plus"].over_batch
+
+    def set_up(pipeline: Pipeline) -> None:
+        pipeline._algorithm = replace(pipeline._algorithm, over_batch=over_batch)
+
+    outcome = simulate(STEPS, on_pipeline=set_up)
+    check(STEPS, outcome)
+    assert outcome.proximal is not None and outcome.proximal.num_scored == 32
+
+
+def test_a_row_that_was_scored_under_another_version_is_scored_anew_and_what_was_said_is_never_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is in the store of groups whose number divides by 3 is of the version before, and wrong."""
+    num_stale, write = 0, MemoryStore.write
+
+    async def haunted(store: MemoryStore, row_ids: Sequence[int], columns: Columns, *, overwrite: bool = False) -> None:
+        nonlocal num_stale
+        rows = store._catalog.partition("train").rows
+        if "proximal" in columns and all(rows[row_id].group.id % 3 == 0 for row_id in row_ids):
+            num_stale += sum(cell is not None for cell in columns["proximal"])
+            wrong = [None if cell is None else cell + 1 for cell in columns["proximal"]]
+            columns = {"proximal": wrong, "proximal_version": [one - 1 for one in columns["proximal_version"]]}
+        await write(store, row_ids, columns, overwrite=overwrite)
+
+    monkeypatch.setattr(MemoryStore, "write", haunted)
+    outcome = simulate(replace(STEPS, max_lag=1))
+    assert outcome.proximal is not None and isinstance(outcome.learner, WatchfulLearner)
+    assert 0 < num_stale < outcome.learner.num_after_a_step == 32
+    assert outcome.proximal.num_scored == 32 + num_stale
+
+
+def test_what_a_row_has_of_a_version_before_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = MemoryStore.put
+
+    async def stale(store: MemoryStore, group_ids: int, columns: Columns, **more: Any) -> Sequence[int]:
+        old = {"proximal": [np.full(len(tokens), 9.0, np.float32) for tokens in columns["tokens"]]}
+        return await put(store, group_ids, {**columns, **old, "proximal_version": [0] * len(old["proximal"])}, **more)
+
+    monkeypatch.setattr(MemoryStore, "put", stale)
+    outcome = simulate(replace(STEPS, max_lag=1))
+    check(STEPS, outcome)
+    assert outcome.proximal is not None and outcome.proximal.num_scored == 32
+
+
+def test_the_proximal_policy_is_computed_while_the_learner_makes_the_steps_before() -> None:
+    busy = replace(STEPS, steps=10, max_lag=4, slots=64, mean_tokens=100, mini_batches=4, groups_per_step=8)
+    busy = replace(busy, train_token_s=1e-3, score_token_s=1e-3)
+    outcome = simulate(busy)
+    spans = outcome.sink.of(Span)
+    scoring = sum(span.seconds for span in spans if span.worker == "proximal")
+    alone = simulate(replace(busy, has_proximal=False)).seconds
+    assert scoring > 0.5 * alone, "one after the other it would show"
+    assert outcome.seconds < 1.01 * alone
+    first_step = next(span.at for span in spans if (span.worker, span.what) == ("learner", "step"))
+    first_score = next(span.at for span in spans if (span.worker, span.what) == ("proximal", "score"))
+    assert first_score < first_step
+
+
+def test_the_first_mini_batch_does_not_wait_for_weights_to_be_loaded() -> None:
+    def set_up(pipeline: Pipeline) -> None:
+        assert isinstance(pipeline._parts.proximal, SimFollower)
+        pipeline._parts.proximal._load_s = 1000.0
+
+    spans = simulate(replace(STEPS, steps=1), on_pipeline=set_up).sink.of(Span)
+    steps = [span.at for span in spans if (span.worker, span.what) == ("learner", "step")]
+    loaded = next(span.at for span in spans if (span.worker, span.what) == ("proximal", "load"))
+    assert steps[0] < loaded < steps[1]
+
+
+def test_a_place_that_stays_empty_is_not_scored_by_the_proximal_policy() -> None:
+    world = replace(STEPS, success=1.0, filter_zero_signal=True, max_replaced_per_step=0)
+    outcome = simulate(world)
+    check(world, outcome)
+    assert outcome.proximal is not None and outcome.proximal.num_scored == outcome.proximal.num_loaded == 0
+
+
+def test_groups_that_are_taken_ahead_do_not_make_others_begin_anew_while_the_learner_is_busy() -> None:
+    """But as soon as it waits for them: as many as without the stage."""
+    for seed, train_token_s in [*((seed, 1e-3) for seed in range(6)), (6, 1e-2)]:
+        world = replace(STEPS, max_lag=1, tail=2.0, slots=64, overdue="restart", train_token_s=train_token_s, seed=seed)
+        outcome = simulate(world)
+        check(world, outcome)
+        restarts = outcome.sink.of(GroupRestarted)
+        assert len(restarts) == len(simulate(replace(world, has_proximal=False)).sink.of(GroupRestarted))
+        assert restarts or seed == 3
+        spans = [span for span in outcome.sink.of(Span) if span.worker == "learner"]
+        for restart in restarts:
+            aborted = max(e.at for e in outcome.sink.of(RolloutAborted) if e.at <= restart.at)
+            assert not any(span.at - span.seconds < aborted < span.at for span in spans)
+
+
+def test_the_proximal_policy_shows_what_it_waits_for_and_one_that_hangs_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Status] = []
+    holder: list[Pipeline] = []
+
+    class Watched(SimEnvironment):
+        async def rollout(self, context: Context) -> float:
+            reward = await super().rollout(context)
+            seen.append(await holder[0].status())
+            return reward
+
+    simulate(replace(STEPS, max_lag=1), environment=Watched(), on_pipeline=holder.append)
+    waits = {(wait.owner, wait.what) for status in seen for wait in status.waits}
+    assert {("stage proximal", "a group to score"), ("train, ahead", "a complete group")} <= waits
+
+    async def hang(self: SimFollower, *anything: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    for name, what in (("load", "the weights of the batch's start"), ("score", "its rows to be scored")):
+        with monkeypatch.context() as patch:
+            patch.setattr(SimFollower, name, hang)
+            with pytest.raises(StallError, match=f"stage proximal has waited .* for {what}"):
+                simulate(replace(STEPS, deadline_s=50.0))
+
+
+def test_the_proximal_policy_comes_after_settling_and_the_learner_after_it() -> None:
+    tasks = store_tasks(has_proximal=True)
+    assert tasks["proximal"].after == ("settle",) and tasks["learn"].after == ("proximal",)
+    assert set(store_tasks()) == {"settle", "train"}
 
 
 def test_a_slow_stage_does_not_count_as_a_stall_while_it_works() -> None:

@@ -1,4 +1,5 @@
-"""References, critics and teachers in real runs of a small model: they learn, they hold, they repeat and they resume."""
+"""References, critics, teachers and proximal policies in real runs of a small model: they learn, they hold, they repeat and
+they resume."""
 
 from __future__ import annotations
 
@@ -221,8 +222,59 @@ def test_a_critic_may_begin_as_another_checkpoint(tmp_path: Path, teacher: Path)
 def test_a_gpu_that_is_not_there_is_refused_by_the_key_that_names_it(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(MillstreamError, match=r'reference\.device = "cuda:1", and torch sees no GPU here'):
-        train(config(tmp_path, "reference.device=cuda:1"), reward=ones)
+    several = ("algorithm.name=decoupled_ppo", "learner.mini_batches=2")
+    for key, more in (("reference", ()), ("proximal", several)):
+        with pytest.raises(MillstreamError, match=rf'{key}\.device = "cuda:1", and torch sees no GPU here'):
+            train(config(tmp_path, f"{key}.device=cuda:1", *more), reward=ones)
+
+
+# ---- the proximal policy ---------------------------------------------------------------------------------------------
+
+SEVERAL = ("algorithm.name=decoupled_ppo", "learner.mini_batches=4", "algorithm.clip_low=0.02", "algorithm.clip_high=0.02",
+           "pipeline.steps=6", "data.holdout=0")  # fmt: skip
+BESIDE = "proximal.micro_batch_tokens=60"
+
+
+@pytest.mark.parametrize("lora", [[], ["learner.lora.rank=2", "learner.learning_rate=3e-2"]], ids=["whole", "lora"])
+def test_the_proximal_policy_beside_the_learner_gives_the_weights_that_the_learners_own_gives(
+    tmp_path: Path, lora: list[str]
+) -> None:
+    """To 1e-6 of the largest weight: micro-batches are others, and with them the order of sums."""
+    own = metrics(tmp_path / "own", *SEVERAL, "pipeline.max_lag=0", *lora)
+    beside = metrics(tmp_path / "beside", *SEVERAL, "pipeline.max_lag=0", *lora, BESIDE)
+    again = metrics(tmp_path / "again", *SEVERAL, "pipeline.max_lag=0", *lora, BESIDE)
+    theirs, ours, twice = (
+        load_file(tmp_path / name / "run/model/model.safetensors") for name in ("own", "beside", "again")
+    )
+    largest = max(float(np.abs(theirs[name]).max()) for name in theirs)
+    assert max(float(np.abs(ours[name] - theirs[name]).max()) for name in theirs) < 1e-6 * largest
+    assert all(np.array_equal(ours[name], twice[name]) for name in ours), "the same bits, whatever the timing"
+    assert [step["reward"] for step in beside] == [step["reward"] for step in own]
+    assert mean(beside, "clipped_share") > 0.02, "it matters what it says"
+    assert again[-1]["loss"] == beside[-1]["loss"]
+
+
+def test_an_asynchronous_run_with_the_proximal_policy_beside_the_learner_learns(tmp_path: Path) -> None:
+    steps = metrics(tmp_path, "algorithm.name=decoupled_ppo", "learner.mini_batches=2", BESIDE)
+    assert mean(steps[-4:], "reward") > 4 * mean(steps[:4], "reward") > 0
+    assert max(step["lag_max"] for step in steps) == 1
+    spans = [event for event in read_events(tmp_path / "run/events.jsonl") if isinstance(event, Span)]
+    trained = sum(span.num_tokens for span in spans if (span.worker, span.what) == ("learner", "accumulate"))
+    scored = [span.num_tokens for span in spans if (span.worker, span.what) == ("proximal", "score")]
+    assert sum(scored) == pytest.approx(trained / 2, rel=0.05), "the second half of every batch"
+    assert max(scored) <= 60
+    assert sum((span.worker, span.what) == ("proximal", "load") for span in spans) == 24
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_proximal_policy_of_its_next_batch(tmp_path: Path) -> None:
+    changes = (*SEVERAL, "pipeline.max_lag=0", BESIDE)
+    train(config(tmp_path / "whole", *changes), reward=ones)
+    with pytest.raises(Stopped):
+        train(config(tmp_path / "cut", *changes), reward=ones, sinks=[StopAt(3)])
+    resume(tmp_path / "cut/run", reward=ones)
+    assert_clean(tmp_path / "cut/run")
+    ours, theirs = (load_file(tmp_path / name / "run/model/model.safetensors") for name in ("cut", "whole"))
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
 # ---- synchronous: the same bits, whatever the timing -----------------------------------------------------------------

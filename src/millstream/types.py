@@ -127,6 +127,8 @@ class TrainRow(Struct, frozen=True, kw_only=True, eq=False):
     """Log-probabilities under the reference. None: there is none."""
     values: Floats | None = None
     """What the critic expected. None: there is none."""
+    proximal: Floats | None = None
+    """Log-probabilities under the policy of the batch's start. None: nobody but the learner has computed them."""
     returns: Floats | None = None
     """What the critic is to expect. None: there is none."""
     label: str = ""

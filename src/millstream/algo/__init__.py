@@ -170,6 +170,11 @@ def needs_critic(config: AlgorithmConfig) -> bool:
     return config.advantage == "gae"
 
 
+def reads_proximal(config: AlgorithmConfig) -> bool:
+    """Whether the loss may look at the policy of the batch's start: one of the user's may."""
+    return imports.is_own(config.loss) or LOSSES[config.loss].reads_proximal
+
+
 def corrects(config: AlgorithmConfig) -> bool:
     """Whether the loss looks at the behaviour policy itself. One of the user's says so: `loss.corrects = True`."""
     if not imports.is_own(config.loss):

@@ -18,12 +18,14 @@ class LossKind(NamedTuple):
     corrects: bool = True
     """Whether it weighs by the behaviour policy itself, and sees how far the policy has moved within a batch."""
     aggregation: Aggregation = "token_mean"
+    reads_proximal: bool = False
+    """Whether the policy of the batch's start is in it."""
 
 
 PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 LOSSES: dict[str, LossKind] = {
     "truncated_is": LossKind({"ratio_cap": 1.0}),
-    "decoupled_ppo": LossKind({**PPO_CLIP, "ratio_cap": 5.0}),
+    "decoupled_ppo": LossKind({**PPO_CLIP, "ratio_cap": 5.0}, reads_proximal=True),
     "ppo": LossKind(PPO_CLIP),
     "cispo": LossKind({"clip_low": 1.0, "clip_high": 4.0}),
     "topr": LossKind({"ratio_cap": 1.0}, aggregation="fixed_length"),

@@ -62,6 +62,21 @@ class ReferenceConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("micro_batch_tokens must be at least 1")
 
 
+class ProximalConfig(Struct, frozen=True, kw_only=True):
+    """Who computes the proximal log-probabilities beside the learner, where a batch has several steps. Without the table the
+    learner does, between its own passes."""
+
+    device: str | None = None
+    """cpu, cuda or cuda:1. None: where the model is."""
+    micro_batch_tokens: int = 8192
+    """Tokens computed in one forward pass."""
+
+    def __post_init__(self) -> None:
+        _check_device(self.device)
+        if self.micro_batch_tokens < 1:
+            raise ValueError("micro_batch_tokens must be at least 1")
+
+
 class CriticConfig(Struct, frozen=True, kw_only=True):
     """A model of its own with a head that says what it expects, and says 0 in the beginning. It makes one step a batch."""
 
@@ -111,7 +126,8 @@ class Learner(Protocol):
         ...
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
-        """Add the unnormalised gradient of these rows."""
+        """Add the unnormalised gradient of these rows. What they have of the proximal policy (`proximal`) is used after the
+        batch's first step."""
         ...
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
@@ -147,6 +163,14 @@ class Scorer(Protocol):
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
         """For each row one number a token, 0 where it is not trained. Rows that are given together are computed together; each
         gets the number that it would get alone, to float tolerance."""
+        ...
+
+
+class Follower(Scorer, Protocol):
+    """Has what a learner's policy says at one moment, while the learner goes on."""
+
+    async def load(self, weights: Weights) -> None:
+        """Of calls that come later, `score` is under these weights, which are a learner's `weights()`. They are copied."""
         ...
 
 

@@ -54,6 +54,7 @@ class FsdpLearner:
         temperature: float = 1.0,
         num_steps: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        is_proximal_given: bool = False,
     ) -> None:
         check_layers(model)
         self.model, self._config, self._tokenizer = model, config, tokenizer
@@ -70,6 +71,7 @@ class FsdpLearner:
             objective=objective,
             temperature=temperature,
             num_steps=num_steps,
+            is_proximal_given=is_proximal_given,
         )
         memory = _memory_for(plan.layout)
         self._shared = SharedWeights(memory, plan.layout)

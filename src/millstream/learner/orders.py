@@ -39,6 +39,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     objective: Source
     temperature: float
     num_steps: int | None
+    is_proximal_given: bool = False
+    """Whether rows bring `proximal` where it is read: no copy of the policy is kept for it."""
 
 
 class BeginBatch(Struct, frozen=True, tag=True, array_like=True): ...
@@ -110,7 +112,7 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 READY = 0
 """The number of the first answer, which no order asked for: the rank is built."""
-COLUMNS = ("tokens", "loss_mask", "logprobs", "advantages", "reference", "values", "returns", "label")
+COLUMNS = ("tokens", "loss_mask", "logprobs", "advantages", "reference", "proximal", "values", "returns", "label")
 
 
 def pack(rows: Sequence[TrainRow]) -> bytes:

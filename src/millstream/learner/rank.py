@@ -100,10 +100,14 @@ def total(tallies: Sequence[Tally]) -> Tally:
     )
 
 
-def policies(model: PreTrainedModel, config: LearnerConfig, temperature: float) -> tuple[Policy, Policy | None]:
-    """The policy that learns, and what the proximal policy is kept in, where a batch has several steps."""
+def policies(
+    model: PreTrainedModel, config: LearnerConfig, temperature: float, *, is_proximal_given: bool = False
+) -> tuple[Policy, Policy | None]:
+    """The policy that learns, and what the proximal policy is kept in, where a batch has several steps and nobody else has
+    it."""
     check_layers(model)
-    proximal = Policy(copy_of(model), temperature=temperature) if config.mini_batches > 1 else None
+    is_kept = config.mini_batches > 1 and not is_proximal_given
+    proximal = Policy(copy_of(model), temperature=temperature) if is_kept else None
     policy = Policy(model, temperature=temperature, is_compiled=config.compile)
     if config.recompute:
         recompute_activations(model)
@@ -111,7 +115,8 @@ def policies(model: PreTrainedModel, config: LearnerConfig, temperature: float) 
 
 
 class Rank:
-    """`proximal`: a copy of the policy, where a batch has several steps. `num_steps`: batches, for the schedule."""
+    """`proximal`: a copy of the policy, where a batch has several steps; without it, rows after the first one must bring what
+    it would say. `num_steps`: batches, for the schedule."""
 
     def __init__(
         self,
@@ -125,6 +130,7 @@ class Rank:
     ) -> None:
         self.policy, self._proximal, self._objective = policy, proximal, objective
         self._is_one_of_several = is_one_of_several
+        self._is_proximal_given = config.mini_batches > 1 and proximal is None
         num_optimizer_steps = None if num_steps is None else num_steps * config.mini_batches
         self.optimizer = Optimizer(policy.model, config, num_steps=num_optimizer_steps)
         self._device = next(policy.parameters()).device
@@ -155,7 +161,7 @@ class Rank:
 
     def _add(self, rows: Sequence[TrainRow]) -> None:
         batch = self._rows(rows)
-        inputs = self._inputs(batch, has_reference=rows[0].reference is not None)
+        inputs = self._inputs(batch, rows[0])
         result = self._objective.token_loss(inputs)
         weights_R = self._objective.row_weights(batch.counts_R).to(self._device, non_blocking=True)
         loss_M = result.loss_N * weights_R[batch.row_M]
@@ -164,7 +170,7 @@ class Rank:
         self._sums.units += float(self._objective.units(batch.counts_R))
 
     def _forward(self, batch: Rows, *, needs_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Log-probabilities, entropies if asked for, and log-probabilities under the proximal policy."""
+        """Log-probabilities, entropies if asked for, and log-probabilities under the proximal policy, where it is kept."""
         arguments = (batch.tokens_N, batch.packed, batch.before_M, batch.targets_M)
         logprobs_M, entropy_M = self.policy(*arguments, needs_entropy)
         proximal_M = logprobs_M.detach()
@@ -173,8 +179,11 @@ class Rank:
                 proximal_M = self._proximal(*arguments).logprobs_M
         return logprobs_M, entropy_M, proximal_M
 
-    def _inputs(self, batch: Rows, *, has_reference: bool) -> LossInputs:
+    def _inputs(self, batch: Rows, first: TrainRow) -> LossInputs:
+        """All rows have the columns that the first has. Raises `LearnerError` if they lack what the objective reads."""
         logprobs_M, entropy_M, proximal_M = self._forward(batch, needs_entropy=self._objective.needs_entropy)
+        if self._has_stepped and (self._is_proximal_given or first.proximal is not None):
+            proximal_M = batch.column("proximal")
         return LossInputs(
             logprobs_N=logprobs_M,
             behaviour_N=batch.column("logprobs"),
@@ -182,7 +191,7 @@ class Rank:
             advantages_N=batch.column("advantages"),
             row_N=batch.row_M,
             entropy_N=entropy_M,
-            reference_N=batch.column("reference") if has_reference else None,
+            reference_N=batch.column("reference") if first.reference is not None else None,
         )
 
     @torch.no_grad()

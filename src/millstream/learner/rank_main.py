@@ -148,7 +148,15 @@ def build(plan: Plan, folder: Path, shared: SharedWeights) -> Rank:
     load_weights(model, shared.views)
     objective = imports.load(plan.objective.function)(plan.objective.arguments)
     mesh = join(plan.rank, plan.num_ranks, plan.port, torch.device(plan.device))
-    return sharded(model, plan.config, objective, mesh, temperature=plan.temperature, num_steps=plan.num_steps)
+    return sharded(
+        model,
+        plan.config,
+        objective,
+        mesh,
+        temperature=plan.temperature,
+        num_steps=plan.num_steps,
+        is_proximal_given=plan.is_proximal_given,
+    )
 
 
 def main(line: int, memory: int, folder: Path, number: int) -> None:

@@ -19,7 +19,7 @@ from millstream.types import TrainRow
 
 FILLER = 512
 """Tokens of a sequence of nothing, at most: attention to a long one would cost something."""
-NUMBERS = ("logprobs", "advantages", "reference", "values", "returns")
+NUMBERS = ("logprobs", "advantages", "reference", "proximal", "values", "returns")
 """What a row has of every token, some of it only now and then."""
 
 

@@ -59,9 +59,10 @@ def sharded(
     *,
     temperature: float,
     num_steps: int | None,
+    is_proximal_given: bool = False,
 ) -> Rank:
     """One rank of those in the mesh. Each begins with the whole model, in the host's memory, and keeps its part of it."""
-    policy, proximal = policies(model, config, temperature)
+    policy, proximal = policies(model, config, temperature, is_proximal_given=is_proximal_given)
     for each in (policy, proximal):
         if each is not None:
             shard(each, mesh, as_masters(each.model), is_trained=each is policy)

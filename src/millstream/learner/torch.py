@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 
 class TorchLearner:
-    """See `millstream.learner.Learner` for the promises."""
+    """See `millstream.learner.Learner` for the promises. `is_proximal_given`: rows after a batch's first step bring `proximal`,
+    and no copy of the policy is kept for it."""
 
     def __init__(
         self,
@@ -38,9 +39,11 @@ class TorchLearner:
         temperature: float = 1.0,
         num_steps: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        is_proximal_given: bool = False,
     ) -> None:
         self.model, self._tokenizer = model, tokenizer
-        self.rank = Rank(*policies(model, config, temperature), config, objective, num_steps=num_steps)
+        kept = policies(model, config, temperature, is_proximal_given=is_proximal_given)
+        self.rank = Rank(*kept, config, objective, num_steps=num_steps)
         self._barren = Barren(config.max_skipped_steps)
         self._thread = DaemonThreads("learner", most=1)
 

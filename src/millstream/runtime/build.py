@@ -256,37 +256,56 @@ def build_learner(
     recipe: Recipe,
     num_steps: int | None,
 ) -> RunLearner:
-    temperature = config.rollout.temperature
+    temperature, is_proximal_given = config.rollout.temperature, config.proximal is not None
     if learner.ranks == 1:
         return TorchLearner(
-            model, learner, recipe.objective(), temperature=temperature, num_steps=num_steps, tokenizer=tokenizer
+            model,
+            learner,
+            recipe.objective(),
+            temperature=temperature,
+            num_steps=num_steps,
+            tokenizer=tokenizer,
+            is_proximal_given=is_proximal_given,
         )
     if model.device.type == "cuda" and (found := torch.cuda.device_count()) < learner.ranks:
         raise ConfigError(f"learner.ranks = {learner.ranks}, and torch sees {found} GPUs: set learner.ranks = {found}")
     source = Source(function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(recipe))
-    return FsdpLearner(model, learner, source, temperature=temperature, num_steps=num_steps, tokenizer=tokenizer)
+    return FsdpLearner(
+        model,
+        learner,
+        source,
+        temperature=temperature,
+        num_steps=num_steps,
+        tokenizer=tokenizer,
+        is_proximal_given=is_proximal_given,
+    )
 
 
 def build_store(config: RunConfig, stages: Sequence[Stage] = ()) -> MemoryStore:
     """Room for every rollout that may be in flight or taken: with less the pipeline would wait for itself."""
     tasks = store_tasks(
-        stages, has_critic=needs_critic(config.algorithm), is_in_lockstep=config.pipeline.is_in_lockstep
+        stages,
+        has_critic=needs_critic(config.algorithm),
+        has_proximal=config.proximal is not None,
+        is_in_lockstep=config.pipeline.is_in_lockstep,
     )
     return MemoryStore(tasks, capacity_rows=config.pipeline.most_groups * config.rollout.most_rows)
 
 
 def build_algorithm(config: RunConfig, sampling: Sampling, text: Text, rewards: Rewards) -> Algorithm:
     advantage, critic = advantage_of(config.algorithm), critic_of(config)
+    tokens = config.learner.micro_batch_tokens
     return Algorithm(
         advantage=advantage.of_group,
         over_batch=advantage.over_batch,
         sampling=sampling,
-        micro_batch_tokens=config.learner.micro_batch_tokens * config.learner.ranks,
+        micro_batch_tokens=tokens * config.learner.ranks,
         mini_batches=config.learner.mini_batches,
         group_reward=_with_overlong(_group_reward(text, rewards), config),
         credit=credit_for(config.algorithm),
         compares_turns=config.algorithm.advantage == "turns",
-        critic_batch_tokens=config.learner.micro_batch_tokens if critic is None else critic.micro_batch_tokens,
+        critic_batch_tokens=tokens if critic is None else critic.micro_batch_tokens,
+        proximal_batch_tokens=tokens if config.proximal is None else config.proximal.micro_batch_tokens,
     )
 
 

@@ -1,4 +1,5 @@
-"""From a config to those who work beside the learner: the reference, the critic, and their stages. Imports torch."""
+"""From a config to those who work beside the learner: the reference, the critic, the proximal policy, and their stages. Imports
+torch."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millstream.errors import ConfigError, ModelError
 from millstream.learner.critic import TorchCritic
 from millstream.learner.scorer import TorchScorer
-from millstream.model.adapters import lora_of, merged
+from millstream.model.adapters import copy_of, lora_of, merged
 from millstream.model.load import load_model, load_tokenizer
 from millstream.model.where import check_path
 from millstream.runtime.config import RunConfig, critic_of, reference_of
@@ -25,21 +26,21 @@ class Staff(NamedTuple):
     stages: tuple[Stage, ...] = ()
     reference: TorchScorer | None = None
     critic: TorchCritic | None = None
+    proximal: TorchScorer | None = None
 
     async def close(self) -> None:
-        for one in (self.reference, self.critic):
+        for one in (self.reference, self.critic, self.proximal):
             if one is not None:
                 await one.close()
 
 
 def check_models(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """What can be wrong with other checkpoints and is found without loading them."""
+    for key, one in (("reference", config.reference), ("critic", config.critic), ("proximal", config.proximal)):
+        if one is not None and (one.device or "cpu") != "cpu" and not torch.cuda.is_available():
+            raise ConfigError(f'{key}.device = "{one.device}", and torch sees no GPU here: set {key}.device = "cpu"')
     for key, table in (("reference", config.reference), ("critic", config.critic)):
-        if table is None:
-            continue
-        if (table.device or "cpu") != "cpu" and not torch.cuda.is_available():
-            raise ConfigError(f'{key}.device = "{table.device}", and torch sees no GPU here: set {key}.device = "cpu"')
-        if table.path is not None:
+        if table is not None and table.path is not None:
             check_path(table.path, f"{key}.path")
             check_vocabulary(tokenizer, load_tokenizer(table.path), f"{key}.path = {table.path!r}")
 
@@ -66,7 +67,7 @@ def build_staff(config: RunConfig, start: PreTrainedModel, kept: Path | None) ->
     """`start`: the model that reinforcement learning starts from, which is copied. `kept`: where it was saved, in a run that
     goes on and whose start is not to be had otherwise."""
     reference, critic = _build_reference(config, start, kept), _build_critic(config, start)
-    return Staff(build_stages(config, reference, critic), reference, critic)
+    return Staff(build_stages(config, reference, critic), reference, critic, _build_proximal(config, start))
 
 
 def _build_reference(config: RunConfig, start: PreTrainedModel, kept: Path | None) -> TorchScorer | None:
@@ -96,6 +97,16 @@ def _build_critic(config: RunConfig, start: PreTrainedModel) -> TorchCritic | No
         else load_model(table.path, device=device, dtype=start.dtype)
     )
     return TorchCritic(model, table, num_steps=config.pipeline.steps)
+
+
+def _build_proximal(config: RunConfig, start: PreTrainedModel) -> TorchScorer | None:
+    """What adapters stand on is shared with the learner, where it is on the same device."""
+    if config.proximal is None:
+        return None
+    device = config.proximal.device or str(start.device)
+    is_there = torch.empty(0, device=device).device == start.device  # cuda is cuda:0, say
+    model = copy_of(start) if is_there else copy.deepcopy(start).to(device)
+    return TorchScorer(model, temperature=config.rollout.temperature, name="proximal")
 
 
 def build_stages(config: RunConfig, reference: TorchScorer | None, critic: TorchCritic | None) -> tuple[Stage, ...]:

@@ -8,14 +8,14 @@ from typing import Literal, TypeVar
 from msgspec import Struct, field, structs
 
 from millstream import imports
-from millstream.algo import AlgorithmConfig, check, needs_critic, needs_reference
+from millstream.algo import AlgorithmConfig, check, needs_critic, needs_reference, reads_proximal
 from millstream.engine import EngineConfig
 from millstream.env import toy
 from millstream.env.config import SINGLE_TURN, EnvironmentConfig, check_environments
 from millstream.env.data import DataConfig
 from millstream.env.rewards import PASS_IT, RewardConfig
 from millstream.errors import ConfigError
-from millstream.learner import CriticConfig, LearnerConfig, ReferenceConfig
+from millstream.learner import CriticConfig, LearnerConfig, ProximalConfig, ReferenceConfig
 from millstream.model.lora import check_lora
 from millstream.runtime.checkpoint import CheckpointConfig
 from millstream.runtime.rollouts import RolloutConfig
@@ -120,6 +120,8 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     """None: where the algorithm needs one, the model that it starts from."""
     critic: CriticConfig | None = None
     """None: where the algorithm needs one, with the values that it has by default."""
+    proximal: ProximalConfig | None = None
+    """None: the learner computes by itself what learner.mini_batches needs of the proximal policy."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -184,6 +186,21 @@ def _check_stages(config: RunConfig) -> None:
         )
 
 
+def _check_proximal(config: RunConfig) -> None:
+    if config.proximal is None:
+        return
+    if config.learner.mini_batches == 1:
+        raise ConfigError(
+            "a [proximal] table, and learner.mini_batches = 1: with one optimizer step a batch the proximal policy is the "
+            "policy itself. Leave the table out, or set learner.mini_batches to 2 or more"
+        )
+    if not reads_proximal(config.algorithm):
+        raise ConfigError(
+            f'a [proximal] table, and algorithm.loss = "{config.algorithm.loss}" does not look at the proximal policy: leave '
+            'it out, or set algorithm.loss = "decoupled_ppo"'
+        )
+
+
 def check_run(config: RunConfig) -> None:
     """What no single component can see: combinations that are wrong. Raises `ConfigError` that says what to set."""
     check(
@@ -197,6 +214,7 @@ def check_run(config: RunConfig) -> None:
         is_one_turn=all(one.use == SINGLE_TURN for one in config.environment),
     )
     _check_stages(config)
+    _check_proximal(config)
     if config.learner.lora is not None and config.learner.ranks > 1:
         raise ConfigError(
             f"[learner.lora] with learner.ranks = {config.learner.ranks}: adapters are trained on one device. Set "

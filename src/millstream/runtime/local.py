@@ -435,7 +435,7 @@ class _Run:
             if self._stopped_by is not None:
                 return
             staff = await self._waits.on(
-                "the run", "the reference and the critic", asyncio.to_thread(self._build_staff)
+                "the run", "those who work beside the learner", asyncio.to_thread(self._build_staff)
             )
             learner = self._build_learner()
             try:
@@ -586,6 +586,7 @@ class _Run:
             store=build.build_store(config, staff.stages),
             stages=staff.stages,
             critic=staff.critic,
+            proximal=staff.proximal,
             channel=LocalChannel(self._version),
             clock=self._clock,
             sink=self._sink,

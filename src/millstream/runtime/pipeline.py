@@ -43,10 +43,11 @@ from millstream.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from millstream.learner import Critic, Learner, Snapshot
+from millstream.learner import Critic, Follower, Learner, Snapshot
 from millstream.learner.packing import Packer
 from millstream.runtime.admission import Admission, Place
 from millstream.runtime.lockstep import Gate
+from millstream.runtime.proximal import Proximal
 from millstream.runtime.rollouts import RolloutConfig, Rollouts, Setting
 from millstream.runtime.router import Rank, Router
 from millstream.runtime.schedule import PipelineConfig
@@ -56,7 +57,7 @@ from millstream.runtime.stages import TRAIN, Stage, Surroundings, Updates, run_s
 from millstream.runtime.state import Both, GroupState, Keeper, Ledger, Standing
 from millstream.runtime.waits import Pulse, Waits
 from millstream.store import Lease, Store
-from millstream.types import Fate, Metrics, Sampling, Task, TrainRow
+from millstream.types import Fate, Metrics, Sampling, Task, TrainRow, Weights
 from millstream.weights import WeightChannel
 
 T = TypeVar("T")
@@ -74,6 +75,13 @@ class Prompt(NamedTuple):
     task: Task | None
 
 
+class Taken(NamedTuple):
+    """A group that joined the batch; no rows where its place is empty."""
+
+    lease: Lease
+    rows: list[TrainRow]
+
+
 class Parts(Struct, frozen=True, kw_only=True, eq=False):
     """What a pipeline is made of: one of each seam."""
 
@@ -89,6 +97,8 @@ class Parts(Struct, frozen=True, kw_only=True, eq=False):
     """What is computed of every row; the store must have been made for them (`stages.store_tasks`)."""
     critic: Critic | None = None
     """Learns beside the learner. None: there is none."""
+    proximal: Follower | None = None
+    """Has the policy of the batch's start beside the learner. None: the learner has it, if it needs it."""
 
 
 class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
@@ -108,6 +118,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
     """Whether rollouts differ by what their turns earned, and not only by their rewards."""
     critic_batch_tokens: int = 8192
     """As micro_batch_tokens, for the critic."""
+    proximal_batch_tokens: int = 8192
+    """As micro_batch_tokens, for the proximal policy beside the learner."""
 
 
 class Pipeline:
@@ -175,6 +187,11 @@ class Pipeline:
         self._around = self._surroundings()
         critic, most = parts.critic, algorithm.critic_batch_tokens
         self._updates = None if critic is None else Updates(critic, most, self._around)
+        self._proximal = self._build_proximal()
+        self._ahead: asyncio.Queue[Taken | None] = asyncio.Queue()
+        """Groups of this batch that were taken before the learner came to them; None after the last."""
+        self._is_learner_waiting = True
+        self._start_weights: Weights | None = None
         self._rows = None if resumed is None else resumed.rows
         self._resumed = None if resumed is None else self._restore(resumed)
 
@@ -200,6 +217,14 @@ class Pipeline:
             is_in_lockstep=self._config.is_in_lockstep,
         )
 
+    def _build_proximal(self) -> Proximal | None:
+        follower, most = self._parts.proximal, self._algorithm.proximal_batch_tokens
+        return None if follower is None else Proximal(follower, most, self._groups_per_mini_batch, self._around)
+
+    @property
+    def _groups_per_mini_batch(self) -> int:
+        return self._config.groups_per_step // self._algorithm.mini_batches
+
     async def run(self) -> None:
         """Train to the last step, to the end of the data, or to the batch after `stop`. Raises the error that stopped it, if
         one did."""
@@ -223,6 +248,8 @@ class Pipeline:
         loops += [run_stage(stage, self._around) for stage in self._parts.stages]
         if self._updates is not None:
             loops.append(self._updates.update())
+        if self._proximal is not None:
+            loops.append(self._proximal.run())
         if self._gate is not None:
             loops += [self._gate.keep(self._is_quiet), self._settler.set_aside_in_order(self._is_still)]
         running = [tasks.create_task(loop) for loop in loops]
@@ -429,30 +456,23 @@ class Pipeline:
 
         Waits for groups that the admission rule lets through; `settle` brings them."""
         began, leases, groups = self._now(), list[Lease](), list[list[TrainRow]]()
-        await self._learn("begin_batch", self._learner.begin_batch())
+        await self._begin_batch()
         packer, metrics, over_batch = (
             Packer(self._algorithm.micro_batch_tokens),
             list[Metrics](),
             self._algorithm.over_batch,
         )
-        while not self.admission.is_batch_full:
-            claim = self._store.claim(TRAIN, choose=self._choose_and_take)
-            try:
-                lease = await self.waits.on("train", "a complete group", claim, has_deadline=False)  # rollouts time out
-            except StreamEnded:
-                break
-            leases.append(lease)
-            groups.append(await self._take(lease))
-            if self._updates is not None:
-                self._updates.take(lease.group_id, is_last=self.admission.is_batch_full)
+        while (taken := await self._next_taken()) is not None:
+            leases.append(taken.lease)
+            groups.append(taken.rows)
             if over_batch is None:
-                metrics += await self._train_group(groups[-1], packer, len(groups))
+                metrics += await self._train_group(taken, packer, len(groups))
         if not leases:
             return False
         if over_batch is not None:
             groups = _scaled(over_batch, leases, groups)
-            for number, group in enumerate(groups, start=1):
-                metrics += await self._train_group(group, packer, number)
+            for number, taken in enumerate(map(Taken, leases, groups), start=1):
+                metrics += await self._train_group(taken, packer, number)
         await self._accumulate(packer.flush())
         if not self.admission.is_batch_full:
             metrics.append(await self._learn("step", self._learner.step()))
@@ -462,11 +482,59 @@ class Pipeline:
         await self._finish_batch(leases, [row for group in groups for row in group], _mean(metrics), began)
         return True
 
-    async def _train_group(self, rows: Sequence[TrainRow], packer: Packer, number: int) -> list[Metrics]:
+    async def _begin_batch(self) -> None:
+        await self._learn("begin_batch", self._learner.begin_batch())
+        if self._proximal is None:
+            return
+        weights, self._start_weights = self._start_weights, None
+        if weights is None:  # nothing was published in this life of the run
+            weights = await self._learn("copy weights", self._learner.weights())
+        self._proximal.begin_batch(self.admission.version, weights)
+        assert self._tasks is not None
+        self._tasks.create_task(self._take_ahead())
+
+    async def _next_taken(self) -> Taken | None:
+        """The next one of the batch; None if it is full, or nothing is left."""
+        if self._proximal is None:
+            return await self._take_next("train")
+        self._is_learner_waiting = self._ahead.empty()
+        if self._is_learner_waiting:
+            self._store.wake()  # what is overdue may begin anew: see `_choose_and_take`
+        taken = await self.waits.on("train", "a complete group", self._ahead.get(), has_deadline=False)
+        self._is_learner_waiting = False
+        return taken
+
+    async def _take_ahead(self) -> None:
+        """Groups join the batch as they are complete, not as the learner comes to them: whoever scores them has time to.
+
+        Waits for groups that the admission rule lets through; `settle` brings them."""
+        while (taken := await self._take_next("train, ahead", has_alarm=False)) is not None:
+            self._ahead.put_nowait(taken)
+        self._ahead.put_nowait(None)
+
+    async def _take_next(self, owner: str, *, has_alarm: bool = True) -> Taken | None:
+        if self.admission.is_batch_full:
+            return None
+        claim = self._store.claim(TRAIN, choose=self._choose_and_take)
+        try:  # rollouts time out
+            lease = await self.waits.on(owner, "a complete group", claim, has_deadline=False, has_alarm=has_alarm)
+        except StreamEnded:
+            return None
+        taken = Taken(lease, await self._take(lease))
+        if self._updates is not None:
+            self._updates.take(lease.group_id, is_last=self.admission.is_batch_full)
+        if self._proximal is not None:
+            self._proximal.take(lease.group_id)
+        return taken
+
+    async def _train_group(self, taken: Taken, packer: Packer, number: int) -> list[Metrics]:
         """The batch's group of this number, counted from 1; an optimizer step if it ends a mini-batch."""
+        rows = taken.rows
+        if self._proximal is not None:
+            rows = await self._proximal.join(taken.lease.group_id, rows, number)
         for row in rows:
             await self._accumulate(packer.add(row))
-        if number % (self._config.groups_per_step // self._algorithm.mini_batches):
+        if number % self._groups_per_mini_batch:
             return []
         await self._accumulate(packer.flush())
         return [await self._learn("step", self._learner.step())]
@@ -478,7 +546,7 @@ class Pipeline:
         group_id = self.admission.choose(ready)
         if group_id is not None:
             self._taken[group_id] = self.admission.take(group_id)
-        elif self._config.overdue == "restart":
+        elif self._config.overdue == "restart" and self._is_learner_waiting:
             self._restart_overdue(ready)
         return group_id
 
@@ -565,6 +633,8 @@ class Pipeline:
     async def _publish(self, version: int) -> None:
         began = self._now()
         weights = await self._learn("copy weights", self._learner.weights())
+        if self._proximal is not None:
+            self._start_weights = weights
         await self.waits.on("train", f"version {version} to be published", self._channel.publish(version, weights))
         self._emit(WeightsPublished(at=self._now(), version=version, seconds=self._now() - began))
         self._pulse.notify()

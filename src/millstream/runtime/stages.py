@@ -2,7 +2,7 @@
 
     put ──► [reference] ─┐                ┌─► [reference] ─┐
             [values] ────┴──► settle ─────┤                ├──► train
-                                          └─► [critic] (what train took)
+                                          └─► [critic], [proximal] (what train took)
 
 A stage claims rows as they become ready, has them scored, writes its column and acknowledges. Where it stands follows from who
 reads the column. *Early*, before settling, where an advantage needs it: a row is scored the moment its rollout ends, while
@@ -11,8 +11,8 @@ not scored.
 
 No row is dropped while a stage has it on lease, because whoever drops has a lease that comes after every stage that could:
 settling is handed a group when all early stages are done with its rows, and late ones see it only when settling is done with
-it; a settled group that is discarded is claimed as `train`, which comes after the late stages; and the critic claims groups
-that `train` has taken, which are never dropped.
+it; a settled group that is discarded is claimed as `train`, which comes after the late stages; and the critic, like the
+proximal policy (`runtime.proximal`), claims groups that `train` has taken, which are never dropped.
 
 When training is synchronous a stage reads whole groups: what is computed together then depends on ids, never on timing.
 """
@@ -37,6 +37,7 @@ from millstream.store import ONE_GROUP, Lease, Reads, Row, Store, Want
 from millstream.types import Floats, Metrics, TrainRow
 
 TRAIN, CRITIC, REFERENCE, VALUES = "train", "critic", "reference", "values"
+PROXIMAL, PROXIMAL_VERSION, LEARN = "proximal", "proximal_version", "learn"
 SCORED = ("member", "part", "tokens", "loss_mask", "logprobs")
 """What a stage reads."""
 SETTLED = (*SCORED, "agent", "reward", "turn_rewards")
@@ -52,7 +53,11 @@ class Stage(NamedTuple):
 
 
 def store_tasks(
-    stages: Sequence[Stage] = (), *, has_critic: bool = False, is_in_lockstep: bool = False
+    stages: Sequence[Stage] = (),
+    *,
+    has_critic: bool = False,
+    has_proximal: bool = False,
+    is_in_lockstep: bool = False,
 ) -> dict[str, Reads]:
     """What each consumer reads of the store: the columns of a `Rollout`, and those that others add."""
     names = {
@@ -65,12 +70,16 @@ def store_tasks(
     tasks[TRAIN] = Reads((*SETTLED, "start_version", *early, *late, "advantages"), after=(SETTLE, *late))
     if has_critic:
         tasks[CRITIC] = Reads((*SCORED, VALUES, "returns", "advantages"), after=(SETTLE,))
+    if has_proximal:
+        tasks[PROXIMAL] = Reads(SCORED, after=(SETTLE,))
+        tasks[LEARN] = Reads(("member", "part", PROXIMAL, PROXIMAL_VERSION), after=(PROXIMAL,))
     return tasks
 
 
 def train_row(row: Row) -> TrainRow:
-    """All that is there of it."""
-    columns = {name: row.columns[name] for name in TrainRow.__struct_fields__ if name in row.columns}
+    """All that is there of it, but for what the proximal policy said: that may be of another batch (`runtime.proximal`)."""
+    names = [name for name in TrainRow.__struct_fields__ if name in row.columns and name != PROXIMAL]
+    columns = {name: row.columns[name] for name in names}
     part = f", part {row.columns['part']}" if row.columns["part"] else ""
     return TrainRow(**columns, label=f"group {row.group_id}, member {row.columns['member']}{part}")
 
@@ -109,25 +118,31 @@ async def _scored(stage: Stage, rows: Sequence[Row], around: Surroundings) -> li
     """One column for each row; of those that will not be trained, zeros."""
     found = {row.row_id: np.zeros(len(row.columns["tokens"]), np.float32) for row in rows}
     needed = [row for row in rows if not around.is_vacant(row.group_id)]
+    scores = await scores_of([unsettled(row) for row in needed], stage, around)
+    found.update(zip((row.row_id for row in needed), scores, strict=True))
+    return [found[row.row_id] for row in rows]
+
+
+async def scores_of(rows: Sequence[TrainRow], stage: Stage, around: Surroundings) -> list[Floats]:
+    """Micro-batch by micro-batch, in their order."""
     packer = Packer(stage.micro_batch_tokens)
-    batches = [packer.add(_unsettled(row)) for row in needed]
+    batches = [packer.add(row) for row in rows]
     scores: list[Floats] = []
     for batch in [*batches, packer.flush()]:
         if batch:
             began, scoring = around.waits.now(), stage.scorer.score(batch)
             scores += await around.waits.on(f"stage {stage.name}", "its rows to be scored", scoring)
-            _tell(around, stage.name, "score", began, batch)
-    found.update(zip((row.row_id for row in needed), scores, strict=True))
-    return [found[row.row_id] for row in rows]
+            tell(around, stage.name, "score", began, batch)
+    return scores
 
 
-def _unsettled(row: Row) -> TrainRow:
+def unsettled(row: Row) -> TrainRow:
     """Of a row that has no advantages yet, or whose advantages are nobody's business."""
     nothing = np.zeros(len(row.columns["tokens"]), np.float32)
     return TrainRow(**{name: row.columns[name] for name in ("tokens", "loss_mask", "logprobs")}, advantages=nothing)
 
 
-def _tell(around: Surroundings, worker: str, what: str, began: float, rows: Sequence[TrainRow] = ()) -> None:
+def tell(around: Surroundings, worker: str, what: str, began: float, rows: Sequence[TrainRow] = ()) -> None:
     now, num_tokens = around.waits.now(), sum(len(row.tokens) for row in rows)
     around.emit(Span(at=now, worker=worker, what=what, seconds=now - began, num_tokens=num_tokens))
 
@@ -173,7 +188,7 @@ class Updates:
             await self._accumulate(self._packer.flush())
             began = self._around.waits.now()
             metrics = await self._around.waits.on(CRITIC, "its step", self._critic.step())
-            _tell(self._around, CRITIC, "step", began)
+            tell(self._around, CRITIC, "step", began)
             taken.set_result(metrics)
 
     async def _learn_from(self, group_id: int) -> None:
@@ -188,7 +203,7 @@ class Updates:
         if rows:
             began = self._around.waits.now()
             await self._around.waits.on(CRITIC, "its gradient", self._critic.accumulate(rows))
-            _tell(self._around, CRITIC, "accumulate", began, rows)
+            tell(self._around, CRITIC, "accumulate", began, rows)
 
 
 def this_one(group_id: int, ready: Iterable[int]) -> int | None:

@@ -1,4 +1,4 @@
-"""A learner, a reference and a critic that take time and learn nothing."""
+"""A learner, a reference, a critic and a proximal policy that take time and learn nothing."""
 
 from __future__ import annotations
 
@@ -72,6 +72,25 @@ class SimScorer:
             await asyncio.sleep(self._token_s * sum(len(row.tokens) for row in rows))
         self.num_scored += len(rows)
         return [(row.loss_mask * (1 + (row.tokens + self._seed) % 7) / -4).astype(np.float32) for row in rows]
+
+
+class SimFollower(SimScorer):
+    """What it says of a token is a function of the token and of the weights that it was given."""
+
+    def __init__(self, *, token_s: float = 1e-5, seed: int = 0, load_s: float = 0.05) -> None:
+        super().__init__(token_s=token_s, seed=seed)
+        self._load_s, self._num_rows = load_s, 0
+        self.num_loaded = 0
+
+    async def load(self, weights: Weights) -> None:
+        async with self._is_free:
+            await asyncio.sleep(self._load_s)
+            self._num_rows = weights["num_rows"]
+        self.num_loaded += 1
+
+    async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        scores = await super().score(rows)
+        return [said - self._num_rows * row.loss_mask for said, row in zip(scores, rows, strict=True)]
 
 
 class SimCritic(SimScorer):
