@@ -146,7 +146,7 @@ class Batcher:
             raise EngineError(f"the weights of version {version} do not fit: {sorted(own.keys() ^ weights.keys())[:4]}")
         began = time.perf_counter()
         if self._on_update == "recompute":
-            self._early += self.settle()
+            self._early = self.settle()
             self._begin_again(list(self._running))
         for flight in self._running:
             flight.is_mixed = True
@@ -198,7 +198,7 @@ class Batcher:
             if self._runner.grow(decoding):
                 return decoding
             if self._pending:
-                self._early += self.settle()
+                self._early = self.settle()
             else:
                 self._begin_again([self._running[-1]])
                 self.num_preempted += 1

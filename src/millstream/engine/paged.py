@@ -12,7 +12,7 @@ Shapes: R requests that decode, N tokens of chunks, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -30,7 +30,7 @@ from millstream.engine.runner import Chunk, Drawn, Runner
 from millstream.engine.sampling import is_restricted, restrict, uniforms
 from millstream.engine.slots import SlotRunner
 from millstream.errors import EngineError
-from millstream.model.attention import Packed, on_device, rows_of
+from millstream.model.attention import AttentionContext, Packed, on_device, rows_of
 from millstream.model.load import context_length
 from millstream.types import Sampling
 
@@ -44,7 +44,7 @@ BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
 class PagedRunner:
-    """See `millstream.engine.runner.Runner`."""
+    """See `millstream.engine.runner.Runner`. The model is its own from here on: it is changed to take joined steps."""
 
     can_chunk = True
 
@@ -79,12 +79,15 @@ class PagedRunner:
         self._words = torch.zeros(4, num_slots + 1, dtype=torch.int32, device=self._device)
         self._graphs = Graphs(self._stream) if self._is_gpu else None
         self._swaps: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self.num_prefilled = 0
+        """Tokens of prompts that were computed, and not found."""
         self._sample = fused.operations(self._device).sample
         with torch.inference_mode(), self.working():
-            _fuse_if_same(model, self)
+            _fuse_if_same(model, self._pools)
 
     @property
     def cache_used(self) -> float:
+        """What is only kept for those who may come does not count."""
         return 1 - self._blocks.num_free / self._blocks.num_blocks
 
     # ---- room ----------------------------------------------------------------------------------------------------------
@@ -236,6 +239,7 @@ class PagedRunner:
     def _prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """Of those chunks that are a request's last."""
         tokens = [token for chunk in chunks for token in chunk.flight.sequence[chunk.begin : chunk.end]]
+        self.num_prefilled += len(tokens)
         context = PrefillPass(self._pools, [(chunk.flight.slot, chunk.begin, chunk.end) for chunk in chunks])
         ends = np.cumsum([chunk.end - chunk.begin for chunk in chunks])
         last = [place for place, chunk in enumerate(chunks) if chunk.is_last]
@@ -304,28 +308,32 @@ def _cache_bytes(device: torch.device, cache_gb: float | None) -> float:
 def _shapes(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
     """Layer -> key/value heads and head dimension, as they show in a forward pass: nothing is assumed of the architecture."""
     probe = Probe()
+    fused.unfuse(model)  # another runner may have had it
     with torch.inference_mode():
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False, context=probe)
     probe.check(model)
     return probe.shapes
 
 
-def _fuse_if_same(model: PreTrainedModel, runner: PagedRunner) -> None:
-    """Larger steps through the model, if they give what the model's own give."""
-    numbers = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, 24)
+def _fuse_if_same(model: PreTrainedModel, pools: Pools) -> None:
+    """Larger steps through the model, if they give what the model's own give. Nobody has a page yet: the slot that is nobody's
+    borrows some."""
+    count = min(24, (pools.num_pages - 1) * pools.page)
+    numbers = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, count)
     tokens = torch.from_numpy(numbers)[None].to(model.device)
 
-    def logprobs(make_context: Callable[[], Any]) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=model.device)[None]
-        out = model(input_ids=tokens, position_ids=positions, use_cache=False, context=make_context())
+    def logprobs(context: AttentionContext) -> Tensor:
+        positions = torch.arange(count, device=model.device)[None]
+        out = model(input_ids=tokens, position_ids=positions, use_cache=False, context=context)
         return torch.log_softmax(out.logits[0].float(), -1)
 
-    own = logprobs(lambda: Packed(rows_of([tokens.shape[1]]), model.device))
+    own = logprobs(Packed(rows_of([count]), model.device))
     if fused.fuse(model):
-        ours = logprobs(lambda: PrefillPass(runner._pools, [(runner._num_slots, 0, tokens.shape[1])]))
-        difference = float((own - ours).abs().mean())
+        width = -(-count // pools.page)
+        pools.table[-1, :width] = torch.arange(1, width + 1)
+        difference = float((own - logprobs(PrefillPass(pools, [(len(pools.table) - 1, 0, count)]))).abs().mean())
+        pools.table[-1] = 0
         if not difference < (1e-3 if model.dtype == torch.float32 else 5e-2):
             fused.unfuse(model)
-            logger.warning(
-                "%s is run as it is: joined steps gave other numbers (%.3g)", type(model).__name__, difference
-            )
+            name = type(model).__name__
+            logger.warning("%s is run as it is: joined steps gave other numbers (%.3g)", name, difference)

@@ -32,7 +32,7 @@ class Pools:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.page, self.device = page, device
+        self.page, self.num_pages, self.device = page, num_pages, device
         self.keys = {
             layer: torch.zeros(num_pages, heads, page, dim, dtype=dtype, device=device)
             for layer, (heads, dim) in shapes.items()
