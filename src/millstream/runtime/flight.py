@@ -37,8 +37,8 @@ class Flight:
         self.request = self.asked = request
         self.floor = floor
         self.known: list[Known] = []
-        self.work = 0.0
-        """Tokens that it counts for on the replica that has it."""
+        self.work = self.prompt_work = 0.0
+        """Tokens that it counts for on the replica that has it, and how many of them for a prompt that is not computed yet."""
         self.engine: Engine | None = None
         """That has it. None: it waits for one."""
         self.num_failures = 0

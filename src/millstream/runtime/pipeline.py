@@ -158,6 +158,7 @@ class Pipeline:
         self._router.on_change = self._pulse.notify
         self._num_loading, self._has_published = 0, False
         self._syncing: list[asyncio.Task[None]] = []
+        self._is_over = False
         self._gate = Gate(self._router, self._pulse, self.waits) if config.is_in_lockstep else None
         self._next_group = 0
         self._prompts: dict[int, Prompt] = {}
@@ -215,6 +216,7 @@ class Pipeline:
                 try:
                     await self._run(tasks)
                 finally:
+                    self._is_over = True  # nobody is adopted any more
                     self._rollouts.cancel()
         except BaseExceptionGroup as errors:
             raise _first(errors) from errors
@@ -236,6 +238,7 @@ class Pipeline:
             await self._look_back(tasks)  # what came after the last step may have been cut short
         await self.train(tasks)
         await self.waits.on("the run", "every engine to load the last version", self._engines_at_the_end())
+        self._is_over = True
         for task in [*running, *self._syncing]:
             task.cancel()
 
@@ -588,7 +591,13 @@ class Pipeline:
                 await self.waits.on(owner, "a newer version", newer, has_deadline=False, has_alarm=False)
                 if not self._serves(engine):
                     return
-                await self._load(engine, owner)
+                await self.waits.on(owner, "its turn to load", self._pulse.until(self._may_load))
+                self._num_loading += 1
+                try:
+                    await self._load(engine, owner)
+                finally:
+                    self._num_loading -= 1
+                    self._pulse.notify()
         except EngineGone as error:
             self._router.lose(engine, error)
 
@@ -600,12 +609,13 @@ class Pipeline:
         return engine in self._router.engines
 
     def adopt(self, engine: Engine) -> None:
-        """An engine that came later takes part as soon as it has the newest weights: there must be a run in progress."""
-        assert self._tasks is not None
-        self._syncing.append(self._tasks.create_task(self._take_in(engine)))
+        """An engine that came while the run goes on takes part as soon as it has the newest weights."""
+        if self._tasks is not None and not self._is_over:
+            self._syncing.append(self._tasks.create_task(self._take_in(engine)))
 
     async def _take_in(self, engine: Engine) -> None:
-        """Waits for weights that it can be sure of: the first that are published. Then it is one of many."""
+        """Waits for weights that it can be sure of: the first that are published. Then it is one of many. Until then it serves
+        nobody, and takes nobody's turn to load."""
         owner = f"sync of {engine.name}"
         published = self._pulse.until(lambda: self._has_published)
         await self.waits.on(owner, "a version to be published", published, has_deadline=False, has_alarm=False)
@@ -618,18 +628,11 @@ class Pipeline:
         await self.sync(engine)
 
     async def _load(self, engine: Engine, owner: str) -> None:
-        await self.waits.on(owner, "its turn to load", self._pulse.until(self._may_load))
-        self._num_loading += 1
-        try:
-            version, weights = await self.waits.on(owner, "the weights to arrive", self._channel.fetch())
-            began = self._now()
-            await self.waits.on(owner, f"{engine.name} to load version {version}", engine.load(version, weights))
-        finally:
-            self._num_loading -= 1
-            self._pulse.notify()
+        version, weights = await self.waits.on(owner, "the weights to arrive", self._channel.fetch())
+        began = self._now()
+        await self.waits.on(owner, f"{engine.name} to load version {version}", engine.load(version, weights))
         self._emit(WeightsLoaded(at=self._now(), engine=engine.name, version=version, seconds=self._now() - began))
         self._router.dispatch()
-        self._pulse.notify()
 
     def _are_engines_alike(self) -> bool:
         """Whether every engine serves the newest version."""

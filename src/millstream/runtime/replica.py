@@ -46,6 +46,8 @@ class Replica:
         self.emptied = asyncio.Event()
         """It is leaving, and has nothing any more."""
         self.rests_until = -math.inf
+        self._prompt_work: dict[int, float] = {}
+        """By group: of prompts that are not computed yet."""
         self._num_failures = self._num_in_a_row = 0
         self._lengths, self._is_measured, self._work = lengths, is_measured, 0.0
         self._top = engine.slots + max(1, engine.slots // AHEAD) if is_measured else math.inf
@@ -69,27 +71,41 @@ class Replica:
 
     def price(self, flight: Flight) -> tuple[bool, float, int]:
         """Smaller is better: steps until all that it has is sampled, this request's prompt included where it must be computed.
-        A replica whose cache is full comes last."""
+        What is computed for the request's own group is no queue for it. A replica whose cache is full comes last."""
         is_crowded = self._is_measured and self.engine.stats().cache_used >= CROWDED
-        steps = (self._work + PROMPT_TOKEN * self._num_missing(flight)) / self.engine.slots
-        return is_crowded, steps, len(self.flights)
-
-    def _num_missing(self, flight: Flight) -> int:
-        return len(flight.asked.tokens) - num_known(flight.known, self.name, self.engine.version)
+        known = num_known(flight.known, self.name, self.engine.version)
+        own = min(PROMPT_TOKEN * known, self._prompt_work.get(flight.request.key.group_id, 0.0))
+        missing = PROMPT_TOKEN * (len(flight.asked.tokens) - known)
+        return is_crowded, (self._work - own + missing) / self.engine.slots, len(self.flights)
 
     def add(self, flight: Flight) -> None:
         self.flights[flight.request.key] = flight
         flight.engine, flight.num_failures = self.engine, self._num_failures
-        flight.work = self._still_to_come(flight) + PROMPT_TOKEN * self._num_missing(flight)
+        known = num_known(flight.known, self.name, self.engine.version)
+        flight.prompt_work = PROMPT_TOKEN * (len(flight.asked.tokens) - known)
+        flight.work = self._still_to_come(flight) + flight.prompt_work
         self._work += flight.work
+        group_id = flight.request.key.group_id
+        self._prompt_work[group_id] = self._prompt_work.get(group_id, 0.0) + flight.prompt_work
 
     def hear(self, flight: Flight, sampled: Sampled) -> None:
         """News of a request that it has."""
         flight.hear(sampled)
         if self._is_measured:
+            self._compute_prompt(flight)
             self._work -= flight.work
             flight.work = self._still_to_come(flight)
             self._work += flight.work
+
+    def _compute_prompt(self, flight: Flight) -> None:
+        """Its prompt is computed, or will not be."""
+        group_id = flight.request.key.group_id
+        if flight.prompt_work:
+            left = self._prompt_work[group_id] - flight.prompt_work
+            flight.prompt_work = 0.0
+            self._prompt_work[group_id] = left
+        if not self._prompt_work.get(group_id):
+            self._prompt_work.pop(group_id, None)
 
     def _still_to_come(self, flight: Flight) -> float:
         at_most = flight.request.sampling.max_tokens - flight.num_sampled
@@ -98,6 +114,7 @@ class Replica:
     def remove(self, flight: Flight) -> None:
         del self.flights[flight.request.key]
         flight.engine = None
+        self._compute_prompt(flight)
         self._work = self._work - flight.work if self.flights else 0.0  # and with them what rounding has left
         if self._is_measured:
             self._feel_pressure()

@@ -281,9 +281,6 @@ class Router:
         replica.leave()
         self._why_none = f"the last one was {replica.name}: {why}"
         num_left = len(self._serving())
-        logger.warning(
-            "%s has left: %s (%d requests go on elsewhere, %d engines)", replica.name, why, num_moved, num_left
-        )
         self._say(ReplicaLeft, engine=replica.name, why=why, num_moved=num_moved, num_left=num_left)
         self._begin_to_give_up()
         self.on_change()
@@ -302,5 +299,8 @@ class Router:
                 )
 
     def _say(self, kind: Callable[..., ReplicaLeft | ReplicaJoined], **fields: str | int) -> None:
+        """An event, or, where nobody takes events, a line in the log."""
         if self._sink is not None and self._clock is not None:
             self._sink.emit(kind(at=self._clock.now(), **fields))
+        else:
+            logger.warning("%s", kind(at=0.0, **fields))

@@ -205,6 +205,10 @@ class SimEngine:
         """It fails what it has, and goes on."""
         self._fail_all(EngineError(f"{self.name} failed: {why}"))
 
+    @property
+    def is_gone(self) -> bool:
+        return self._gone is not None
+
     def _fail_all(self, error: EngineError) -> None:
         for job in list(self._jobs.values()):
             self._cut(job)
