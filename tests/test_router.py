@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.clock import VirtualClock, run_virtual
+from millstream.engine import EngineStats
 from millstream.errors import EngineError, RequestRefused
 from millstream.events import ReplicaJoined, ReplicaLeft, Warned, WeightsLoaded
 from millstream.events.sinks import MemorySink
@@ -520,6 +521,28 @@ def test_synchronously_the_choice_depends_on_calls_alone_and_not_on_measurements
 
     assert run_virtual(play(0.0)) == run_virtual(play(0.3)) == run_virtual(play(2.0))
     assert set(run_virtual(play(0.0))) == {"a", "b", "c"}
+
+
+def test_synchronously_neither_progress_nor_a_full_cache_changes_the_choice() -> None:
+    class Full(SimEngine):
+        def stats(self) -> EngineStats:
+            return super().stats()._replace(cache_used=1.0)
+
+    async def play(is_queueing: bool) -> list[str]:
+        engines = [
+            kind(name=name, news_s=0.05, num_tokens=constant(100)) for name, kind in (("a", Full), ("b", SimEngine))
+        ]
+        router, found, tasks = Places(engines, is_queueing=is_queueing), list[str](), []
+        for number, max_tokens in enumerate((100, 90, 100)):
+            tasks.append(
+                await until(0.5 * (number == 0), router.generate(request(number, max_tokens=max_tokens), floor=0))
+            )
+            found.append(router.where(request(number).key))
+        await asyncio.gather(*tasks)
+        return found
+
+    assert run_virtual(play(is_queueing=False)) == ["a", "b", "b"], "100 tokens were asked of a, 90 of b"
+    assert run_virtual(play(is_queueing=True)) == ["b", "b", "b"], "a is full"
 
 
 # ---- pressure --------------------------------------------------------------------------------------------------------

@@ -276,7 +276,6 @@ class Router:
     def _remove(self, replica: Replica, why: str, num_moved: int) -> None:
         if self._replicas.get(replica.name) is not replica:
             return
-        _ = self.newest_version  # it may have been the only one to have it
         del self._replicas[replica.name]
         replica.leave()
         self._why_none = f"the last one was {replica.name}: {why}"
