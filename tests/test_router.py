@@ -425,7 +425,7 @@ HISTORY = tuple(range(1000))
 
 
 def test_the_turns_of_a_conversation_stay_where_their_history_is_until_another_is_much_less_loaded() -> None:
-    """A history of 1000 tokens is worth a queue of 250."""
+    """A history of 1000 tokens is worth a queue of 1000 that are to be sampled."""
 
     async def play(extra_tokens: int) -> list[str]:
         router = Places([engine(name, slots=64, num_tokens=constant(20)) for name in ("a", "b", "c")])
@@ -442,8 +442,8 @@ def test_the_turns_of_a_conversation_stay_where_their_history_is_until_another_i
         await asyncio.gather(*others)
         return found
 
-    assert run_virtual(play(extra_tokens=60)) == ["c"] * 4, "a and b had something to do; c is never 250 tokens ahead"
-    first, *later = run_virtual(play(extra_tokens=300))
+    assert run_virtual(play(extra_tokens=60)) == ["c"] * 4, "a and b had something to do; c is never 1000 tokens ahead"
+    first, *later = run_virtual(play(extra_tokens=1200))
     assert first == "c" and "c" not in later, "the history is better computed again"
     assert len(set(later)) == 1, "and then it has a new home"
 

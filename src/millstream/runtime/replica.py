@@ -14,9 +14,10 @@ from millstream.engine import Engine
 from millstream.runtime.flight import Flight, Lengths, num_known
 from millstream.types import RequestKey, Sampled
 
-PROMPT_TOKEN = 1 / 4
-"""What computing one token of a prompt counts for, in sampled tokens. A sampled token takes about 16 times the machine's time;
-but of a difference in load only about a quarter becomes time, since most of a decode step is the same for few and for many."""
+PROMPT_TOKEN = 1.0
+"""What computing one token of a prompt counts for, in sampled tokens. A sampled token takes 5 to 16 times the machine's time;
+but of a difference in load only a part becomes time, since most of a decode step is the same for few requests and for many.
+Of 1/16, 1/4, 1 and 4 this one was taken: see docs/decisions/15-router.md."""
 CROWDED = 0.95
 """A cache that is so full is full."""
 AHEAD = 4

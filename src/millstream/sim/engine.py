@@ -300,6 +300,8 @@ class SimEngine:
             job = self._running[next(reversed(self._running))]
             self._leave(job, position, self._progress(job, position))
             self._waiting.appendleft(job)
+            if self._prefixes is not None:
+                self._prefixes.pop((job.request.key.group_id, job.request.key.member, job.request.key.attempt), None)
             self.num_preempted += 1
             self._is_crowded = True
 
