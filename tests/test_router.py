@@ -370,6 +370,25 @@ def test_a_replica_that_fails_rests_and_after_three_failures_in_a_row_is_not_use
     assert left.engine == "bad" and "3 failures in a row" in left.why
 
 
+def test_what_a_replica_still_had_when_it_was_given_up_goes_on_elsewhere_once_it_is_closed() -> None:
+    async def play() -> Completion:
+        bad, good = engine("bad", num_tokens=constant(100)), engine("good", num_tokens=constant(100))
+        router = Router([bad, good])
+        router.on_lost = lambda lost: closing.append(asyncio.create_task(lost.close()))
+        closing: list[asyncio.Task[None]] = []
+        turn = await until(0.4, router.generate(request(1), floor=0))
+        router.lose(bad, EngineError("three failures in a row"))
+        await asyncio.gather(*closing)
+        return await turn
+
+    assert same_words(run_virtual(play()), alone(request(1), constant(100)))
+
+
+def test_draining_an_engine_that_is_not_there_says_which_are() -> None:
+    with pytest.raises(ValueError, match="no engine is called 'c': there are a, b"):
+        run_virtual(Router([engine("a"), engine("b")]).drain("c"))
+
+
 def test_many_requests_that_fail_together_are_one_failure_and_a_success_forgives() -> None:
     async def play() -> int:
         shaky, other = engine("a", slots=8), engine("b", slots=8)

@@ -229,6 +229,8 @@ class Router:
     async def drain(self, name: str, *, is_finishing: bool = False) -> None:
         """No new requests go there; those in flight go on elsewhere at once or, if `is_finishing`, end there. When this
         returns the engine is out, and whoever gave it may close it. Waits for the engine to answer."""
+        if name not in self._replicas:
+            raise ValueError(f"no engine is called {name!r}: there are {', '.join(self._replicas) or 'none'}")
         replica = self._replicas[name]
         replica.leave()
         self._begin_to_give_up()
@@ -278,6 +280,8 @@ class Router:
             return
         del self._replicas[replica.name]
         replica.leave()
+        for flight in replica.flights.values():
+            flight.is_moving = True  # whoever closes the engine aborts what it has: it goes on elsewhere
         self._why_none = f"the last one was {replica.name}: {why}"
         num_left = len(self._serving())
         self._say(ReplicaLeft, engine=replica.name, why=why, num_moved=num_moved, num_left=num_left)
