@@ -77,10 +77,23 @@ AGENTS = World(
     latency_s=uniform(0.0, 2.0),
 )
 ANSWERS = World(groups=64, num_turns=1, prompt_tokens=1_000, lengths=lognormal(2_000, 1.0), max_tokens=16_384)
+LONG = replace(AGENTS, groups=32, prompt_tokens=8_000)
+UNEQUAL = replace(
+    AGENTS,
+    groups=16,
+    prompt_tokens=2_000,
+    observation_tokens=200,
+    lengths=lognormal(400, 1.0),
+    max_tokens=4_096,
+    slowdown=2.0,
+)
 WORLDS = {
+    "474M, one turn, half of the slots": replace(ANSWERS, groups=8),
     "474M, one turn, four times the slots": ANSWERS,
     "474M, one turn, a cache for a third of the slots": replace(ANSWERS, groups=48, kv_tokens=30_000),
     "474M, 10 turns, half of the slots": AGENTS,
+    "474M, 10 turns, prompts of 8,000, twice the slots": LONG,
+    "474M, 10 turns, one replica of half the speed": UNEQUAL,
     "8B, 10 turns, half of the slots": replace(AGENTS, costs=LARGE),
     "8B, 10 turns, one and a half times the slots": replace(AGENTS, costs=LARGE, groups=24),
     "8B, 10 turns, one replica of half the speed": replace(AGENTS, costs=LARGE, groups=12, slowdown=2.0),
