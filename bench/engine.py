@@ -157,6 +157,7 @@ def ours(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int)
 def vllm(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int) -> None:
     """With log-probabilities, and (`LOAD bare`) without: one start for both."""
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
     from vllm import LLM, SamplingParams, TokensPrompt
 
     with tempfile.TemporaryDirectory() as folder:
@@ -226,7 +227,7 @@ def transformers(shape: Shape, tell: Callable[..., None], loads: list[str], repe
         batching = ContinuousBatchingConfig(return_logprobs=True, **({} if is_gpu else {"num_blocks": 2048}))
         return model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
 
-    with torch.inference_mode():
+    with torch.no_grad():
         generate([[5] * 16], 1)
         tell("first token", time.perf_counter() - began)
         for load in loads:
@@ -284,10 +285,14 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def main() -> None:
+def _has_gpu() -> bool:
     import torch
 
-    is_gpu = torch.cuda.is_available()
+    return torch.cuda.is_available()
+
+
+def main() -> None:
+    is_gpu = "--side" in sys.argv or _has_gpu()  # a side may fork, which it cannot once the GPU was asked for
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--shapes", default="474M" if is_gpu else "tiny")

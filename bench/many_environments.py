@@ -20,7 +20,7 @@ from pathlib import Path
 
 from millstream.algo.advantages import grpo
 from millstream.clock import VirtualClock, run_virtual
-from millstream.engine import EngineStats
+from millstream.engine import EngineStats, OnSampled
 from millstream.env import Context
 from millstream.events import Event, Stepped
 from millstream.runtime.garbage import seldom_collected
@@ -50,7 +50,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.version, self.num_turns, self.most_running, self._running = 0, 0, 0, 0
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
         self._running += 1
         self.most_running = max(self.most_running, self._running)
         await asyncio.sleep(1.0)

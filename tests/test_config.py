@@ -47,7 +47,7 @@ def written(tmp_path: Path, text: str) -> Path:
         ('[algorithm]\nname = "dapo"\ndual_clip = 0.5', r"algorithm: dual_clip must be above 1"),
         ('[pipeline]\nmax_lag = 0\noverdue = "restart"', r'overdue = "restart" has nothing to do here'),
         ("[[reward]]\nfunktion = 'f'", r"unknown key reward\[0\]\.funktion\. Did you mean function\?"),
-        ("[engine]\nslots = 0", r"engine: slots and prefill_tokens must be at least 1"),
+        ("[engine]\nslots = 0", r"engine: slots, prefill_tokens and replicas must be at least 1"),
         ("[reference]\ndevice = 'gpu'", r"reference: device = 'gpu': expected cpu, cuda or cuda:NUMBER"),
         ("[proximal]\ndevice = 'gpu'", r"proximal: device = 'gpu': expected cpu, cuda or cuda:NUMBER"),
         ("[proximal]\nmicro_batch_tokens = 0", r"proximal: micro_batch_tokens must be at least 1"),

@@ -11,6 +11,7 @@ import pytest
 
 from millstream import RunConfig, train
 from millstream.config import load
+from millstream.engine import OnSampled
 from millstream.engine.torch import TorchEngine
 from millstream.env.frozen_lake import FrozenLake
 from millstream.events import RolloutEnded
@@ -46,8 +47,8 @@ class Heard(TorchEngine):
 
     turns: dict[RequestKey, Turn]
 
-    async def generate(self, request: Request) -> Completion:
-        completion = await super().generate(request)
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
+        completion = await super().generate(request, on_sampled)
         self.turns[request.key] = request, completion
         return completion
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from millstream.engine import OnSampled
 from millstream.env import Context
 from millstream.errors import EngineError, MillstreamError, StallError
 from millstream.events import (
@@ -202,9 +203,9 @@ def routes(world: World, delays: int) -> dict[str, list[str]]:
     served: dict[str, list[str]] = {}
     original = SimEngine.generate
 
-    async def generate(self: SimEngine, request: Request) -> Completion:
+    async def generate(self: SimEngine, request: Request, on_sampled: OnSampled | None = None) -> Completion:
         served.setdefault(self.name, []).append(f"{request.key}")
-        return await original(self, request)
+        return await original(self, request, on_sampled)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimEngine, "generate", generate)

@@ -4,7 +4,8 @@ MillstreamError
 ├── ConfigError            a config file, a key, a value, or a combination that is refused
 │   └── DataError          a data set that cannot be read; names the file and the line
 ├── ModelError             a checkpoint or an architecture that the engine or the learner cannot use
-├── EngineError            an engine broke; the run cannot go on without it
+├── EngineError            an engine failed a request or a command; without any engine the run cannot go on
+│   └── EngineGone             it broke, and will never answer again: its requests go on elsewhere
 ├── RolloutError           one rollout failed: recorded as data, retried, never a crash
 │   ├── RequestRefused         a request that can never run: an empty prompt, or one beyond the model's context
 │   ├── EnvironmentFailed      the environment raised
@@ -42,6 +43,9 @@ class ModelError(MillstreamError): ...
 
 
 class EngineError(MillstreamError): ...
+
+
+class EngineGone(EngineError): ...
 
 
 class RolloutError(MillstreamError): ...

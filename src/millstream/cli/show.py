@@ -14,6 +14,8 @@ from millstream.events import (
     CheckpointFailed,
     Evaluated,
     Event,
+    ReplicaJoined,
+    ReplicaLeft,
     Resumed,
     RolloutFailed,
     RunEnded,
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 
 NEXT_LINE = "\n" + 12 * " "
-Alarm = CheckpointFailed | Stalled | StopRequested | Warned
+Alarm = CheckpointFailed | ReplicaLeft | Stalled | StopRequested | Warned
 
 
 def alarm(event: Alarm) -> str:
@@ -41,6 +43,9 @@ def alarm(event: Alarm) -> str:
         return f"stopping: the batch in hand comes first, for at most {event.grace_s:g} s; once more to stop at once"
     if isinstance(event, Warned):
         return f"warning: {event.message}"
+    if isinstance(event, ReplicaLeft):
+        moved = f"{event.num_moved} requests go on elsewhere" if event.num_left else "no engine is left"
+        return f"{event.engine} has left: {event.why}; {moved}"
     if isinstance(event, Stalled) and event.owner == EVENT_LOOP:
         return f"{event.owner} has been blocked for {event.seconds:.0f} s by {event.what}"
     if isinstance(event, Stalled):
@@ -92,8 +97,10 @@ class Lines:
                     self._say(event.at, f"a sample: {sample_line(event.sample)}")
             case Resumed():
                 self._say(event.at, f"goes on from step {event.version}")
-            case CheckpointFailed() | Stalled() | StopRequested() | Warned():
+            case CheckpointFailed() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
                 self._say(event.at, alarm(event))
+            case ReplicaJoined():
+                self._say(event.at, f"{event.engine} has joined at version {event.version}")
             case RolloutFailed() if event.is_final:
                 self._say_failed(event)
             case RunEnded():

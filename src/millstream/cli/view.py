@@ -23,6 +23,7 @@ from millstream.events import (
     Evaluated,
     Event,
     GroupTaken,
+    ReplicaLeft,
     Resumed,
     RolloutFailed,
     RunStarted,
@@ -92,7 +93,7 @@ class View:
                 self._phase, self._begun = "reinforcement learning", (event.at, event.version)
                 self._notes.append(f"goes on from step {event.version}")
                 self._version = event.version
-            case CheckpointFailed() | Stalled() | StopRequested() | Warned():
+            case CheckpointFailed() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
                 self._notes.append(alarm(event))
             case RolloutFailed():
                 self._num_failed += 1

@@ -19,6 +19,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     prefill_tokens: int = 4096
     """Prompt tokens computed in one forward pass."""
 
+    replicas: int = 1
+    """Engines that share the rollouts. One that dies is replaced while the others go on."""
+
     process: bool | None = None
     """Whether the engine has a process of its own. None: on a CPU with several cores, where the interpreter's lock would
     slow both sides down."""
@@ -36,8 +39,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """An engine with work to do that says nothing for so long is declared broken, by name."""
 
     def __post_init__(self) -> None:
-        if self.slots < 1 or self.prefill_tokens < 1 or self.answer_s <= 0:
-            raise ValueError("slots and prefill_tokens must be at least 1, answer_s above 0")
+        if min(self.slots, self.prefill_tokens, self.replicas) < 1 or self.answer_s <= 0:
+            raise ValueError("slots, prefill_tokens and replicas must be at least 1, answer_s above 0")
         if self.cache_gb is not None and (self.cache_gb <= 0 or self.cache == "slots"):
             raise ValueError('cache_gb must be above 0, and goes with cache = "pages"')
 
@@ -74,8 +77,8 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
-        """Blocks until the request stops, reaches its length, or is aborted. Raises `EngineError` if the engine
-        breaks, `RequestRefused` for a request that can never run.
+        """Blocks until the request stops, reaches its length, or is aborted. Raises `EngineGone` if the engine
+        breaks for good, `EngineError` if it may come back, `RequestRefused` for a request that can never run.
 
         `on_sampled` is told on this event loop, before this returns, what has been sampled: in order, each token at most
         once. The last tokens, or all of them if the engine works so, come with the completion alone."""

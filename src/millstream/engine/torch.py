@@ -4,7 +4,7 @@ A thread shares the interpreter with everything else, which costs little while a
 (small models, a laptop) the interpreter's lock becomes the bottleneck, and a process of its own generates about a third
 faster (docs/benchmarks.md). The promises and the bits are the same.
 
-If a worker breaks, or its process dies, every request, now and later, gets an `EngineError` that says why.
+If a worker breaks, or its process dies, every request, now and later, gets an `EngineGone` that says why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from millstream.engine import EngineConfig, EngineStats, OnSampled
 from millstream.engine.batching import batcher_of
 from millstream.engine.flight import check_request
 from millstream.engine.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume, Worker
-from millstream.errors import EngineError
+from millstream.errors import EngineError, EngineGone
 from millstream.events import EventSink, Span
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
@@ -132,7 +132,7 @@ class TorchEngine:
         self._requests: dict[RequestKey, _Waiter[Completion]] = {}
         self._orders: dict[int, _Waiter[None]] = {}
         self._stats = EngineStats(running=0, waiting=0, tokens_generated=0, requests_finished=0)
-        self._broken: EngineError | None = None
+        self._broken: EngineGone | None = None
         host.start(self._on_report)
 
     @property
@@ -250,7 +250,7 @@ class TorchEngine:
 
     def _break(self, reason: str) -> None:
         with self._lock:
-            self._broken = self._broken or EngineError(f"{self.name} broke: {reason}")
+            self._broken = self._broken or EngineGone(f"{self.name} broke: {reason}")
             waiters: list[_Waiter[Any]] = [*self._requests.values(), *self._orders.values()]
             self._requests.clear()
             self._orders.clear()

@@ -195,6 +195,24 @@ class WeightsLoaded(Event, frozen=True, kw_only=True):
     seconds: float
 
 
+class ReplicaLeft(Event, frozen=True, kw_only=True):
+    """An engine takes no requests any more: it broke, failed again and again, or was drained."""
+
+    engine: str
+    why: str
+    num_moved: int
+    """Requests that it had, which go on elsewhere with what they had generated."""
+    num_left: int
+    """Engines that still serve."""
+
+
+class ReplicaJoined(Event, frozen=True, kw_only=True):
+    """An engine came while the run was going on, a replacement, say."""
+
+    engine: str
+    version: int
+
+
 class Span(Event, frozen=True, kw_only=True):
     """Work by one worker from `at - seconds` to `at`: what the trace and the share of overlap are made of."""
 
@@ -343,6 +361,8 @@ AnyEvent = (
     | Stepped
     | WeightsPublished
     | WeightsLoaded
+    | ReplicaLeft
+    | ReplicaJoined
     | Span
     | Stalled
     | Status

@@ -36,6 +36,7 @@ from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
 from millstream.runtime.config import ModelConfig, RunConfig, critic_of
+from millstream.runtime.fleet import Fleet
 from millstream.runtime.pipeline import Algorithm, GroupReward
 from millstream.runtime.stages import Stage, store_tasks
 from millstream.seeds import derive_seed
@@ -228,7 +229,9 @@ def build_environment(kinds: Sequence[Kind], text: Text, rewards: Rewards) -> En
     return Environments([Hosted(kind, kind.environment or single_turn(), watched) for kind in kinds])
 
 
-def build_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink) -> TorchEngine:
+def build_engine(
+    config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink, name: str = "engine"
+) -> TorchEngine:
     """The engine has a copy of its own of all that training changes: it is changed by `load` alone."""
     is_process = config.process
     is_cpu = model.device.type == "cpu"
@@ -244,6 +247,21 @@ def build_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, 
         clock=clock,
         sink=sink,
         answer_s=config.answer_s,
+        name=name,
+    )
+
+
+def build_fleet(
+    config: EngineConfig, model: PreTrainedModel, *, is_queueing: bool, clock: Clock, sink: EventSink
+) -> Fleet:
+    """As many engines as the config asks for, behind one router."""
+    return Fleet(
+        lambda name: build_engine(config, model, clock=clock, sink=sink, name=name),
+        config.replicas,
+        is_queueing=is_queueing,
+        patience_s=config.answer_s,
+        clock=clock,
+        sink=sink,
     )
 
 

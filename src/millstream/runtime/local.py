@@ -28,7 +28,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
 from millstream.clock import RealClock
-from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, digest, in_order, read
 from millstream.env.find import find, make_tasks
 from millstream.env.hosted import Environments, check_tasks
@@ -58,6 +57,7 @@ from millstream.runtime.build_stages import Staff
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run, reference_of
 from millstream.runtime.evaluate import Measured, evaluate
+from millstream.runtime.fleet import Fleet
 from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.runtime.garbage import seldom_collected
 from millstream.runtime.pipeline import Parts, Pipeline
@@ -426,12 +426,14 @@ class _Run:
 
     async def _run(self) -> None:
         prepared, config = self._prepared, self._prepared.config
-        engine = build.build_engine(config.engine, prepared.model, clock=self._clock, sink=self._sink)
-        router = Router([engine], is_queueing=not config.pipeline.is_in_lockstep)
-        evaluator = _Evaluator(prepared, router, self._clock, self._sink, self._waits)
+        is_queueing = not config.pipeline.is_in_lockstep
+        fleet = build.build_fleet(
+            config.engine, prepared.model, is_queueing=is_queueing, clock=self._clock, sink=self._sink
+        )
+        evaluator = _Evaluator(prepared, fleet.router, self._clock, self._sink, self._waits)
         try:
             if self._found is None:
-                await self._begin(engine, evaluator)
+                await self._begin(fleet, evaluator)
             if self._stopped_by is not None:
                 return
             staff = await self._waits.on(
@@ -441,8 +443,8 @@ class _Run:
             try:
                 await self._waits.on("the run", "the learner to be ready", learner.ready())
                 if self._found is not None:
-                    await self._restore(learner, staff, engine, self._found)
-                await self._reinforce(learner, staff, engine, router, evaluator)
+                    await self._restore(learner, staff, fleet, self._found)
+                await self._reinforce(learner, staff, fleet, evaluator)
                 if self._stopped_by is not None:
                     return
                 saving = asyncio.to_thread(self._save, learner)
@@ -454,27 +456,27 @@ class _Run:
             self._is_done = True
         finally:
             await prepared.environment.close()
-            await engine.close()
+            await fleet.close()
 
-    async def _begin(self, engine: TorchEngine, evaluator: _Evaluator) -> None:
+    async def _begin(self, fleet: Fleet, evaluator: _Evaluator) -> None:
         """Supervised training, if it is asked for. What comes after "before" is reinforcement, or, without any, that."""
         config = self._prepared.config
         if not config.pipeline.steps:
             await evaluator.sampled_and_greedy("before")
         if config.warmup is not None:
-            await self._warm_up(engine, evaluator, config.warmup)
+            await self._warm_up(fleet, evaluator, config.warmup)
         if config.pipeline.steps and self._stopped_by is None:
             await evaluator.sampled_and_greedy("before")
 
-    async def _restore(self, learner: RunLearner, staff: Staff, engine: TorchEngine, found: Found) -> None:
+    async def _restore(self, learner: RunLearner, staff: Staff, fleet: Fleet, found: Found) -> None:
         reading = asyncio.to_thread(learner.restore, found.folder)
         await self._waits.on("the run", "the checkpoint to be read", reading)
         if staff.critic is not None:
             reading = asyncio.to_thread(staff.critic.restore, found.folder / CRITIC_FOLDER)
             await self._waits.on("the run", "the critic's checkpoint to be read", reading)
         weights = await self._waits.on("the run", "the learner to copy weights", learner.weights())
-        loading = engine.load(self._version, weights)
-        await self._waits.on("the run", f"{engine.name} to load version {self._version}", loading)
+        loading = fleet.load(self._version, weights)
+        await self._waits.on("the run", f"every engine to load version {self._version}", loading)
 
     def _build_staff(self) -> Staff:
         """Before the learner changes the model. What a warm-up has made of it is kept, for a life of the run to come."""
@@ -510,7 +512,7 @@ class _Run:
         except OSError as error:
             raise OutputError(self._folder.cannot_write(path, error)) from error
 
-    async def _warm_up(self, engine: TorchEngine, evaluator: _Evaluator, config: WarmupConfig) -> None:
+    async def _warm_up(self, fleet: Fleet, evaluator: _Evaluator, config: WarmupConfig) -> None:
         prepared = self._prepared
         learner = build.build_learner(
             prepared.config,
@@ -520,14 +522,14 @@ class _Run:
             recipe=Recipe(algorithm=None),
             num_steps=config.num_steps(len(prepared.data.train)),
         )
-        self._supervised = self._build_supervised(learner, engine, evaluator, config)
+        self._supervised = self._build_supervised(learner, fleet, evaluator, config)
         try:
             await self._waits.on("warm-up", "the learner to be ready", learner.ready())
             await self._supervised.run(self._found_supervised)
             if self._stopped_by is not None:
                 return
             weights = await self._waits.on("warm-up", "the learner to copy weights", learner.weights())
-            await self._waits.on("warm-up", f"{engine.name} to load its weights", engine.load(0, weights))
+            await self._waits.on("warm-up", "every engine to load its weights", fleet.load(0, weights))
             load_weights(prepared.model, weights)  # where the learner has changed another copy
         finally:
             self._end_grace()
@@ -536,12 +538,12 @@ class _Run:
             await learner.close()
 
     def _build_supervised(
-        self, learner: RunLearner, engine: TorchEngine, evaluator: _Evaluator, config: WarmupConfig
+        self, learner: RunLearner, fleet: Fleet, evaluator: _Evaluator, config: WarmupConfig
     ) -> Supervised:
         prepared, run = self._prepared, self._prepared.config
 
         async def accuracy_of(weights: Weights) -> float:
-            await self._waits.on("warm-up", f"{engine.name} to load its weights", engine.load(0, weights))
+            await self._waits.on("warm-up", "every engine to load its weights", fleet.load(0, weights))
             measured, _ = await evaluator.once(WARMUP, prepared.data.train[: supervised.PROBE], prepared.sampling)
             return measured.accuracy
 
@@ -575,12 +577,10 @@ class _Run:
         if self._grace is not None:
             self._grace.cancel()
 
-    async def _reinforce(
-        self, learner: RunLearner, staff: Staff, engine: TorchEngine, router: Router, evaluator: _Evaluator
-    ) -> None:
+    async def _reinforce(self, learner: RunLearner, staff: Staff, fleet: Fleet, evaluator: _Evaluator) -> None:
         prepared, config = self._prepared, self._prepared.config
         parts = Parts(
-            engines=(engine,),
+            engines=fleet.router.engines,
             environment=prepared.environment,
             learner=learner,
             store=build.build_store(config, staff.stages),
@@ -606,14 +606,16 @@ class _Run:
             keeper=self._checkpoints,
             resumed=None if self._found is None else self._found.standing(),
             incarnation=self._incarnation,
-            router=router,
+            router=fleet.router,
         )
         if self._state is not None:
             _restore_generators(self._state.generators)
+        replacing = asyncio.create_task(fleet.replace(self._pipeline.adopt))
         try:
             with seldom_collected():
                 await self._pipeline.run()
         finally:
+            replacing.cancel()
             self._end_grace()
             await self._waits.on("the run", "the last checkpoint to be written", self._checkpoints.close())
 

@@ -9,8 +9,10 @@ is bit for bit what a plain generate-then-train loop computes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
+from millstream.engine import Engine
+from millstream.errors import EngineGone
 from millstream.runtime.router import Router
 from millstream.runtime.waits import Pulse, Waits
 from millstream.types import RequestKey
@@ -40,11 +42,18 @@ class Gate:
         while True:
             await self._pulse.until(lambda: bool(self._waiting) and is_quiet())
             for engine in self._router.engines:
-                await self._waits.on("the gate", f"{engine.name} to pause", engine.pause())
+                await self._tell(engine, "pause", engine.pause())
             for key in sorted(self._waiting):
                 if not self._waiting[key].done():
                     self._waiting[key].set_result(None)
             self._waiting.clear()
             await asyncio.sleep(0)  # every caller runs once, in that order, and queues its request
             for engine in self._router.engines:
-                await self._waits.on("the gate", f"{engine.name} to resume", engine.resume())
+                await self._tell(engine, "resume", engine.resume())
+
+    async def _tell(self, engine: Engine, what: str, work: Awaitable[None]) -> None:
+        """One that is gone has nothing to be told: the router moves what it had, if there is another."""
+        try:
+            await self._waits.on("the gate", f"{engine.name} to {what}", work)
+        except EngineGone as error:
+            self._router.lose(engine, error)

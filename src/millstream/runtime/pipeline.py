@@ -27,7 +27,7 @@ from millstream.algo.credit import Credit
 from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.env import Environment
-from millstream.errors import DataError, LagError, MillstreamError, StreamEnded
+from millstream.errors import DataError, EngineGone, LagError, MillstreamError, StreamEnded
 from millstream.events import (
     Event,
     EventSink,
@@ -40,6 +40,7 @@ from millstream.events import (
     Span,
     Status,
     Stepped,
+    Warned,
     WeightsLoaded,
     WeightsPublished,
 )
@@ -161,9 +162,15 @@ class Pipeline:
         )
         self.waits = parts.waits
         self._store, self._learner, self._channel = parts.store, parts.learner, parts.channel
-        self._router = router or Router(parts.engines, is_queueing=not config.is_in_lockstep)
+        self._router = router or Router(
+            parts.engines, is_queueing=not config.is_in_lockstep, clock=parts.clock, sink=parts.sink
+        )
         self._router.rank_of = self._rank
         self._pulse = Pulse()
+        self._router.on_change = self._pulse.notify
+        self._num_loading, self._has_published = 0, False
+        self._syncing: list[asyncio.Task[None]] = []
+        self._is_over = False
         self._gate = Gate(self._router, self._pulse, self.waits) if config.is_in_lockstep else None
         self._next_group = 0
         self._prompts: dict[int, Prompt] = {}
@@ -234,6 +241,7 @@ class Pipeline:
                 try:
                     await self._run(tasks)
                 finally:
+                    self._is_over = True  # nobody is adopted any more
                     self._rollouts.cancel()
         except BaseExceptionGroup as errors:
             raise _first(errors) from errors
@@ -244,7 +252,6 @@ class Pipeline:
         await self._keep_if_due()
         in_order = self._gate is not None
         loops = [self.feed(), self._settler.settle(in_order=in_order)]
-        loops += [self.sync(engine) for engine in self._parts.engines]
         loops += [run_stage(stage, self._around) for stage in self._parts.stages]
         if self._updates is not None:
             loops.append(self._updates.update())
@@ -253,11 +260,13 @@ class Pipeline:
         if self._gate is not None:
             loops += [self._gate.keep(self._is_quiet), self._settler.set_aside_in_order(self._is_still)]
         running = [tasks.create_task(loop) for loop in loops]
+        self._syncing += [tasks.create_task(self.sync(engine)) for engine in self._router.engines]
         if self._resumed is not None:
             await self._look_back(tasks)  # what came after the last step may have been cut short
         await self.train(tasks)
         await self.waits.on("the run", "every engine to load the last version", self._engines_at_the_end())
-        for task in running:
+        self._is_over = True
+        for task in [*running, *self._syncing]:
             task.cancel()
 
     def stop(self) -> None:
@@ -359,7 +368,7 @@ class Pipeline:
     def _begin_anew(self, group_id: int) -> None:
         task = self._prompts[group_id].task
         assert self._tasks is not None and task is not None
-        place = self.admission.restart(group_id, self._router.serving_versions()[-1])
+        place = self.admission.restart(group_id, self._router.newest_version)
         restarts = self._restarts[group_id] = self._restarts.get(group_id, 0) + 1
         self._emit(
             GroupRestarted(
@@ -636,23 +645,64 @@ class Pipeline:
         if self._proximal is not None:
             self._start_weights = weights
         await self.waits.on("train", f"version {version} to be published", self._channel.publish(version, weights))
+        self._has_published = True
         self._emit(WeightsPublished(at=self._now(), version=version, seconds=self._now() - began))
         self._pulse.notify()
 
     async def sync(self, engine: Engine) -> None:
-        """One engine takes the newest weights, between two of its decode steps, whenever it is ready for them.
+        """One engine takes the newest weights, between two of its decode steps, whenever it is ready for them; until it leaves.
 
-        Waits for a version newer than the engine's; `train` publishes it."""
+        Waits for a version newer than the engine's, which `train` publishes, and for its turn: of several engines at most half
+        load at the same time, so that the others go on."""
         owner = f"sync of {engine.name}"
-        while True:
-            newer = self._pulse.until(lambda: self._channel.version > engine.version)
-            await self.waits.on(owner, "a newer version", newer, has_deadline=False, has_alarm=False)
-            version, weights = await self.waits.on(owner, "the weights to arrive", self._channel.fetch())
-            began = self._now()
-            await self.waits.on(owner, f"{engine.name} to load version {version}", engine.load(version, weights))
-            self._emit(WeightsLoaded(at=self._now(), engine=engine.name, version=version, seconds=self._now() - began))
-            self._router.dispatch()
-            self._pulse.notify()
+        try:
+            while True:
+                newer = self._pulse.until(lambda: self._channel.version > engine.version or not self._serves(engine))
+                await self.waits.on(owner, "a newer version", newer, has_deadline=False, has_alarm=False)
+                if not self._serves(engine):
+                    return
+                await self.waits.on(owner, "its turn to load", self._pulse.until(self._may_load))
+                self._num_loading += 1
+                try:
+                    await self._load(engine, owner)
+                finally:
+                    self._num_loading -= 1
+                    self._pulse.notify()
+        except EngineGone as error:
+            self._router.lose(engine, error)
+
+    def _may_load(self) -> bool:
+        """In lockstep nothing is generated meanwhile, and nobody need go on."""
+        return self._gate is not None or self._num_loading < max(1, len(self._router.engines) // 2)
+
+    def _serves(self, engine: Engine) -> bool:
+        return engine in self._router.engines
+
+    def adopt(self, engine: Engine) -> None:
+        """An engine that came while the run goes on takes part as soon as it has the newest weights."""
+        if self._tasks is not None and not self._is_over:
+            self._syncing.append(self._tasks.create_task(self._take_in(engine)))
+
+    async def _take_in(self, engine: Engine) -> None:
+        """Waits for weights that it can be sure of: the first that are published. Then it is one of many. Until then it serves
+        nobody, and takes nobody's turn to load."""
+        owner = f"sync of {engine.name}"
+        published = self._pulse.until(lambda: self._has_published)
+        await self.waits.on(owner, "a version to be published", published, has_deadline=False, has_alarm=False)
+        try:
+            await self._load(engine, owner)
+        except EngineGone as error:
+            self._emit(Warned(at=self._now(), message=f"{engine.name} broke before it could join: {error}"))
+            return
+        self._router.join(engine)
+        await self.sync(engine)
+
+    async def _load(self, engine: Engine, owner: str) -> None:
+        version, weights = await self.waits.on(owner, "the weights to arrive", self._channel.fetch())
+        began = self._now()
+        await self.waits.on(owner, f"{engine.name} to load version {version}", engine.load(version, weights))
+        self._emit(WeightsLoaded(at=self._now(), engine=engine.name, version=version, seconds=self._now() - began))
+        self._router.dispatch()
 
     def _are_engines_alike(self) -> bool:
         """Whether every engine serves the newest version."""
@@ -742,7 +792,7 @@ class Pipeline:
 
     async def status(self) -> Status:
         """How full everything is and what everybody waits for."""
-        engines = [engine.stats() for engine in self._parts.engines]
+        engines = [engine.stats() for engine in self._router.engines]
         return Status(
             at=self._now(),
             requests_running=sum(stats.running for stats in engines),

@@ -21,11 +21,11 @@ from collections import deque
 from msgspec import Struct
 
 from millstream.engine import EngineStats, OnSampled
-from millstream.errors import EngineError, RequestRefused
+from millstream.errors import EngineError, EngineGone, RequestRefused
 from millstream.seeds import derive_seed
 from millstream.sim.draws import Draw, constant, uniform
 from millstream.sim.pace import Pace
-from millstream.types import Completion, Finish, Request, RequestKey, Weights
+from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Weights
 
 UP_TO_100, FREE = uniform(1, 100), constant(0.0)
 ROUNDING = 1e-3
@@ -43,7 +43,7 @@ class Costs(Struct, frozen=True, kw_only=True):
     context_token_s: float = 0.0
     """Reading the cache of one token."""
     prefill_token_s: float = 0.0
-    """One token of a prompt. Decoding waits for it. There is no prefix cache: a later turn pays for the whole history."""
+    """One token of a prompt. Decoding waits for it. Without a prefix cache a later turn pays for the whole history."""
 
     def __post_init__(self) -> None:
         if self.step_s <= 0 or min(self.request_s, self.context_token_s, self.prefill_token_s) < 0:
@@ -63,10 +63,21 @@ H200_KV_TOKENS = 1_000_000
 class _Job:
     """A request on its way. While it runs: `begin` is the position where it was admitted, `before` what it had by then."""
 
-    __slots__ = ("before", "begin", "done", "finish", "length", "request", "ticket", "versions")
+    __slots__ = (
+        "before",
+        "begin",
+        "done",
+        "finish",
+        "length",
+        "num_told",
+        "on_sampled",
+        "request",
+        "ticket",
+        "versions",
+    )
 
-    def __init__(self, request: Request, wanted: int) -> None:
-        self.request = request
+    def __init__(self, request: Request, wanted: int, on_sampled: OnSampled | None) -> None:
+        self.request, self.on_sampled, self.num_told = request, on_sampled, 0
         self.length = min(wanted, request.sampling.max_tokens)
         self.finish = Finish.STOP if wanted <= request.sampling.max_tokens else Finish.LENGTH
         self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -79,23 +90,30 @@ class _Job:
         return len(self.request.tokens) + len(self.versions)
 
     def complete(self) -> None:
-        """Token i and its log-probability are functions of the seed and of i: a request that was cut has a prefix."""
         if self.done.done():
             return
-        length = len(self.versions)
-        raw = random.Random(self.request.seed + 1).randbytes(4 * math.ceil(length / 2))[: 2 * length]
-        self.done.set_result(
-            Completion(
-                tokens=tuple(raw[0::2]),
-                logprobs=tuple(map(LOGPROBS.__getitem__, raw[1::2])),
-                versions=tuple(self.versions),
-                finish=self.finish,
-            )
-        )
+        tokens, logprobs, versions = self.sampled(0, self.versions)
+        self.done.set_result(Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish=self.finish))
+
+    def tell(self, versions: list[int]) -> None:
+        """All that it has sampled has these versions."""
+        if self.on_sampled is not None and len(versions) > self.num_told and not self.done.done():
+            news = self.sampled(self.num_told, versions)
+            self.num_told = len(versions)
+            self.on_sampled(Sampled(*news))
+
+    def sampled(self, begin: int, versions: list[int]) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
+        """Token i and its log-probability are functions of the seed and of i: a request that was cut has a prefix, and one that
+        was interrupted goes on behind it."""
+        first, last = self.request.num_sampled + begin, self.request.num_sampled + len(versions)
+        raw = random.Random(self.request.seed + 1).randbytes(4 * math.ceil(last / 2))[2 * first : 2 * last]
+        return tuple(raw[0::2]), tuple(map(LOGPROBS.__getitem__, raw[1::2])), tuple(versions[begin:])
 
 
 class SimEngine:
-    """`token_s` is short for `costs` with a constant rate. `kv_tokens` None: the cache has no end."""
+    """`token_s` is short for `costs` with a constant rate. `kv_tokens` None: the cache has no end. `news_s`: how often requests
+    that are watched hear of their tokens; None: never, as the seam allows. With `has_prefix_cache` what was computed for a
+    conversation, or for the prompt of its group, is not computed again until new weights come; it takes no room."""
 
     def __init__(
         self,
@@ -109,8 +127,15 @@ class SimEngine:
         load_s: Draw = FREE,
         version: int = 0,
         seed: int = 0,
+        news_s: float | None = None,
+        has_prefix_cache: bool = False,
     ) -> None:
         self.name, self.slots = name, slots
+        self._news_s, self._telling = news_s, False
+        self._prefixes: dict[tuple[int, ...], int] | None = {} if has_prefix_cache else None
+        self._gone: EngineGone | None = None
+        self.num_computed = self.num_reused = 0
+        """Tokens of prompts."""
         self._costs = Costs(step_s=token_s) if costs is None else costs
         self._kv_tokens = math.inf if kv_tokens is None else kv_tokens
         self._num_tokens, self._load_s = num_tokens, load_s
@@ -150,13 +175,18 @@ class SimEngine:
             waiting=len(self._waiting),
             tokens_generated=self._tokens,
             requests_finished=self._finished,
+            cache_used=self._cache_used(),
+            num_preempted=self.num_preempted,
         )
+
+    def _cache_used(self) -> float:
+        has_end = bool(self._running) and self._kv_tokens < math.inf
+        return self._held(self._pace.position(_now())) / self._kv_tokens if has_end else 0.0
 
     # ---- what the pipeline calls -----------------------------------------------------------------------------------
 
     async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
-        """All tokens come with the completion: `on_sampled` is told nothing, as the seam allows."""
-        job = self._queue(request)
+        job = self._queue(request, on_sampled)
         try:
             return await job.done
         except asyncio.CancelledError:
@@ -166,17 +196,44 @@ class SimEngine:
             self.num_discarded += len(job.versions)  # nobody will read them
             raise
 
+    def crash(self, why: str) -> None:
+        """It breaks, for good: whoever waits, and whoever comes, hears of it."""
+        self._gone = EngineGone(f"{self.name} broke: {why}")
+        self._fail_all(self._gone)
+
+    def stumble(self, why: str) -> None:
+        """It fails what it has, and goes on."""
+        self._fail_all(EngineError(f"{self.name} failed: {why}"))
+
+    @property
+    def is_gone(self) -> bool:
+        return self._gone is not None
+
+    def _fail_all(self, error: EngineError) -> None:
+        for job in list(self._jobs.values()):
+            self._cut(job)
+            if not job.done.done():
+                job.done.set_exception(error)
+        self._turn()
+
+    def _raise_if_gone(self) -> None:
+        if self._gone is not None:
+            raise self._gone
+
     async def abort(self, key: RequestKey) -> None:
+        self._raise_if_gone()
         if key in self._jobs:
             self._abort(self._jobs[key])
             self._turn()
 
     async def pause(self) -> None:
+        self._raise_if_gone()
         self._is_paused = True
         self._pace.pause(_now())
         self._turn()
 
     async def resume(self) -> None:
+        self._raise_if_gone()
         self._is_paused = False
         self._pace.resume(_now())
         self._turn()
@@ -184,10 +241,13 @@ class SimEngine:
     async def load(self, version: int, weights: Weights) -> None:
         """Takes `load_s`, beside decoding; the swap itself takes no time."""
         await asyncio.sleep(self._load_s(self._rng))
+        self._raise_if_gone()
         if version < self.version:
             raise EngineError(f"version {version} after {self.version}")
         self._loaded_at.append(self._pace.position(_now()))
         self._versions.append(version)
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     async def close(self) -> None:
         self._is_closed = True
@@ -197,15 +257,18 @@ class SimEngine:
 
     # ---- the batch -------------------------------------------------------------------------------------------------
 
-    def _queue(self, request: Request) -> _Job:
+    def _queue(self, request: Request, on_sampled: OnSampled | None) -> _Job:
+        self._raise_if_gone()
         if self._is_closed:
             raise EngineError(f"{self.name} is closed")
         if request.key in self._jobs:
             raise EngineError(f"{request.key} is in flight already")
         if (most := len(request.tokens) + request.sampling.max_tokens) > self._kv_tokens:
             raise RequestRefused(f"{request.key} may need {most} tokens of cache, {self.name} has {self._kv_tokens}")
-        job = _Job(request, max(1, round(self._num_tokens(random.Random(request.seed)))))
+        length = round(self._num_tokens(random.Random(request.seed))) - request.num_sampled
+        job = _Job(request, max(1, length), None if self._news_s is None else on_sampled)
         self._jobs[request.key] = job
+        self._tell_later()
         self._waiting.append(job)
         self._turn()
         return job
@@ -237,6 +300,8 @@ class SimEngine:
             job = self._running[next(reversed(self._running))]
             self._leave(job, position, self._progress(job, position))
             self._waiting.appendleft(job)
+            if self._prefixes is not None:
+                self._prefixes.pop((job.request.key.group_id, job.request.key.member, job.request.key.attempt), None)
             self.num_preempted += 1
             self._is_crowded = True
 
@@ -247,13 +312,38 @@ class SimEngine:
             if self._held(position) + job.size + num_after > self._kv_tokens:
                 break
             self._waiting.popleft()
-            self._pace.stall(now, self._costs.prefill_token_s * job.size)
+            self._pace.stall(now, self._costs.prefill_token_s * self._to_compute(job))
             job.begin, job.before, job.ticket = position, len(job.versions), next(self._tickets)
             self._running[job.ticket] = job
             self._sizes += job.size
             self._begins += position
             end = position + (job.length - job.before) * self._costs.step_s
             heapq.heappush(self._ends, (end, job.ticket))
+
+    def _to_compute(self, job: _Job) -> int:
+        """Tokens that it needs and that are not there. All but the last may be."""
+        key, size, known = job.request.key, job.size, 0
+        if self._prefixes is not None:
+            conversation, group = (key.group_id, key.member, key.attempt), (key.group_id,)
+            known = min(size - 1, max(self._prefixes.get(conversation, 0), self._prefixes.get(group, 0)))
+            self._prefixes[conversation] = size
+            self._prefixes.setdefault(group, size)
+        self.num_computed += size - known
+        self.num_reused += known
+        return size - known
+
+    def _tell_later(self) -> None:
+        if self._news_s is not None and not self._telling:
+            self._telling = True
+            asyncio.get_running_loop().call_later(self._news_s, self._tell)
+
+    def _tell(self) -> None:
+        self._telling = False
+        position = self._pace.position(_now())
+        for job in list(self._running.values()):
+            job.tell(job.versions + self._versions_from(job.begin, self._progress(job, position)))
+        if self._jobs:
+            self._tell_later()
 
     def _leave(self, job: _Job, position: float, num_tokens: int) -> None:
         """Its slot and its cache are free."""
@@ -281,6 +371,9 @@ class SimEngine:
 
     def _forget(self, job: _Job) -> None:
         del self._jobs[job.request.key]
+        if self._prefixes is not None and job.ticket >= 0:
+            key = job.request.key
+            self._prefixes[key.group_id, key.member, key.attempt] = job.size
         self._finished += 1
         self._tokens += len(job.versions)
 
