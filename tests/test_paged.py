@@ -161,6 +161,27 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_decode(depth: int) -> 
         assert torch.allclose(torch.tensor(done[number].logprobs), expected, atol=1e-4)
 
 
+def test_where_prompts_cost_a_pass_of_their_own_requests_join_together_and_at_once_when_much_is_free() -> None:
+    batcher = paged(make("llama"), num_slots=32)
+    runner_of(batcher).join_every = 8
+    for number, prompt in enumerate(prompts(31)):
+        batcher.add(request(number, prompt, max_tokens=200))
+    batcher.step()
+    assert batcher.running == 31
+    waited = []
+    for number in range(31, 34):
+        batcher.add(request(number, (5, 6), max_tokens=1))
+        while batcher.waiting:
+            batcher.step()
+            waited.append(batcher.waiting)
+    assert waited == ([1] * 7 + [0]) * 3, "one slot of 32 is free: not much"
+    for number in range(4):
+        batcher.abort(RequestKey(group_id=number, member=0))
+    batcher.add(request(40, (5, 6), max_tokens=1))
+    batcher.step()
+    assert not batcher.waiting, "an eighth of the slots is free"
+
+
 # ---- room --------------------------------------------------------------------------------------------------------------
 
 
@@ -188,6 +209,21 @@ def test_a_request_that_could_never_fit_is_refused_and_a_cache_without_a_page_as
     assert len(alone(batcher, request(0, tuple([5] * 20), max_tokens=20)).tokens) == 20
     with pytest.raises(EngineError, match=r"engine\.cache_gb"):
         paged(make("llama"), num_pages=1)
+
+
+@pytest.mark.parametrize("is_process", [False, True])
+def test_an_engine_says_no_to_one_request_that_does_not_fit_and_goes_on_with_others(is_process: bool) -> None:
+    async def run() -> None:
+        config = EngineConfig(slots=4, cache="pages", cache_gb=1.3e-4, process=is_process)
+        engine = build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
+        going = asyncio.create_task(engine.generate(request(0, (5, 6, 7), max_tokens=60)))
+        with pytest.raises(RequestRefused, match="200"):
+            await engine.generate(request(1, (5, 6, 7), max_tokens=200))
+        assert len((await going).tokens) == 60
+        assert engine.stats().num_preempted == 0
+        await engine.close()
+
+    asyncio.run(run())
 
 
 def test_pages_or_slots_and_their_size_are_chosen_by_the_config() -> None:

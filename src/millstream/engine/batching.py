@@ -36,6 +36,9 @@ from millstream.model.adapters import trained_weights
 from millstream.model.load import check_layers
 from millstream.types import Request, RequestKey, Sampled, Weights
 
+MUCH = 8
+"""When one of so many slots is free, requests join at once."""
+
 
 class _Launched(NamedTuple):
     flights: list[InFlight]
@@ -81,6 +84,7 @@ class Batcher:
         self.tokens_generated = 0
         self.num_preempted = 0
         self._swap_s = 0.0
+        self._num_since_join = 0
 
     @property
     def running(self) -> int:
@@ -176,7 +180,7 @@ class Batcher:
 
     def _launch(self) -> bool:
         decoding = self._make_room()
-        chunks = self._chunks()
+        chunks = self._chunks(may_join=self._may_join(len(decoding)))
         if not decoding and not chunks:
             return False
         drawn = self._runner.launch(decoding, chunks)
@@ -211,7 +215,14 @@ class Batcher:
             flight.begin_again()
             self._waiting.appendleft(flight)
 
-    def _chunks(self) -> list[Chunk]:
+    def _may_join(self, num_decoding: int) -> bool:
+        """At once where it matters: when much is free. Else together with others, a few steps later."""
+        self._num_since_join += 1
+        num_free = self._num_slots - len(self._running)
+        is_much = not num_decoding or num_free * MUCH >= self._num_slots
+        return is_much or self._num_since_join >= self._runner.join_every
+
+    def _chunks(self, *, may_join: bool) -> list[Chunk]:
         """What is computed of prompts: first of those that have begun, then of waiting ones for the free slots. Where prompts
         cannot be cut, one above the limit goes alone."""
         room, chunks = self._prefill_tokens, list[Chunk]()
@@ -219,13 +230,14 @@ class Batcher:
             if flight.is_prefilling and room > 0:
                 chunks.append(self._chunk(flight, room))
                 room -= chunks[-1].end - chunks[-1].begin
-        while self._waiting and len(self._running) < self._num_slots and room > 0:
+        while may_join and self._waiting and len(self._running) < self._num_slots and room > 0:
             flight = self._waiting[0]
             if chunks and not self._runner.can_chunk and flight.length > room:
                 break
             if not self._runner.begin(flight):
                 break
             self._running.append(self._waiting.popleft())
+            self._num_since_join = 0
             chunks.append(self._chunk(flight, room))
             room -= chunks[-1].end - chunks[-1].begin
         return chunks

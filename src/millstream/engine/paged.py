@@ -40,6 +40,7 @@ PAGE = 32
 CPU_GB = 1.0
 SHARE = 1 / 3
 """Of what is free on a GPU."""
+JOIN_EVERY = 8
 BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
@@ -55,6 +56,7 @@ class PagedRunner:
         self._device = next(model.parameters()).device
         self._is_gpu = self._device.type == "cuda"
         self.depth = 1 if self._is_gpu else 0
+        self.join_every = JOIN_EVERY if self._is_gpu else 1
         self._stream = torch.cuda.Stream(self._device) if self._is_gpu else None  # type: ignore[no-untyped-call]
         shapes = _shapes(model)
         page_bytes = sum(2 * heads * self._page * dim for heads, dim in shapes.values()) * model.dtype.itemsize

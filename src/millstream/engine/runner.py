@@ -29,6 +29,9 @@ class Chunk(NamedTuple):
 class Runner(Protocol):
     depth: int
     """Steps that may be launched before the tokens of the first of them are known."""
+    join_every: int
+    """Steps between two in which requests may join while others decode. Above 1 where a pass over prompts costs as much as a
+    step, however short they are: better one for several of them."""
     can_chunk: bool
     """Whether a prompt can be computed in several passes."""
     max_length: int | None

@@ -28,6 +28,7 @@ class SlotRunner:
     """See `millstream.engine.batching.Runner`. The cache grows with the longest request and is never full."""
 
     depth = 0
+    join_every = 1
     can_chunk = False
     cache_used = 0.0
     swap_s = None

@@ -24,7 +24,7 @@ from millstream.engine import EngineConfig, EngineStats, OnSampled
 from millstream.engine.batching import batcher_of
 from millstream.engine.flight import check_request
 from millstream.engine.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume, Worker
-from millstream.errors import EngineError, EngineGone
+from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused
 from millstream.events import EventSink, Span
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
@@ -238,9 +238,11 @@ class TorchEngine:
             )
             news = [(self._requests.get(key), sampled) for key, sampled in report.sampled]
             answers = [(self._requests.pop(key, None), completion) for key, completion in report.finished]
+            refusals = [(self._requests.pop(key, None), RequestRefused(reason)) for key, reason in report.refused]
             orders = [(self._orders.pop(number, None), error) for number, error in report.done]
         _tell([(waiter, sampled) for waiter, sampled in news if waiter is not None])
         _deliver([(waiter, completion, None) for waiter, completion in answers if waiter is not None])
+        _deliver([(waiter, None, refused) for waiter, refused in refusals if waiter is not None])
         _deliver([(w, None, None if e is None else EngineError(e)) for w, e in orders if w is not None])
         for seconds, tokens in report.spans:
             now = self._clock.now()
@@ -265,7 +267,7 @@ class _Waiter(Generic[T]):
         self.future: asyncio.Future[T] = self.loop.create_future()
 
 
-Answer = tuple[_Waiter[Any], Any, EngineError | None]
+Answer = tuple[_Waiter[Any], Any, MillstreamError | None]
 News = tuple[_Waiter[Completion], Sampled]
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from millstream.engine.batching import Batcher
-from millstream.errors import EngineError
+from millstream.errors import EngineError, RequestRefused
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 SPAN_S = 0.25
@@ -65,6 +65,8 @@ class Report(Struct, array_like=True):
     """Why the worker can never go on, if it cannot."""
     sampled: list[tuple[RequestKey, Sampled]] = []
     """New tokens of requests that are watched and go on."""
+    refused: list[tuple[RequestKey, str]] = []
+    """Requests that can never run here, each with the reason."""
     cache_used: float = 0.0
     swap_s: float = 0.0
     num_preempted: int = 0
@@ -128,7 +130,7 @@ class Worker:
     def _obey(self, command: Command) -> None:
         match command:
             case Add():
-                self._batcher.add(command.request, is_watched=command.is_watched)
+                self._add(command)
             case Abort():
                 self._report.finished += self._batcher.abort(command.key)
                 self._report.done.append((command.number, None))
@@ -143,6 +145,12 @@ class Worker:
                 self._end_span()
                 self._report.finished += self._batcher.abort_all()
 
+    def _add(self, command: Add) -> None:
+        try:
+            self._batcher.add(command.request, is_watched=command.is_watched)
+        except RequestRefused as error:
+            self._report.refused.append((command.request.key, str(error)))
+
     def _load(self, version: int) -> str | None:
         try:
             self._batcher.load(version, self._link.weights())
@@ -151,7 +159,8 @@ class Worker:
         return None
 
     def _send_if_any(self) -> None:
-        if self._report.finished or self._report.done or self._report.spans or self._report.sampled:
+        report = self._report
+        if report.finished or report.done or report.spans or report.sampled or report.refused:
             self._send()
 
     def _send(self) -> None:
