@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from msgspec import Struct
 
+from millstream.engine.http_config import HttpConfig
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 OnSampled = Callable[[Sampled], None]
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
+    kind: Literal["torch", "http"] = "torch"
+    """torch: ours, on this machine. http: servers, which the [engine.http] table names."""
+    http: HttpConfig | None = None
+
     slots: int = 128
     """Requests decoded at the same time; more wait in the engine's queue."""
     prefill_tokens: int = 4096
@@ -28,6 +33,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.slots < 1 or self.prefill_tokens < 1 or self.answer_s <= 0:
             raise ValueError("slots and prefill_tokens must be at least 1, answer_s above 0")
+        if (self.kind == "http") != (self.http is not None):
+            raise ValueError('kind = "http" and an [engine.http] table go together: set both, or neither')
 
 
 class EngineStats(NamedTuple):

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
 from millstream.clock import RealClock
-from millstream.engine.torch import TorchEngine
 from millstream.env.data import DataSet, digest, in_order, read
 from millstream.env.find import find, make_tasks
 from millstream.env.hosted import Environments, check_tasks
@@ -53,7 +52,7 @@ from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events, re
 from millstream.model.adapters import lora_of, merged
 from millstream.model.load import load_weights, save_model, set_up_cpu
 from millstream.runtime import build, build_stages, checkpoint, supervised
-from millstream.runtime.build import RunLearner
+from millstream.runtime.build import RunEngine, RunLearner
 from millstream.runtime.build_stages import Staff
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run, reference_of
@@ -242,7 +241,7 @@ def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measur
 
     async def measure() -> Measured:
         clock, sink = RealClock(), Tee([])
-        on_thread = structs.replace(config.engine, process=False)
+        on_thread = structs.replace(config.engine, kind="torch", http=None, process=False)
         engine = build.build_engine(on_thread, prepared.model, clock=clock, sink=sink)
         evaluator = _Evaluator(prepared, Router([engine]), clock, sink, _waits(config, clock, sink))
         try:
@@ -426,7 +425,7 @@ class _Run:
 
     async def _run(self) -> None:
         prepared, config = self._prepared, self._prepared.config
-        engine = build.build_engine(config.engine, prepared.model, clock=self._clock, sink=self._sink)
+        engine = build.build_engine(config.engine, prepared.model, clock=self._clock, sink=self._sink, seed=config.seed)
         router = Router([engine], is_queueing=not config.pipeline.is_in_lockstep)
         evaluator = _Evaluator(prepared, router, self._clock, self._sink, self._waits)
         try:
@@ -456,7 +455,7 @@ class _Run:
             await prepared.environment.close()
             await engine.close()
 
-    async def _begin(self, engine: TorchEngine, evaluator: _Evaluator) -> None:
+    async def _begin(self, engine: RunEngine, evaluator: _Evaluator) -> None:
         """Supervised training, if it is asked for. What comes after "before" is reinforcement, or, without any, that."""
         config = self._prepared.config
         if not config.pipeline.steps:
@@ -466,7 +465,7 @@ class _Run:
         if config.pipeline.steps and self._stopped_by is None:
             await evaluator.sampled_and_greedy("before")
 
-    async def _restore(self, learner: RunLearner, staff: Staff, engine: TorchEngine, found: Found) -> None:
+    async def _restore(self, learner: RunLearner, staff: Staff, engine: RunEngine, found: Found) -> None:
         reading = asyncio.to_thread(learner.restore, found.folder)
         await self._waits.on("the run", "the checkpoint to be read", reading)
         if staff.critic is not None:
@@ -510,7 +509,7 @@ class _Run:
         except OSError as error:
             raise OutputError(self._folder.cannot_write(path, error)) from error
 
-    async def _warm_up(self, engine: TorchEngine, evaluator: _Evaluator, config: WarmupConfig) -> None:
+    async def _warm_up(self, engine: RunEngine, evaluator: _Evaluator, config: WarmupConfig) -> None:
         prepared = self._prepared
         learner = build.build_learner(
             prepared.config,
@@ -536,7 +535,7 @@ class _Run:
             await learner.close()
 
     def _build_supervised(
-        self, learner: RunLearner, engine: TorchEngine, evaluator: _Evaluator, config: WarmupConfig
+        self, learner: RunLearner, engine: RunEngine, evaluator: _Evaluator, config: WarmupConfig
     ) -> Supervised:
         prepared, run = self._prepared, self._prepared.config
 
@@ -576,7 +575,7 @@ class _Run:
             self._grace.cancel()
 
     async def _reinforce(
-        self, learner: RunLearner, staff: Staff, engine: TorchEngine, router: Router, evaluator: _Evaluator
+        self, learner: RunLearner, staff: Staff, engine: RunEngine, router: Router, evaluator: _Evaluator
     ) -> None:
         prepared, config = self._prepared, self._prepared.config
         parts = Parts(

@@ -69,6 +69,12 @@ class CompletionBody(Body, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+    top_k: int | None = None
+    """Not OpenAI's, like those below."""
+    stop_token_ids: list[int] | None = None
+    """What ends an answer. None: the model's own end tokens."""
+    num_sampled: int | None = None
+    """How many of the prompt's last tokens are the beginning of the answer, under this seed."""
 
 
 class Part(Struct, kw_only=True):
@@ -145,6 +151,10 @@ class Ask(Struct, frozen=True, kw_only=True):
     has_usage: bool
     has_logprobs: bool
     session_id: str | None
+    top_k: int = 0
+    stop_tokens: tuple[int, ...] | None = None
+    """None: the model's own."""
+    num_sampled: int = 0
 
 
 def ask_of(body: CompletionBody | ChatBody, *, session_id: str | None) -> Ask:
@@ -174,7 +184,23 @@ def ask_of(body: CompletionBody | ChatBody, *, session_id: str | None) -> Ask:
         has_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         has_logprobs=_has_logprobs(body),
         session_id=session_id,
+        **_own(body),
     )
+
+
+def _own(body: CompletionBody | ChatBody) -> dict[str, Any]:
+    """What a completion may ask beyond OpenAI's API."""
+    if isinstance(body, ChatBody):
+        return {}
+    top_k, num_sampled = body.top_k or 0, body.num_sampled or 0
+    if top_k < 0:
+        raise BadAsk(f"top_k = {top_k}: expected at least 0, which is all tokens", "top_k")
+    is_one = all(isinstance(one, int) for one in body.prompt)
+    if num_sampled and not (is_one and 0 < num_sampled < len(body.prompt) and body.seed is not None):
+        why = "expected a seed, and one prompt of token ids, of which so many, and not all, are the last"
+        raise BadAsk(f"num_sampled = {num_sampled}: {why}", "num_sampled")
+    stops = None if body.stop_token_ids is None else tuple(body.stop_token_ids)
+    return {"top_k": top_k, "stop_tokens": stops, "num_sampled": num_sampled}
 
 
 def _check_neutral(body: Body) -> None:
