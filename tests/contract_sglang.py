@@ -52,7 +52,9 @@ class Faults(Struct, kw_only=True):
     call: float = 0.0
     """500 in place of an answer to anything but /generate."""
     start_s: float = 0.0
-    """503 to everything for so long after it was started."""
+    """503 to everything for so long after it was first asked."""
+    at: int | None = None
+    """The token at which an answer goes wrong. None: any."""
     seed: int = 0
 
 
@@ -60,7 +62,7 @@ class Contract:
     def __init__(self, engine: Engine, faults: Faults | None = None, *, is_incremental: bool = False) -> None:
         self.engine, self.faults, self.is_incremental = engine, faults or Faults(), is_incremental
         self._rng, self._numbers = random.Random(self.faults.seed), itertools.count()
-        self._began = asyncio.get_running_loop().time()
+        self._began: float | None = None
         self._going = asyncio.Event()
         self._going.set()
         self._idle = asyncio.Event()
@@ -86,7 +88,9 @@ class Contract:
     def _guarded(self, work: Any) -> Any:
         async def guarded(request: HttpRequest) -> Response:
             self.calls.append(request.url.path)
-            if asyncio.get_running_loop().time() < self._began + self.faults.start_s:
+            now = asyncio.get_running_loop().time()
+            self._began = now if self._began is None else self._began
+            if now < self._began + self.faults.start_s:
                 return Response("starting", 503)
             is_generate = request.url.path == "/generate"
             if self._happens(self.faults.error if is_generate else self.faults.call):
@@ -132,7 +136,8 @@ class Contract:
         self._idle.clear()
         work = asyncio.ensure_future(self.engine.generate(request, heard.put_nowait))
         work.add_done_callback(lambda _: heard.put_nowait(None))
-        fault_at = self._rng.randint(0, request.sampling.max_tokens)
+        anywhere = self._rng.randint(0, request.sampling.max_tokens)
+        fault_at = anywhere if self.faults.at is None else self.faults.at
         try:
             async for event in self._events(request, heard, work, name, fault_at):
                 yield b"data: " + event + b"\n\n"

@@ -129,6 +129,8 @@ class EngineSuite:
     cache_after_load: Literal["kept", "computed again", "not said"] = "kept"
     """What a request in flight has before it after a swap: keys and values of the weights of their time, or those of the new
     ones. Not said: log-probabilities after a swap are not compared."""
+    keeps_cache_over_pause = True
+    """A pause, too, leaves keys and values as they are: else what was kept over a swap may be computed again after a pause."""
 
     async def make_engine(self) -> Engine:
         """An engine with the weights of reference 0 and nothing in flight."""
@@ -246,9 +248,13 @@ class EngineSuite:
             told = [value for sampled in flight.told for value in getattr(sampled, name)]
             assert told == list(getattr(completion, name))[: len(told)], f"what was told are the first {name}"
 
-    def check_logprobs(self, request: Request, completion: Completion, references: dict[int, Reference]) -> None:
+    def check_logprobs(
+        self, request: Request, completion: Completion, references: dict[int, Reference], *, is_paused: bool = False
+    ) -> None:
         """Every token has the log-probability of the version that is recorded for it."""
-        found, expected = completion.logprobs, logprobs_over(request, completion, references, self.cache_after_load)
+        is_mixed = is_paused and self.cache_after_load == "kept" and not self.keeps_cache_over_pause
+        cache = "not said" if is_mixed else self.cache_after_load
+        found, expected = completion.logprobs, logprobs_over(request, completion, references, cache)
         for at, (one, other) in enumerate(zip(found, expected, strict=False)):
             of = f"token {at} of {len(found)}, of version {completion.versions[at]}"
             assert one == pytest.approx(other, abs=self.tolerance), of
@@ -605,7 +611,7 @@ class EngineSuite:
             self.check(flight, completion, first=min(numbers), last=max(numbers))
             if has_reference:
                 references = {version: known[number] for version, number in numbers.items()}
-                self.check_logprobs(flight.request, completion, references)
+                self.check_logprobs(flight.request, completion, references, is_paused=True)
 
 
 def _with_length(request: Request, length: int) -> Request:
