@@ -179,6 +179,8 @@ class Contract:
         begin = len(tokens)
         tokens += completion.tokens[begin:]
         logprobs += completion.logprobs[begin:]
+        if completion.finish is Finish.ABORT and not tokens and self._rng.random() < 0.5:
+            return  # nothing but the end: vLLM does so, and a request that was aborted in a queue may
         yield self._event(name, tokens, logprobs, begin, _reason(completion.finish, tokens), label)
 
     async def _misbehave(

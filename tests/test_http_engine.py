@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from contract_sglang import Contract, Faults
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig
+from millstream.engine.flavours import OpenAi, Vllm
 from millstream.engine.http_config import HttpConfig
 from millstream.errors import EngineError, RequestRefused
 from millstream.events.sinks import MemorySink
@@ -106,6 +107,51 @@ class TestHttpEngineOverMillstreamServe(OverHttp):
             yield
 
 
+class TestHttpEngineOverOpenAisApi(OverHttp):
+    """Our service, asked for nothing that others do not have: no weights, no stop tokens, no randomness that goes on."""
+
+    takes_weights = has_top_k = is_repeatable_by_seed = False
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        folder = tmp_path_factory.mktemp("weights")
+        with serving(lambda: millstream_serve(make("llama"), VOCABULARY, CONTEXT, folder)) as url:
+            cls.url = url
+            yield
+
+    async def make_engine(self) -> Engine:
+        http = HttpConfig(urls=(self.url,), flavour="openai", weights="none")
+        config = EngineConfig(kind="http", http=http, slots=4)
+        return build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
+
+
+def test_vllm_is_asked_in_its_own_words_and_raw_log_probabilities_are_refused() -> None:
+    vllm, one = Vllm(), structs.replace(request(3, (4, 5, 6)), sampling=Sampling(max_tokens=9, stop=(7,), top_k=5))
+    body = vllm.body(one, model="m", name="n")
+    assert body["prompt"] == [4, 5, 6] and body["stop_token_ids"] == [7] and body["top_k"] == 5 and body["ignore_eos"]
+    gone_on = vllm.body(structs.replace(one, num_sampled=2), model="m", name="n")
+    assert gone_on["seed"] != body["seed"], "else it would draw the same numbers again"
+    (greeting,) = vllm.greetings
+    shown = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
+    assert "start vLLM with --logprobs-mode processed_logprobs" in str(greeting.wrong(shown))
+    assert greeting.wrong({"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}) is None
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"text": "a", "logprobs": {"token_logprobs": [-1.0]}},
+        {"token_ids": ["5"], "logprobs": {"token_logprobs": [-1.0]}},
+        {"token_ids": [5], "logprobs": {"token_logprobs": [None]}},
+        {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "tool_calls"},
+    ],
+)
+def test_an_answer_without_tokens_or_log_probabilities_is_not_taken(choice: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        OpenAi().read({"choices": [choice]}, 0)
+
+
 # ---- what goes wrong -------------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +215,7 @@ def test_a_connection_that_dies_in_the_middle_changes_no_token(tmp_path: Path) -
     assert [c.tokens for c in disturbed] == [c.tokens for c in undisturbed]
 
 
-def test_a_server_that_is_gone_is_named_with_what_to_look_at_and_others_take_over(tmp_path: Path) -> None:
+def test_a_server_that_is_gone_is_named_with_what_to_look_at(tmp_path: Path) -> None:
     async def program(urls: list[str]) -> Completion:
         engine = http_engine(urls, tmp_path, retries=2)
         try:
@@ -208,6 +254,48 @@ def test_a_server_that_was_restarted_is_given_the_newest_weights_again(tmp_path:
         before, after = asyncio.run(program(servers[0][0], restart))
         assert after == before and after.versions == (1,) * 16
         assert "/update_weights_from_disk" in servers[1][1].calls
+
+
+def test_one_of_several_servers_may_go_and_the_others_take_its_requests_and_the_next_weights(tmp_path: Path) -> None:
+    async def program(urls: list[str], stop: Callable[[], None]) -> list[Completion]:
+        engine = http_engine(urls, tmp_path, retries=4, slots=8)
+        try:
+            flights = [Flight(engine, request(n, p, max_tokens=60)) for n, p in enumerate(prompts(8))]
+            await asyncio.gather(*(flight.until_told(2) for flight in flights))
+            await asyncio.to_thread(stop)
+            await engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
+            return [await flight for flight in flights]
+        finally:
+            await engine.close()
+
+    with contract() as (stays, _), ExitStack() as stack:
+        goes, _ = stack.enter_context(contract())
+        found = asyncio.run(program([goes, stays], stack.close))
+    suite = TestHttpEngineOverTheContractOfSgLang()
+    for number, (prompt, completion) in enumerate(zip(prompts(8), found, strict=True)):
+        assert completion.finish is Finish.LENGTH and completion.versions[0] == 0
+        asked = request(number, prompt, max_tokens=60)
+        suite.check_logprobs(asked, completion, {0: suite.reference(0), 1: suite.reference(1)})
+
+
+def test_a_load_that_is_cancelled_halfway_breaks_the_engine_and_hangs_nobody(tmp_path: Path) -> None:
+    async def program(url: str, server: Contract) -> None:
+        engine = http_engine([url], tmp_path)
+        await engine.generate(request(0, (4, 5, 6), max_tokens=1))
+        flight = Flight(engine, request(1, (4, 5, 6), max_tokens=200))
+        await flight.until_told(2)
+        server.faults = Faults(call=1.0)
+        loading = asyncio.ensure_future(engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1)))
+        await asyncio.sleep(0.3)
+        loading.cancel()
+        with pytest.raises(EngineError, match="broke: a load was cancelled halfway"):
+            await asyncio.wait_for(flight.future, 10)
+        with pytest.raises(EngineError, match="broke"):
+            await engine.pause()
+        await engine.close()
+
+    with contract() as (url, server):
+        asyncio.run(program(url, server))
 
 
 def test_a_server_that_starts_slowly_is_waited_for(tmp_path: Path) -> None:

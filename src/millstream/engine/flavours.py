@@ -166,6 +166,7 @@ class Vllm(OpenAi):
             "ignore_eos": True,
             "skip_special_tokens": False,
             "add_special_tokens": False,
+            "return_tokens_as_token_ids": True,  # no text is made of them, and no tokenizer is needed for it
             "request_id": name,
         }
         return super().body(request, model=model, name=name) | own

@@ -8,8 +8,8 @@ others a stream lives within one version: before an update all streams are ended
 restarted, and so has the weights it began with, is noticed by their name or by its absence, and is given the newest again.
 
 Who waits, and for what: a request for a slot, in the order of the calls; for the gate, which `pause` and `load` close and
-`resume` and the end of `load` open; for a server that is well, no longer than its retries allow. If weights cannot be brought
-to a server the engine is broken, and everybody is told why.
+`resume` and the end of `load` open; for a server that is well, no longer than its retries allow. A server that does not take
+its weights is not used until it does; if none takes them the engine is broken, and everybody is told why.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Flight:
         """`num_failures`: in a row, without a new token."""
         self.task: asyncio.Task[None] | None = None
         self.stream: asyncio.Task[None] | None = None
+        self.is_renewing = False
+        """Its stream is none: it brings weights to a server."""
 
     @property
     def name(self) -> str:
@@ -262,10 +264,10 @@ class HttpEngine:
                     found = self._choose(is_retry=flight.num_failures > 0)
                     if isinstance(found, float):
                         await asyncio.sleep(found)
-                    elif not found.has_weights:
-                        await self._try(flight, found, self._give_weights(found))
                     else:
-                        await self._try(flight, found, self._stream(flight, found))
+                        flight.is_renewing = not found.has_weights
+                        work = self._give_weights(found) if flight.is_renewing else self._stream(flight, found)
+                        await self._try(flight, found, work)
             finally:
                 self._num_running -= 1
                 self._end_span(is_forced=not self._num_running)
@@ -321,26 +323,24 @@ class HttpEngine:
 
     async def _stream(self, flight: Flight, replica: Replica) -> None:
         """Take what comes, until the answer is whole."""
-        version, num_before = self._version, 0
+        version, num_before, finish = self._version, 0, None
         body = self._flavour.body(flight.rest(), model=replica.model, name=flight.name)
         async with aclosing(replica.events(self._flavour.path, body)) as events:
             async for event in events:
                 piece = self._read(replica, event, num_before)
-                num_before += len(piece.tokens)
+                num_before, finish = num_before + len(piece.tokens), piece.finish
                 self._num_tokens += flight.take(piece, self._versions(replica, piece, version))
                 if flight.finish is not None:
-                    if self._flavour.stops_by_itself and piece.finish is None:
+                    if self._flavour.stops_by_itself and finish is None:
                         await _drained(events)
                     return
-                if piece.finish is not None:
+                if finish is not None:
                     break
-        if piece.finish is Finish.ABORT:
-            if self._gate.is_set():
-                raise Trouble(f"{replica.url}: it aborted a request that nobody asked it to abort")
-            return
+        if finish in (Finish.ABORT, None) and not self._gate.is_set():
+            return  # it was told to end all requests; of one that had no token yet it may say nothing at all
         raise Trouble(
-            f"{replica.url}{self._flavour.path}: the answer ended ({piece.finish}) before its length and without one of the "
-            "request's stop tokens"
+            f"{replica.url}{self._flavour.path}: the answer ended ({finish or 'without a reason'}) before its length and "
+            "without one of the request's stop tokens"
         )
 
     def _read(self, replica: Replica, event: dict[str, object], num_before: int) -> Piece:
@@ -406,7 +406,7 @@ class HttpEngine:
             self._version = version
             self._is_loading = False
             await self._release()
-        except EngineError as wrong:
+        except (EngineError, asyncio.CancelledError) as wrong:
             self._break(wrong)
             raise
         finally:
@@ -438,7 +438,11 @@ class HttpEngine:
 
     async def _hold(self) -> None:
         """The gate is closed: no stream runs after this."""
-        streams = [flight.stream for flight in self._flights.values() if flight.stream is not None]
+        flights = [flight for flight in self._flights.values() if flight.stream is not None]
+        streams = [flight.stream for flight in flights if flight.stream is not None]
+        for flight in flights:
+            if flight.is_renewing and flight.stream is not None:
+                flight.stream.cancel()  # it may wait for whoever holds now
         try:
             if self._flavour.hold is not None and self._is_ready and self._pushes is not None:
                 await self._each(lambda replica: self._tell(replica, self._flavour.hold))
@@ -459,11 +463,16 @@ class HttpEngine:
         await self._insist(replica, lambda one: one.tell(_there(call)))
 
     async def _each(self, work: Callable[[Replica], Awaitable[None]]) -> None:
-        """All servers at once. Raises the first error when all are done."""
+        """All servers at once. One that fails is not used again before it was given the newest weights; if all fail, the first
+        error is raised."""
         found = await asyncio.gather(*(work(replica) for replica in self._replicas), return_exceptions=True)
-        for error in found:
-            if error is not None:
+        for replica, error in zip(self._replicas, found, strict=True):
+            if error is None:
+                continue
+            if not isinstance(error, EngineError) or all(found) or not self._is_ready:
                 raise error
+            replica.has_weights = False
+            logger.warning("%s is not used until it has the newest weights: %s", replica.url, error)
 
     async def _insist(self, replica: Replica, work: Callable[[Replica], Awaitable[object]]) -> None:
         """Again and again, within the retries. Whatever it comes to is an `EngineError`."""
@@ -482,9 +491,10 @@ class HttpEngine:
                     ) from trouble
                 await asyncio.sleep(max(back_off_s(num_failures, rng), trouble.after_s))
 
-    def _break(self, wrong: EngineError) -> None:
-        """Everybody who waits at the gate is let through, to be told."""
-        self._broken = self._broken or EngineError(f"{self.name} broke: {wrong}")
+    def _break(self, wrong: BaseException) -> None:
+        """What the servers have is not known. Everybody who waits at the gate is let through, to be told."""
+        why = "a load was cancelled halfway" if isinstance(wrong, asyncio.CancelledError) else wrong
+        self._broken = self._broken or EngineError(f"{self.name} broke: {why}")
         self._gate.set()
 
     # ---- what was done, as spans -----------------------------------------------------------------------------------

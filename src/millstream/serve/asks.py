@@ -1,8 +1,8 @@
 """What is asked of a model over HTTP, in OpenAI's words, and read into ours.
 
 A parameter that would change the answer and that is not supported is refused by name, and so is one that is unknown: nothing
-is ignored but what says who asks (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`). Values that
-change nothing (`best_of = 1`, an empty list of tools) are taken.
+is ignored but `return_token_ids` and what says who asks (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`). Values
+that change nothing (`best_of = 1`, an empty list of tools) are taken.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class CompletionBody(Body, kw_only=True):
     """What ends an answer. None: the model's own end tokens."""
     num_sampled: int | None = None
     """How many of the prompt's last tokens are the beginning of the answer, under this seed."""
+    return_token_ids: bool | None = None
+    """They always come."""
 
 
 class Part(Struct, kw_only=True):
