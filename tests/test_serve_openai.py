@@ -32,6 +32,7 @@ from millstream.engine import Engine, EngineConfig, EngineStats, OnSampled
 from millstream.env.bytes_text import Bytes
 from millstream.errors import ConfigError, EngineError, RequestRefused
 from millstream.events.sinks import MemorySink
+from millstream.model.exported import write_weights
 from millstream.model.load import save_model, set_up_cpu
 from millstream.model.tiny import TinyShape, tiny_model
 from millstream.runtime.build import Text, build_engine
@@ -737,7 +738,10 @@ def test_a_checkpoint_is_served_by_one_command_until_it_is_stopped(model: PreTra
     save_model(model, TEXT.tokenizer, tmp_path / "model")
     command = [sys.executable, "-m", "millstream.cli.main", "serve", str(tmp_path / "model"), "--name", "mine"]
     child = subprocess.Popen(
-        [*command, "--port", "0", "--max-length", "64"], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+        [*command, "--port", "0", "--max-length", "64", "--weights-from", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
     )
     try:
         assert child.stdout is not None
@@ -746,6 +750,10 @@ def test_a_checkpoint_is_served_by_one_command_until_it_is_stopped(model: PreTra
         chat: Any = client.chat.completions.create(model=name, messages=[user("a")], temperature=0, max_tokens=5)
         assert chat.choices[0].token_ids == generated(model, TEXT.opening(_messages("a")), 5)
         assert client.models.retrieve("mine").context == 64  # type: ignore[attr-defined]
+        write_weights(tmp_path / "new", 4, dict(model.named_parameters()), model.config)
+        taken = {"path": str(tmp_path / "new"), "version": 4}
+        assert post(address.removesuffix("/v1"), "/v1/millstream/weights", taken).json()["version"] == 4
+        assert client.models.retrieve("mine").version == 4  # type: ignore[attr-defined]
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(30) in (0, 130)

@@ -334,6 +334,12 @@ def serve(
     max_requests: Annotated[
         int, typer.Option("--max-requests", min=1, help="At once; more are told to come again.")
     ] = 256,
+    weights_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights-from", metavar="DIR", help="Take new weights from folders in it, on request: for training."
+        ),
+    ] = None,
     token: Annotated[
         str | None,
         typer.Option("--token", envvar="MILLSTREAM_TOKEN", help="What clients must send; better not typed here."),
@@ -351,7 +357,12 @@ def serve(
         )
         model.run(
             chosen,
-            openai.ModelServiceConfig(host=host, port=port, max_requests=max_requests),
+            openai.ModelServiceConfig(
+                host=host,
+                port=port,
+                max_requests=max_requests,
+                weights_from=None if weights_from is None else str(weights_from),
+            ),
             token=token,
             on_ready=lambda url, known_as: console.out(f"{known_as} is at {url}/v1", highlight=False),
         )

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from msgspec import Struct
 
+from millstream.engine.http_config import HttpConfig
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 OnSampled = Callable[[Sampled], None]
@@ -14,6 +15,10 @@ OnUpdate = Literal["keep", "recompute"]
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
+    kind: Literal["torch", "http"] = "torch"
+    """torch: ours, on this machine. http: servers, which the [engine.http] table names."""
+    http: HttpConfig | None = None
+
     slots: int = 128
     """Requests decoded at the same time; more wait in the engine's queue."""
     prefill_tokens: int = 4096
@@ -43,6 +48,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("slots, prefill_tokens and replicas must be at least 1, answer_s above 0")
         if self.cache_gb is not None and (self.cache_gb <= 0 or self.cache == "slots"):
             raise ValueError('cache_gb must be above 0, and goes with cache = "pages"')
+        if (self.kind == "http") != (self.http is not None):
+            raise ValueError('kind = "http" and an [engine.http] table go together: set both, or neither')
+        if self.kind != "torch" and self.replicas > 1:
+            raise ValueError('replicas is of kind = "torch": name several servers in engine.http.urls instead')
 
 
 class EngineStats(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -16,7 +17,9 @@ from millstream.algo import advantage_of, credit_for, needs_critic, shaping
 from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
 from millstream.engine import EngineConfig
+from millstream.engine.http import HttpEngine
 from millstream.engine.process import ProcessHost
+from millstream.engine.pushes import Pushes
 from millstream.engine.torch import Host, ThreadHost, TorchEngine
 from millstream.env import Content
 from millstream.env.data import DataSet
@@ -35,7 +38,7 @@ from millstream.model.load import context_length, load_model, load_tokenizer, nu
 from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
-from millstream.runtime.config import ModelConfig, RunConfig, critic_of
+from millstream.runtime.config import ModelConfig, RunConfig, critic_of, server_token
 from millstream.runtime.fleet import Fleet
 from millstream.runtime.pipeline import Algorithm, GroupReward
 from millstream.runtime.stages import Stage, store_tasks
@@ -229,8 +232,22 @@ def build_environment(kinds: Sequence[Kind], text: Text, rewards: Rewards) -> En
     return Environments([Hosted(kind, kind.environment or single_turn(), watched) for kind in kinds])
 
 
+RunEngine = TorchEngine | HttpEngine
+
+
 def build_engine(
-    config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink, name: str = "engine"
+    config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink, name: str = "engine", seed: int = 0
+) -> RunEngine:
+    """`seed`: of the run, for what is random about an engine itself."""
+    match config.kind:
+        case "torch":
+            return _torch_engine(config, model, clock=clock, sink=sink, name=name)
+        case "http":
+            return _http_engine(config, model, clock=clock, sink=sink, seed=seed)
+
+
+def _torch_engine(
+    config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink, name: str
 ) -> TorchEngine:
     """The engine has a copy of its own of all that training changes: it is changed by `load` alone."""
     is_process = config.process
@@ -252,14 +269,32 @@ def build_engine(
 
 
 def build_fleet(
-    config: EngineConfig, model: PreTrainedModel, *, is_queueing: bool, clock: Clock, sink: EventSink
+    config: EngineConfig, model: PreTrainedModel, *, is_queueing: bool, clock: Clock, sink: EventSink, seed: int
 ) -> Fleet:
     """As many engines as the config asks for, behind one router."""
     return Fleet(
-        lambda name: build_engine(config, model, clock=clock, sink=sink, name=name),
+        lambda name: build_engine(config, model, clock=clock, sink=sink, name=name, seed=seed),
         config.replicas,
         is_queueing=is_queueing,
         patience_s=config.answer_s,
+        clock=clock,
+        sink=sink,
+    )
+
+
+def _http_engine(
+    config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink, seed: int
+) -> HttpEngine:
+    """The servers get the model's weights, whatever they were started with."""
+    http = config.http
+    assert http is not None
+    return HttpEngine(
+        http,
+        slots=config.slots,
+        max_length=context_length(model),
+        pushes=None if http.folder is None else Pushes(Path(http.folder), model),
+        token=server_token(http),
+        seed=derive_seed(seed, "engine"),
         clock=clock,
         sink=sink,
     )

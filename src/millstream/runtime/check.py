@@ -3,6 +3,7 @@ no torch."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from millstream.env.find import find as find_environment
 from millstream.env.hosted import name_of
 from millstream.env.rewards import check, find
 from millstream.env.sandbox import what_is_contained
+from millstream.errors import ConfigError
 from millstream.model.where import check_path, check_tokenizer
-from millstream.runtime.config import RunConfig
+from millstream.runtime.config import RunConfig, server_token
 
 
 def check_parts(config: RunConfig) -> list[str]:
@@ -27,6 +29,7 @@ def check_parts(config: RunConfig) -> list[str]:
         *_checked_rewards(config),
         *_checked_algorithm(config),
         *_checked_model(config),
+        *_checked_engine(config),
     ]
 
 
@@ -76,3 +79,17 @@ def _checked_model(config: RunConfig) -> Iterator[str]:
             continue
         check_tokenizer(path)
         yield f"checked: {path} is a checkpoint's folder with a tokenizer"
+
+
+def _checked_engine(config: RunConfig) -> Iterator[str]:
+    """Servers need not be up yet."""
+    http = config.engine.http
+    if http is None:
+        return
+    server_token(http)
+    folder = Path(http.folder or "")
+    nearest = next(place for place in (folder.resolve(), *folder.resolve().parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ConfigError(f"engine.http.folder = {http.folder!r}: {nearest} is no folder that can be written to")
+    yield f"checked: weights can be written to {folder}"
+    yield f"not checked: the servers at {', '.join(http.urls)}, which the run asks at its start"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -10,6 +11,7 @@ from msgspec import Struct, field, structs
 from millstream import imports
 from millstream.algo import AlgorithmConfig, check, needs_critic, needs_reference, reads_proximal
 from millstream.engine import EngineConfig
+from millstream.engine.http_config import HttpConfig
 from millstream.env import toy
 from millstream.env.config import SINGLE_TURN, EnvironmentConfig, check_environments
 from millstream.env.data import DataConfig
@@ -150,11 +152,33 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         reward=tuple(structs.replace(reward, function=imports.absolute(reward.function)) for reward in config.reward),
         environment=tuple(structs.replace(one, use=imports.absolute(one.use)) for one in config.environment),
         algorithm=structs.replace(algorithm, advantage=advantage, loss=loss),
+        engine=_engine_with_absolute_paths(config.engine),
     )
 
 
 def _with_absolute_path(config: Table) -> Table:
     return config if config is None else structs.replace(config, path=_absolute(config.path))
+
+
+def _engine_with_absolute_paths(config: EngineConfig) -> EngineConfig:
+    """The folder of weights need not be there yet."""
+    if config.http is None or config.http.folder is None:
+        return config
+    folder = str(Path(config.http.folder).resolve())
+    return structs.replace(config, http=structs.replace(config.http, folder=folder))
+
+
+def server_token(config: HttpConfig) -> str | None:
+    """Of the engine's servers. Raises `ConfigError` if the variable that should have it has nothing."""
+    if config.token_variable is None:
+        return None
+    token = os.environ.get(config.token_variable, "").strip()
+    if not token:
+        raise ConfigError(
+            f"engine.http.token_variable = {config.token_variable!r}, and that environment variable is not set: type export "
+            f"{config.token_variable}=... with the servers' token"
+        )
+    return token
 
 
 def reference_of(config: RunConfig) -> ReferenceConfig | None:
@@ -201,6 +225,26 @@ def _check_proximal(config: RunConfig) -> None:
         )
 
 
+def _check_engine(config: RunConfig) -> None:
+    http = config.engine.http
+    if http is None:
+        return
+    if http.weights == "none":
+        raise ConfigError(
+            'engine.http.weights = "none", and a run has new weights for its engine after every step: set it to "disk", with '
+            "engine.http.folder"
+        )
+    if config.learner.lora is not None:
+        raise ConfigError(
+            '[learner.lora] with engine.kind = "http": servers take whole models. Leave [learner.lora] out'
+        )
+    if config.pipeline.is_in_lockstep:
+        raise ConfigError(
+            'pipeline.max_lag = 0 with engine.kind = "http": requests reach a server in no order that could be repeated. Set '
+            "pipeline.lockstep = false, or max_lag above 0"
+        )
+
+
 def check_run(config: RunConfig) -> None:
     """What no single component can see: combinations that are wrong. Raises `ConfigError` that says what to set."""
     check(
@@ -215,6 +259,7 @@ def check_run(config: RunConfig) -> None:
     )
     _check_stages(config)
     _check_proximal(config)
+    _check_engine(config)
     if config.learner.lora is not None and config.learner.ranks > 1:
         raise ConfigError(
             f"[learner.lora] with learner.ranks = {config.learner.ranks}: adapters are trained on one device. Set "

@@ -242,7 +242,7 @@ def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measur
 
     async def measure() -> Measured:
         clock, sink = RealClock(), Tee([])
-        on_thread = structs.replace(config.engine, process=False)
+        on_thread = structs.replace(config.engine, kind="torch", http=None, process=False)
         engine = build.build_engine(on_thread, prepared.model, clock=clock, sink=sink)
         evaluator = _Evaluator(prepared, Router([engine]), clock, sink, _waits(config, clock, sink))
         try:
@@ -428,7 +428,7 @@ class _Run:
         prepared, config = self._prepared, self._prepared.config
         is_queueing = not config.pipeline.is_in_lockstep
         fleet = build.build_fleet(
-            config.engine, prepared.model, is_queueing=is_queueing, clock=self._clock, sink=self._sink
+            config.engine, prepared.model, is_queueing=is_queueing, clock=self._clock, sink=self._sink, seed=config.seed
         )
         evaluator = _Evaluator(prepared, fleet.router, self._clock, self._sink, self._waits)
         try:

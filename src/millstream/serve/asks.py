@@ -1,8 +1,8 @@
 """What is asked of a model over HTTP, in OpenAI's words, and read into ours.
 
 A parameter that would change the answer and that is not supported is refused by name, and so is one that is unknown: nothing
-is ignored but what says who asks (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`). Values that
-change nothing (`best_of = 1`, an empty list of tools) are taken.
+is ignored but `return_token_ids` and what says who asks (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`). Values
+that change nothing (`best_of = 1`, an empty list of tools) are taken.
 """
 
 from __future__ import annotations
@@ -69,6 +69,14 @@ class CompletionBody(Body, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+    top_k: int | None = None
+    """Not OpenAI's, like those below."""
+    stop_token_ids: list[int] | None = None
+    """What ends an answer. None: the model's own end tokens."""
+    num_sampled: int | None = None
+    """How many of the prompt's last tokens are the beginning of the answer, under this seed."""
+    return_token_ids: bool | None = None
+    """They always come."""
 
 
 class Part(Struct, kw_only=True):
@@ -145,6 +153,10 @@ class Ask(Struct, frozen=True, kw_only=True):
     has_usage: bool
     has_logprobs: bool
     session_id: str | None
+    top_k: int = 0
+    stop_tokens: tuple[int, ...] | None = None
+    """None: the model's own."""
+    num_sampled: int = 0
 
 
 def ask_of(body: CompletionBody | ChatBody, *, session_id: str | None) -> Ask:
@@ -174,7 +186,23 @@ def ask_of(body: CompletionBody | ChatBody, *, session_id: str | None) -> Ask:
         has_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         has_logprobs=_has_logprobs(body),
         session_id=session_id,
+        **_own(body),
     )
+
+
+def _own(body: CompletionBody | ChatBody) -> dict[str, Any]:
+    """What a completion may ask beyond OpenAI's API."""
+    if isinstance(body, ChatBody):
+        return {}
+    top_k, num_sampled = body.top_k or 0, body.num_sampled or 0
+    if top_k < 0:
+        raise BadAsk(f"top_k = {top_k}: expected at least 0, which is all tokens", "top_k")
+    is_one = all(isinstance(one, int) for one in body.prompt)
+    if num_sampled and not (is_one and 0 < num_sampled < len(body.prompt) and body.seed is not None):
+        why = "expected a seed, and one prompt of token ids, of which so many, and not all, are the last"
+        raise BadAsk(f"num_sampled = {num_sampled}: {why}", "num_sampled")
+    stops = None if body.stop_token_ids is None else tuple(body.stop_token_ids)
+    return {"top_k": top_k, "stop_tokens": stops, "num_sampled": num_sampled}
 
 
 def _check_neutral(body: Body) -> None:

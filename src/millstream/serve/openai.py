@@ -4,10 +4,11 @@
     POST   /v1/completions, /v1/chat/completions         whole, or a stream of events     200
     GET    /v1/sessions/ID                               what was said, as tokens         200
     DELETE /v1/sessions/ID                               it is over                       200
+    POST   /v1/millstream/weights                        new weights, from a folder       200
 
 400: not what was expected, or not supported; `error.param` names it. 401, 403: see `serve.gate`. 404: no such model, session or
-path. 408: a body that does not come. 413: one that is too large. 429: too many requests, or sessions, at once. 503: the engine
-broke.
+path. 408: a body that does not come. 409: weights that the engine does not take. 413: a body that is too large. 429: too many
+requests, or sessions, at once. 503: the engine broke.
 
 Every answer goes through the engine's seam and nothing else. A client that hangs up aborts its requests there; nothing is kept
 of them, in a session neither.
@@ -21,6 +22,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 from msgspec import Struct, field
@@ -33,7 +35,7 @@ from starlette.routing import Route
 from millstream.clock import Clock, RealClock
 from millstream.engine import Engine
 from millstream.env import Text
-from millstream.errors import DataError, EngineError, EnvironmentFailed, RequestRefused
+from millstream.errors import DataError, EngineError, EnvironmentFailed, RequestRefused, WeightsError
 from millstream.seeds import derive_seed
 from millstream.serve.answers import DONE, Writer, event, fault, refusal, reply
 from millstream.serve.asks import Ask, BadAsk, Body, ChatBody, CompletionBody, Prompt, ask_of
@@ -65,10 +67,18 @@ class ModelServiceConfig(Struct, frozen=True, kw_only=True):
     max_requests: int = 256
     """At once, those that wait for a slot of the engine included."""
     sessions: SessionLimits = field(default_factory=SessionLimits)
+    weights_from: str | None = None
+    """Whoever may ask may have weights loaded from folders within this one. None: nobody may."""
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1 or self.max_requests < 1 or not 0 <= self.port < 65536:
             raise ValueError("max_body_bytes and max_requests must be at least 1, port 0 to 65535")
+
+
+class WeightsBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    path: str
+    """As `millstream.model.exported` writes them."""
+    version: int
 
 
 class Served(Struct, frozen=True, kw_only=True):
@@ -101,11 +111,14 @@ class ModelService:
         self._served, self._numbers = served, itertools.count()
         self._talk = Talk(max_body_bytes=config.max_body_bytes, max_wait_s=0.0)
         self._sessions = Sessions(config.sessions, clock)
+        self._weights_from = None if config.weights_from is None else Path(config.weights_from).resolve()
         self._scribe = ThreadPoolExecutor(1, "tokenizer")  # long prompts do not hold up the event loop
         self._broken: str | None = None
 
     def routes(self) -> list[Route]:
+        updates = [Route("/v1/millstream/weights", self.take_weights, methods=["POST"])]
         return [
+            *(updates if self._weights_from is not None else []),
             Route("/health", self.health),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
@@ -145,6 +158,26 @@ class ModelService:
         session_id = request.path_params["session_id"]
         self._sessions.delete(session_id)
         return reply({"id": session_id, "object": "session", "deleted": True})
+
+    async def take_weights(self, request: Request) -> Response:
+        """What is in flight goes on, and says from which token on it is of the new version."""
+        body: WeightsBody = await self._talk.read(request, WeightsBody)
+        folder = await asyncio.to_thread(self._allowed, body.path)
+        from millstream.model.exported import read_weights  # imports torch
+
+        try:
+            manifest, weights = await asyncio.to_thread(read_weights, folder)
+            await self._served.engine.load(body.version, weights)
+        except (WeightsError, EngineError) as wrong:
+            raise BadAsk(f"version {body.version} was not taken: {wrong}", "path", status=409) from wrong
+        return reply({"version": body.version, "bytes": manifest.num_bytes, "digest": manifest.digest})
+
+    def _allowed(self, path: str) -> Path:
+        """Links are followed before it is decided."""
+        folder = Path(path)
+        if not folder.is_absolute() or "\0" in path or self._weights_from not in folder.resolve().parents:
+            raise BadAsk(f"path: expected an absolute path to a folder within {self._weights_from}", "path", status=403)
+        return folder.resolve()
 
     def _card(self) -> dict[str, object]:
         served = self._served
@@ -285,10 +318,12 @@ class ModelService:
             sampling=Sampling(
                 max_tokens=answering.max_tokens[number],
                 temperature=ask.temperature,
+                top_k=ask.top_k,
                 top_p=ask.top_p,
-                stop=self._served.end_tokens,
+                stop=self._served.end_tokens if ask.stop_tokens is None else ask.stop_tokens,
             ),
             seed=derive_seed(answering.seed, "serve", index),
+            num_sampled=ask.num_sampled,
         )
 
     async def _events(self, answering: Answering, writer: Writer) -> AsyncIterator[bytes]:

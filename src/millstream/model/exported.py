@@ -1,0 +1,84 @@
+"""Weights as a folder that other programs can load: a Hugging Face checkpoint, and what it must be when it arrives.
+
+A folder is whole or not there: it is written under another name and then renamed. `millstream.json` in it has the size and the
+digest of the file with the tensors, so that whoever reads it knows that it has all of it, and that it is the right one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import Struct
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from millstream.errors import WeightsError
+from millstream.types import Weights
+
+TENSORS, MANIFEST = "model.safetensors", "millstream.json"
+PIECE = 1 << 24
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    version: int
+    num_bytes: int
+    digest: str
+
+
+def write_weights(folder: Path, version: int, weights: Weights, config: Any) -> Manifest:
+    """`config`: the model's, as transformers has it. A folder of that name is replaced."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()}
+        save_file(tensors, partial / TENSORS, metadata={"format": "pt"})
+        config.save_pretrained(partial)
+        found = Manifest(
+            version=version, num_bytes=(partial / TENSORS).stat().st_size, digest=_digest(partial / TENSORS)
+        )
+        (partial / MANIFEST).write_bytes(msgspec.json.encode(found))
+        for file in partial.iterdir():
+            file.chmod(0o644)  # safetensors makes them readable by their owner alone
+            _sync(file)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except OSError as wrong:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise WeightsError(f"cannot write weights to {folder}: {wrong.strerror or wrong}") from wrong
+    return found
+
+
+def read_weights(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """Raises `WeightsError` if the folder is not what was written."""
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        num_bytes = (folder / TENSORS).stat().st_size
+        if num_bytes != manifest.num_bytes:
+            raise WeightsError(f"{folder / TENSORS} has {num_bytes} bytes, expected {manifest.num_bytes}")
+        if (digest := _digest(folder / TENSORS)) != manifest.digest:
+            raise WeightsError(f"{folder / TENSORS} has the digest {digest}, expected {manifest.digest}")
+        return manifest, load_file(folder / TENSORS)
+    except (OSError, msgspec.DecodeError, SafetensorError, json.JSONDecodeError) as wrong:
+        raise WeightsError(f"{folder} has no weights that could be read ({wrong}): write them anew") from wrong
+
+
+def _digest(path: Path) -> str:
+    found = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """On the disk: a server on another machine may read it next."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

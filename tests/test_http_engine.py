@@ -1,0 +1,364 @@
+"""Servers as engines: the promises of the seam, over a stand-in for SGLang and over our own service; and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+from starlette.types import ASGIApp
+
+from contract_sglang import Contract, Faults
+from millstream.clock import RealClock
+from millstream.engine import Engine, EngineConfig
+from millstream.engine.flavours import OpenAi, Vllm
+from millstream.engine.http_config import HttpConfig
+from millstream.errors import EngineError, RequestRefused
+from millstream.events.sinks import MemorySink
+from millstream.runtime.build import build_engine
+from millstream.testing.engine import EngineSuite, Flight
+from millstream.types import Completion, Finish, Sampling
+from servers import Close, millstream_serve, serving, thread_engine
+from tiny import SHAPE, VOCABULARY, make, plain, prompts, request
+
+CONTEXT = SHAPE["max_position_embeddings"]
+TWINS = {number: plain(make("llama", seed=number)) for number in range(3)}
+
+
+@contextmanager
+def contract(faults: Faults | None = None, *, port: int = 0, **more: Any) -> Iterator[tuple[str, Contract]]:
+    made: list[Contract] = []
+
+    def start() -> tuple[ASGIApp, Close]:
+        engine = thread_engine(make("llama", seed=7))  # other weights than the client's: it must be given them
+        made.append(Contract(engine, faults, **more))
+        return made[0].app(), engine.close
+
+    with serving(start, port) as url:
+        yield url, made[0]
+
+
+def http_engine(urls: list[str], folder: Path, flavour: str = "sglang", *, slots: int = 4, **more: Any) -> Engine:
+    http = HttpConfig(urls=tuple(urls), flavour=flavour, folder=str(folder), **{"timeout_s": 20.0} | more)  # type: ignore[arg-type]
+    config = EngineConfig(kind="http", http=http, slots=slots)
+    return build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
+
+
+class OverHttp(EngineSuite):
+    """One server for all tests of a class; an engine of its own for each."""
+
+    vocabulary = VOCABULARY
+    context = CONTEXT
+    url: str
+    folder: Path
+    flavour = "sglang"
+
+    async def make_engine(self) -> Engine:
+        return http_engine([self.url], self.folder, self.flavour)
+
+    def make_reference(self, number: int) -> Any:
+        return TWINS[number]
+
+
+class TestHttpEngineOverTheContractOfSgLang(OverHttp):
+    has_top_k = has_top_p = False
+    cache_after_load = "computed again"
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        with contract() as (url, _):
+            cls.url, cls.folder = url, tmp_path_factory.mktemp("weights")
+            yield
+
+
+def test_a_server_that_streams_new_tokens_alone_is_understood_as_well(tmp_path: Path) -> None:
+    async def program(url: str) -> list[Completion]:
+        engine = http_engine([url], tmp_path)
+        try:
+            return await asyncio.gather(*(engine.generate(request(n, p)) for n, p in enumerate(prompts(4))))
+        finally:
+            await engine.close()
+
+    with contract() as (url, _):
+        expected = asyncio.run(program(url))
+    with contract(is_incremental=True) as (url, _):
+        found = asyncio.run(program(url))
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens and one.versions == other.versions and one.finish == other.finish
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+class TestHttpEngineOverMillstreamServe(OverHttp):
+    flavour = "millstream"
+    keeps_cache_over_pause = False  # a swap goes on in flight; for a pause the streams are cut
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        folder = tmp_path_factory.mktemp("weights")
+        with serving(lambda: millstream_serve(make("llama", seed=7), VOCABULARY, CONTEXT, folder)) as url:
+            cls.url, cls.folder = url, folder
+            yield
+
+
+class TestHttpEngineOverOpenAisApi(OverHttp):
+    """Our service, asked for nothing that others do not have: no weights, no stop tokens, no randomness that goes on."""
+
+    takes_weights = has_top_k = is_repeatable_by_seed = False
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        folder = tmp_path_factory.mktemp("weights")
+        with serving(lambda: millstream_serve(make("llama"), VOCABULARY, CONTEXT, folder)) as url:
+            cls.url = url
+            yield
+
+    async def make_engine(self) -> Engine:
+        http = HttpConfig(urls=(self.url,), flavour="openai", weights="none")
+        config = EngineConfig(kind="http", http=http, slots=4)
+        return build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
+
+
+def test_vllm_is_asked_in_its_own_words_and_raw_log_probabilities_are_refused() -> None:
+    vllm, one = Vllm(), structs.replace(request(3, (4, 5, 6)), sampling=Sampling(max_tokens=9, stop=(7,), top_k=5))
+    body = vllm.body(one, model="m", name="n")
+    assert body["prompt"] == [4, 5, 6] and body["stop_token_ids"] == [7] and body["top_k"] == 5 and body["ignore_eos"]
+    gone_on = vllm.body(structs.replace(one, num_sampled=2), model="m", name="n")
+    assert gone_on["seed"] != body["seed"], "else it would draw the same numbers again"
+    (greeting,) = vllm.greetings
+    shown = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
+    assert "start vLLM with --logprobs-mode processed_logprobs" in str(greeting.wrong(shown))
+    assert greeting.wrong({"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}) is None
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"text": "a", "logprobs": {"token_logprobs": [-1.0]}},
+        {"token_ids": ["5"], "logprobs": {"token_logprobs": [-1.0]}},
+        {"token_ids": [5], "logprobs": {"token_logprobs": [None]}},
+        {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "tool_calls"},
+    ],
+)
+def test_an_answer_without_tokens_or_log_probabilities_is_not_taken(choice: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        OpenAi().read({"choices": [choice]}, 0)
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------------
+
+
+CHAOS = {"error": 0.05, "busy": 0.05, "hang": 0.02, "cut": 0.15, "wrong_lengths": 0.05, "garbage": 0.05, "call": 0.1}
+
+
+def test_in_chaos_every_request_is_answered_once_without_gap_or_repeat_and_with_exact_versions(tmp_path: Path) -> None:
+    """Log-probabilities are the proof: behind a token that is missing, or there twice, or of other weights, none would fit."""
+    suite = TestHttpEngineOverTheContractOfSgLang()
+    rng = random.Random(5)
+
+    async def program(urls: list[str]) -> tuple[list[Flight], dict[int, int]]:
+        engine = http_engine(urls, tmp_path, timeout_s=0.5, retries=30, slots=8)
+        numbers, flights = {0: 0}, list[Flight]()
+        try:
+            for number, prompt in enumerate(prompts(45)):
+                flights.append(Flight(engine, request(number, prompt, max_tokens=rng.randint(1, 50))))
+                if number % 15 == 14:
+                    await asyncio.sleep(0.2)
+                    version = engine.version + 1
+                    numbers[version] = version % 3
+                    await engine.load(version, suite.make_weights(version % 3))
+            async with asyncio.timeout(60):
+                await asyncio.gather(*(flight.future for flight in flights))
+            assert engine.stats().running == engine.stats().waiting == 0
+            assert engine.stats().requests_finished == len(flights)
+        finally:
+            await engine.close()
+        return flights, numbers
+
+    with contract() as (one, first), contract() as (other, second):
+        first.faults, second.faults = Faults(seed=1, **CHAOS), Faults(seed=2, **CHAOS)
+        flights, numbers = asyncio.run(program([one, other]))
+        assert first.num_faults > 5 and second.num_faults > 5
+    references = {version: suite.reference(number) for version, number in numbers.items()}
+    for flight in flights:
+        completion = flight.future.result()
+        suite.check(flight, completion, first=0, last=max(numbers))
+        assert completion.finish is Finish.LENGTH
+        suite.check_logprobs(flight.request, completion, references)
+    assert len({version for flight in flights for version in flight.future.result().versions}) > 2
+    assert sum(len(set(flight.future.result().versions)) > 1 for flight in flights) > 3, "some lived through a swap"
+
+
+def test_a_connection_that_dies_in_the_middle_changes_no_token(tmp_path: Path) -> None:
+    """By seed, and greedily: what goes on elsewhere is what would have come."""
+
+    async def program(url: str) -> list[Completion]:
+        engine = http_engine([url], tmp_path, retries=30)
+        asked = [request(n, p, max_tokens=30, temperature=n % 2) for n, p in enumerate(prompts(6))]
+        try:
+            return await asyncio.gather(*map(engine.generate, asked))
+        finally:
+            await engine.close()
+
+    with contract() as (url, server):
+        undisturbed = asyncio.run(program(url))
+        server.faults = Faults(cut=0.6)
+        disturbed = asyncio.run(program(url))
+        assert server.num_faults >= 3
+    assert [c.tokens for c in disturbed] == [c.tokens for c in undisturbed]
+
+
+def test_a_server_that_is_gone_is_named_with_what_to_look_at(tmp_path: Path) -> None:
+    async def program(urls: list[str]) -> Completion:
+        engine = http_engine(urls, tmp_path, retries=2)
+        try:
+            return await engine.generate(request(0, (4, 5, 6)))
+        finally:
+            await engine.close()
+
+    with contract() as (gone, _):
+        pass
+    with pytest.raises(EngineError, match=rf"{gone}.*ConnectError.*look whether the server is up"):
+        asyncio.run(program([gone]))
+
+
+def test_a_server_that_was_restarted_is_given_the_newest_weights_again(tmp_path: Path) -> None:
+    """Its own have another name: not one of its tokens is taken before."""
+
+    async def program(url: str, restart: Callable[[], None]) -> tuple[Completion, Completion]:
+        engine = http_engine([url], tmp_path, retries=30)
+        one = request(0, (4, 5, 6), temperature=0.0)
+        try:
+            await engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
+            before = await engine.generate(one)
+            await asyncio.to_thread(restart)
+            return before, await engine.generate(one)
+        finally:
+            await engine.close()
+
+    with ExitStack() as stack:
+        servers = [stack.enter_context(contract())]
+
+        def restart() -> None:
+            url, _ = servers[0]
+            stack.pop_all().close()
+            servers.append(stack.enter_context(contract(port=int(url.rsplit(":", 1)[1]))))
+
+        before, after = asyncio.run(program(servers[0][0], restart))
+        assert after == before and after.versions == (1,) * 16
+        assert "/update_weights_from_disk" in servers[1][1].calls
+
+
+def test_one_of_several_servers_may_go_and_the_others_take_its_requests_and_the_next_weights(tmp_path: Path) -> None:
+    async def program(urls: list[str], stop: Callable[[], None]) -> list[Completion]:
+        engine = http_engine(urls, tmp_path, retries=4, slots=8)
+        try:
+            flights = [Flight(engine, request(n, p, max_tokens=60)) for n, p in enumerate(prompts(8))]
+            await asyncio.gather(*(flight.until_told(2) for flight in flights))
+            await asyncio.to_thread(stop)
+            await engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
+            return [await flight for flight in flights]
+        finally:
+            await engine.close()
+
+    with contract() as (stays, _), ExitStack() as stack:
+        goes, _ = stack.enter_context(contract())
+        found = asyncio.run(program([goes, stays], stack.close))
+    suite = TestHttpEngineOverTheContractOfSgLang()
+    for number, (prompt, completion) in enumerate(zip(prompts(8), found, strict=True)):
+        assert completion.finish is Finish.LENGTH and completion.versions[0] == 0
+        asked = request(number, prompt, max_tokens=60)
+        suite.check_logprobs(asked, completion, {0: suite.reference(0), 1: suite.reference(1)})
+
+
+def test_a_load_that_is_cancelled_halfway_breaks_the_engine_and_hangs_nobody(tmp_path: Path) -> None:
+    async def program(url: str, server: Contract) -> None:
+        engine = http_engine([url], tmp_path)
+        await engine.generate(request(0, (4, 5, 6), max_tokens=1))
+        flight = Flight(engine, request(1, (4, 5, 6), max_tokens=200))
+        await flight.until_told(2)
+        server.faults = Faults(call=1.0)
+        loading = asyncio.ensure_future(engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1)))
+        await asyncio.sleep(0.3)
+        loading.cancel()
+        with pytest.raises(EngineError, match="broke: a load was cancelled halfway"):
+            await asyncio.wait_for(flight.future, 10)
+        with pytest.raises(EngineError, match="broke"):
+            await engine.pause()
+        await engine.close()
+
+    with contract() as (url, server):
+        asyncio.run(program(url, server))
+
+
+def test_a_server_that_starts_slowly_is_waited_for(tmp_path: Path) -> None:
+    async def program(url: str) -> Completion:
+        engine = http_engine([url], tmp_path, retries=20)
+        try:
+            return await engine.generate(request(0, (4, 5, 6)))
+        finally:
+            await engine.close()
+
+    with contract(Faults(start_s=0.7)) as (url, server):
+        assert len(asyncio.run(program(url)).tokens) == 16
+        assert server.calls[0] == server.calls[1] == "/pause_generation"
+
+
+@pytest.mark.parametrize(
+    ("faults", "match"),
+    [
+        (Faults(wrong_lengths=1.0, at=0), r"/generate: not an answer of sglang .*expected \d+ new tokens"),
+        (Faults(garbage=1.0, at=0), "/generate: an event that is no JSON"),
+        (Faults(error=1.0), "/generate answered 500: .*on purpose"),
+        (Faults(hang=1.0, at=0), "/generate: ReadTimeout"),
+        (Faults(call=1.0), "/pause_generation answered 500"),
+    ],
+)
+def test_a_server_that_is_always_wrong_breaks_the_request_with_its_url_and_what_was_wrong(
+    faults: Faults, match: str, tmp_path: Path
+) -> None:
+    async def program(url: str) -> None:
+        engine = http_engine([url], tmp_path, retries=2, timeout_s=0.3)
+        try:
+            with pytest.raises(EngineError, match=match):
+                await engine.generate(request(0, (4, 5, 6)))
+        finally:
+            await engine.close()
+
+    with contract(faults) as (url, _):
+        asyncio.run(program(url))
+
+
+def test_weights_in_the_folder_are_the_newest_alone_and_gone_at_the_end(tmp_path: Path) -> None:
+    def names() -> list[tuple[str, str]]:
+        return [(folder.parent.name, folder.name) for folder in tmp_path.glob("*/*")]
+
+    async def program(url: str) -> None:
+        engine = http_engine([url], tmp_path)
+        for version in (1, 2, 3):
+            await engine.load(version, TestHttpEngineOverTheContractOfSgLang().make_weights(version % 3))
+            assert [name[1] for name in names()] == [f"version-{version:06d}"]
+        await engine.close()
+        assert not names()
+
+    with contract() as (url, _):
+        asyncio.run(program(url))
+
+
+def test_what_a_server_cannot_sample_is_refused_by_name(tmp_path: Path) -> None:
+    async def program(url: str) -> None:
+        engine = http_engine([url], tmp_path)
+        one = request(0, (4, 5, 6))
+        with pytest.raises(RequestRefused, match="SGLang's log-probabilities are those of all tokens"):
+            await engine.generate(structs.replace(one, sampling=Sampling(max_tokens=3, top_k=4)))
+        await engine.close()
+
+    with contract() as (url, _):
+        asyncio.run(program(url))
