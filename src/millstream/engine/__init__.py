@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from msgspec import Struct
 
+from millstream.engine.vllm_config import VllmConfig
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 OnSampled = Callable[[Sampled], None]
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
+    kind: Literal["torch", "vllm"] = "torch"
+    """torch: our own, over any causal LM of transformers. vllm: vLLM, where it is installed (docs/engines-vllm.md)."""
+    vllm: VllmConfig | None = None
+    """None: with kind = "vllm", the values that it has by default."""
     slots: int = 128
     """Requests decoded at the same time; more wait in the engine's queue."""
     prefill_tokens: int = 4096
@@ -20,7 +25,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
     process: bool | None = None
     """Whether the engine has a process of its own. None: on a CPU with several cores, where the interpreter's lock would
-    slow both sides down."""
+    slow both sides down; and for vLLM, whose core has one in any case: this is about the rest of it."""
 
     answer_s: float = 300.0
     """An engine with work to do that says nothing for so long is declared broken, by name."""
@@ -28,6 +33,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.slots < 1 or self.prefill_tokens < 1 or self.answer_s <= 0:
             raise ValueError("slots and prefill_tokens must be at least 1, answer_s above 0")
+        if self.vllm is not None and self.kind != "vllm":
+            raise ValueError(
+                f'a [engine.vllm] table, and kind = "{self.kind}": set kind = "vllm", or leave the table out'
+            )
 
 
 class EngineStats(NamedTuple):

@@ -23,7 +23,7 @@ from millstream.clock import Clock
 from millstream.engine import EngineConfig, EngineStats, OnSampled
 from millstream.engine.batching import Batcher, check_request
 from millstream.engine.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume, Worker
-from millstream.errors import EngineError
+from millstream.errors import EngineError, MillstreamError, RequestRefused
 from millstream.events import EventSink, Span
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
@@ -231,12 +231,17 @@ class TorchEngine:
                 waiting=report.waiting,
                 tokens_generated=report.tokens_generated,
                 requests_finished=self._stats.requests_finished + len(report.finished),
+                cache_used=report.cache_used,
+                swap_s=report.swap_s,
+                num_preempted=report.num_preempted,
             )
             news = [(self._requests.get(key), sampled) for key, sampled in report.sampled]
             answers = [(self._requests.pop(key, None), completion) for key, completion in report.finished]
+            refused = [(self._requests.pop(key, None), reason) for key, reason in report.refused]
             orders = [(self._orders.pop(number, None), error) for number, error in report.done]
         _tell([(waiter, sampled) for waiter, sampled in news if waiter is not None])
         _deliver([(waiter, completion, None) for waiter, completion in answers if waiter is not None])
+        _deliver([(w, None, RequestRefused(reason)) for w, reason in refused if w is not None])
         _deliver([(w, None, None if e is None else EngineError(e)) for w, e in orders if w is not None])
         for seconds, tokens in report.spans:
             now = self._clock.now()
@@ -261,7 +266,7 @@ class _Waiter(Generic[T]):
         self.future: asyncio.Future[T] = self.loop.create_future()
 
 
-Answer = tuple[_Waiter[Any], Any, EngineError | None]
+Answer = tuple[_Waiter[Any], Any, MillstreamError | None]
 News = tuple[_Waiter[Completion], Sampled]
 
 

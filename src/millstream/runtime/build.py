@@ -18,6 +18,7 @@ from millstream.clock import Clock
 from millstream.engine import EngineConfig
 from millstream.engine.process import ProcessHost
 from millstream.engine.torch import Host, ThreadHost, TorchEngine
+from millstream.engine.vllm import build_vllm
 from millstream.env import Content
 from millstream.env.data import DataSet
 from millstream.env.find import Kind
@@ -230,6 +231,8 @@ def build_environment(kinds: Sequence[Kind], text: Text, rewards: Rewards) -> En
 
 def build_engine(config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink) -> TorchEngine:
     """The engine has a copy of its own of all that training changes: it is changed by `load` alone."""
+    if config.kind == "vllm":
+        return build_vllm(config, model, clock=clock, sink=sink)
     is_process = config.process
     is_cpu = model.device.type == "cpu"
     if is_process is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from millstream import imports
+from millstream.engine.vllm_config import check_installed
 from millstream.env.config import SINGLE_TURN
 from millstream.env.data import read
 from millstream.env.find import Kind, make_tasks
@@ -27,6 +28,7 @@ def check_parts(config: RunConfig) -> list[str]:
         *_checked_rewards(config),
         *_checked_algorithm(config),
         *_checked_model(config),
+        *_checked_engine(config),
     ]
 
 
@@ -62,6 +64,12 @@ def _checked_algorithm(config: RunConfig) -> Iterator[str]:
         if imports.is_own(name):
             imports.load(name)
             yield f"checked: the {what} {name} is there"
+
+
+def _checked_engine(config: RunConfig) -> Iterator[str]:
+    if config.engine.kind == "vllm":
+        check_installed()
+        yield "checked: vLLM is installed"
 
 
 def _checked_model(config: RunConfig) -> Iterator[str]:
