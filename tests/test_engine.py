@@ -26,7 +26,7 @@ from millstream.events import Span
 from millstream.events.sinks import MemorySink
 from millstream.runtime.build import build_engine
 from millstream.seeds import derive_seed
-from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Sampling
+from millstream.types import Completion, Finish, Request, RequestKey, Sampling
 from tiny import CONFIGS, VOCABULARY, make, plain, prompts, request
 
 
@@ -278,102 +278,6 @@ def engine(request: pytest.FixtureRequest) -> MakeEngine:
     return make_engine
 
 
-def test_many_requests_at_once_get_what_each_would_get_alone(engine: MakeEngine) -> None:
-    async def program() -> None:
-        e = engine(slots=4)
-        asked = [request(number, prompt) for number, prompt in enumerate(prompts(20))]
-        together = await asyncio.gather(*(e.generate(one) for one in asked))
-        alone = [await e.generate(one) for one in asked[:5]]
-        assert [c.tokens for c in together[:5]] == [c.tokens for c in alone]
-        assert e.stats().requests_finished == 25 and e.stats().running == 0
-        await e.close()
-
-    asyncio.run(program())
-
-
-def test_who_watches_a_request_hears_its_tokens_in_order_before_it_ends(engine: MakeEngine) -> None:
-    async def program() -> None:
-        e, heard, unheard = engine(), list[Sampled](), request(1, (7, 8, 9))
-        watched, plain_one = await asyncio.gather(e.generate(request(0, (4, 5, 6)), heard.append), e.generate(unheard))
-        assert len(heard) > 1, "as they come, not all at once"
-        for name in ("tokens", "logprobs", "versions"):
-            told = [value for sampled in heard for value in getattr(sampled, name)]
-            assert told == list(getattr(watched, name))[: len(told)] and len(told) >= len(watched.tokens) - 1
-        assert plain_one.tokens == (await e.generate(unheard)).tokens
-        await e.close()
-
-    asyncio.run(program())
-
-
-def test_an_aborted_request_returns_what_it_has(engine: MakeEngine) -> None:
-    async def program() -> None:
-        e = engine()
-        long = asyncio.ensure_future(e.generate(request(0, (4, 5, 6), max_tokens=200)))
-        while e.stats().tokens_generated < 5:
-            await asyncio.sleep(0.001)
-        await e.abort(request(0, (4,)).key)
-        completion = await long
-        assert completion.finish is Finish.ABORT and 5 <= len(completion.tokens) < 200
-        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions)
-        await e.abort(RequestKey(group_id=99, member=0))  # unknown: ignored
-        await e.close()
-
-    asyncio.run(program())
-
-
-def test_an_abort_in_the_middle_of_a_batch_leaves_the_others_as_they_would_be_alone(engine: MakeEngine) -> None:
-    async def program() -> None:
-        e = engine(slots=4)
-        asked = [request(number, prompt, max_tokens=100) for number, prompt in enumerate(prompts(4))]
-        flights = [asyncio.ensure_future(e.generate(one)) for one in asked]
-        while e.stats().tokens_generated < 40:
-            await asyncio.sleep(0.001)
-        await e.abort(asked[0].key)
-        await e.abort(asked[2].key)
-        together = await asyncio.gather(*flights)
-        assert [c.finish is Finish.ABORT for c in together] == [True, False, True, False]
-        for number in (1, 3):
-            assert together[number].tokens == (await e.generate(asked[number])).tokens
-        await e.close()
-
-    asyncio.run(program())
-
-
-def test_a_cancelled_request_frees_its_slot(engine: MakeEngine) -> None:
-    async def program() -> None:
-        e = engine(slots=1)
-        first = asyncio.ensure_future(e.generate(request(0, (4, 5, 6), max_tokens=250)))
-        while not e.stats().running:
-            await asyncio.sleep(0.001)
-        first.cancel()
-        second = await asyncio.wait_for(e.generate(request(1, (7, 8), max_tokens=3)), 10)
-        assert len(second.tokens) == 3
-        await e.close()
-
-    asyncio.run(program())
-
-
-def test_a_paused_engine_samples_nothing_takes_requests_and_weights_and_goes_on(engine: MakeEngine) -> None:
-    async def program() -> None:
-        e = engine()
-        flight = asyncio.ensure_future(e.generate(request(0, (4, 5, 6), max_tokens=100)))
-        while e.stats().tokens_generated < 3:
-            await asyncio.sleep(0.001)
-        await e.pause()
-        count = e.stats().tokens_generated
-        later = asyncio.ensure_future(e.generate(request(1, (7, 8, 9), max_tokens=5)))
-        await e.load(3, {name: p.detach().clone() for name, p in make("llama", seed=3).named_parameters()})
-        await asyncio.sleep(0.1)
-        assert e.stats().tokens_generated == count and e.version == 3
-        await e.resume()
-        assert (await later).versions == (3,) * 5
-        versions = (await flight).versions
-        assert versions[0] == 0 and versions[-1] == 3 and versions == tuple(sorted(versions))
-        await e.close()
-
-    asyncio.run(program())
-
-
 def test_requests_queued_while_paused_join_in_the_order_they_were_started(engine: MakeEngine) -> None:
     async def program() -> list[tuple[float, ...]]:
         e = engine(slots=3)
@@ -386,20 +290,6 @@ def test_requests_queued_while_paused_join_in_the_order_they_were_started(engine
         return [completion.logprobs for completion in completions]
 
     assert asyncio.run(program()) == asyncio.run(program()), "bit for bit"
-
-
-def test_weights_that_do_not_fit_or_go_backwards_are_refused_and_change_nothing(engine: MakeEngine) -> None:
-    async def program() -> None:
-        e = engine()
-        with pytest.raises(EngineError, match="do not fit"):
-            await e.load(1, {"nonsense": torch.zeros(1)})
-        await e.load(5, {name: p.detach().clone() for name, p in make("llama").named_parameters()})
-        with pytest.raises(EngineError, match="versions never fall"):
-            await e.load(4, {})
-        assert e.version == 5
-        await e.close()
-
-    asyncio.run(program())
 
 
 def break_it(engine: TorchEngine) -> str:
@@ -421,20 +311,6 @@ def test_a_broken_engine_tells_everybody_who_waits_and_everybody_who_comes_later
             await e.generate(request(1, (4, 5)))
         with pytest.raises(EngineError, match=expected):
             await e.pause()
-
-    asyncio.run(program())
-
-
-def test_closing_an_engine_ends_what_is_in_flight_as_aborted(engine: MakeEngine) -> None:
-    async def program() -> None:
-        e = engine()
-        flight = asyncio.ensure_future(e.generate(request(0, (4, 5, 6), max_tokens=200)))
-        while not e.stats().running:
-            await asyncio.sleep(0.001)
-        await e.close()
-        assert (await flight).finish is Finish.ABORT
-        with pytest.raises(EngineError):
-            await e.generate(request(1, (4, 5)))
 
     asyncio.run(program())
 
