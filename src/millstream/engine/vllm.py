@@ -120,7 +120,9 @@ class Parcel(Protocol):
         """They fit."""
         ...
 
-    def discard(self) -> None: ...
+    def discard(self) -> None:
+        """A second time it does nothing."""
+        ...
 
 
 class InMemory:
@@ -129,7 +131,7 @@ class InMemory:
     def __init__(self, layout: Layout, folder: Path) -> None:
         self._folder = folder
         try:
-            self._descriptor = anonymous_memory(layout.ends[-1])
+            self._descriptor: int | None = anonymous_memory(layout.ends[-1])
         except OSError as error:
             raise EngineError(
                 f"no room for {layout.ends[-1] / 2**20:.0f} MiB of shared weights ({error.strerror}): set "
@@ -143,7 +145,9 @@ class InMemory:
 
     def discard(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-        os.close(self._descriptor)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 class InFiles:
@@ -264,6 +268,7 @@ def main(line: int, folder: Path) -> None:
         await VllmWorker(plan, link.send).run(commands)
 
     asyncio.run(work())
+    os._exit(0)  # what vLLM leaves behind complains about an interpreter that ends
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ recorded for breaks the engine: the order is not only argued, but checked.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import os
 import time
@@ -92,6 +91,7 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # nothing of the model's own: a request says everything
         "load_format": "auto" if plan.memory is None else "dummy",
+        "use_tqdm_on_load": False,
         "dtype": plan.dtype,
         "max_model_len": plan.max_length,
         "max_num_seqs": plan.slots,
@@ -210,8 +210,6 @@ class VllmWorker:
             if llm is not None:
                 llm.output_handler.cancel()  # it would report the end as a failure
                 await asyncio.to_thread(llm.shutdown, END_S)
-                del llm
-                gc.collect()  # it shuts itself down once more when it is forgotten, which fails in an interpreter that ends
             for end in self._lifeline:  # whoever is left of vLLM's processes ends now
                 os.close(end)
 
