@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig
@@ -44,6 +44,14 @@ def make(size: str, seed: int, device: str) -> PreTrainedModel:
     return new_model(Qwen3Config(**SHAPE, **heads, **SIZES[size]), seed=seed, dtype=dtype).to(device)
 
 
+def twin(size: str, seed: int, device: str) -> PreTrainedModel:
+    """The same weights in the library's own attention, without any of our code."""
+    model = make(size, seed, device)
+    plain = AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa", dtype=model.dtype).to(device)
+    plain.load_state_dict(model.state_dict())
+    return plain.eval()
+
+
 def ask(number: int, max_tokens: int) -> Request:
     key = RequestKey(group_id=number, member=0)
     return Request(key=key, tokens=(*PROMPT, number % 500), sampling=Sampling(max_tokens=max_tokens), seed=number)
@@ -67,7 +75,7 @@ async def measure(engine: Engine, size: str, device: str, *, is_recomputed: bool
     began = time.perf_counter()
     await engine.generate(ask(0, 4))
     print(f"start                  {time.perf_counter() - began:8.1f} s")
-    first = make(size, 0, device)
+    first = twin(size, 0, device)
     asked = [ask(number, 128) for number in range(2 * engine.slots)]
     began = time.perf_counter()
     completions = await asyncio.gather(*map(engine.generate, asked))
@@ -78,7 +86,7 @@ async def measure(engine: Engine, size: str, device: str, *, is_recomputed: bool
     worst = max(worst_error({0: first}, one, c) for one, c in zip(asked[:8], completions, strict=False))
     print(f"log-probabilities      {worst:8.1e} nats from transformers at worst")
 
-    models, pauses, waits = {0: first, 1: make(size, 1, device)}, list[float](), list[float]()
+    models, pauses, waits = {0: first, 1: twin(size, 1, device)}, list[float](), list[float]()
     weights = {version: {name: p.detach() for name, p in model.named_parameters()} for version, model in models.items()}
     asked = [ask(number, 1500) for number in range(min(engine.slots, 64))]
     flights = [asyncio.ensure_future(engine.generate(one)) for one in asked]

@@ -1,7 +1,8 @@
 """A real vLLM behind the seam: the same tokens and log-probabilities as transformers, and the right version for every token.
 
 Two engines, each started once: one in a process of its own, with weights in shared memory and a prefix cache; one on a thread, with
-weights in files and without one. vLLM's starts take long, so that what ends an engine stands at the end of this file."""
+weights in files, without a prefix cache, and (on a CPU) split over two workers. vLLM's starts take long, so that what ends an engine
+stands at the end of this file."""
 
 from __future__ import annotations
 
@@ -58,6 +59,7 @@ class Started:
         self.kind, self.sink = kind, MemorySink()
         self.keeps_cache = kind == "thread"
         vllm = VllmConfig(
+            tensor_parallel=2 if kind == "thread" and DEVICE == "cpu" else 1,
             prefix_cache=not self.keeps_cache,
             weights="file" if kind == "thread" else "shared",
             cache_gib=1.0,

@@ -5,15 +5,20 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.vllm_config import VllmConfig
-from millstream.engine.vllm_worker import Plan, engine_arguments, environment
+from millstream.engine.vllm_inside import Inside
+from millstream.engine.vllm_plan import Plan, engine_arguments, environment
+from millstream.engine.vllm_worker import Flight, VllmWorker
 from millstream.env.data import DataConfig
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, EngineError, WeightsError
 from millstream.events.sinks import MemorySink
 from millstream.learner import LearnerConfig
 from millstream.model.lora import LoraConfig
@@ -21,7 +26,7 @@ from millstream.model.shared import Layout
 from millstream.runtime.build import build_engine
 from millstream.runtime.check import check_parts
 from millstream.runtime.config import ModelConfig, RunConfig, TinyConfig, check_run
-from tiny import make
+from tiny import make, request
 
 VLLM = EngineConfig(kind="vllm")
 
@@ -89,3 +94,36 @@ def test_the_environment_is_as_it_was_once_vllm_has_started_and_the_users_own_co
     with environment(plan()):
         assert os.environ["VLLM_NO_USAGE_STATS"] == "1" and os.environ["OMP_NUM_THREADS"] == "7"
     assert dict(os.environ) == before
+
+
+class Worker(Inside):
+    """Of vLLM, as far as a reload of weights goes: a model that takes some of them and says which."""
+
+    def __init__(self, taken: set[str]) -> None:
+        self.device = "cpu"
+        self.model: Any = torch.nn.Linear(2, 2)
+        self.model.load_weights = lambda weights: taken
+        self.get_model = lambda: self.model
+
+    def reload_weights(self, **source: Any) -> None:
+        self.model.load_weights(source)
+
+
+def test_a_layer_that_no_weights_came_for_is_an_error_and_not_a_warning() -> None:
+    with pytest.raises(WeightsError, match="no weights for bias"):
+        Worker({"weight"}).millstream_load_file("folder")
+
+
+def test_a_token_that_was_sampled_before_the_weights_it_would_be_recorded_for_breaks_the_engine() -> None:
+    worker = VllmWorker(plan(), lambda report: None)
+    worker._version, worker._loaded_at = 3, 100.0
+    flight = Flight(request(0, (4, 5)), None, is_watched=False)
+
+    def sampled_at(seconds: float) -> Any:
+        part = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=-1.0)}], finish_reason=None)
+        return SimpleNamespace(outputs=[part], finished=False, metrics=SimpleNamespace(last_token_ts=seconds))
+
+    worker._take(flight, sampled_at(100.5))
+    assert flight.versions == [3]
+    with pytest.raises(EngineError, match="before version 3 came late"):
+        worker._take(flight, sampled_at(99.5))

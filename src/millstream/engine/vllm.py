@@ -38,7 +38,8 @@ from millstream.engine import EngineConfig, OnSampled
 from millstream.engine.child import ChildHost, SocketLink
 from millstream.engine.torch import CLOSE_S, Host, OnReport, TorchEngine
 from millstream.engine.vllm_config import VllmConfig, check_installed
-from millstream.engine.vllm_worker import Plan, VllmWorker
+from millstream.engine.vllm_plan import Plan
+from millstream.engine.vllm_worker import VllmWorker
 from millstream.engine.worker import Close, Command, Report
 from millstream.errors import EngineError, RequestRefused
 from millstream.events import EventSink
@@ -268,7 +269,6 @@ def main(line: int, folder: Path) -> None:
         await VllmWorker(plan, link.send).run(commands)
 
     asyncio.run(work())
-    os._exit(0)  # what vLLM leaves behind complains about an interpreter that ends
 
 
 if __name__ == "__main__":
