@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 from pathlib import Path
@@ -17,6 +18,7 @@ from millstream.engine.vllm_config import VllmConfig
 from millstream.engine.vllm_inside import Inside
 from millstream.engine.vllm_plan import Plan, engine_arguments, environment
 from millstream.engine.vllm_worker import Flight, VllmWorker
+from millstream.engine.worker import Report
 from millstream.env.data import DataConfig
 from millstream.errors import ConfigError, EngineError, WeightsError
 from millstream.events.sinks import MemorySink
@@ -127,3 +129,10 @@ def test_a_token_that_was_sampled_before_the_weights_it_would_be_recorded_for_br
     assert flight.versions == [3]
     with pytest.raises(EngineError, match="before version 3 came late"):
         worker._take(flight, sampled_at(99.5))
+
+
+def test_a_vllm_that_does_not_start_is_reported_with_the_reason() -> None:
+    told = list[Report]()
+    worker = VllmWorker(plan(), told.append)
+    asyncio.run(worker.run(asyncio.Queue()))  # there is no such folder, or no vLLM
+    assert [report.broken is None for report in told] == [False] and "Error: " in str(told[0].broken)

@@ -198,9 +198,7 @@ class VllmWorker:
         try:
             parameters, prompt = sampling_parameters(request), tokens_input(list(request.tokens))
             outputs = await llm.add_request(str(next(self._numbers)), prompt, parameters)
-        except Exception as error:
-            if llm.errored:
-                raise
+        except _refusals() as error:
             self._report.refused.append((request.key, f"vLLM refuses it: {error}"))
             self._send_soon()
             return
@@ -325,6 +323,13 @@ class VllmWorker:
         report.tokens_generated, report.num_preempted = self._tokens_generated, self._num_preempted
         report.swap_s = self._swap_s
         self._tell(report)
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that is wrong: a ValueError, and later an error of its own."""
+    from vllm import exceptions
+
+    return ValueError, getattr(exceptions, "VLLMClientError", ValueError)
 
 
 def _words(error: BaseException) -> str:
