@@ -92,8 +92,10 @@ async def measure(engine: Engine, size: str, device: str, *, is_recomputed: bool
     flights = [asyncio.ensure_future(engine.generate(one)) for one in asked]
     before = engine.stats().tokens_generated
     for version in range(1, 7):
-        while engine.stats().tokens_generated < before + 20 * version * len(flights):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        while engine.stats().tokens_generated < before + 20 * version * len(flights):
+            done, _ = await asyncio.wait(flights, timeout=0.005, return_when=asyncio.FIRST_EXCEPTION)
+            for flight in done:
+                flight.result()  # an engine that broke says so here
         began = time.perf_counter()
         await engine.load(version, weights[version % 2])
         waits.append(time.perf_counter() - began)

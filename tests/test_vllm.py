@@ -65,7 +65,8 @@ class Started:
             cache_gib=1.0,
             enforce_eager=True,
         )
-        config = EngineConfig(kind="vllm", slots=SLOTS, process=kind == "process", vllm=vllm)
+        config = EngineConfig(kind="vllm", slots=SLOTS, prefill_tokens=64, process=kind == "process", vllm=vllm)
+        # so few tokens of prompts at a time that what is computed again after a swap takes several steps
         self.engine: TorchEngine = build_engine(config, model(), clock=RealClock(), sink=self.sink)
 
     async def load(self, seed: int) -> int:

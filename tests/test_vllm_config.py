@@ -84,6 +84,7 @@ def test_every_option_reaches_vllm() -> None:
     assert given["load_format"] == "auto" and given["enforce_eager"] is False
     assert given["max_num_batched_tokens"] == given["max_num_seqs"] == 6000, "vLLM wants room for a token of each"
     assert engine_arguments(plan(is_cpu=False))["kv_cache_memory_bytes"] is None
+    assert given["enable_chunked_prefill"] and not engine_arguments(plan())["enable_chunked_prefill"]
     assert engine_arguments(plan())["kv_cache_memory_bytes"] == 2**30 and engine_arguments(plan())["enforce_eager"]
 
 

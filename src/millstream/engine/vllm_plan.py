@@ -71,7 +71,9 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
         "dtype": plan.dtype,
         "max_model_len": plan.max_length,
         "max_num_seqs": plan.slots,
-        "max_num_batched_tokens": max(plan.prefill_tokens, plan.slots),
+        "max_num_batched_tokens": max(plan.prefill_tokens, plan.slots, plan.max_length or 0 if plan.is_cpu else 0),
+        # A prompt in pieces winds its request's random generator back, which vLLM can do on a GPU alone.
+        "enable_chunked_prefill": not plan.is_cpu,
         "enable_prefix_caching": vllm.prefix_cache,
         "tensor_parallel_size": vllm.tensor_parallel,
         "gpu_memory_utilization": vllm.memory,
