@@ -107,7 +107,7 @@ async def measure(engine: Engine, size: str, device: str, *, is_recomputed: bool
     middle, most = statistics.median(pauses), max(pauses)
     print(f"swap, {len(flights):3} in flight    {1000 * middle:8.1f} ms without a token (at most {1000 * most:.1f})")
     print(f"load, copy and swap    {1000 * statistics.median(waits):8.1f} ms")
-    assert all(list(c.versions) == sorted(c.versions) and len(set(c.versions)) == 7 for c in completions)
+    assert all(list(c.versions) == sorted(c.versions) and len(set(c.versions)) >= 3 for c in completions)
     if is_recomputed:
         served = {version: models[version % 2] for version in range(7)}
         worst = max(worst_error(served, one, c) for one, c in list(zip(asked, completions, strict=True))[:8])
