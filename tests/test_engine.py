@@ -314,6 +314,23 @@ def test_requests_queued_while_paused_join_in_the_order_they_were_started(engine
     assert asyncio.run(program()) == asyncio.run(program()), "bit for bit"
 
 
+def test_a_key_that_is_used_again_right_after_a_cancellation_gets_its_own_answer(engine: MakeEngine) -> None:
+    async def program() -> None:
+        e = engine(slots=2)
+        one = request(0, prompts(1)[0], max_tokens=30)
+        expected = await e.generate(one)
+        for _ in range(10):
+            going = asyncio.create_task(e.generate(structs.replace(one, seed=5)))
+            await asyncio.sleep(0.003)
+            going.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await going
+            assert await e.generate(one) == expected
+        await e.close()
+
+    asyncio.run(program())
+
+
 def break_it(engine: TorchEngine) -> str:
     """A model that raises, or a process that is killed; what the error then says."""
     if isinstance(engine._host, ProcessHost):

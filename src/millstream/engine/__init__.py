@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 from msgspec import Struct
 
 from millstream.engine.http_config import HttpConfig
+from millstream.engine.vllm_config import VllmConfig
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 OnSampled = Callable[[Sampled], None]
@@ -15,8 +16,11 @@ OnUpdate = Literal["keep", "recompute"]
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
-    kind: Literal["torch", "http"] = "torch"
-    """torch: ours, on this machine. http: servers, which the [engine.http] table names."""
+    kind: Literal["torch", "vllm", "http"] = "torch"
+    """torch: our own, over any causal LM of transformers. vllm: vLLM, where it is installed (docs/engines-vllm.md). http:
+    servers, which the [engine.http] table names (docs/engines.md)."""
+    vllm: VllmConfig | None = None
+    """None: with kind = "vllm", the values that it has by default."""
     http: HttpConfig | None = None
 
     slots: int = 128
@@ -29,7 +33,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
     process: bool | None = None
     """Whether the engine has a process of its own. None: on a CPU with several cores, where the interpreter's lock would
-    slow both sides down."""
+    slow both sides down; and for vLLM, whose core has one in any case: this is about the rest of it."""
 
     cache: Literal["slots", "pages"] | None = None
     """How keys and values are kept. pages: in a pool of a fixed size that requests share; slots: one for every request, as long
@@ -50,8 +54,16 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             raise ValueError('cache_gb must be above 0, and goes with cache = "pages"')
         if (self.kind == "http") != (self.http is not None):
             raise ValueError('kind = "http" and an [engine.http] table go together: set both, or neither')
-        if self.kind != "torch" and self.replicas > 1:
-            raise ValueError('replicas is of kind = "torch": name several servers in engine.http.urls instead')
+        if self.vllm is not None and self.kind != "vllm":
+            raise ValueError(
+                f'a [engine.vllm] table, and kind = "{self.kind}": set kind = "vllm", or leave the table out'
+            )
+        if self.kind == "http" and self.replicas > 1:
+            raise ValueError('replicas with kind = "http": name several servers in engine.http.urls instead')
+        if self.kind != "torch" and (self.cache, self.cache_gb, self.on_update) != (None, None, "keep"):
+            raise ValueError(
+                f'cache, cache_gb and on_update are of kind = "torch", and kind = "{self.kind}": leave them out'
+            )
 
 
 class EngineStats(NamedTuple):

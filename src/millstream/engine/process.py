@@ -1,21 +1,13 @@
-"""A worker in a process of its own: commands and reports over a socket, weights in shared memory. No pickle.
-
-The child is started as `python -m millstream.engine.process`, so that a script of the user's needs no guard around its main
-part. It ends when the socket closes, however the parent died; if it dies itself, the parent reports the engine as broken.
-"""
+"""A worker in a process of its own: commands and reports over a socket (`engine.child`), weights in shared memory."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -25,17 +17,14 @@ from transformers import AutoConfig, PreTrainedModel
 
 from millstream.engine import EngineConfig
 from millstream.engine.batching import batcher_of
-from millstream.engine.torch import CLOSE_S, OnReport
-from millstream.engine.worker import Close, Command, Report, Worker
+from millstream.engine.child import ChildHost, SocketLink
+from millstream.engine.worker import Report, Worker
 from millstream.errors import EngineError, WeightsError
-from millstream.frames import Frames, frame
 from millstream.model.adapters import add_adapters, lora_of, trained_weights
 from millstream.model.load import model_weights, new_model, set_up_cpu
 from millstream.model.lora import LoraConfig
 from millstream.model.shared import Layout, SharedWeights, anonymous_memory, layout_of
 from millstream.types import Weights
-
-SOCKET_BUFFER = 4 << 20
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -58,7 +47,7 @@ def _memory_for(layout: Layout) -> int:
         ) from error
 
 
-class ProcessHost:
+class ProcessHost(ChildHost):
     """Our end. See `millstream.engine.torch.Host`."""
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
@@ -77,106 +66,14 @@ class ProcessHost:
         folder = Path(tempfile.mkdtemp(prefix="millstream-"))  # a few kilobytes; the child removes it
         model.config.save_pretrained(folder)
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
-        self._socket, theirs = socket.socketpair()
-        for end in (self._socket, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-        descriptors = [theirs.fileno(), memory]
-        command = [sys.executable, "-m", "millstream.engine.process", *map(str, descriptors), str(folder)]
-        self._child = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, process_group=0)
-        theirs.close()
+        super().__init__("millstream.engine.process", str(folder), descriptors=[memory])
         os.close(memory)
-        self._is_closing = False
-        self._outbox = bytearray()
-        self._pending, self._is_due = b"", False
-        self._sending = threading.Lock()
-
-    def start(self, on_report: OnReport) -> None:
-        self._reader = threading.Thread(target=self._read, args=(on_report,), name="engine reports", daemon=True)
-        self._reader.start()
 
     def offer(self, weights: Weights) -> None:
         try:
             self._shared.write(weights, only=self._loaded)
         except WeightsError as error:
             raise EngineError(str(error)) from error
-
-    def send(self, command: Command) -> None:
-        """Commands of one turn of the event loop go out together: a group's requests are one call to the system."""
-        self._is_closing = self._is_closing or isinstance(command, Close)
-        self._pending += frame(command)
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._send_pending)
-
-    def _send_pending(self) -> None:
-        self._is_due = False
-        frames, self._pending = self._pending, b""
-        with self._sending:
-            is_first = not self._outbox
-            if is_first:
-                try:
-                    frames = frames[self._socket.send(frames, socket.MSG_DONTWAIT) :]
-                except BlockingIOError:
-                    pass
-                except OSError:  # the process is gone: the reader says so to everybody who waits
-                    return
-            self._outbox += frames
-            is_thread_needed = is_first and bool(self._outbox)
-        if is_thread_needed:  # it reads more slowly than we write, or not at all: that must not hold the event loop up
-            threading.Thread(target=self._send_rest, name="engine commands", daemon=True).start()
-
-    def _send_rest(self) -> None:
-        while True:
-            with self._sending:
-                piece = bytes(self._outbox[: 1 << 20])
-            try:
-                sent = self._socket.send(piece)
-            except OSError:
-                sent = len(self._outbox)
-            with self._sending:
-                del self._outbox[:sent]
-                if not self._outbox:
-                    return
-
-    def _read(self, on_report: OnReport) -> None:
-        frames = Frames(self._socket)
-        decoder = msgspec.msgpack.Decoder(Report)
-        while (payloads := frames.receive(block=True)) is not None:
-            for payload in payloads:
-                on_report(decoder.decode(payload))
-        code = self._child.wait()
-        if not self._is_closing:
-            on_report(Report([], [], broken=f"its process ended with exit code {code}"))
-
-    def join(self) -> None:
-        try:
-            self._child.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-        self._reader.join()
-        self._socket.close()
-
-
-class SocketLink:
-    """The child's end. See `millstream.engine.worker.Link`."""
-
-    def __init__(self, line: socket.socket, loaded: Weights) -> None:
-        self._line, self._loaded = line, loaded
-        self._frames = Frames(line)
-        self._decoder = msgspec.msgpack.Decoder(Command)
-
-    def receive(self, *, block: bool) -> list[Command]:
-        payloads = self._frames.receive(block=block)
-        if payloads is None:
-            return [Close()]
-        return [self._decoder.decode(payload) for payload in payloads]
-
-    def send(self, report: Report) -> None:
-        with suppress(OSError):  # nobody listens any more: the next receive says so
-            self._line.sendall(frame(report))
-
-    def weights(self) -> Weights:
-        return self._loaded
 
 
 def main(line: int, memory: int, folder: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
@@ -130,6 +130,8 @@ class TorchEngine:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._requests: dict[RequestKey, _Waiter[Completion]] = {}
+        self._cancelled: Counter[RequestKey] = Counter()
+        """Requests that nobody waits for any more and the worker has not ended yet: their keys may be in use again."""
         self._orders: dict[int, _Waiter[None]] = {}
         self._stats = EngineStats(running=0, waiting=0, tokens_generated=0, requests_finished=0)
         self._broken: EngineGone | None = None
@@ -153,7 +155,9 @@ class TorchEngine:
             return await waiter.future
         except asyncio.CancelledError:
             with self._lock:
-                self._requests.pop(request.key, None)
+                if self._requests.get(request.key) is waiter:
+                    del self._requests[request.key]
+                    self._cancelled[request.key] += 1
             if self._broken is None:
                 self._host.send(Abort(-1, request.key))
             raise
@@ -236,9 +240,9 @@ class TorchEngine:
                 swap_s=report.swap_s,
                 num_preempted=report.num_preempted,
             )
-            news = [(self._requests.get(key), sampled) for key, sampled in report.sampled]
-            answers = [(self._requests.pop(key, None), completion) for key, completion in report.finished]
-            refusals = [(self._requests.pop(key, None), RequestRefused(reason)) for key, reason in report.refused]
+            news = [(self._requests.get(key), said) for key, said in report.sampled if not self._cancelled[key]]
+            answers = [(self._ended(key), completion) for key, completion in report.finished]
+            refusals = [(self._ended(key), RequestRefused(reason)) for key, reason in report.refused]
             orders = [(self._orders.pop(number, None), error) for number, error in report.done]
         _tell([(waiter, sampled) for waiter, sampled in news if waiter is not None])
         _deliver([(waiter, completion, None) for waiter, completion in answers if waiter is not None])
@@ -249,6 +253,14 @@ class TorchEngine:
             self._sink.emit(Span(at=now, worker=self.name, what="generate", seconds=seconds, num_tokens=tokens))
         if report.broken is not None:
             self._break(report.broken)
+
+    def _ended(self, key: RequestKey) -> _Waiter[Completion] | None:
+        """Who waits for this end: requests of one key end in the order in which they began."""
+        if not self._cancelled[key]:
+            del self._cancelled[key]
+            return self._requests.pop(key, None)
+        self._cancelled[key] -= 1
+        return None
 
     def _break(self, reason: str) -> None:
         with self._lock:

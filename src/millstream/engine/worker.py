@@ -66,10 +66,11 @@ class Report(Struct, array_like=True):
     sampled: list[tuple[RequestKey, Sampled]] = []
     """New tokens of requests that are watched and go on."""
     refused: list[tuple[RequestKey, str]] = []
-    """Requests that can never run here, each with the reason."""
+    """Requests that can never run, each with the reason."""
     cache_used: float = 0.0
     swap_s: float = 0.0
     num_preempted: int = 0
+    """All three as in `EngineStats`."""
 
 
 class Link(Protocol):

@@ -21,6 +21,7 @@ from millstream.engine.http import HttpEngine
 from millstream.engine.process import ProcessHost
 from millstream.engine.pushes import Pushes
 from millstream.engine.torch import Host, ThreadHost, TorchEngine
+from millstream.engine.vllm import build_vllm
 from millstream.env import Content
 from millstream.env.data import DataSet
 from millstream.env.find import Kind
@@ -242,6 +243,8 @@ def build_engine(
     match config.kind:
         case "torch":
             return _torch_engine(config, model, clock=clock, sink=sink, name=name)
+        case "vllm":
+            return build_vllm(config, model, clock=clock, sink=sink, name=name)
         case "http":
             return _http_engine(config, model, clock=clock, sink=sink, seed=seed)
 

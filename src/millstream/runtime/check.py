@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from millstream import imports
+from millstream.engine.vllm_config import check_installed
 from millstream.env.config import SINGLE_TURN
 from millstream.env.data import read
 from millstream.env.find import Kind, make_tasks
@@ -83,6 +84,9 @@ def _checked_model(config: RunConfig) -> Iterator[str]:
 
 def _checked_engine(config: RunConfig) -> Iterator[str]:
     """Servers need not be up yet."""
+    if config.engine.kind == "vllm":
+        check_installed()
+        yield "checked: vLLM is installed"
     http = config.engine.http
     if http is None:
         return

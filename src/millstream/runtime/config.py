@@ -265,6 +265,11 @@ def check_run(config: RunConfig) -> None:
             f"[learner.lora] with learner.ranks = {config.learner.ranks}: adapters are trained on one device. Set "
             "learner.ranks = 1, or leave [learner.lora] out"
         )
+    if config.learner.lora is not None and config.engine.kind == "vllm":
+        raise ConfigError(
+            '[learner.lora] with engine.kind = "vllm": adapters go to our own engine alone. Set engine.kind = "torch", or '
+            "leave [learner.lora] out"
+        )
     groups, minis = config.pipeline.groups_per_step, config.learner.mini_batches
     if groups % minis:
         raise ConfigError(
