@@ -224,7 +224,9 @@ def transformers(shape: Shape, tell: Callable[..., None], loads: list[str], repe
         config = GenerationConfig(
             max_new_tokens=length, do_sample=True, temperature=1.0, eos_token_id=-1, pad_token_id=0
         )
-        batching = ContinuousBatchingConfig(return_logprobs=True, **({} if is_gpu else {"num_blocks": 2048}))
+        batching = ContinuousBatchingConfig(
+            return_logprobs=True, **({} if is_gpu else {"num_blocks": 256, "max_batch_tokens": 2048})
+        )
         return model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
 
     with torch.no_grad():

@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from millstream.engine.batching import Batcher
 from millstream.engine.paged import PagedRunner
 from millstream.engine.process import ProcessHost
 from millstream.engine.sampling import sample, uniforms
+from millstream.engine.strings import ends_with_one
 from millstream.engine.torch import TorchEngine
 from millstream.errors import EngineError, ModelError, RequestRefused
 from millstream.events import Span
@@ -251,6 +252,36 @@ def test_an_interrupted_request_goes_on_elsewhere_as_if_nothing_had_happened(bat
         rest = alone(batch(model, num_slots=2), structs.replace(before, num_sampled=num_before))
         assert rest.tokens == whole.tokens[num_before:]
         assert rest.logprobs == pytest.approx(whole.logprobs[num_before:], abs=1e-5)
+
+
+def spell(tokens: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+def test_the_token_that_completes_a_stop_string_is_the_last(batch: MakeBatcher) -> None:
+    model = make("llama")
+    free = alone(batch(model, num_slots=2), request(0, prompts(1)[0], max_tokens=60))
+    text = spell(free.tokens)
+    for begin, length in ((3, 1), (10, 2), (31, 4)):
+        string = text[begin : begin + length]
+        one = request(0, prompts(1)[0], max_tokens=60)
+        one = structs.replace(one, sampling=structs.replace(one.sampling, stop_strings=("no such", string)))
+        stopped = alone(batch(model, num_slots=2, decode=spell), one)
+        assert stopped.finish is Finish.STOP
+        assert stopped.tokens == free.tokens[: text.find(string) + length]
+        assert len(stopped.logprobs) == len(stopped.versions) == len(stopped.tokens)
+    with pytest.raises(RequestRefused, match="tokenizer"):
+        batch(model, num_slots=2).add(one)
+
+
+def test_a_stop_string_is_found_where_a_character_is_several_tokens() -> None:
+    def decode(tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+    said = "müß → end".encode()
+    found = [at for at in range(1, len(said) + 1) if ends_with_one(said[:at], ("ß →",), decode)]
+    assert found == [said.index("→".encode()) + 3]
+    assert ends_with_one(b"aa", ("aa",), decode) and not ends_with_one(b"aab", ("aa",), decode)
 
 
 def test_the_random_numbers_are_those_of_the_published_generator_whoever_stands_beside() -> None:

@@ -26,6 +26,7 @@ from millstream.runtime.folder import RunFolder
 from millstream.runtime.local import prepare
 from millstream.runtime.schedule import PipelineConfig
 from millstream.types import Task
+from runs import recipe_in
 from tiny import make
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +75,24 @@ def test_a_short_run_leaves_a_folder_that_says_everything(tmp_path: Path, max_la
         app, ["eval", str(folder / "config.toml"), "--model", str(folder / "model"), "--json", *SHORT]
     )
     assert json.loads(measured.output)["greedy"] == pytest.approx(summary["greedy_after"], abs=0.04)
+
+
+@pytest.mark.parametrize("process", ["true", "false"])
+def test_a_turn_ends_with_a_stop_string_wherever_the_engine_runs(tmp_path: Path, process: str) -> None:
+    changes = {
+        "rollout.stop": '["4", "no such"]',
+        "engine.process": process,
+        "pipeline.steps": 2,
+        "run_dir": tmp_path / "run",
+    }
+    overrides = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    result = CliRunner().invoke(app, ["train", str(recipe_in(tmp_path)), *overrides, "--set", "data.holdout=64"])
+    assert result.exit_code == 0, result.output
+    shown = CliRunner().invoke(app, ["eval", str(tmp_path / "run"), "--json", "--show", "64"])
+    said = [sample["completion"] for sample in json.loads(shown.stdout.splitlines()[-1])["samples"]]
+    assert sum("4" in one for one in said) > 3 and all(one.index("4") == len(one) - 1 for one in said if "4" in one)
+    refused = CliRunner().invoke(app, ["train", DEMO, "--dry-run", *overrides[:2], "--set", "engine.kind=vllm"])
+    assert refused.exit_code == 1 and "rollout.stop" in refused.output
 
 
 def test_eval_of_a_run_folder_takes_its_model_says_so_and_gets_the_figure_of_the_run_again(finished: Path) -> None:

@@ -56,6 +56,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
     """0 is greedy; the log-probabilities are then those of temperature 1."""
     stop: tuple[int, ...] = ()
     """Token ids that end a turn. The one that ended it is the last token of the completion."""
+    stop_strings: tuple[str, ...] = ()
+    """Text that ends a turn. The token that completes it is the last one of the completion, all of it."""
     top_k: int = 0
     """Sample among so many of the likeliest tokens; 0: among all."""
     top_p: float = 1.0

@@ -31,10 +31,11 @@ from millstream.engine.flight import Finished, InFlight, check_request
 from millstream.engine.paged import make_runner
 from millstream.engine.runner import Chunk, Drawn, Runner
 from millstream.engine.slots import SlotRunner
-from millstream.errors import EngineError
+from millstream.engine.strings import Decode, ends_with_one
+from millstream.errors import EngineError, RequestRefused
 from millstream.model.adapters import trained_weights
 from millstream.model.load import check_layers
-from millstream.types import Request, RequestKey, Sampled, Weights
+from millstream.types import Finish, Request, RequestKey, Sampled, Weights
 
 MUCH = 8
 """When one of so many slots is free, requests join at once."""
@@ -46,7 +47,7 @@ class _Launched(NamedTuple):
     drawn: Drawn
 
 
-def batcher_of(model: PreTrainedModel, config: EngineConfig) -> Batcher:
+def batcher_of(model: PreTrainedModel, config: EngineConfig, decode: Decode | None = None) -> Batcher:
     check_layers(model)
     return Batcher(
         model,
@@ -54,6 +55,7 @@ def batcher_of(model: PreTrainedModel, config: EngineConfig) -> Batcher:
         prefill_tokens=config.prefill_tokens,
         on_update=config.on_update,
         runner=make_runner(model.eval(), config),
+        decode=decode,
     )
 
 
@@ -69,12 +71,14 @@ class Batcher:
         version: int = 0,
         on_update: OnUpdate = "keep",
         runner: Runner | None = None,
+        decode: Decode | None = None,
     ) -> None:
-        """`runner`: None is slots."""
+        """`runner`: None is slots. `decode`: for stop strings; without it, requests that have some are refused."""
         check_layers(model)
         self._model = model.eval()
         self._runner = SlotRunner(model, num_slots) if runner is None else runner
         self._num_slots, self._prefill_tokens, self._on_update = num_slots, prefill_tokens, on_update
+        self._decode = decode
         self._waiting: deque[InFlight] = deque()
         self._running: list[InFlight] = []
         self._pending: deque[_Launched] = deque()
@@ -114,6 +118,8 @@ class Batcher:
 
     def add(self, request: Request, *, is_watched: bool = False) -> None:
         check_request(request, self._runner.max_length)
+        if request.sampling.stop_strings and self._decode is None:
+            raise RequestRefused(f"{request.key}: stop strings need a tokenizer, and this engine was built without one")
         self._waiting.append(InFlight(request, is_watched=is_watched))
 
     def news(self) -> list[tuple[RequestKey, Sampled]]:
@@ -254,9 +260,15 @@ class Batcher:
         for flight, token, logprob in zip(launched.flights, tokens, logprobs, strict=True):
             if flight.finish is None and not flight.is_gone:
                 flight.append(token, logprob, launched.version)
+                self._look_for_strings(flight)
                 self.tokens_generated += 1
         ended = {place for place, flight in enumerate(self._running) if flight.finish is not None}
         finished = [(self._running[place].request.key, self._running[place].completion()) for place in sorted(ended)]
         if ended:
             self._running = self._runner.leave(self._running, ended)
         return finished
+
+    def _look_for_strings(self, flight: InFlight) -> None:
+        strings = flight.request.sampling.stop_strings
+        if strings and self._decode is not None and ends_with_one(flight.tokens, strings, self._decode):
+            flight.finish = Finish.STOP

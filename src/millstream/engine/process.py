@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 from msgspec import Struct
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.engine import EngineConfig
 from millstream.engine.batching import batcher_of
@@ -21,7 +21,7 @@ from millstream.engine.child import ChildHost, SocketLink
 from millstream.engine.worker import Report, Worker
 from millstream.errors import EngineError, WeightsError
 from millstream.model.adapters import add_adapters, lora_of, trained_weights
-from millstream.model.load import model_weights, new_model, set_up_cpu
+from millstream.model.load import decoder_of, load_tokenizer, model_weights, new_model, set_up_cpu
 from millstream.model.lora import LoraConfig
 from millstream.model.shared import Layout, SharedWeights, anonymous_memory, layout_of
 from millstream.types import Weights
@@ -36,6 +36,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     lora: LoraConfig | None
     loaded: list[str]
     """Names of what a `Load` brings: with adapters, these; else everything."""
+    has_tokenizer: bool
 
 
 def _memory_for(layout: Layout) -> int:
@@ -50,7 +51,9 @@ def _memory_for(layout: Layout) -> int:
 class ProcessHost(ChildHost):
     """Our end. See `millstream.engine.torch.Host`."""
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
         weights = model_weights(model)
         self._loaded = list(trained_weights(model))
         plan = Plan(
@@ -59,12 +62,15 @@ class ProcessHost(ChildHost):
             layout=layout_of(weights),
             lora=lora_of(model),
             loaded=self._loaded,
+            has_tokenizer=tokenizer is not None,
         )
         memory = _memory_for(plan.layout)
         self._shared = SharedWeights(memory, plan.layout)
         self._shared.write(weights)
-        folder = Path(tempfile.mkdtemp(prefix="millstream-"))  # a few kilobytes; the child removes it
+        folder = Path(tempfile.mkdtemp(prefix="millstream-"))  # small; the child removes it
         model.config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
         super().__init__("millstream.engine.process", str(folder), descriptors=[memory])
         os.close(memory)
@@ -83,6 +89,7 @@ def main(line: int, memory: int, folder: Path) -> None:
     set_up_cpu()
     plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=Plan)
     config = AutoConfig.from_pretrained(folder)
+    decode = decoder_of(load_tokenizer(str(folder))) if plan.has_tokenizer else None
     shutil.rmtree(folder)
     shared = SharedWeights(memory, plan.layout)
     model = new_model(config, seed=0, dtype=getattr(torch, plan.dtype))
@@ -91,7 +98,7 @@ def main(line: int, memory: int, folder: Path) -> None:
     with torch.no_grad():
         for name, own in model_weights(model).items():
             own.copy_(shared.views[name])
-    batcher = batcher_of(model, plan.config)
+    batcher = batcher_of(model, plan.config, decode)
     link = SocketLink(socket.socket(fileno=line), {name: shared.views[name] for name in plan.loaded})
     link.send(Report([], []))  # ready: from here on, silence with work to do is a fault
     Worker(batcher, link).run()

@@ -23,6 +23,7 @@ from millstream.clock import Clock
 from millstream.engine import EngineConfig, EngineStats, OnSampled
 from millstream.engine.batching import batcher_of
 from millstream.engine.flight import check_request
+from millstream.engine.strings import Decode
 from millstream.engine.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume, Worker
 from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused
 from millstream.events import EventSink, Span
@@ -57,8 +58,8 @@ class Host(Protocol):
 class ThreadHost:
     """A worker on a thread of this process. The model is the worker's own from here on."""
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
-        self._batcher = batcher_of(model, config)
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, decode: Decode | None = None) -> None:
+        self._batcher = batcher_of(model, config, decode)
         self._queue = _Queue()
 
     def start(self, on_report: OnReport) -> None:

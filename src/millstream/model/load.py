@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(_not_loaded(path, no_tokenizer(str(path), str(error)), error)) from error
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """Tokens to text, without the special ones."""
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def _not_loaded(path: str | Path, from_folder: str, error: Exception) -> str:

@@ -35,7 +35,7 @@ from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.orders import Source
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters, copy_of
-from millstream.model.load import context_length, load_model, load_tokenizer, num_cores
+from millstream.model.load import context_length, decoder_of, load_model, load_tokenizer, num_cores
 from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
@@ -174,7 +174,10 @@ def choose_device(asked: str) -> str:
 
 def build_sampling(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     stop = end_tokens(model, tokenizer)
-    return Sampling(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature, stop=stop)
+    rollout = config.rollout
+    return Sampling(
+        max_tokens=rollout.max_tokens, temperature=rollout.temperature, stop=stop, stop_strings=rollout.stop
+    )
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -237,12 +240,19 @@ RunEngine = TorchEngine | HttpEngine
 
 
 def build_engine(
-    config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink, name: str = "engine", seed: int = 0
+    config: EngineConfig,
+    model: PreTrainedModel,
+    *,
+    clock: Clock,
+    sink: EventSink,
+    name: str = "engine",
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> RunEngine:
-    """`seed`: of the run, for what is random about an engine itself."""
+    """`seed`: of the run, for what is random about an engine itself. `tokenizer`: for stop strings."""
     match config.kind:
         case "torch":
-            return _torch_engine(config, model, clock=clock, sink=sink, name=name)
+            return _torch_engine(config, model, tokenizer, clock=clock, sink=sink, name=name)
         case "vllm":
             return build_vllm(config, model, clock=clock, sink=sink, name=name)
         case "http":
@@ -250,7 +260,13 @@ def build_engine(
 
 
 def _torch_engine(
-    config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink, name: str
+    config: EngineConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    clock: Clock,
+    sink: EventSink,
+    name: str,
 ) -> TorchEngine:
     """The engine has a copy of its own of all that training changes: it is changed by `load` alone."""
     is_process = config.process
@@ -259,7 +275,11 @@ def _torch_engine(
         is_process = is_cpu and num_cores() > 1
     if is_process and not is_cpu:
         raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
-    host: Host = ProcessHost(model, config) if is_process else ThreadHost(copy_of(model), config)
+    host: Host
+    if is_process:
+        host = ProcessHost(model, config, tokenizer)
+    else:
+        host = ThreadHost(copy_of(model), config, None if tokenizer is None else decoder_of(tokenizer))
     return TorchEngine(
         host,
         slots=config.slots,
@@ -272,11 +292,18 @@ def _torch_engine(
 
 
 def build_fleet(
-    config: EngineConfig, model: PreTrainedModel, *, is_queueing: bool, clock: Clock, sink: EventSink, seed: int
+    config: EngineConfig,
+    model: PreTrainedModel,
+    *,
+    is_queueing: bool,
+    clock: Clock,
+    sink: EventSink,
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Fleet:
     """As many engines as the config asks for, behind one router."""
     return Fleet(
-        lambda name: build_engine(config, model, clock=clock, sink=sink, name=name, seed=seed),
+        lambda name: build_engine(config, model, clock=clock, sink=sink, name=name, seed=seed, tokenizer=tokenizer),
         config.replicas,
         is_queueing=is_queueing,
         patience_s=config.answer_s,

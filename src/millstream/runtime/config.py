@@ -227,6 +227,11 @@ def _check_proximal(config: RunConfig) -> None:
 
 def _check_engine(config: RunConfig) -> None:
     http = config.engine.http
+    if config.rollout.stop and config.engine.kind != "torch":
+        raise ConfigError(
+            f'rollout.stop with engine.kind = "{config.engine.kind}": stop strings are looked for by our own engine. Leave '
+            'rollout.stop out, or set engine.kind = "torch"'
+        )
     if http is None:
         return
     if http.weights == "none":

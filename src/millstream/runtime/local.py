@@ -94,6 +94,11 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     def held_out(self) -> tuple[Task, ...]:
         return self.data.held_out[: self.config.evaluation.tasks]
 
+    @property
+    def tokenizer_for_stops(self) -> PreTrainedTokenizerBase | None:
+        """An engine needs one only if it must look for text."""
+        return self.tokenizer if self.config.rollout.stop else None
+
 
 def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
     if reward is not None:
@@ -242,8 +247,10 @@ def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measur
 
     async def measure() -> Measured:
         clock, sink = RealClock(), Tee([])
-        on_thread = structs.replace(config.engine, kind="torch", http=None, process=False)
-        engine = build.build_engine(on_thread, prepared.model, clock=clock, sink=sink)
+        on_thread = structs.replace(config.engine, kind="torch", http=None, vllm=None, process=False)
+        engine = build.build_engine(
+            on_thread, prepared.model, clock=clock, sink=sink, tokenizer=prepared.tokenizer_for_stops
+        )
         evaluator = _Evaluator(prepared, Router([engine]), clock, sink, _waits(config, clock, sink))
         try:
             found = await evaluator.sampled_and_greedy("after")
@@ -428,7 +435,13 @@ class _Run:
         prepared, config = self._prepared, self._prepared.config
         is_queueing = not config.pipeline.is_in_lockstep
         fleet = build.build_fleet(
-            config.engine, prepared.model, is_queueing=is_queueing, clock=self._clock, sink=self._sink, seed=config.seed
+            config.engine,
+            prepared.model,
+            is_queueing=is_queueing,
+            clock=self._clock,
+            sink=self._sink,
+            seed=config.seed,
+            tokenizer=prepared.tokenizer_for_stops,
         )
         evaluator = _Evaluator(prepared, fleet.router, self._clock, self._sink, self._waits)
         try:

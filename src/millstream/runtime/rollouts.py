@@ -44,6 +44,8 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
     max_tokens: int = 256
     """Tokens that one turn may sample."""
     temperature: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Text that ends a turn, beside the tokenizer's end token. It is part of what was sampled, and trained."""
     retries: int = 1
     """How often a failed rollout is tried again before its group goes on without it."""
     min_group_size: int = 2
@@ -52,6 +54,8 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
     """For one whole rollout, its reward included."""
 
     def __post_init__(self) -> None:
+        if any(not string for string in self.stop):
+            raise ValueError("stop has an empty string: expected text that ends a turn")
         if self.max_tokens < 1 or self.retries < 0 or self.timeout_s <= 0:
             raise ValueError("max_tokens must be at least 1, retries at least 0, timeout_s above 0")
         if self.group_size == 1 and self.min_group_size == 2:  # which nobody has set
