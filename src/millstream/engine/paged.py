@@ -84,6 +84,8 @@ class PagedRunner:
         self.num_prefilled = 0
         """Tokens of prompts that were computed, and not found."""
         self._sample = fused.operations(self._device).sample
+        if self._is_gpu:
+            torch.cuda.synchronize(self._device)  # the model and the pools were made on another stream
         with torch.inference_mode(), self.working():
             _fuse_if_same(model, self._pools)
 

@@ -140,7 +140,7 @@ class Learner(Protocol):
 
     async def weights(self) -> Weights:
         """All that training may change, and nothing else: with adapters, these alone. A copy that later steps do not
-        change."""
+        change, and whole when this returns: it may be read from another thread or stream."""
         ...
 
     async def snapshot(self) -> Snapshot:

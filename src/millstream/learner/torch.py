@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.learner import LearnerConfig
@@ -76,9 +77,13 @@ class TorchLearner:
         return counted.metrics(self.rank.step(counted)) if counted.units else counted.left_out()
 
     async def weights(self) -> Weights:
-        return await self._run(
-            lambda: {name: tensor.detach().clone() for name, tensor in trained_weights(self.model).items()}
-        )
+        return await self._run(self._weights)
+
+    def _weights(self) -> Weights:
+        weights = {name: tensor.detach().clone() for name, tensor in trained_weights(self.model).items()}
+        if next(iter(weights.values())).is_cuda:
+            torch.cuda.current_stream().synchronize()  # whoever reads them may do so on another stream
+        return weights
 
     async def snapshot(self) -> TorchSnapshot:
         return await self._run(lambda: TorchSnapshot(on_host(self.rank.state())))
