@@ -16,7 +16,7 @@ from millstream.model.logprobs import plain, predict
 from millstream.model.policy import has_plain_head
 from tiny import CONFIGS, make
 
-PLAIN_HEADS = {name for name in CONFIGS if "gemma" not in name}
+PLAIN_HEADS = CONFIGS.keys() - {"gemma2"}
 
 
 def example(tokens: int, words: int, hidden: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:

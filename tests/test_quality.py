@@ -94,8 +94,8 @@ def test_the_report_writes_between_the_marks_and_nowhere_else(folder: Path) -> N
         and "last year" not in text
     )
     assert f"| {UNCORRECTED} | 0.600 | 0.590 | 0.290 | -0.010 ± 0.025 | within noise | -0.310 ± 0.025 | worse |" in text
-    assert "| 8 | 8: 2,100 | 100.00% | 8.00 | 8.00 | 0.90 to 0.90 |" in text
-    assert "At lag 8 6 of 6 corrected losses are within noise" in text
+    assert "| 8 | 8: 2,400 | 100.00% | 8.00 | 8.00 | 0.90 to 0.90 |" in text
+    assert "At lag 8 7 of 7 corrected losses are within noise" in text
     for name in ("quality-samples.svg", "quality-seconds.svg"):
         assert all(loss in (folder / name).read_text() for loss in LOSSES), "a panel each"
 
