@@ -225,7 +225,7 @@ def transformers(shape: Shape, tell: Callable[..., None], loads: list[str], repe
             max_new_tokens=length, do_sample=True, temperature=1.0, eos_token_id=-1, pad_token_id=0
         )
         batching = ContinuousBatchingConfig(
-            return_logprobs=True, **({} if is_gpu else {"num_blocks": 256, "max_batch_tokens": 2048})
+            return_logprobs=True, **({} if is_gpu else {"num_blocks": 192, "max_batch_tokens": 256})
         )
         return model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
 
