@@ -48,7 +48,6 @@ class TestSimEngine(EngineSuite):
     stops_at_tokens = False
     has_top_k = has_top_p = False
     checks_weights = False
-    continues_requests = False
 
     async def make_engine(self) -> Engine:
         return SimEngine(slots=4, kv_tokens=self.context, token_s=self.token_s, num_tokens=constant(1e9))

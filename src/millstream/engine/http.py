@@ -23,12 +23,13 @@ from typing import Any
 
 from millstream.clock import Clock
 from millstream.engine import EngineStats, OnSampled
+from millstream.engine.flight import check_request
 from millstream.engine.flavours import Call, Flavour, Piece, flavour_of
 from millstream.engine.http_config import HttpConfig
 from millstream.engine.patience import back_off_s
 from millstream.engine.pushes import Pushes
 from millstream.engine.replica import Replica, Strange, Trouble, Unreachable
-from millstream.errors import EngineError, RequestRefused
+from millstream.errors import EngineError, EngineGone, RequestRefused
 from millstream.events import EventSink, Span
 from millstream.seeds import derive_seed
 from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Sampling, Weights
@@ -144,7 +145,7 @@ class HttpEngine:
         self._is_paused = self._is_loading = self._is_ready = self._is_closed = False
         self._changing = asyncio.Lock()
         """Held by whoever changes what the servers have, or whether they are held."""
-        self._broken: EngineError | None = None
+        self._broken: EngineGone | None = None
         self._num_asked = self._num_running = self._num_tokens = self._num_finished = 0
         self._swap_s = 0.0
         self._began: float | None = None
@@ -227,18 +228,11 @@ class HttpEngine:
 
     def _check(self, request: Request) -> None:
         if self._is_closed:
-            raise EngineError(f"{self.name} is closed")
+            raise EngineGone(f"{self.name} is closed")
         self._raise_if_broken()
         if request.key in self._flights:
             raise EngineError(f"{request.key} is in flight already")
-        if not request.tokens:
-            raise RequestRefused(f"{request.key}: the prompt is empty")
-        most = len(request.tokens) + request.sampling.max_tokens
-        if self._max_length is not None and most > self._max_length:
-            raise RequestRefused(
-                f"{request.key}: {len(request.tokens)} tokens and up to {request.sampling.max_tokens} more exceed the context "
-                f"of {self._max_length}: set rollout.max_tokens lower"
-            )
+        check_request(request, self._max_length)
         if (why := self._flavour.refuses(request.sampling)) is not None:
             raise RequestRefused(f"{request.key}: {why}")
 
@@ -315,9 +309,9 @@ class HttpEngine:
         if isinstance(trouble, Unreachable | Strange):
             replica.has_weights = self._pushes is None
         if flight.num_failures > self._config.retries:
-            raise EngineError(
-                f"{self.name}: {flight.request.key} failed {flight.num_failures} times in a row, at last with: {trouble}. Look "
-                "whether the server is up; engine.http.retries and engine.http.timeout_s set the limits"
+            raise self._break(
+                f"{flight.request.key} failed {flight.num_failures} times in a row, at last with: {trouble}. Look whether the "
+                "server is up; engine.http.retries and engine.http.timeout_s set the limits"
             ) from trouble
         await asyncio.sleep(max(back_off_s(flight.num_failures, flight.rng), trouble.after_s))
 
@@ -390,8 +384,7 @@ class HttpEngine:
             if not is_updated_next and self._pushes is not None:
                 await self._each(lambda replica: self._insist(replica, self._renew))
         except EngineError as wrong:
-            self._break(wrong)
-            raise
+            raise self._break(str(wrong)) from wrong
         self._is_ready = True
 
     async def _swap(self, version: int) -> None:
@@ -406,8 +399,10 @@ class HttpEngine:
             self._version = version
             self._is_loading = False
             await self._release()
-        except (EngineError, asyncio.CancelledError) as wrong:
-            self._break(wrong)
+        except EngineError as wrong:
+            raise self._break(str(wrong)) from wrong
+        except asyncio.CancelledError:
+            self._break("a load was cancelled halfway")
             raise
         finally:
             self._is_loading = False
@@ -491,11 +486,12 @@ class HttpEngine:
                     ) from trouble
                 await asyncio.sleep(max(back_off_s(num_failures, rng), trouble.after_s))
 
-    def _break(self, wrong: BaseException) -> None:
-        """What the servers have is not known. Everybody who waits at the gate is let through, to be told."""
-        why = "a load was cancelled halfway" if isinstance(wrong, asyncio.CancelledError) else wrong
-        self._broken = self._broken or EngineError(f"{self.name} broke: {why}")
+    def _break(self, why: str) -> EngineGone:
+        """For good: what the servers have is not known, or none answers. Everybody who waits at the gate is let through, to be
+        told."""
+        self._broken = self._broken or EngineGone(f"{self.name} broke: {why}")
         self._gate.set()
+        return self._broken
 
     # ---- what was done, as spans -----------------------------------------------------------------------------------
 
