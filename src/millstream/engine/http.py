@@ -24,7 +24,7 @@ from typing import Any
 from millstream.clock import Clock
 from millstream.engine import EngineStats, OnSampled
 from millstream.engine.flavours import Call, Flavour, Piece, flavour_of
-from millstream.engine.flight import check_request
+from millstream.engine.flight import Answer, check_request
 from millstream.engine.http_config import HttpConfig
 from millstream.engine.patience import back_off_s
 from millstream.engine.pushes import Pushes
@@ -32,7 +32,7 @@ from millstream.engine.server import Server, Strange, Trouble, Unreachable
 from millstream.errors import EngineError, EngineGone, RequestRefused
 from millstream.events import EventSink, Span
 from millstream.seeds import derive_seed
-from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Sampling, Weights
+from millstream.types import Completion, Finish, Request, RequestKey, Weights
 
 logger = logging.getLogger(__name__)
 DRAIN_S = 1.0
@@ -44,15 +44,12 @@ HOLD_S = 10.0
 SPAN_S = 0.25
 
 
-class Flight:
+class Flight(Answer):
     """A request on its way: what has come, and what is still to come."""
 
     def __init__(self, request: Request, on_sampled: OnSampled | None, *, number: int, rng: random.Random) -> None:
-        self.request, self._on_sampled, self.number, self.rng = request, on_sampled, number, rng
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.finish: Finish | None = None
+        super().__init__(request)
+        self._on_sampled, self.number, self.rng = on_sampled, number, rng
         self.num_attempts = self.num_failures = 0
         """`num_failures`: in a row, without a new token."""
         self.task: asyncio.Task[None] | None = None
@@ -65,51 +62,18 @@ class Flight:
         """What servers call it: no two attempts have the same."""
         return f"millstream-{self.number}-{self.num_attempts}"
 
-    def rest(self) -> Request:
-        """What is still to be asked."""
-        request, num = self.request, len(self.tokens)
-        sampling = request.sampling
-        return Request(
-            key=request.key,
-            tokens=(*request.tokens, *self.tokens),
-            sampling=Sampling(
-                max_tokens=sampling.max_tokens - num,
-                temperature=sampling.temperature,
-                stop=sampling.stop,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-            ),
-            seed=request.seed,
-            num_sampled=request.num_sampled + num,
-        )
-
     def take(self, piece: Piece, versions: Sequence[int]) -> int:
         """How many of these tokens belong to the answer: what comes behind its end does not."""
-        sampling, begin = self.request.sampling, len(self.tokens)
+        begin = len(self.tokens)
         for token, logprob, version in zip(piece.tokens, piece.logprobs, versions, strict=True):
             if self.finish is not None:
                 break
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
-            self.versions.append(version)
-            if token in sampling.stop:
-                self.finish = Finish.STOP
-            elif len(self.tokens) == sampling.max_tokens:
-                self.finish = Finish.LENGTH
+            self.append(token, logprob, version)
         if len(self.tokens) > begin:
             self.num_failures = 0
             if self._on_sampled is not None:
-                new = (self.tokens[begin:], self.logprobs[begin:], self.versions[begin:])
-                self._on_sampled(Sampled(*(tuple(values) for values in new)))  # type: ignore[arg-type]
+                self._on_sampled(self.since(begin))
         return len(self.tokens) - begin
-
-    def completion(self) -> Completion:
-        return Completion(
-            tokens=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            finish=self.finish or Finish.ABORT,
-        )
 
 
 class HttpEngine:
@@ -318,7 +282,7 @@ class HttpEngine:
     async def _stream(self, flight: Flight, server: Server) -> None:
         """Take what comes, until the answer is whole."""
         version, num_before, finish = self._version, 0, None
-        body = self._flavour.body(flight.rest(), model=server.model, name=flight.name)
+        body = self._flavour.body(flight.request.behind(flight.tokens), model=server.model, name=flight.name)
         async with aclosing(server.events(self._flavour.path, body)) as events:
             async for event in events:
                 piece = self._read(server, event, num_before)
