@@ -59,6 +59,15 @@ class TestSimEngine(EngineSuite):
         run_virtual(program)
 
 
+class TestSimEngineWithNews(TestSimEngine):
+    tells_tokens = True
+
+    async def make_engine(self) -> Engine:
+        return SimEngine(
+            slots=4, kv_tokens=self.context, token_s=self.token_s, num_tokens=constant(1e9), news_s=self.token_s
+        )
+
+
 # ---- engines that break a promise ------------------------------------------------------------------------------------------
 
 
