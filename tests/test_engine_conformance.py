@@ -48,7 +48,6 @@ class TestSimEngine(EngineSuite):
     stops_at_tokens = False
     has_top_k = has_top_p = False
     checks_weights = False
-    continues_requests = False
 
     async def make_engine(self) -> Engine:
         return SimEngine(slots=4, kv_tokens=self.context, token_s=self.token_s, num_tokens=constant(1e9))
@@ -58,6 +57,15 @@ class TestSimEngine(EngineSuite):
 
     def run(self, program: Coroutine[Any, Any, None]) -> None:
         run_virtual(program)
+
+
+class TestSimEngineWithNews(TestSimEngine):
+    tells_tokens = True
+
+    async def make_engine(self) -> Engine:
+        return SimEngine(
+            slots=4, kv_tokens=self.context, token_s=self.token_s, num_tokens=constant(1e9), news_s=self.token_s
+        )
 
 
 # ---- engines that break a promise ------------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig
 from millstream.engine.flavours import OpenAi, Vllm
 from millstream.engine.http_config import HttpConfig
-from millstream.errors import EngineError, RequestRefused
+from millstream.errors import EngineError, EngineGone, RequestRefused
 from millstream.events.sinks import MemorySink
 from millstream.runtime.build import build_engine
+from millstream.runtime.router import Router
 from millstream.testing.engine import EngineSuite, Flight
 from millstream.types import Completion, Finish, Sampling
 from servers import Close, millstream_serve, serving, thread_engine
@@ -225,8 +226,39 @@ def test_a_server_that_is_gone_is_named_with_what_to_look_at(tmp_path: Path) -> 
 
     with contract() as (gone, _):
         pass
-    with pytest.raises(EngineError, match=rf"{gone}.*ConnectError.*look whether the server is up"):
+    with pytest.raises(EngineGone, match=rf"{gone}.*ConnectError.*look whether the server is up"):
         asyncio.run(program([gone]))
+
+
+def test_a_request_that_fails_too_often_breaks_the_engine_and_the_router_does_not_begin_anew(tmp_path: Path) -> None:
+    async def program(url: str) -> list[Completion | BaseException]:
+        engine = http_engine([url], tmp_path, slots=1, retries=2)
+        router = Router([engine])
+        try:
+            asked = [request(number, (4, 5, 6)) for number in range(2)]  # the second waits for a slot
+            found = await asyncio.gather(*(router.generate(one, floor=0) for one in asked), return_exceptions=True)
+            with pytest.raises(EngineGone, match="broke"):
+                await engine.generate(request(9, (4, 5, 6)))
+            return found
+        finally:
+            await engine.close()
+
+    with contract(Faults(error=1.0)) as (url, server):
+        found = asyncio.run(program(url))
+    assert all(isinstance(one, EngineError) and f"{url}/generate answered 500" in str(one) for one in found)
+    assert server.calls.count("/generate") == 3
+
+
+@pytest.mark.parametrize("change", [{"max_tokens": 0}, {"top_k": -1}, {"top_p": 0.0}], ids=str)
+def test_what_no_engine_can_do_is_refused_before_a_server_is_asked(change: dict[str, Any], tmp_path: Path) -> None:
+    async def program(url: str) -> None:
+        engine = http_engine([url], tmp_path)
+        with pytest.raises(RequestRefused, match=next(iter(change))):
+            asked = request(0, (4, 5, 6))
+            await engine.generate(structs.replace(asked, sampling=structs.replace(asked.sampling, **change)))
+        await engine.close()
+
+    asyncio.run(program("http://127.0.0.1:1"))
 
 
 def test_a_server_that_was_restarted_is_given_the_newest_weights_again(tmp_path: Path) -> None:
@@ -288,7 +320,7 @@ def test_a_load_that_is_cancelled_halfway_breaks_the_engine_and_hangs_nobody(tmp
         loading = asyncio.ensure_future(engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1)))
         await asyncio.sleep(0.3)
         loading.cancel()
-        with pytest.raises(EngineError, match="broke: a load was cancelled halfway"):
+        with pytest.raises(EngineGone, match="broke: a load was cancelled halfway"):
             await asyncio.wait_for(flight.future, 10)
         with pytest.raises(EngineError, match="broke"):
             await engine.pause()
@@ -327,7 +359,7 @@ def test_a_server_that_is_always_wrong_breaks_the_request_with_its_url_and_what_
     async def program(url: str) -> None:
         engine = http_engine([url], tmp_path, retries=2, timeout_s=0.3)
         try:
-            with pytest.raises(EngineError, match=match):
+            with pytest.raises(EngineGone, match=match):
                 await engine.generate(request(0, (4, 5, 6)))
         finally:
             await engine.close()

@@ -104,6 +104,23 @@ def test_eval_of_a_run_folder_takes_its_model_says_so_and_gets_the_figure_of_the
         assert found["accuracy"] == pytest.approx(summary["accuracy_after"], abs=0.04)
 
 
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"kind": "vllm", "vllm.memory": 0.5},
+        {"kind": "http", "http.urls": '["http://127.0.0.1:1"]', "http.flavour": "sglang", "http.folder": "weights"},
+        {"replicas": 2},
+    ],
+    ids=str,
+)
+def test_eval_of_a_run_is_on_our_own_engine_whatever_the_runs_was(engine: dict[str, object], finished: Path) -> None:
+    keys = [word for key, value in engine.items() for word in ("--set", f"engine.{key}={value}")]
+    measured = CliRunner().invoke(app, ["eval", str(finished), "--json", *keys])
+    assert measured.exit_code == 0, measured.output
+    accuracy = json.loads((finished / "summary.json").read_text())["accuracy_after"]
+    assert json.loads(measured.stdout)["accuracy"] == pytest.approx(accuracy, abs=0.04)
+
+
 def test_eval_shows_prompts_with_completion_answer_and_reward(finished: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["eval", str(finished), "--show", "2"]).stdout
     names = [line.split()[0] for line in shown.splitlines() if line]

@@ -21,7 +21,7 @@ from millstream.engine.blocks import START, Blocks
 from millstream.engine.graphs import size_for
 from millstream.engine.paged import PagedRunner, make_runner
 from millstream.engine.slots import SlotRunner
-from millstream.errors import EngineError, RequestRefused
+from millstream.errors import ConfigError, EngineError, RequestRefused
 from millstream.events.sinks import MemorySink
 from millstream.runtime.build import build_engine
 from millstream.types import Completion, Finish, RequestKey
@@ -234,6 +234,8 @@ def test_pages_or_slots_and_their_size_are_chosen_by_the_config() -> None:
     assert small._blocks.num_blocks < large._blocks.num_blocks
     with pytest.raises(ValueError, match="cache_gb"):
         EngineConfig(cache="slots", cache_gb=1.0)
+    with pytest.raises(ConfigError, match=r'cache_gb = 1, and on a CPU .* engine\.cache = "pages"'):
+        build_engine(EngineConfig(cache_gb=1.0), make("llama"), clock=RealClock(), sink=MemorySink())
 
 
 # ---- weights -----------------------------------------------------------------------------------------------------------

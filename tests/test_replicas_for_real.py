@@ -70,7 +70,7 @@ def test_a_replica_that_is_drained_or_killed_in_the_middle_changes_no_answer() -
 
     async def play() -> list[list[Completion]]:
         config = EngineConfig(replicas=2, slots=8, process=True, answer_s=60.0)
-        fleet = build_fleet(config, make("qwen3"), is_queueing=True, clock=RealClock(), sink=sink)
+        fleet = build_fleet(config, make("qwen3"), is_queueing=True, clock=RealClock(), sink=sink, seed=0)
         router = fleet.router
         try:
             assert [engine.name for engine in router.engines] == ["engine-0", "engine-1"]

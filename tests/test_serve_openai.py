@@ -30,7 +30,7 @@ from millstream.cli.main import app
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig, EngineStats, OnSampled
 from millstream.env.bytes_text import Bytes
-from millstream.errors import ConfigError, EngineError, RequestRefused
+from millstream.errors import ConfigError, EngineError, EngineGone, RequestRefused
 from millstream.events.sinks import MemorySink
 from millstream.model.exported import write_weights
 from millstream.model.load import save_model, set_up_cpu
@@ -42,7 +42,7 @@ from millstream.serve.sessions import SessionLimits
 from millstream.serve.speech import Speech
 from millstream.types import Completion, Finish, Message, Request, RequestKey, Sampled, Weights
 from talk import CHATML, NO_SYSTEM, text_with
-from tiny import plain
+from tiny import make, plain
 
 CONTEXT = 256
 TOKEN = "a-token-of-the-tests"
@@ -92,7 +92,26 @@ class ScriptedEngine:
 
 class BrokenEngine(ScriptedEngine):
     async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
-        raise EngineError("engine broke: on purpose")
+        raise EngineGone("engine broke: on purpose")
+
+
+class StumblingEngine(ScriptedEngine):
+    """Fails its first request."""
+
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
+        if not self.has_stumbled:
+            self.has_stumbled = True
+            raise EngineError("a connection, on purpose")
+        return await super().generate(request, on_sampled)
+
+    has_stumbled = False
+
+
+class TiredEngine(ScriptedEngine):
+    """Breaks when it is given weights."""
+
+    async def load(self, version: int, weights: Weights) -> None:
+        raise EngineGone("engine broke: on purpose")
 
 
 class RefusingEngine(ScriptedEngine):
@@ -615,6 +634,23 @@ def test_an_engine_that_broke_is_said_so_in_answers_streams_and_health() -> None
             client_of(url).completions.create(model="tiny", prompt="a")
         with pytest.raises(openai.APIError, match="on purpose"):
             list(client_of(url).completions.create(model="tiny", prompt="a", stream=True))
+        assert get(url, "/health").status_code == 503
+
+
+def test_an_engine_that_failed_once_and_goes_on_is_well() -> None:
+    text = text_with(CHATML)
+    with listening(lambda: served(text, StumblingEngine(text, ["b"]))) as url:
+        assert post(url, "/v1/completions", {"prompt": "a"}).status_code == 503
+        assert get(url, "/health").status_code == 200
+        assert post(url, "/v1/completions", {"prompt": "a"}).status_code == 200
+
+
+def test_an_engine_that_breaks_over_new_weights_is_said_so_in_health_and_may_be_asked_again(tmp_path: Path) -> None:
+    text, model = text_with(CHATML), make("llama")
+    write_weights(tmp_path / "one", 1, dict(model.named_parameters()), model.config)
+    with listening(lambda: served(text, TiredEngine(text)), weights_from=str(tmp_path)) as url:
+        body = {"path": str(tmp_path / "one"), "version": 1}
+        assert post(url, "/v1/millstream/weights", body).status_code == 503
         assert get(url, "/health").status_code == 503
 
 

@@ -20,7 +20,7 @@ from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.torch import TorchEngine
 from millstream.env import Context
-from millstream.events import GroupLeft, GroupTaken
+from millstream.events import GroupLeft, GroupTaken, WeightsLoaded
 from millstream.events.sinks import MemorySink
 from millstream.learner import LearnerConfig
 from millstream.learner.packing import Packer
@@ -60,10 +60,15 @@ def tasks() -> Iterator[Task]:
         yield Task(id=str(number), prompt="")
 
 
-def parts(*, is_process: bool = False) -> tuple[TorchEngine, TorchLearner]:
+def make_engine(name: str = "engine", *, is_process: bool = False) -> TorchEngine:
     config = EngineConfig(slots=SLOTS, process=is_process)
-    engine = build_engine(config, make("qwen3"), clock=RealClock(), sink=MemorySink())
-    return engine, TorchLearner(
+    engine = build_engine(config, make("qwen3"), clock=RealClock(), sink=MemorySink(), name=name)
+    assert isinstance(engine, TorchEngine)
+    return engine
+
+
+def parts(*, is_process: bool = False) -> tuple[TorchEngine, TorchLearner]:
+    return make_engine(is_process=is_process), TorchLearner(
         make("qwen3"), LEARNER, recipe.objective(AlgorithmConfig(), max_tokens=12), num_steps=STEPS
     )
 
@@ -140,12 +145,16 @@ class DelayedReward:
         return reward(completion)
 
 
-async def pipeline(delay_seed: int, sink: MemorySink, *, max_lag: float = 0, is_process: bool = False) -> Weights:
+async def pipeline(
+    delay_seed: int, sink: MemorySink, *, max_lag: float = 0, is_process: bool = False, num_more: int = 0
+) -> Weights:
+    """`num_more`: replicas beside the engine."""
     engine, learner = parts(is_process=is_process)
+    engines = (engine, *(make_engine(f"engine-{number}") for number in range(num_more)))
     clock = RealClock()
     run = Pipeline(
         Parts(
-            engines=(engine,),
+            engines=engines,
             environment=DelayedReward(random.Random(delay_seed)),
             learner=learner,
             store=MemoryStore(store_tasks(), capacity_rows=100),
@@ -161,7 +170,8 @@ async def pipeline(delay_seed: int, sink: MemorySink, *, max_lag: float = 0, is_
         seed=SEED,
     )
     await run.run()
-    await engine.close()
+    for one in engines:
+        await one.close()
     return await learner.weights()
 
 
@@ -181,3 +191,11 @@ def test_with_a_lag_the_weights_differ_so_the_comparison_can_fail() -> None:
     synchronous = asyncio.run(pipeline(0, MemorySink()))
     asynchronous = asyncio.run(pipeline(0, MemorySink(), max_lag=1))
     assert any(not torch.equal(synchronous[name], asynchronous[name]) for name in synchronous)
+
+
+def test_with_two_replicas_the_weights_are_the_same_however_long_rewards_take() -> None:
+    """To the last bits they need not be those of one engine: other requests are decoded together."""
+    sinks = [MemorySink(), MemorySink()]
+    first, second = (asyncio.run(pipeline(seed, sink, num_more=1)) for seed, sink in enumerate(sinks))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert {event.engine for event in sinks[0].of(WeightsLoaded)} == {"engine", "engine-0"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,32 @@ def test_the_environment_is_as_it_was_once_vllm_has_started_and_the_users_own_co
     with environment(plan()):
         assert os.environ["VLLM_NO_USAGE_STATS"] == "1" and os.environ["OMP_NUM_THREADS"] == "7"
     assert dict(os.environ) == before
+
+
+def test_engines_that_start_at_once_in_one_process_do_not_take_the_environment_from_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
+    is_in, may_leave, seen = threading.Event(), threading.Event(), list[str | None]()
+
+    def first() -> None:
+        with environment(plan()):
+            is_in.set()
+            may_leave.wait(5)
+
+    def second() -> None:
+        is_in.wait(5)
+        threading.Timer(0.05, may_leave.set).start()
+        with environment(plan()):
+            threads[0].join(5)
+            seen.append(os.environ.get("VLLM_NO_USAGE_STATS"))
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert seen == ["1"] and "VLLM_NO_USAGE_STATS" not in os.environ
 
 
 class Worker(Inside):

@@ -7,12 +7,12 @@ rollout started with). Arrays are numpy, one entry per token, in the order of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
@@ -72,6 +72,15 @@ class Request(Struct, frozen=True, kw_only=True):
     num_sampled: int = 0
     """How many of the last `tokens` were sampled for this request before it was interrupted. Its randomness goes on behind
     them, here or on another engine; `max_tokens` counts what is still to come."""
+
+    def behind(self, sampled: Sequence[int]) -> Request:
+        """What is left of it when these tokens of its answer are there."""
+        return structs.replace(
+            self,
+            tokens=(*self.tokens, *sampled),
+            sampling=structs.replace(self.sampling, max_tokens=self.sampling.max_tokens - len(sampled)),
+            num_sampled=self.num_sampled + len(sampled),
+        )
 
 
 class Finish(StrEnum):

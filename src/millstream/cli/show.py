@@ -53,6 +53,10 @@ def alarm(event: Alarm) -> str:
     return f"the checkpoint of step {event.version} failed: {event.message}; the run goes on"
 
 
+def joined(event: ReplicaJoined) -> str:
+    return f"{event.engine} has joined at version {event.version}"
+
+
 class Alarms:
     """Only what is wrong: for `--quiet`."""
 
@@ -100,7 +104,7 @@ class Lines:
             case CheckpointFailed() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
                 self._say(event.at, alarm(event))
             case ReplicaJoined():
-                self._say(event.at, f"{event.engine} has joined at version {event.version}")
+                self._say(event.at, joined(event))
             case RolloutFailed() if event.is_final:
                 self._say_failed(event)
             case RunEnded():

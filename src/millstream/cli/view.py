@@ -16,13 +16,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from millstream.cli.show import alarm, sample_line, warmed_words
+from millstream.cli.show import alarm, joined, sample_line, warmed_words
 from millstream.events import (
     WARMUP,
     CheckpointFailed,
     Evaluated,
     Event,
     GroupTaken,
+    ReplicaJoined,
     ReplicaLeft,
     Resumed,
     RolloutFailed,
@@ -95,6 +96,8 @@ class View:
                 self._version = event.version
             case CheckpointFailed() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
                 self._notes.append(alarm(event))
+            case ReplicaJoined():
+                self._notes.append(joined(event))
             case RolloutFailed():
                 self._num_failed += 1
                 self._failure = f"{self._num_failed} failed rollouts; the last: {event.message}"

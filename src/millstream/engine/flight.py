@@ -6,34 +6,60 @@ from millstream.errors import RequestRefused
 from millstream.types import Completion, Finish, Request, RequestKey, Sampled
 
 
-class InFlight:
+class Answer:
+    """What was sampled for a request so far, and whether it has ended."""
+
+    __slots__ = ("finish", "logprobs", "request", "tokens", "versions")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.finish: Finish | None = None
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self.request.sampling.stop:
+            self.finish = Finish.STOP
+        elif len(self.tokens) == self.request.sampling.max_tokens:
+            self.finish = Finish.LENGTH
+
+    def since(self, begin: int) -> Sampled:
+        return Sampled(tuple(self.tokens[begin:]), tuple(self.logprobs[begin:]), tuple(self.versions[begin:]))
+
+    def completion(self) -> Completion:
+        """Aborted, if it has not ended."""
+        return Completion(
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish=self.finish or Finish.ABORT,
+        )
+
+
+class InFlight(Answer):
     """What was sampled for a request, and how far it is. `slot` and `blocks` belong to whoever runs it."""
 
     __slots__ = (
         "blocks",
         "chain",
-        "finish",
         "is_gone",
         "is_mixed",
         "is_prefilling",
         "is_watched",
-        "logprobs",
         "num_computed",
         "num_indexed",
         "num_launched",
         "num_told",
-        "request",
         "slot",
-        "tokens",
-        "versions",
     )
 
     def __init__(self, request: Request, *, is_watched: bool = False) -> None:
-        self.request, self.is_watched, self.num_told = request, is_watched, 0
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.finish: Finish | None = None
+        super().__init__(request)
+        self.is_watched, self.num_told = is_watched, 0
         self.num_launched = 0
         """Tokens that were sampled or are being sampled: at most one more than those that are known."""
         self.num_computed = 0
@@ -67,27 +93,10 @@ class InFlight:
         self.num_computed, self.num_launched = 0, len(self.tokens)
         self.is_prefilling, self.is_mixed = True, False
 
-    def append(self, token: int, logprob: float, version: int) -> None:
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if token in self.request.sampling.stop:
-            self.finish = Finish.STOP
-        elif len(self.tokens) == self.request.sampling.max_tokens:
-            self.finish = Finish.LENGTH
-
     def news(self) -> Sampled:
         """What was sampled since this was asked last."""
         begin, self.num_told = self.num_told, len(self.tokens)
-        return Sampled(tuple(self.tokens[begin:]), tuple(self.logprobs[begin:]), tuple(self.versions[begin:]))
-
-    def completion(self) -> Completion:
-        return Completion(
-            tokens=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            finish=self.finish or Finish.ABORT,
-        )
+        return self.since(begin)
 
 
 Finished = list[tuple[RequestKey, Completion]]

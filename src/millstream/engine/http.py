@@ -24,14 +24,15 @@ from typing import Any
 from millstream.clock import Clock
 from millstream.engine import EngineStats, OnSampled
 from millstream.engine.flavours import Call, Flavour, Piece, flavour_of
+from millstream.engine.flight import Answer, check_request
 from millstream.engine.http_config import HttpConfig
 from millstream.engine.patience import back_off_s
 from millstream.engine.pushes import Pushes
-from millstream.engine.replica import Replica, Strange, Trouble, Unreachable
-from millstream.errors import EngineError, RequestRefused
+from millstream.engine.server import Server, Strange, Trouble, Unreachable
+from millstream.errors import EngineError, EngineGone, RequestRefused
 from millstream.events import EventSink, Span
 from millstream.seeds import derive_seed
-from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Sampling, Weights
+from millstream.types import Completion, Finish, Request, RequestKey, Weights
 
 logger = logging.getLogger(__name__)
 DRAIN_S = 1.0
@@ -43,15 +44,12 @@ HOLD_S = 10.0
 SPAN_S = 0.25
 
 
-class Flight:
+class Flight(Answer):
     """A request on its way: what has come, and what is still to come."""
 
     def __init__(self, request: Request, on_sampled: OnSampled | None, *, number: int, rng: random.Random) -> None:
-        self.request, self._on_sampled, self.number, self.rng = request, on_sampled, number, rng
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.finish: Finish | None = None
+        super().__init__(request)
+        self._on_sampled, self.number, self.rng = on_sampled, number, rng
         self.num_attempts = self.num_failures = 0
         """`num_failures`: in a row, without a new token."""
         self.task: asyncio.Task[None] | None = None
@@ -64,51 +62,18 @@ class Flight:
         """What servers call it: no two attempts have the same."""
         return f"millstream-{self.number}-{self.num_attempts}"
 
-    def rest(self) -> Request:
-        """What is still to be asked."""
-        request, num = self.request, len(self.tokens)
-        sampling = request.sampling
-        return Request(
-            key=request.key,
-            tokens=(*request.tokens, *self.tokens),
-            sampling=Sampling(
-                max_tokens=sampling.max_tokens - num,
-                temperature=sampling.temperature,
-                stop=sampling.stop,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-            ),
-            seed=request.seed,
-            num_sampled=request.num_sampled + num,
-        )
-
     def take(self, piece: Piece, versions: Sequence[int]) -> int:
         """How many of these tokens belong to the answer: what comes behind its end does not."""
-        sampling, begin = self.request.sampling, len(self.tokens)
+        begin = len(self.tokens)
         for token, logprob, version in zip(piece.tokens, piece.logprobs, versions, strict=True):
             if self.finish is not None:
                 break
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
-            self.versions.append(version)
-            if token in sampling.stop:
-                self.finish = Finish.STOP
-            elif len(self.tokens) == sampling.max_tokens:
-                self.finish = Finish.LENGTH
+            self.append(token, logprob, version)
         if len(self.tokens) > begin:
             self.num_failures = 0
             if self._on_sampled is not None:
-                new = (self.tokens[begin:], self.logprobs[begin:], self.versions[begin:])
-                self._on_sampled(Sampled(*(tuple(values) for values in new)))  # type: ignore[arg-type]
+                self._on_sampled(self.since(begin))
         return len(self.tokens) - begin
-
-    def completion(self) -> Completion:
-        return Completion(
-            tokens=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            finish=self.finish or Finish.ABORT,
-        )
 
 
 class HttpEngine:
@@ -132,8 +97,8 @@ class HttpEngine:
         self._clock, self._sink = clock, sink
         self._flavour: Flavour = flavour_of(config)
         self._pushes = pushes
-        self._replicas = [
-            Replica(url, token=token, token_variable=config.token_variable, timeout_s=config.timeout_s, now=clock.now())
+        self._servers = [
+            Server(url, token=token, token_variable=config.token_variable, timeout_s=config.timeout_s, now=clock.now())
             for url in config.urls
         ]
         self._version = self._newest = 0
@@ -144,7 +109,7 @@ class HttpEngine:
         self._is_paused = self._is_loading = self._is_ready = self._is_closed = False
         self._changing = asyncio.Lock()
         """Held by whoever changes what the servers have, or whether they are held."""
-        self._broken: EngineError | None = None
+        self._broken: EngineGone | None = None
         self._num_asked = self._num_running = self._num_tokens = self._num_finished = 0
         self._swap_s = 0.0
         self._began: float | None = None
@@ -219,26 +184,19 @@ class HttpEngine:
         if self._is_paused:
             with suppress(EngineError):
                 await self.resume()
-        for replica in self._replicas:
-            await replica.close()
+        for server in self._servers:
+            await server.close()
         if self._pushes is not None:
             await asyncio.to_thread(self._pushes.remove)
         self._end_span()
 
     def _check(self, request: Request) -> None:
         if self._is_closed:
-            raise EngineError(f"{self.name} is closed")
+            raise EngineGone(f"{self.name} is closed")
         self._raise_if_broken()
         if request.key in self._flights:
             raise EngineError(f"{request.key} is in flight already")
-        if not request.tokens:
-            raise RequestRefused(f"{request.key}: the prompt is empty")
-        most = len(request.tokens) + request.sampling.max_tokens
-        if self._max_length is not None and most > self._max_length:
-            raise RequestRefused(
-                f"{request.key}: {len(request.tokens)} tokens and up to {request.sampling.max_tokens} more exceed the context "
-                f"of {self._max_length}: set rollout.max_tokens lower"
-            )
+        check_request(request, self._max_length)
         if (why := self._flavour.refuses(request.sampling)) is not None:
             raise RequestRefused(f"{request.key}: {why}")
 
@@ -272,64 +230,64 @@ class HttpEngine:
                 self._num_running -= 1
                 self._end_span(is_forced=not self._num_running)
 
-    def _choose(self, *, is_retry: bool) -> Replica | float:
+    def _choose(self, *, is_retry: bool) -> Server | float:
         """The server with the fewest streams that is well; else how long to wait before looking again."""
         now = self._clock.now()
-        well = [replica for replica in self._replicas if not replica.breaker.wait_s(now)]
+        well = [server for server in self._servers if not server.breaker.wait_s(now)]
         if not well:
-            return min(replica.breaker.wait_s(now) for replica in self._replicas)
-        replica = min(well, key=lambda one: one.num_streams)
-        return (replica.budget.take(now) if is_retry else 0.0) or replica
+            return min(server.breaker.wait_s(now) for server in self._servers)
+        server = min(well, key=lambda one: one.num_streams)
+        return (server.budget.take(now) if is_retry else 0.0) or server
 
-    async def _try(self, flight: Flight, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
+    async def _try(self, flight: Flight, server: Server, work: Coroutine[Any, Any, None]) -> None:
         """One attempt. Cut short by whoever closes the gate; fails the request if there is no attempt left."""
-        replica.breaker.sent(self._clock.now())
-        replica.num_streams += 1
+        server.breaker.sent(self._clock.now())
+        server.num_streams += 1
         flight.num_attempts += 1
         flight.stream = asyncio.create_task(work)
         try:
             await asyncio.wait({flight.stream})
         finally:
             await _cut(flight.stream)
-            replica.num_streams -= 1
+            server.num_streams -= 1
             stream, flight.stream = flight.stream, None
             if stream.cancelled():
-                replica.breaker.left()
-                await self._forget(replica, flight.name)
+                server.breaker.left()
+                await self._forget(server, flight.name)
         if stream.cancelled():
             return
         match stream.exception():
             case None:
-                replica.breaker.succeeded()
-                replica.budget.succeeded()
+                server.breaker.succeeded()
+                server.budget.succeeded()
             case Trouble() as trouble:
-                await self._endure(flight, replica, trouble)
+                await self._endure(flight, server, trouble)
             case wrong:
-                replica.breaker.left()
+                server.breaker.left()
                 raise wrong
 
-    async def _endure(self, flight: Flight, replica: Replica, trouble: Trouble) -> None:
+    async def _endure(self, flight: Flight, server: Server, trouble: Trouble) -> None:
         flight.num_failures += 1
-        if replica.breaker.failed(self._clock.now()):
-            logger.warning("%s: left alone for a while after %s", replica.url, trouble)
+        if server.breaker.failed(self._clock.now()):
+            logger.warning("%s: left alone for a while after %s", server.url, trouble)
         if isinstance(trouble, Unreachable | Strange):
-            replica.has_weights = self._pushes is None
+            server.has_weights = self._pushes is None
         if flight.num_failures > self._config.retries:
-            raise EngineError(
-                f"{self.name}: {flight.request.key} failed {flight.num_failures} times in a row, at last with: {trouble}. Look "
-                "whether the server is up; engine.http.retries and engine.http.timeout_s set the limits"
+            raise self._break(
+                f"{flight.request.key} failed {flight.num_failures} times in a row, at last with: {trouble}. Look whether the "
+                "server is up; engine.http.retries and engine.http.timeout_s set the limits"
             ) from trouble
         await asyncio.sleep(max(back_off_s(flight.num_failures, flight.rng), trouble.after_s))
 
-    async def _stream(self, flight: Flight, replica: Replica) -> None:
+    async def _stream(self, flight: Flight, server: Server) -> None:
         """Take what comes, until the answer is whole."""
         version, num_before, finish = self._version, 0, None
-        body = self._flavour.body(flight.rest(), model=replica.model, name=flight.name)
-        async with aclosing(replica.events(self._flavour.path, body)) as events:
+        body = self._flavour.body(flight.request.behind(flight.tokens), model=server.model, name=flight.name)
+        async with aclosing(server.events(self._flavour.path, body)) as events:
             async for event in events:
-                piece = self._read(replica, event, num_before)
+                piece = self._read(server, event, num_before)
                 num_before, finish = num_before + len(piece.tokens), piece.finish
-                self._num_tokens += flight.take(piece, self._versions(replica, piece, version))
+                self._num_tokens += flight.take(piece, self._versions(server, piece, version))
                 if flight.finish is not None:
                     if self._flavour.stops_by_itself and finish is None:
                         await _drained(events)
@@ -339,43 +297,43 @@ class HttpEngine:
         if finish in (Finish.ABORT, None) and not self._gate.is_set():
             return  # it was told to end all requests; of one that had no token yet it may say nothing at all
         raise Trouble(
-            f"{replica.url}{self._flavour.path}: the answer ended ({finish or 'without a reason'}) before its length and "
+            f"{server.url}{self._flavour.path}: the answer ended ({finish or 'without a reason'}) before its length and "
             "without one of the request's stop tokens"
         )
 
-    def _read(self, replica: Replica, event: dict[str, object], num_before: int) -> Piece:
+    def _read(self, server: Server, event: dict[str, object], num_before: int) -> Piece:
         try:
             piece = self._flavour.read(event, num_before)
         except (KeyError, TypeError, ValueError, IndexError) as wrong:
-            where = f"{replica.url}{self._flavour.path}"
+            where = f"{server.url}{self._flavour.path}"
             raise Trouble(
                 f"{where}: not an answer of {self._config.flavour} ({wrong!r}): {str(event)[:300]}"
             ) from wrong
         if len(piece.tokens) != len(piece.logprobs):
             found = f"{len(piece.tokens)} tokens with {len(piece.logprobs)} log-probabilities"
-            raise Trouble(f"{replica.url}{self._flavour.path}: {found}, expected as many")
+            raise Trouble(f"{server.url}{self._flavour.path}: {found}, expected as many")
         return piece
 
-    def _versions(self, replica: Replica, piece: Piece, version: int) -> list[int]:
+    def _versions(self, server: Server, piece: Piece, version: int) -> list[int]:
         """Of each token. Raises `Strange` if the server has other weights than it was given."""
         if piece.label is not None and self._pushes is not None and piece.label != self._pushes.label(version):
-            raise Strange(f"{replica.url} has the weights {piece.label!r}, expected {self._pushes.label(version)!r}")
+            raise Strange(f"{server.url} has the weights {piece.label!r}, expected {self._pushes.label(version)!r}")
         if piece.versions is None:
             return [version] * len(piece.tokens)
-        versions = [served - replica.base for served in piece.versions]
+        versions = [served - server.base for served in piece.versions]
         if len(versions) != len(piece.tokens) or not all(version <= one <= self._newest for one in versions):
             raise Strange(
-                f"{replica.url} has versions {versions}, expected {version} to {self._newest}, one for each token"
+                f"{server.url} has versions {versions}, expected {version} to {self._newest}, one for each token"
             )
         return versions
 
-    async def _forget(self, replica: Replica, name: str) -> None:
+    async def _forget(self, server: Server, name: str) -> None:
         """A connection that we closed ends its request on the server, unless something in between hides that."""
         call = self._flavour.abort(name)
         if call is not None:
             with suppress(Trouble, EngineError, RequestRefused, TimeoutError):
                 async with asyncio.timeout(ABORT_S):
-                    await replica.tell(call)
+                    await server.tell(call)
 
     # ---- the servers' weights, and holding them --------------------------------------------------------------------
 
@@ -384,14 +342,13 @@ class HttpEngine:
         if self._is_ready:
             return
         try:
-            for replica in self._replicas:
-                await self._insist(replica, lambda one: one.greet(self._flavour, is_updated=self._pushes is not None))
-                replica.has_weights = self._pushes is None
+            for server in self._servers:
+                await self._insist(server, lambda one: one.greet(self._flavour, is_updated=self._pushes is not None))
+                server.has_weights = self._pushes is None
             if not is_updated_next and self._pushes is not None:
-                await self._each(lambda replica: self._insist(replica, self._renew))
+                await self._each(lambda server: self._insist(server, self._renew))
         except EngineError as wrong:
-            self._break(wrong)
-            raise
+            raise self._break(str(wrong)) from wrong
         self._is_ready = True
 
     async def _swap(self, version: int) -> None:
@@ -406,8 +363,10 @@ class HttpEngine:
             self._version = version
             self._is_loading = False
             await self._release()
-        except (EngineError, asyncio.CancelledError) as wrong:
-            self._break(wrong)
+        except EngineError as wrong:
+            raise self._break(str(wrong)) from wrong
+        except asyncio.CancelledError:
+            self._break("a load was cancelled halfway")
             raise
         finally:
             self._is_loading = False
@@ -415,26 +374,26 @@ class HttpEngine:
         assert self._pushes is not None
         await asyncio.to_thread(self._pushes.forget_older)
 
-    async def _push(self, replica: Replica) -> None:
+    async def _push(self, server: Server) -> None:
         assert self._pushes is not None
-        for call in self._flavour.update(self._pushes.newest(replica.base)):
-            await self._insist(replica, lambda one, call=call: one.tell(call))  # type: ignore[misc]
-        replica.has_weights = True
+        for call in self._flavour.update(self._pushes.newest(server.base)):
+            await self._insist(server, lambda one, call=call: one.tell(call))  # type: ignore[misc]
+        server.has_weights = True
 
-    async def _give_weights(self, replica: Replica) -> None:
+    async def _give_weights(self, server: Server) -> None:
         """To a server that may have been restarted: the newest, while nothing of ours runs there."""
         async with self._changing:
-            if not replica.has_weights and self._gate.is_set():
-                await self._renew(replica)
+            if not server.has_weights and self._gate.is_set():
+                await self._renew(server)
 
-    async def _renew(self, replica: Replica) -> None:
+    async def _renew(self, server: Server) -> None:
         """Whatever else runs there, of an earlier run perhaps, ends first."""
         assert self._pushes is not None
-        around = (self._flavour.hold, *self._flavour.update(self._pushes.newest(replica.base)), self._flavour.release)
+        around = (self._flavour.hold, *self._flavour.update(self._pushes.newest(server.base)), self._flavour.release)
         for call in around:
             if call is not None:
-                await replica.tell(call)
-        replica.has_weights = True
+                await server.tell(call)
+        server.has_weights = True
 
     async def _hold(self) -> None:
         """The gate is closed: no stream runs after this."""
@@ -445,7 +404,7 @@ class HttpEngine:
                 flight.stream.cancel()  # it may wait for whoever holds now
         try:
             if self._flavour.hold is not None and self._is_ready and self._pushes is not None:
-                await self._each(lambda replica: self._tell(replica, self._flavour.hold))
+                await self._each(lambda server: self._tell(server, self._flavour.hold))
                 if streams:
                     await asyncio.wait(streams, timeout=HOLD_S)
         finally:
@@ -456,30 +415,30 @@ class HttpEngine:
         if self._is_paused or self._is_loading:
             return
         if self._flavour.release is not None and self._is_ready and self._pushes is not None:
-            await self._each(lambda replica: self._tell(replica, self._flavour.release))
+            await self._each(lambda server: self._tell(server, self._flavour.release))
         self._gate.set()
 
-    async def _tell(self, replica: Replica, call: Call | None) -> None:
-        await self._insist(replica, lambda one: one.tell(_there(call)))
+    async def _tell(self, server: Server, call: Call | None) -> None:
+        await self._insist(server, lambda one: one.tell(_there(call)))
 
-    async def _each(self, work: Callable[[Replica], Awaitable[None]]) -> None:
+    async def _each(self, work: Callable[[Server], Awaitable[None]]) -> None:
         """All servers at once. One that fails is not used again before it was given the newest weights; if all fail, the first
         error is raised."""
-        found = await asyncio.gather(*(work(replica) for replica in self._replicas), return_exceptions=True)
-        for replica, error in zip(self._replicas, found, strict=True):
+        found = await asyncio.gather(*(work(server) for server in self._servers), return_exceptions=True)
+        for server, error in zip(self._servers, found, strict=True):
             if error is None:
                 continue
             if not isinstance(error, EngineError) or all(found) or not self._is_ready:
                 raise error
-            replica.has_weights = False
-            logger.warning("%s is not used until it has the newest weights: %s", replica.url, error)
+            server.has_weights = False
+            logger.warning("%s is not used until it has the newest weights: %s", server.url, error)
 
-    async def _insist(self, replica: Replica, work: Callable[[Replica], Awaitable[object]]) -> None:
+    async def _insist(self, server: Server, work: Callable[[Server], Awaitable[object]]) -> None:
         """Again and again, within the retries. Whatever it comes to is an `EngineError`."""
-        rng, num_failures = random.Random(derive_seed(self._seed, "http", replica.url)), 0
+        rng, num_failures = random.Random(derive_seed(self._seed, "http", server.url)), 0
         while True:
             try:
-                await work(replica)
+                await work(server)
                 return
             except RequestRefused as wrong:
                 raise EngineError(str(wrong)) from wrong
@@ -491,11 +450,12 @@ class HttpEngine:
                     ) from trouble
                 await asyncio.sleep(max(back_off_s(num_failures, rng), trouble.after_s))
 
-    def _break(self, wrong: BaseException) -> None:
-        """What the servers have is not known. Everybody who waits at the gate is let through, to be told."""
-        why = "a load was cancelled halfway" if isinstance(wrong, asyncio.CancelledError) else wrong
-        self._broken = self._broken or EngineError(f"{self.name} broke: {why}")
+    def _break(self, why: str) -> EngineGone:
+        """For good: what the servers have is not known, or none answers. Everybody who waits at the gate is let through, to be
+        told."""
+        self._broken = self._broken or EngineGone(f"{self.name} broke: {why}")
         self._gate.set()
+        return self._broken
 
     # ---- what was done, as spans -----------------------------------------------------------------------------------
 

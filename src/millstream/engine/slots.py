@@ -25,7 +25,7 @@ from millstream.model.load import context_length
 
 
 class SlotRunner:
-    """See `millstream.engine.batching.Runner`. The cache grows with the longest request and is never full."""
+    """See `millstream.engine.runner.Runner`. The cache grows with the longest request and is never full."""
 
     depth = 0
     join_every = 1

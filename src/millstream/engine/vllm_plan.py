@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from millstream.seeds import derive_seed
 from millstream.types import Request
 
 INSIDE = "millstream.engine.vllm_inside.Inside"
+STARTING = threading.Lock()
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -39,7 +41,8 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def environment(plan: Plan) -> Iterator[None]:
-    """What vLLM and the processes that it starts read as they start. Whatever the user has set comes first."""
+    """What vLLM and the processes that it starts read as they start. Whatever the user has set comes first. Of several engines
+    on threads of one process, one starts at a time: they share its environment."""
     found = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
         "VLLM_NO_USAGE_STATS": "1",
@@ -49,13 +52,14 @@ def environment(plan: Plan) -> Iterator[None]:
         found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         if plan.is_eager:
             found["TORCH_COMPILE_DISABLE"] = "1"  # its sampler would compile for ten seconds all the same
-    added = {name: value for name, value in found.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
+    with STARTING:
+        added = {name: value for name, value in found.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name in added:
+                os.environ.pop(name, None)
 
 
 def engine_arguments(plan: Plan) -> dict[str, Any]:

@@ -24,10 +24,11 @@ from typing import Any
 
 import msgspec
 
+from millstream.engine.flight import Answer
 from millstream.engine.vllm_plan import Plan, engine_arguments, environment, sampling_parameters
 from millstream.engine.worker import SPAN_S, Abort, Add, Close, Command, Load, Pause, Report, Resume
 from millstream.errors import EngineError
-from millstream.types import Completion, Finish, Request, RequestKey, Sampled
+from millstream.types import Finish, Request, RequestKey, Sampled
 
 Tell = Callable[[Report], None]
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
@@ -36,17 +37,14 @@ END_S = 1.0
 """What vLLM's core has to end by itself before it is killed."""
 
 
-class Flight:
+class Flight(Answer):
     """One request on its way."""
 
-    __slots__ = ("finish", "is_watched", "logprobs", "num_told", "outputs", "request", "task", "tokens", "versions")
+    __slots__ = ("is_watched", "num_told", "outputs", "task")
 
     def __init__(self, request: Request, outputs: Any, *, is_watched: bool) -> None:
-        self.request, self.outputs, self.is_watched = request, outputs, is_watched
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.finish: Finish | None = None
+        super().__init__(request)
+        self.outputs, self.is_watched = outputs, is_watched
         self.num_told = 0
         self.task: asyncio.Task[None] | None = None
 
@@ -61,15 +59,7 @@ class Flight:
 
     def news(self) -> Sampled:
         begin, self.num_told = self.num_told, len(self.tokens)
-        return Sampled(tuple(self.tokens[begin:]), tuple(self.logprobs[begin:]), tuple(self.versions[begin:]))
-
-    def completion(self) -> Completion:
-        return Completion(
-            tokens=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            finish=self.finish or Finish.ABORT,
-        )
+        return self.since(begin)
 
 
 class Marker:

@@ -273,6 +273,11 @@ def _torch_engine(
     is_cpu = model.device.type == "cpu"
     if is_process is None:
         is_process = is_cpu and num_cores() > 1
+    if is_cpu and config.cache is None and config.cache_gb is not None:
+        raise ConfigError(
+            f'engine.cache_gb = {config.cache_gb:g}, and on a CPU every request has a slot: set engine.cache = "pages", or '
+            "leave cache_gb out"
+        )
     if is_process and not is_cpu:
         raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
     host: Host

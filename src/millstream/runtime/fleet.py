@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from millstream.clock import Clock
 from millstream.engine import Engine
-from millstream.errors import EngineGone, MillstreamError
+from millstream.errors import EngineGone
 from millstream.events import EventSink, Warned
 from millstream.runtime.router import Router
 from millstream.types import Weights
@@ -41,6 +41,8 @@ class Fleet:
         )
         self._lost: asyncio.Queue[Engine] = asyncio.Queue()
         self._num_replaced = 0
+        self._making: asyncio.Future[Engine] | None = None
+        """The newest one that takes another's place."""
         if num > 1:
             self.router.on_lost = self._lost.put_nowait
 
@@ -67,15 +69,18 @@ class Fleet:
             return
         self._num_replaced += 1
         try:
-            engine = await asyncio.to_thread(self._make, lost.name)
-        except (MillstreamError, OSError) as error:
-            self._warn(f"{lost.name} could not be replaced: {error}")
-            return
-        self._engines[lost.name] = engine
-        adopt(engine)
+            self._making = asyncio.ensure_future(asyncio.to_thread(self._make, lost.name))
+            engine = self._engines[lost.name] = await asyncio.shield(self._making)
+        except Exception as error:  # whatever it is (no memory on the device, say), the others go on
+            self._warn(f"{lost.name} could not be replaced: {type(error).__name__}: {error}")
+        else:
+            adopt(engine)
 
     def _warn(self, message: str) -> None:
         self._sink.emit(Warned(at=self._clock.now(), message=message))
 
     async def close(self) -> None:
-        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+        """All of them, and one that was just being made when `replace` was cancelled."""
+        made = [] if self._making is None else await asyncio.gather(self._making, return_exceptions=True)
+        engines = {*self._engines.values(), *(one for one in made if not isinstance(one, BaseException))}
+        await asyncio.gather(*(engine.close() for engine in engines))

@@ -11,8 +11,6 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from msgspec import structs
-
 from millstream.engine import Engine
 from millstream.types import Completion, Finish, Request, RequestKey, Sampled
 
@@ -83,12 +81,7 @@ class Flight:
         elif self.is_aborted:
             self.finish = Finish.ABORT
         elif num > self._num_kept:
-            self.asked = structs.replace(
-                self.request,
-                tokens=(*self.request.tokens, *self._tokens),
-                sampling=structs.replace(sampling, max_tokens=sampling.max_tokens - num),
-                num_sampled=self.request.num_sampled + num,
-            )
+            self.asked = self.request.behind(self._tokens)
         self._num_kept, self.is_moving, self.has_moved = num, False, True
 
     def completion(self) -> Completion:

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
 from millstream.clock import RealClock
+from millstream.engine import EngineConfig
 from millstream.env.data import DataSet, digest, in_order, read
 from millstream.env.find import find, make_tasks
 from millstream.env.hosted import Environments, check_tasks
@@ -236,7 +237,8 @@ class Before(NamedTuple):
 
 
 def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measured:
-    """The config's model on its held-out tasks: sampled, and greedy. Leaves no run folder. Draws the random numbers of a run's
+    """The config's model on its held-out tasks: sampled, and greedy, on our own engine, whatever the run's was. Leaves no run
+    folder. Draws the random numbers of a run's
     last evaluation, so that a finished run's model gets its figure again."""
     learner = structs.replace(config.learner, lora=None)  # new adapters would change nothing
     prepared = prepare(structs.replace(config, learner=learner), reward)
@@ -247,10 +249,8 @@ def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measur
 
     async def measure() -> Measured:
         clock, sink = RealClock(), Tee([])
-        on_thread = structs.replace(config.engine, kind="torch", http=None, vllm=None, process=False)
-        engine = build.build_engine(
-            on_thread, prepared.model, clock=clock, sink=sink, tokenizer=prepared.tokenizer_for_stops
-        )
+        own, stops = _own_engine(config.engine), prepared.tokenizer_for_stops
+        engine = build.build_engine(own, prepared.model, clock=clock, sink=sink, tokenizer=stops)
         evaluator = _Evaluator(prepared, Router([engine]), clock, sink, _waits(config, clock, sink))
         try:
             found = await evaluator.sampled_and_greedy("after")
@@ -261,6 +261,13 @@ def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measur
         return found
 
     return asyncio.run(measure())
+
+
+def _own_engine(config: EngineConfig) -> EngineConfig:
+    """Ours, on a thread, in place of what a run had."""
+    if config.kind == "torch":
+        return structs.replace(config, process=False)
+    return EngineConfig(slots=config.slots, prefill_tokens=config.prefill_tokens, process=False)
 
 
 class _Evaluator:

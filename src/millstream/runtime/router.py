@@ -30,8 +30,8 @@ from millstream.engine import Engine
 from millstream.errors import EngineError, EngineGone
 from millstream.events import EventSink, ReplicaJoined, ReplicaLeft
 from millstream.runtime.flight import Flight, Lengths, Prefixes
-from millstream.runtime.queue import Queue, Rank, Waiter
 from millstream.runtime.replica import MOST_FAILURES, Replica
+from millstream.runtime.waiting import Rank, Waiter, Waiting
 from millstream.types import Completion, Finish, Request, RequestKey
 
 __all__ = ["Rank", "RankOf", "Router"]
@@ -61,7 +61,7 @@ class Router:
         self._clock, self._sink = clock, sink
         self._lengths, self._prefixes = Lengths(), Prefixes()
         self._flights: dict[RequestKey, Flight] = {}
-        self._ranked, self._others = Queue(), Queue()
+        self._ranked, self._others = Waiting(), Waiting()
         self._turn = self._num_waiting = self._newest = 0
         self._why_none = "none was given to the router"
         self._giving_up: asyncio.TimerHandle | None = None

@@ -35,7 +35,7 @@ from starlette.routing import Route
 from millstream.clock import Clock, RealClock
 from millstream.engine import Engine
 from millstream.env import Text
-from millstream.errors import DataError, EngineError, EnvironmentFailed, RequestRefused, WeightsError
+from millstream.errors import DataError, EngineError, EngineGone, EnvironmentFailed, RequestRefused, WeightsError
 from millstream.seeds import derive_seed
 from millstream.serve.answers import DONE, Writer, event, fault, refusal, reply
 from millstream.serve.asks import Ask, BadAsk, Body, ChatBody, CompletionBody, Prompt, ask_of
@@ -168,6 +168,9 @@ class ModelService:
         try:
             manifest, weights = await asyncio.to_thread(read_weights, folder)
             await self._served.engine.load(body.version, weights)
+        except EngineGone as broken:
+            self._broken = str(broken)
+            raise
         except (WeightsError, EngineError) as wrong:
             raise BadAsk(f"version {body.version} was not taken: {wrong}", "path", status=409) from wrong
         return reply({"version": body.version, "bytes": manifest.num_bytes, "digest": manifest.digest})
@@ -300,7 +303,7 @@ class ModelService:
             if not speech.is_stopped or _is_cancelled():
                 raise
             speech.end()
-        except EngineError as broken:
+        except EngineGone as broken:
             self._broken = str(broken)
             raise
         if finish is Finish.ABORT:

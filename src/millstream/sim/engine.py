@@ -260,7 +260,7 @@ class SimEngine:
     def _queue(self, request: Request, on_sampled: OnSampled | None) -> _Job:
         self._raise_if_gone()
         if self._is_closed:
-            raise EngineError(f"{self.name} is closed")
+            raise EngineGone(f"{self.name} is closed")
         if request.key in self._jobs:
             raise EngineError(f"{request.key} is in flight already")
         if (most := len(request.tokens) + request.sampling.max_tokens) > self._kv_tokens:

@@ -31,7 +31,7 @@ import pytest
 from msgspec import structs
 
 from millstream.engine import Engine
-from millstream.errors import EngineError, RequestRefused
+from millstream.errors import EngineError, EngineGone, RequestRefused
 from millstream.testing.reference import Reference, logprobs_over
 from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Sampling, Weights
 
@@ -560,7 +560,7 @@ class EngineSuite:
                     self.check(flight, completion, first=e.version, last=e.version)
                     assert completion.finish is Finish.ABORT
                 assert len((await flights[0]).tokens) >= 3
-                with pytest.raises(EngineError):
+                with pytest.raises(EngineGone):
                     await e.generate(self.request(0, (4, 5, 6)))
 
         self.run(program())

@@ -39,7 +39,7 @@ class Strange(Trouble):
     """The server does not have the weights that it was given."""
 
 
-class Replica:
+class Server:
     def __init__(
         self, url: str, *, token: str | None, token_variable: str | None, timeout_s: float, now: float
     ) -> None:

@@ -20,7 +20,7 @@ class Waiter(NamedTuple):
     replica: asyncio.Future[Replica]
 
 
-class Queue:
+class Waiting:
     """Requests by group, groups by rank. A rank that changed is entered again; the old entry is skipped when it comes up."""
 
     def __init__(self) -> None:
