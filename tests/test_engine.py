@@ -273,6 +273,54 @@ def test_a_request_that_cannot_run_is_refused_with_what_to_set() -> None:
         batcher.add(request(0, ()))
 
 
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"seed": -1}, "seed = -1"),
+        ({"seed": 2**64}, "seed = 18446744073709551616"),
+        ({"tokens": (5, VOCABULARY)}, f"token {VOCABULARY}.*less than {VOCABULARY}"),
+        ({"tokens": (5, -1)}, "token -1"),
+        ({"num_sampled": 2}, "num_sampled"),
+        ({"sampling": Sampling(max_tokens=2, temperature=-1.0)}, "temperature = -1: expected 0"),
+        ({"sampling": Sampling(max_tokens=2, temperature=1e-300)}, "temperature"),
+        ({"sampling": Sampling(max_tokens=2, temperature=float("nan"))}, "temperature = nan"),
+        ({"sampling": Sampling(max_tokens=2, top_k=2**63)}, "top_k"),
+        ({"sampling": Sampling(max_tokens=2, top_p=float("nan"))}, "top_p"),
+    ],
+)
+def test_a_request_that_would_take_others_with_it_is_refused_alone(
+    changed: dict[str, Any], reason: str, batch: MakeBatcher
+) -> None:
+    batcher = batch(make("llama"), num_slots=2)
+    batcher.add(request(0, (4, 5, 6)))
+    with pytest.raises(RequestRefused, match=reason):
+        batcher.add(structs.replace(request(1, (4, 5)), **changed))
+    done: dict[int, Completion] = {}
+    drain(batcher, done)
+    assert len(done[0].tokens) == 16
+
+
+def test_a_padded_vocabulary_counts_with_its_padding(batch: MakeBatcher) -> None:
+    model = make("llama")
+    model.resize_token_embeddings(VOCABULARY + 31)
+    prompt = (4, VOCABULARY + 30)
+    answer = alone(batch(model, num_slots=2), request(0, prompt))
+    expected = teacher_forced(plain(model), prompt, answer.tokens)
+    assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+
+
+def test_weights_of_another_shape_are_refused_before_any_is_taken(batch: MakeBatcher) -> None:
+    batcher = batch(make("llama"), num_slots=2)
+    weights = {name: value.detach().clone() for name, value in make("llama", seed=1).named_parameters()}
+    with pytest.raises(EngineError, match=r"model\.norm\.weight is \(1,\), expected \(64,\)"):
+        batcher.load(1, weights | {"model.norm.weight": torch.ones(1)})
+    answer = alone(batcher, request(0, (4, 5, 6)))
+    assert set(answer.versions) == {0}
+    assert torch.allclose(
+        torch.tensor(answer.logprobs), teacher_forced(plain(make("llama")), (4, 5, 6), answer.tokens), atol=1e-4
+    )
+
+
 def test_a_model_without_the_attention_interface_is_refused() -> None:
     from transformers import MambaConfig
 

@@ -204,7 +204,7 @@ def test_when_the_cache_is_full_the_youngest_give_way_and_nobody_notices(depth: 
 
 def test_a_request_that_could_never_fit_is_refused_and_a_cache_without_a_page_as_well() -> None:
     batcher = paged(make("llama"), num_pages=11)
-    with pytest.raises(RequestRefused, match="40"):
+    with pytest.raises(RequestRefused, match=r"40 tokens that fit into the cache: set engine\.cache_gb higher"):
         batcher.add(request(0, tuple([5] * 20), max_tokens=21))
     assert len(alone(batcher, request(0, tuple([5] * 20), max_tokens=20)).tokens) == 20
     with pytest.raises(EngineError, match=r"engine\.cache_gb"):
