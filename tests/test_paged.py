@@ -23,6 +23,9 @@ from millstream.engine.paged import PagedRunner, make_runner
 from millstream.engine.slots import SlotRunner
 from millstream.errors import EngineError, RequestRefused
 from millstream.events.sinks import MemorySink
+from millstream.model.adapters import add_adapters, copy_of, merged, trained_weights
+from millstream.model.load import load_weights
+from millstream.model.lora import LoraConfig
 from millstream.runtime.build import build_engine
 from millstream.types import Completion, Finish, RequestKey
 from test_engine import alone, drain, teacher_forced
@@ -307,6 +310,70 @@ def test_new_weights_reach_joined_ones_through_the_names_of_the_library() -> Non
         attention.k_proj.weight.fill_(3.0)
     assert attention.k_proj.weight.data_ptr() != attention.q_proj.weight.data_ptr()
     assert attention.k_proj.weight._base is attention.q_proj.weight._base
+
+
+def other_weights(name: str = "llama", seed: int = 1) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in make(name, seed=seed).named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["slots", "pages"])
+def test_a_copy_of_a_joined_model_is_a_model_of_its_own(kind: str) -> None:
+    model = make("llama")
+    first = paged(model)
+    copied = copy_of(model)
+    second = paged(copied) if kind == "pages" else Batcher(copied, num_slots=2)
+    second.load(1, other_weights())
+    for batcher, seed in ((first, 0), (second, 1)):
+        answer = alone(batcher, request(0, (5, 6, 7, 8)))
+        expected = teacher_forced(plain_model(make("llama", seed=seed)), (5, 6, 7, 8), answer.tokens)
+        assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+
+
+def test_a_model_that_had_joined_steps_runs_in_slots_as_well() -> None:
+    model = make("llama")
+    paged(model)
+    answer = alone(Batcher(model, num_slots=2), request(0, (5, 6, 7, 8)))
+    expected = teacher_forced(plain_model(make("llama")), (5, 6, 7, 8), answer.tokens)
+    assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+
+
+def test_a_forward_pass_that_is_somebody_elses_stays() -> None:
+    model = make("gpt_neox")
+    head = model.get_output_embeddings()
+    head.forward = lambda hidden: torch.nn.functional.linear(hidden, head.weight) * 0.5
+    answer = alone(paged(model, num_pages=4000), request(0, (5, 6, 7, 8), temperature=0))
+    with torch.no_grad():
+        logits = plain_model(make("gpt_neox"))(torch.tensor([(5, 6, 7, 8)])).logits[0, -1] * 0.5
+    assert answer.logprobs[0] == pytest.approx(float(torch.log_softmax(logits, -1).max()), abs=1e-4)
+
+
+def test_new_weights_reach_both_layers_that_have_one_in_common() -> None:
+    models = [make("llama", seed=seed) for seed in (0, 1)]
+    for model in models:
+        first, second, _ = model.model.layers
+        second.mlp.gate_proj.weight = first.mlp.gate_proj.weight
+        second.self_attn.k_proj.weight = first.self_attn.k_proj.weight
+    batcher = paged(models[0])
+    batcher.load(1, dict(models[1].named_parameters()))
+    answer = alone(batcher, request(0, (5, 6, 7, 8)))
+    expected = teacher_forced(plain_model(models[1]), (5, 6, 7, 8), answer.tokens)
+    assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+
+
+def test_what_adapters_stand_on_stays_shared_with_the_learner_and_they_alone_are_loaded() -> None:
+    model = make("qwen3")
+    add_adapters(model, LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "v_proj")), seed=0)
+    before = {name: value.data_ptr() for name, value in model.named_parameters() if not value.requires_grad}
+    batcher, beside = paged(copy_of(model)), paged(copy_of(model))
+    assert {name: value.data_ptr() for name, value in model.named_parameters() if not value.requires_grad} == before
+    torch.manual_seed(0)
+    weights = {name: torch.randn_like(value) * 0.1 for name, value in trained_weights(model).items()}
+    batcher.load(1, weights)
+    load_weights(model, weights)
+    for engine, twin in ((batcher, plain_model(merged(model))), (beside, plain_model(make("qwen3")))):
+        answer = alone(engine, request(0, (5, 6, 7, 8)))
+        expected = teacher_forced(twin, (5, 6, 7, 8), answer.tokens)
+        assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
 
 
 def test_sizes_of_graphs_have_room_and_waste_little() -> None:
