@@ -19,9 +19,10 @@ from millstream.engine import EngineConfig, fused, plain
 from millstream.engine.batching import Batcher
 from millstream.engine.blocks import START, Blocks
 from millstream.engine.graphs import size_for
+from millstream.engine.http_config import HttpConfig
 from millstream.engine.paged import PagedRunner, make_runner
 from millstream.engine.slots import SlotRunner
-from millstream.errors import EngineError, RequestRefused
+from millstream.errors import ConfigError, EngineError, RequestRefused
 from millstream.events.sinks import MemorySink
 from millstream.model.adapters import add_adapters, copy_of, merged, trained_weights
 from millstream.model.load import load_weights
@@ -235,8 +236,18 @@ def test_pages_or_slots_and_their_size_are_chosen_by_the_config() -> None:
     small, large = (make_runner(model, EngineConfig(cache="pages", slots=4, cache_gb=gb)) for gb in (2e-4, 1e-2))
     assert isinstance(small, PagedRunner) and isinstance(large, PagedRunner)
     assert small._blocks.num_blocks < large._blocks.num_blocks
-    with pytest.raises(ValueError, match="cache_gb"):
-        EngineConfig(cache="slots", cache_gb=1.0)
+    with pytest.raises(ConfigError, match='set engine.cache = "pages"'):
+        build_engine(EngineConfig(cache_gb=1.0), model, clock=RealClock(), sink=MemorySink())
+    for wrong in ({"cache": "slots", "cache_gb": 1.0}, {"cache_gb": float("nan")}, {"cache_gb": float("inf")}):
+        with pytest.raises(ValueError, match="cache_gb"):
+            EngineConfig(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="answer_s"):
+        EngineConfig(answer_s=float("nan"))
+    servers = HttpConfig(urls=("http://127.0.0.1:1",), flavour="openai", weights="none")
+    assert EngineConfig(kind="http", http=servers).slots == 128
+    for unread in ({"prefill_tokens": 7}, {"process": False}):
+        with pytest.raises(ValueError, match="leave them out"):
+            EngineConfig(kind="http", http=servers, **unread)  # type: ignore[arg-type]
 
 
 # ---- weights -----------------------------------------------------------------------------------------------------------

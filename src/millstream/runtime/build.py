@@ -259,6 +259,11 @@ def _torch_engine(
         is_process = is_cpu and num_cores() > 1
     if is_process and not is_cpu:
         raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
+    if is_cpu and config.cache is None and config.cache_gb is not None:
+        raise ConfigError(
+            f"engine.cache_gb = {config.cache_gb:g}, and on a CPU there are no pages unless they are asked for: "
+            'set engine.cache = "pages", or leave cache_gb out'
+        )
     host: Host = ProcessHost(model, config) if is_process else ThreadHost(copy_of(model), config)
     return TorchEngine(
         host,
