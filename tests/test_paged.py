@@ -13,24 +13,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import Qwen3MoeConfig
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig, fused, plain
 from millstream.engine.batching import Batcher
 from millstream.engine.blocks import START, Blocks
-from millstream.engine.graphs import size_for
+from millstream.engine.graphs import Graphs, obstacle_in, size_for
 from millstream.engine.http_config import HttpConfig
 from millstream.engine.paged import PagedRunner, make_runner
 from millstream.engine.slots import SlotRunner
 from millstream.errors import ConfigError, EngineError, RequestRefused
 from millstream.events.sinks import MemorySink
 from millstream.model.adapters import add_adapters, copy_of, merged, trained_weights
-from millstream.model.load import load_weights
+from millstream.model.load import load_weights, new_model
 from millstream.model.lora import LoraConfig
 from millstream.runtime.build import build_engine
 from millstream.types import Completion, Finish, RequestKey
 from test_engine import alone, drain, teacher_forced
-from tiny import CONFIGS, VOCABULARY, make, prompts, request
+from tiny import CONFIGS, SHAPE, VOCABULARY, make, prompts, request
 from tiny import plain as plain_model
 
 PAGE_BYTES = 3 * 2 * 2 * 4 * 16 * 4
@@ -236,7 +238,7 @@ def test_pages_or_slots_and_their_size_are_chosen_by_the_config() -> None:
     small, large = (make_runner(model, EngineConfig(cache="pages", slots=4, cache_gb=gb)) for gb in (2e-4, 1e-2))
     assert isinstance(small, PagedRunner) and isinstance(large, PagedRunner)
     assert small._blocks.num_blocks < large._blocks.num_blocks
-    with pytest.raises(ConfigError, match='set engine.cache = "pages"'):
+    with pytest.raises(ConfigError, match=r'set engine\.cache = "pages"'):
         build_engine(EngineConfig(cache_gb=1.0), model, clock=RealClock(), sink=MemorySink())
     for wrong in ({"cache": "slots", "cache_gb": 1.0}, {"cache_gb": float("nan")}, {"cache_gb": float("inf")}):
         with pytest.raises(ValueError, match="cache_gb"):
@@ -392,6 +394,104 @@ def test_sizes_of_graphs_have_room_and_waste_little() -> None:
         for num in range(1, most + 1):
             assert num <= size_for(num, most) <= max(1, min(most, num + max(7, num // 7)))
     assert len({size_for(num, 512) for num in range(1, 513)}) < 40
+
+
+# ---- graphs, and what is done without them -----------------------------------------------------------------------------
+
+
+class PlayBack:
+    """A recorder without a GPU: a graph is the step itself, whose outputs stay where they were."""
+
+    def __init__(self, *, error: str | None = None) -> None:
+        self.error, self.num_recorded = error, 0
+
+    def record(self, step: Any) -> Any:
+        self.num_recorded += 1
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        outputs = step()
+
+        def again() -> None:
+            for mine, new in zip(outputs, step(), strict=True):
+                mine.copy_(new)
+
+        return again, outputs
+
+
+def with_graphs(model: Any, recorder: PlayBack, monkeypatch: pytest.MonkeyPatch) -> Batcher:
+    """The plain twin of attention asks for the longest row, which the kernel does not: that is not seen."""
+    batcher = paged(model, num_pages=1600)
+    runner, right = runner_of(batcher), plain.decode_attention
+    runner._graphs = Graphs(recorder)
+
+    def without_asking(query: Any, pages: Any, rule: Any) -> Any:
+        with _disable_current_modes():
+            return right(query, pages, rule)
+
+    monkeypatch.setattr(plain, "decode_attention", without_asking)
+    return batcher
+
+
+def mixture(implementation: str) -> Any:
+    model = new_model(
+        Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32), seed=0
+    )
+    model.set_experts_implementation(implementation)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "is_captured", "error"),
+    [
+        *((name, True, None) for name in CONFIGS),
+        ("llama", False, "operation not permitted when stream is capturing"),
+        ("batched_mm", True, None),
+        ("eager", False, None),
+    ],
+)
+def test_a_step_that_no_graph_can_hold_is_launched_kernel_by_kernel_with_one_warning(
+    name: str,
+    is_captured: bool,
+    error: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = make(name) if name in CONFIGS else mixture(name)
+    twin, recorder = plain_model(model), PlayBack(error=error)
+    batcher = with_graphs(model, recorder, monkeypatch)
+    asked = prompts(9)
+    for number, prompt in enumerate(asked):
+        one = request(number, prompt, max_tokens=4 + 2 * number)
+        batcher.add(structs.replace(one, sampling=structs.replace(one.sampling, top_k=number % 2 * VOCABULARY)))
+    done: dict[int, Completion] = {}
+    drain(batcher, done)
+    for number, prompt in enumerate(asked):
+        expected = teacher_forced(twin, prompt, done[number].tokens)
+        assert torch.allclose(torch.tensor(done[number].logprobs), expected, atol=1e-4)
+    assert [record.levelname for record in caplog.records] == ([] if is_captured else ["WARNING"])
+    if is_captured:
+        assert recorder.num_recorded >= 3, "a graph for every size, and for those with top_k"
+    else:
+        assert "kernel by kernel" in caplog.text and (error or "aten") in caplog.text
+        assert recorder.num_recorded == int(error is not None), "what cannot be recorded is not tried, or once"
+
+
+def test_what_the_host_must_see_is_an_obstacle_and_nothing_else() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    for step, found in [
+        (lambda: x[torch.tensor([1, 0])] @ x.T, None),
+        (lambda: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]), None),
+        (lambda: x[x > 2], "index"),
+        (lambda: x.nonzero(), "nonzero"),
+        (lambda: torch.where(x > 2), "nonzero"),
+        (lambda: x.max().item(), "_local_scalar_dense"),
+        (lambda: 1 if x.sum() > 2 else 0, "_local_scalar_dense"),
+        (lambda: torch.nn.functional.one_hot(x.long()), "_local_scalar_dense"),
+        (lambda: x.repeat_interleave(torch.tensor([1, 2]), 0), "repeat_interleave"),
+        (lambda: x.to("meta"), "_to_copy"),
+    ]:
+        seen = obstacle_in(step)
+        assert (seen is None) if found is None else found in (seen or ""), (found, seen)
 
 
 # ---- everything at once ------------------------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """How keys and values are kept. pages: in a pool of a fixed size that requests share; slots: one for every request, as long
     as the longest. None: pages on a GPU, slots on a CPU, where they are faster."""
     cache_gb: float | None = None
-    """The size of the pool of pages; on a CPU only with cache = "pages". None: on a GPU a third of what is free, since a learner may live there; else 1 GB."""
+    """The size of the pool of pages; on a CPU only with cache = "pages". None: on a GPU a third of what is free, since a
+    learner may live there; else 1 GB."""
     on_update: OnUpdate = "keep"
     """What becomes of the keys and values of requests in flight when new weights come: they stay, or are computed again under
     the new weights. Requests that begin later never see older ones."""
