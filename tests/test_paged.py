@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import resource
@@ -532,6 +533,69 @@ def test_whatever_happens_everybody_is_answered_once_and_every_page_comes_back(
     assert done.keys() == asked.keys() and batcher.cache_used == 0
     assert all(len(one.tokens) == asked[key] or one.finish is Finish.ABORT for key, one in done.items())
     assert all(list(one.versions) == sorted(one.versions) for one in done.values())
+
+
+TWINS = 3
+"""Models that are loaded in turn: version n is that of seed n % TWINS."""
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(["keep", "recompute"]), st.sampled_from([0, 1]))
+def test_whatever_happens_every_token_has_the_numbers_of_its_version(
+    rng: random.Random, on_update: Any, depth: int
+) -> None:
+    """Prompts that begin alike, in chunks of a few tokens, through a cache that is nearly full, with aborts, swaps and waits
+    between any two steps. With `keep`, requests over which weights were swapped have a past of two versions, and are left out."""
+    batcher = paged(
+        make("llama"),
+        num_slots=rng.randint(1, 6),
+        num_pages=rng.choice([15, 18, 25, 200]),
+        depth=depth,
+        on_update=on_update,
+        prefill_tokens=rng.choice([1, 3, 7, 16, 200]),
+    )
+    runner_of(batcher).join_every = rng.choice([1, 3])
+    asked, done, mixed = dict[RequestKey, Any](), dict[RequestKey, Completion](), set[RequestKey]()
+
+    def turn() -> None:
+        done.update(batcher.step())
+        match rng.choice(["go on", "go on", "go on", "abort", "load", "settle"]):
+            case "abort":
+                done.update(batcher.abort(rng.choice(list(asked))))
+            case "load":
+                if on_update == "keep":
+                    mixed.update(flight.request.key for flight in batcher._running)
+                version = batcher.version + 1
+                batcher.load(version, other_weights(seed=version % TWINS))
+            case "settle":
+                done.update(batcher.settle())
+        held = [block for flight in batcher._running for block in flight.blocks]
+        assert runner_of(batcher)._blocks._users[1:] == [held.count(block) for block in range(1, 1 + num_blocks)]
+
+    num_blocks = runner_of(batcher)._blocks.num_blocks
+    stem = tuple(rng.randrange(3, VOCABULARY) for _ in range(30))
+    for number in range(14):
+        prompt = (*stem[: rng.choice([30, 30, rng.randint(1, 30)])], *(5,) * rng.choice([0, rng.randint(0, 9)]))
+        one = request(number, prompt, max_tokens=rng.randint(1, 14))
+        stop = tuple(range(rng.choice([0, 20])))
+        asked[one.key] = structs.replace(one, sampling=structs.replace(one.sampling, stop=stop))
+        batcher.add(asked[one.key])
+        for _ in range(rng.choice([0, 1, 3])):
+            turn()
+    for _ in range(2000):
+        if batcher.has_work:
+            done.update(batcher.step())
+    assert done.keys() == asked.keys() and batcher.cache_used == 0, "nobody waits for ever"
+    for key, one in done.items():
+        for version in set(one.versions) if key not in mixed else ():
+            chosen = [at for at, label in enumerate(one.versions) if label == version]
+            expected = teacher_forced(twin_of(version % TWINS), asked[key].tokens, one.tokens)[chosen]
+            assert torch.allclose(torch.tensor(one.logprobs)[chosen], expected, atol=2e-4)
+
+
+@functools.cache
+def twin_of(seed: int) -> Any:
+    return plain_model(make("llama", seed=seed))
 
 
 @pytest.mark.slow

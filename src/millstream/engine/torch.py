@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from transformers import PreTrainedModel
 
 from millstream.clock import Clock
@@ -67,6 +68,9 @@ class ThreadHost:
         self._thread.start()
 
     def offer(self, weights: Weights) -> None:
+        """The engine copies them on a stream of its own: they must be there by then."""
+        for device in {tensor.device for tensor in weights.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         self._queue.offered = weights
 
     def send(self, command: Command) -> None:
