@@ -23,12 +23,13 @@ from millstream.engine.process import ProcessHost
 from millstream.engine.sampling import sample, uniforms
 from millstream.engine.strings import ends_with_one
 from millstream.engine.torch import TorchEngine
+from millstream.engine.worker import Command, Load, Report
 from millstream.errors import EngineError, ModelError, RequestRefused
 from millstream.events import Span
 from millstream.events.sinks import MemorySink
 from millstream.runtime.build import build_engine
 from millstream.seeds import derive_seed
-from millstream.types import Completion, Finish, Request, RequestKey, Sampling
+from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Weights
 from tiny import CONFIGS, VOCABULARY, make, plain, prompts, request
 
 
@@ -304,6 +305,54 @@ def test_a_request_that_cannot_run_is_refused_with_what_to_set() -> None:
         batcher.add(request(0, ()))
 
 
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"seed": -1}, "seed = -1"),
+        ({"seed": 2**64}, "seed = 18446744073709551616"),
+        ({"tokens": (5, VOCABULARY)}, f"token {VOCABULARY}.*less than {VOCABULARY}"),
+        ({"tokens": (5, -1)}, "token -1"),
+        ({"num_sampled": 2}, "num_sampled"),
+        ({"sampling": Sampling(max_tokens=2, temperature=-1.0)}, "temperature = -1: expected 0"),
+        ({"sampling": Sampling(max_tokens=2, temperature=1e-300)}, "temperature"),
+        ({"sampling": Sampling(max_tokens=2, temperature=float("nan"))}, "temperature = nan"),
+        ({"sampling": Sampling(max_tokens=2, top_k=2**63)}, "top_k"),
+        ({"sampling": Sampling(max_tokens=2, top_p=float("nan"))}, "top_p"),
+    ],
+)
+def test_a_request_that_would_take_others_with_it_is_refused_alone(
+    changed: dict[str, Any], reason: str, batch: MakeBatcher
+) -> None:
+    batcher = batch(make("llama"), num_slots=2)
+    batcher.add(request(0, (4, 5, 6)))
+    with pytest.raises(RequestRefused, match=reason):
+        batcher.add(structs.replace(request(1, (4, 5)), **changed))
+    done: dict[int, Completion] = {}
+    drain(batcher, done)
+    assert len(done[0].tokens) == 16
+
+
+def test_a_padded_vocabulary_counts_with_its_padding(batch: MakeBatcher) -> None:
+    model = make("llama")
+    model.resize_token_embeddings(VOCABULARY + 31)
+    prompt = (4, VOCABULARY + 30)
+    answer = alone(batch(model, num_slots=2), request(0, prompt))
+    expected = teacher_forced(plain(model), prompt, answer.tokens)
+    assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+
+
+def test_weights_of_another_shape_are_refused_before_any_is_taken(batch: MakeBatcher) -> None:
+    batcher = batch(make("llama"), num_slots=2)
+    weights = {name: value.detach().clone() for name, value in make("llama", seed=1).named_parameters()}
+    with pytest.raises(EngineError, match=r"model\.norm\.weight is \(1,\), expected \(64,\)"):
+        batcher.load(1, weights | {"model.norm.weight": torch.ones(1)})
+    answer = alone(batcher, request(0, (4, 5, 6)))
+    assert set(answer.versions) == {0}
+    assert torch.allclose(
+        torch.tensor(answer.logprobs), teacher_forced(plain(make("llama")), (4, 5, 6), answer.tokens), atol=1e-4
+    )
+
+
 def test_a_model_without_the_attention_interface_is_refused() -> None:
     from transformers import MambaConfig
 
@@ -357,6 +406,71 @@ def test_a_key_that_is_used_again_right_after_a_cancellation_gets_its_own_answer
             with pytest.raises(asyncio.CancelledError):
                 await going
             assert await e.generate(one) == expected
+        await e.close()
+
+    asyncio.run(program())
+
+
+def test_what_is_told_of_a_key_that_is_used_again_has_no_gap(engine: MakeEngine) -> None:
+    async def program() -> None:
+        e = engine(slots=2)
+        one = request(0, prompts(1)[0], max_tokens=30)
+        for _ in range(20):
+            going = asyncio.create_task(e.generate(structs.replace(one, seed=5), lambda sampled: None))
+            await asyncio.sleep(0.003)
+            going.cancel()
+            told = list[int]()
+            again = asyncio.create_task(e.generate(one, lambda sampled, told=told: told.extend(sampled.tokens)))  # type: ignore[misc]
+            with pytest.raises(asyncio.CancelledError):
+                await going
+            assert (await again).tokens[: len(told)] == tuple(told)
+        await e.close()
+
+    asyncio.run(program())
+
+
+class SlowHost:
+    """A worker that carries out commands when it is told to."""
+
+    def __init__(self) -> None:
+        self.said: list[object] = []
+
+    def start(self, on_report: Callable[[Report], None]) -> None:
+        self.on_report = on_report
+
+    def offer(self, weights: Weights) -> None:
+        self.said.append(dict(weights))
+
+    def send(self, command: Command) -> None:
+        self.said.append(command)
+
+    def obey(self, number: int) -> None:
+        self.on_report(Report([], [(number, None)]))
+
+    def join(self) -> None:
+        pass
+
+
+def test_weights_are_not_offered_before_those_of_a_load_that_was_cancelled_are_taken() -> None:
+    async def program() -> None:
+        host = SlowHost()
+        e = TorchEngine(host, slots=1, max_length=None, clock=RealClock(), sink=MemorySink())
+        first = asyncio.create_task(e.load(1, {"a": 1}))
+        while len(host.said) < 2:
+            await asyncio.sleep(0.001)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        second = asyncio.create_task(e.load(2, {"a": 2}))
+        await asyncio.sleep(0.05)
+        assert host.said == [{"a": 1}, Load(0, 1)], "the worker has not read what was offered first"
+        host.obey(0)
+        while len(host.said) < 4:
+            await asyncio.sleep(0.001)
+        assert e.version == 1 and host.said[2:] == [{"a": 2}, Load(1, 2)]
+        host.obey(1)
+        await second
+        assert e.version == 2
         await e.close()
 
     asyncio.run(program())

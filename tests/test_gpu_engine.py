@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from transformers import Qwen3MoeConfig
 
 from millstream.clock import RealClock
-from millstream.engine import EngineConfig, plain
+from millstream.engine import EngineConfig, graphs, plain
 from millstream.engine.batching import Batcher
 from millstream.engine.heads import Heads, Pages
 from millstream.engine.paged import PagedRunner
@@ -20,7 +21,7 @@ from millstream.model.load import new_model
 from millstream.runtime.build import build_engine
 from millstream.types import Completion, Sampling
 from test_engine import drain, kept_by, teacher_forced
-from tiny import CONFIGS, VOCABULARY, prompts, request
+from tiny import CONFIGS, SHAPE, VOCABULARY, prompts, request
 from tiny import plain as plain_model
 
 pytestmark = [
@@ -47,7 +48,8 @@ def pages_of(dtype: torch.dtype, *, num: int, longest: int, heads: int, dim: int
     "rule", [Rule(None, None, None), Rule(0.2, 40, None), Rule(None, None, 5.0), Rule(0.3, 7, 20.0)]
 )
 @pytest.mark.parametrize(
-    ("num", "heads", "dim"), [(1, (16, 8), 128), (3, (4, 4), 64), (70, (8, 1), 32), (300, (16, 8), 128)]
+    ("num", "heads", "dim"),
+    [(1, (16, 8), 128), (3, (4, 4), 64), (5, (6, 2), 80), (9, (4, 2), 8), (70, (8, 1), 32), (300, (16, 8), 128)],
 )
 def test_decode_attention_is_that_of_its_plain_twin(
     dtype: torch.dtype, rule: Rule, num: int, heads: tuple[int, int], dim: int
@@ -199,6 +201,36 @@ def test_swaps_preemption_and_aborts_on_the_gpu_leave_every_token_with_the_numbe
             chosen = [at for at, label in enumerate(one.versions) if label == version]
             expected = teacher_forced(twin, prompt, one.tokens)[chosen]
             assert torch.allclose(torch.tensor(one.logprobs)[chosen], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("is_known_before", [True, False])
+def test_a_mixture_of_experts_that_no_graph_can_hold_is_launched_kernel_by_kernel_and_torch_is_left_in_order(
+    is_known_before: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not is_known_before:  # then the capture itself fails
+        monkeypatch.setattr(graphs, "_is_obstacle", lambda *_: False)
+    model = new_model(Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2), seed=0)
+    twin = plain_model(model)
+    model.set_experts_implementation("eager")
+    model = model.to(CUDA).eval()
+    batcher = Batcher(model, num_slots=4, runner=PagedRunner(model, 4, cache_gb=0.2))
+    for number, prompt in enumerate(prompts(6)):
+        batcher.add(request(number, prompt))
+    done: dict[int, Completion] = {}
+    drain(batcher, done)
+    for number, prompt in enumerate(prompts(6)):
+        expected = teacher_forced(twin, prompt, done[number].tokens)
+        assert torch.allclose(torch.tensor(done[number].logprobs), expected, atol=1e-3)
+    assert caplog.text.count("kernel by kernel") == 1
+    assert torch.rand(3, device=CUDA).isfinite().all(), "random numbers can still be drawn"
+    beside, before = torch.cuda.Stream(), torch.cuda.memory_allocated()
+    for _ in range(3):
+        tensor = torch.zeros(1 << 20, device=CUDA)
+        tensor.record_stream(beside)
+        del tensor
+    torch.cuda.synchronize()
+    torch.zeros(1, device=CUDA)
+    assert torch.cuda.memory_allocated() - before < 1 << 20, "what another stream has used comes back"
 
 
 def test_an_engine_on_the_gpu_answers_everybody_and_says_how_long_a_swap_took() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import resource
@@ -13,20 +14,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import Qwen3MoeConfig
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig, fused, plain
 from millstream.engine.batching import Batcher
 from millstream.engine.blocks import START, Blocks
-from millstream.engine.graphs import size_for
+from millstream.engine.graphs import Graphs, obstacle_in, size_for
+from millstream.engine.http_config import HttpConfig
 from millstream.engine.paged import PagedRunner, make_runner
 from millstream.engine.slots import SlotRunner
 from millstream.errors import ConfigError, EngineError, RequestRefused
 from millstream.events.sinks import MemorySink
+from millstream.model.adapters import add_adapters, copy_of, merged, trained_weights
+from millstream.model.load import load_weights, new_model
+from millstream.model.lora import LoraConfig
 from millstream.runtime.build import build_engine
 from millstream.types import Completion, Finish, RequestKey
 from test_engine import alone, drain, teacher_forced
-from tiny import CONFIGS, VOCABULARY, make, prompts, request
+from tiny import CONFIGS, SHAPE, VOCABULARY, make, prompts, request
 from tiny import plain as plain_model
 
 PAGE_BYTES = 3 * 2 * 2 * 4 * 16 * 4
@@ -204,7 +211,7 @@ def test_when_the_cache_is_full_the_youngest_give_way_and_nobody_notices(depth: 
 
 def test_a_request_that_could_never_fit_is_refused_and_a_cache_without_a_page_as_well() -> None:
     batcher = paged(make("llama"), num_pages=11)
-    with pytest.raises(RequestRefused, match="40"):
+    with pytest.raises(RequestRefused, match=r"40 tokens that fit into the cache: set engine\.cache_gb higher"):
         batcher.add(request(0, tuple([5] * 20), max_tokens=21))
     assert len(alone(batcher, request(0, tuple([5] * 20), max_tokens=20)).tokens) == 20
     with pytest.raises(EngineError, match=r"engine\.cache_gb"):
@@ -232,10 +239,18 @@ def test_pages_or_slots_and_their_size_are_chosen_by_the_config() -> None:
     small, large = (make_runner(model, EngineConfig(cache="pages", slots=4, cache_gb=gb)) for gb in (2e-4, 1e-2))
     assert isinstance(small, PagedRunner) and isinstance(large, PagedRunner)
     assert small._blocks.num_blocks < large._blocks.num_blocks
-    with pytest.raises(ValueError, match="cache_gb"):
-        EngineConfig(cache="slots", cache_gb=1.0)
     with pytest.raises(ConfigError, match=r'cache_gb = 1, and on a CPU .* engine\.cache = "pages"'):
-        build_engine(EngineConfig(cache_gb=1.0), make("llama"), clock=RealClock(), sink=MemorySink())
+        build_engine(EngineConfig(cache_gb=1.0), model, clock=RealClock(), sink=MemorySink())
+    for wrong in ({"cache": "slots", "cache_gb": 1.0}, {"cache_gb": float("nan")}, {"cache_gb": float("inf")}):
+        with pytest.raises(ValueError, match="cache_gb"):
+            EngineConfig(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="answer_s"):
+        EngineConfig(answer_s=float("nan"))
+    servers = HttpConfig(urls=("http://127.0.0.1:1",), flavour="openai", weights="none")
+    assert EngineConfig(kind="http", http=servers).slots == 128
+    for unread in ({"prefill_tokens": 7}, {"process": False}):
+        with pytest.raises(ValueError, match="leave them out"):
+            EngineConfig(kind="http", http=servers, **unread)  # type: ignore[arg-type]
 
 
 # ---- weights -----------------------------------------------------------------------------------------------------------
@@ -311,11 +326,173 @@ def test_new_weights_reach_joined_ones_through_the_names_of_the_library() -> Non
     assert attention.k_proj.weight._base is attention.q_proj.weight._base
 
 
+def other_weights(name: str = "llama", seed: int = 1) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in make(name, seed=seed).named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["slots", "pages"])
+def test_a_copy_of_a_joined_model_is_a_model_of_its_own(kind: str) -> None:
+    model = make("llama")
+    first = paged(model)
+    copied = copy_of(model)
+    second = paged(copied) if kind == "pages" else Batcher(copied, num_slots=2)
+    second.load(1, other_weights())
+    for batcher, seed in ((first, 0), (second, 1)):
+        answer = alone(batcher, request(0, (5, 6, 7, 8)))
+        expected = teacher_forced(plain_model(make("llama", seed=seed)), (5, 6, 7, 8), answer.tokens)
+        assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+
+
+def test_a_model_that_had_joined_steps_runs_in_slots_as_well() -> None:
+    model = make("llama")
+    paged(model)
+    answer = alone(Batcher(model, num_slots=2), request(0, (5, 6, 7, 8)))
+    expected = teacher_forced(plain_model(make("llama")), (5, 6, 7, 8), answer.tokens)
+    assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+
+
+def test_a_forward_pass_that_is_somebody_elses_stays() -> None:
+    model = make("gpt_neox")
+    head = model.get_output_embeddings()
+    head.forward = lambda hidden: torch.nn.functional.linear(hidden, head.weight) * 0.5
+    answer = alone(paged(model, num_pages=4000), request(0, (5, 6, 7, 8), temperature=0))
+    with torch.no_grad():
+        logits = plain_model(make("gpt_neox"))(torch.tensor([(5, 6, 7, 8)])).logits[0, -1] * 0.5
+    assert answer.logprobs[0] == pytest.approx(float(torch.log_softmax(logits, -1).max()), abs=1e-4)
+
+
+def test_new_weights_reach_both_layers_that_have_one_in_common() -> None:
+    models = [make("llama", seed=seed) for seed in (0, 1)]
+    for model in models:
+        first, second, _ = model.model.layers
+        second.mlp.gate_proj.weight = first.mlp.gate_proj.weight
+        second.self_attn.k_proj.weight = first.self_attn.k_proj.weight
+    batcher = paged(models[0])
+    batcher.load(1, dict(models[1].named_parameters()))
+    answer = alone(batcher, request(0, (5, 6, 7, 8)))
+    expected = teacher_forced(plain_model(models[1]), (5, 6, 7, 8), answer.tokens)
+    assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+
+
+def test_what_adapters_stand_on_stays_shared_with_the_learner_and_they_alone_are_loaded() -> None:
+    model = make("qwen3")
+    add_adapters(model, LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "v_proj")), seed=0)
+    before = {name: value.data_ptr() for name, value in model.named_parameters() if not value.requires_grad}
+    batcher, beside = paged(copy_of(model)), paged(copy_of(model))
+    assert {name: value.data_ptr() for name, value in model.named_parameters() if not value.requires_grad} == before
+    torch.manual_seed(0)
+    weights = {name: torch.randn_like(value) * 0.1 for name, value in trained_weights(model).items()}
+    batcher.load(1, weights)
+    load_weights(model, weights)
+    for engine, twin in ((batcher, plain_model(merged(model))), (beside, plain_model(make("qwen3")))):
+        answer = alone(engine, request(0, (5, 6, 7, 8)))
+        expected = teacher_forced(twin, (5, 6, 7, 8), answer.tokens)
+        assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
+
+
 def test_sizes_of_graphs_have_room_and_waste_little() -> None:
     for most in (1, 100, 512):
         for num in range(1, most + 1):
             assert num <= size_for(num, most) <= max(1, min(most, num + max(7, num // 7)))
     assert len({size_for(num, 512) for num in range(1, 513)}) < 40
+
+
+# ---- graphs, and what is done without them -----------------------------------------------------------------------------
+
+
+class PlayBack:
+    """A recorder without a GPU: a graph is the step itself, whose outputs stay where they were."""
+
+    def __init__(self, *, error: str | None = None) -> None:
+        self.error, self.num_recorded = error, 0
+
+    def record(self, step: Any) -> Any:
+        self.num_recorded += 1
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        outputs = step()
+
+        def again() -> None:
+            for mine, new in zip(outputs, step(), strict=True):
+                mine.copy_(new)
+
+        return again, outputs
+
+
+def with_graphs(model: Any, recorder: PlayBack, monkeypatch: pytest.MonkeyPatch) -> Batcher:
+    """The plain twin of attention asks for the longest row, which the kernel does not: that is not seen."""
+    batcher = paged(model, num_pages=1600)
+    runner, right = runner_of(batcher), plain.decode_attention
+    runner._graphs = Graphs(recorder)
+
+    def without_asking(query: Any, pages: Any, rule: Any) -> Any:
+        with _disable_current_modes():
+            return right(query, pages, rule)
+
+    monkeypatch.setattr(plain, "decode_attention", without_asking)
+    return batcher
+
+
+def mixture(implementation: str) -> Any:
+    model = new_model(
+        Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32), seed=0
+    )
+    model.set_experts_implementation(implementation)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "is_captured", "error"),
+    [
+        *((name, True, None) for name in CONFIGS),
+        ("llama", False, "operation not permitted when stream is capturing"),
+        ("batched_mm", True, None),
+        ("eager", False, None),
+    ],
+)
+def test_a_step_that_no_graph_can_hold_is_launched_kernel_by_kernel_with_one_warning(
+    name: str,
+    is_captured: bool,
+    error: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = make(name) if name in CONFIGS else mixture(name)
+    twin, recorder = plain_model(model), PlayBack(error=error)
+    batcher = with_graphs(model, recorder, monkeypatch)
+    asked = prompts(9)
+    for number, prompt in enumerate(asked):
+        one = request(number, prompt, max_tokens=4 + 2 * number)
+        batcher.add(structs.replace(one, sampling=structs.replace(one.sampling, top_k=number % 2 * VOCABULARY)))
+    done: dict[int, Completion] = {}
+    drain(batcher, done)
+    for number, prompt in enumerate(asked):
+        expected = teacher_forced(twin, prompt, done[number].tokens)
+        assert torch.allclose(torch.tensor(done[number].logprobs), expected, atol=1e-4)
+    assert [record.levelname for record in caplog.records] == ([] if is_captured else ["WARNING"])
+    if is_captured:
+        assert recorder.num_recorded >= 3, "a graph for every size, and for those with top_k"
+    else:
+        assert "kernel by kernel" in caplog.text and (error or "aten") in caplog.text
+        assert recorder.num_recorded == int(error is not None), "what cannot be recorded is not tried, or once"
+
+
+def test_what_the_host_must_see_is_an_obstacle_and_nothing_else() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    for step, found in [
+        (lambda: x[torch.tensor([1, 0])] @ x.T, None),
+        (lambda: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]), None),
+        (lambda: x[x > 2], "index"),
+        (lambda: x.nonzero(), "nonzero"),
+        (lambda: torch.where(x > 2), "nonzero"),
+        (lambda: x.max().item(), "_local_scalar_dense"),
+        (lambda: 1 if x.sum() > 2 else 0, "_local_scalar_dense"),
+        (lambda: torch.nn.functional.one_hot(x.long()), "_local_scalar_dense"),
+        (lambda: x.repeat_interleave(torch.tensor([1, 2]), 0), "repeat_interleave"),
+        (lambda: x.to("meta"), "_to_copy"),
+    ]:
+        seen = obstacle_in(step)
+        assert (seen is None) if found is None else found in (seen or ""), (found, seen)
 
 
 # ---- everything at once ------------------------------------------------------------------------------------------------
@@ -356,6 +533,69 @@ def test_whatever_happens_everybody_is_answered_once_and_every_page_comes_back(
     assert done.keys() == asked.keys() and batcher.cache_used == 0
     assert all(len(one.tokens) == asked[key] or one.finish is Finish.ABORT for key, one in done.items())
     assert all(list(one.versions) == sorted(one.versions) for one in done.values())
+
+
+TWINS = 3
+"""Models that are loaded in turn: version n is that of seed n % TWINS."""
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(["keep", "recompute"]), st.sampled_from([0, 1]))
+def test_whatever_happens_every_token_has_the_numbers_of_its_version(
+    rng: random.Random, on_update: Any, depth: int
+) -> None:
+    """Prompts that begin alike, in chunks of a few tokens, through a cache that is nearly full, with aborts, swaps and waits
+    between any two steps. With `keep`, requests over which weights were swapped have a past of two versions, and are left out."""
+    batcher = paged(
+        make("llama"),
+        num_slots=rng.randint(1, 6),
+        num_pages=rng.choice([15, 18, 25, 200]),
+        depth=depth,
+        on_update=on_update,
+        prefill_tokens=rng.choice([1, 3, 7, 16, 200]),
+    )
+    runner_of(batcher).join_every = rng.choice([1, 3])
+    asked, done, mixed = dict[RequestKey, Any](), dict[RequestKey, Completion](), set[RequestKey]()
+
+    def turn() -> None:
+        done.update(batcher.step())
+        match rng.choice(["go on", "go on", "go on", "abort", "load", "settle"]):
+            case "abort":
+                done.update(batcher.abort(rng.choice(list(asked))))
+            case "load":
+                if on_update == "keep":
+                    mixed.update(flight.request.key for flight in batcher._running)
+                version = batcher.version + 1
+                batcher.load(version, other_weights(seed=version % TWINS))
+            case "settle":
+                done.update(batcher.settle())
+        held = [block for flight in batcher._running for block in flight.blocks]
+        assert runner_of(batcher)._blocks._users[1:] == [held.count(block) for block in range(1, 1 + num_blocks)]
+
+    num_blocks = runner_of(batcher)._blocks.num_blocks
+    stem = tuple(rng.randrange(3, VOCABULARY) for _ in range(30))
+    for number in range(14):
+        prompt = (*stem[: rng.choice([30, 30, rng.randint(1, 30)])], *(5,) * rng.choice([0, rng.randint(0, 9)]))
+        one = request(number, prompt, max_tokens=rng.randint(1, 14))
+        stop = tuple(range(rng.choice([0, 20])))
+        asked[one.key] = structs.replace(one, sampling=structs.replace(one.sampling, stop=stop))
+        batcher.add(asked[one.key])
+        for _ in range(rng.choice([0, 1, 3])):
+            turn()
+    for _ in range(2000):
+        if batcher.has_work:
+            done.update(batcher.step())
+    assert done.keys() == asked.keys() and batcher.cache_used == 0, "nobody waits for ever"
+    for key, one in done.items():
+        for version in set(one.versions) if key not in mixed else ():
+            chosen = [at for at, label in enumerate(one.versions) if label == version]
+            expected = teacher_forced(twin_of(version % TWINS), asked[key].tokens, one.tokens)[chosen]
+            assert torch.allclose(torch.tensor(one.logprobs)[chosen], expected, atol=2e-4)
+
+
+@functools.cache
+def twin_of(seed: int) -> Any:
+    return plain_model(make("llama", seed=seed))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
@@ -13,6 +14,7 @@ from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 OnSampled = Callable[[Sampled], None]
 OnUpdate = Literal["keep", "recompute"]
+PREFILL_TOKENS = 4096
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -25,7 +27,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
     slots: int = 128
     """Requests decoded at the same time; more wait in the engine's queue."""
-    prefill_tokens: int = 4096
+    prefill_tokens: int = PREFILL_TOKENS
     """Prompt tokens computed in one forward pass."""
 
     replicas: int = 1
@@ -39,7 +41,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """How keys and values are kept. pages: in a pool of a fixed size that requests share; slots: one for every request, as long
     as the longest. None: pages on a GPU, slots on a CPU, where they are faster."""
     cache_gb: float | None = None
-    """The size of the pool of pages. None: on a GPU a third of what is free, since a learner may live there; else 1 GB."""
+    """The size of the pool of pages; on a CPU only with cache = "pages". None: on a GPU a third of what is free, since a
+    learner may live there; else 1 GB."""
     on_update: OnUpdate = "keep"
     """What becomes of the keys and values of requests in flight when new weights come: they stay, or are computed again under
     the new weights. Requests that begin later never see older ones."""
@@ -48,10 +51,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """An engine with work to do that says nothing for so long is declared broken, by name."""
 
     def __post_init__(self) -> None:
-        if min(self.slots, self.prefill_tokens, self.replicas) < 1 or self.answer_s <= 0:
-            raise ValueError("slots, prefill_tokens and replicas must be at least 1, answer_s above 0")
-        if self.cache_gb is not None and (self.cache_gb <= 0 or self.cache == "slots"):
-            raise ValueError('cache_gb must be above 0, and goes with cache = "pages"')
+        if min(self.slots, self.prefill_tokens, self.replicas) < 1 or not 0 < self.answer_s < math.inf:
+            raise ValueError("slots, prefill_tokens and replicas must be at least 1, answer_s above 0 and finite")
+        if self.cache_gb is not None and (not 0 < self.cache_gb < math.inf or self.cache == "slots"):
+            raise ValueError('cache_gb must be above 0 and finite, and goes with cache = "pages"')
         if (self.kind == "http") != (self.http is not None):
             raise ValueError('kind = "http" and an [engine.http] table go together: set both, or neither')
         if self.vllm is not None and self.kind != "vllm":
@@ -60,6 +63,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             )
         if self.kind == "http" and self.replicas > 1:
             raise ValueError('replicas with kind = "http": name several servers in engine.http.urls instead')
+        if self.kind == "http" and (self.process, self.prefill_tokens) != (None, PREFILL_TOKENS):
+            raise ValueError(
+                'process and prefill_tokens are not of kind = "http", whose servers decide: leave them out'
+            )
         if self.kind != "torch" and (self.cache, self.cache_gb, self.on_update) != (None, None, "keep"):
             raise ValueError(
                 f'cache, cache_gb and on_update are of kind = "torch", and kind = "{self.kind}": leave them out'
@@ -116,7 +123,8 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def load(self, version: int, weights: Weights) -> None:
-        """Swap the weights between two decode steps, requests in flight going on. Works while paused, too."""
+        """Swap the weights between two decode steps, requests in flight going on. Works while paused, too.
+        The weights must be whole, as `Learner.weights` gives them: they may be read on another stream."""
         ...
 
     def stats(self) -> EngineStats: ...

@@ -27,14 +27,14 @@ import torch
 from transformers import PreTrainedModel
 
 from millstream.engine import EngineConfig, OnUpdate
-from millstream.engine.flight import Finished, InFlight, check_request
+from millstream.engine.flight import CACHE, CONTEXT, Finished, InFlight, check_request
 from millstream.engine.paged import make_runner
 from millstream.engine.runner import Chunk, Drawn, Runner
 from millstream.engine.slots import SlotRunner
 from millstream.engine.strings import Decode, ends_with_one
 from millstream.errors import EngineError, RequestRefused
 from millstream.model.adapters import trained_weights
-from millstream.model.load import check_layers
+from millstream.model.load import check_layers, context_length
 from millstream.types import Finish, Request, RequestKey, Sampled, Weights
 
 MUCH = 8
@@ -79,6 +79,7 @@ class Batcher:
         self._runner = SlotRunner(model, num_slots) if runner is None else runner
         self._num_slots, self._prefill_tokens, self._on_update = num_slots, prefill_tokens, on_update
         self._decode = decode
+        self._num_words = model.get_input_embeddings().weight.shape[0]
         self._waiting: deque[InFlight] = deque()
         self._running: list[InFlight] = []
         self._pending: deque[_Launched] = deque()
@@ -117,7 +118,9 @@ class Batcher:
         return self._runner.max_length
 
     def add(self, request: Request, *, is_watched: bool = False) -> None:
-        check_request(request, self._runner.max_length)
+        most = self._runner.max_length
+        is_context = most == context_length(self._model)
+        check_request(request, most, num_words=self._num_words, limit=CONTEXT if is_context else CACHE)
         if request.sampling.stop_strings and self._decode is None:
             raise RequestRefused(f"{request.key}: stop strings need a tokenizer, and this engine was built without one")
         self._waiting.append(InFlight(request, is_watched=is_watched))
@@ -154,6 +157,12 @@ class Batcher:
         own = trained_weights(self._model)
         if own.keys() != weights.keys():
             raise EngineError(f"the weights of version {version} do not fit: {sorted(own.keys() ^ weights.keys())[:4]}")
+        if strange := [name for name, tensor in own.items() if weights[name].shape != tensor.shape]:
+            found, expected = tuple(weights[strange[0]].shape), tuple(own[strange[0]].shape)
+            raise EngineError(
+                f"the weights of version {version} do not fit: {strange[0]} is {found}, expected {expected}: a learner must "
+                "train the model that its engines were made of"
+            )
         began = time.perf_counter()
         if self._on_update == "recompute":
             self._early = self.settle()

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from millstream.errors import RequestRefused
-from millstream.types import Completion, Finish, Request, RequestKey, Sampled
+from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Sampling
+
+LEAST_TEMPERATURE = 1e-6
+"""Below it, logits that are divided by it leave what 32 bits hold."""
+CONTEXT = "the model's context of {}: set rollout.max_tokens lower"
+CACHE = "the {} tokens that fit into the cache: set engine.cache_gb higher, rollout.max_tokens lower"
 
 
 class Answer:
@@ -102,19 +109,42 @@ class InFlight(Answer):
 Finished = list[tuple[RequestKey, Completion]]
 
 
-def check_request(request: Request, max_length: int | None) -> None:
-    """Raises `RequestRefused` for a request that can never run. None: the model sets no limit."""
-    length = len(request.tokens) + request.sampling.max_tokens
-    if not request.tokens:
-        raise RequestRefused(f"{request.key}: the prompt is empty")
-    if request.sampling.max_tokens < 1:
-        raise RequestRefused(f"{request.key}: max_tokens must be at least 1")
-    if request.sampling.top_k < 0 or not 0 < request.sampling.top_p <= 1:
-        raise RequestRefused(f"{request.key}: top_k must be at least 0, top_p above 0 and at most 1")
-    if not 0 <= request.num_sampled < len(request.tokens):
-        raise RequestRefused(f"{request.key}: num_sampled must be at least 0 and less than the number of tokens")
-    if max_length is not None and length > max_length:
+def check_request(
+    request: Request, max_length: int | None, *, num_words: int | None = None, limit: str = CONTEXT
+) -> None:
+    """Raises `RequestRefused` for a request that can never run, or that would take others with it. None: there is no limit, or
+    it is not known here. `num_words`: ids that the model has an embedding for; `limit`: what sets `max_length`."""
+    wrong = _wrong_sampling(request.sampling) or _wrong_tokens(request, num_words)
+    if wrong is not None:
+        raise RequestRefused(f"{request.key}: {wrong}")
+    if max_length is not None and len(request.tokens) + request.sampling.max_tokens > max_length:
         raise RequestRefused(
             f"{request.key}: a prompt of {len(request.tokens)} tokens and max_tokens = {request.sampling.max_tokens} "
-            f"exceed the model's context of {max_length}: set rollout.max_tokens lower, or drop the prompt"
+            f"exceed {limit.format(max_length)}, or drop the prompt"
         )
+
+
+def _wrong_sampling(sampling: Sampling) -> str | None:
+    if sampling.max_tokens < 1:
+        return "max_tokens must be at least 1"
+    if not 0 <= sampling.top_k < 2**63 or not 0 < sampling.top_p <= 1:
+        return "top_k must be at least 0 and fit into 64 bits, top_p above 0 and at most 1"
+    if sampling.temperature != 0 and not LEAST_TEMPERATURE <= sampling.temperature < math.inf:
+        expected = f"0, which is greedy, or at least {LEAST_TEMPERATURE:g} and finite"
+        return f"temperature = {sampling.temperature:g}: expected {expected}"
+    return None
+
+
+def _wrong_tokens(request: Request, num_words: int | None) -> str | None:
+    if not request.tokens:
+        return "the prompt is empty"
+    if not 0 <= request.num_sampled < len(request.tokens):
+        return "num_sampled must be at least 0 and less than the number of tokens"
+    if not 0 <= request.seed < 2**64:
+        return f"seed = {request.seed}: expected at least 0 and less than 2**64"
+    low, high = min(request.tokens), max(request.tokens)
+    if low < 0 or (num_words is not None and high >= num_words):
+        wrong = low if low < 0 else high
+        most = "" if num_words is None else f" and less than {num_words}, the model's vocabulary"
+        return f"the token {wrong} in the prompt: expected at least 0{most}; is the tokenizer another model's?"
+    return None

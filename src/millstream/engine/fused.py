@@ -2,14 +2,18 @@
 one, norms and activations are one kernel each.
 
 The weights stay where the library's modules expect them, as views of the joined ones: whoever copies new weights into the
-model's parameters changes both. Modules that are not known, or that somebody has wrapped (adapters), stay as they are.
-Whether the result is still the model is not believed but checked (`engine.paged`).
+model's parameters changes both. Modules that are not known, that somebody has wrapped (adapters), or that have a weight in
+common with another, stay as they are; and so do the products of a model with adapters, since copies of it share their weights.
+A copy of a joined model is the library's own again. Whether the result is still the model is not believed but checked
+(`engine.paged`).
 """
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -43,20 +47,40 @@ def operations(device: torch.device) -> ModuleType:
 
 def fuse(model: nn.Module) -> int:
     """In place; how many modules."""
+    makers = {"RMSNorm": _norm} if hasattr(model, "peft_config") else _MAKERS
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     fused = 0
     for module in model.modules():
         kind = type(module).__name__
-        make = next((make for end, make in _MAKERS.items() if kind in {f"{name}{end}" for name in FAMILIES}), None)
-        forward = None if make is None else make(module)
+        make = next((make for end, make in makers.items() if kind in {f"{name}{end}" for name in FAMILIES}), None)
+        if make is None or any(uses[id(p)] > 1 for p in module.parameters()):
+            continue
+        forward = make(module)
         if forward is not None:
-            module.forward = forward
+            module.forward = Joined(module, forward)
             fused += 1
     return fused
 
 
 def unfuse(model: nn.Module) -> None:
     for module in model.modules():
-        module.__dict__.pop("forward", None)
+        if isinstance(module.__dict__.get("forward"), Joined):
+            del module.__dict__["forward"]
+
+
+class Joined:
+    """A forward pass in place of the library's, over the weights of this very module: a copy of the module has its own weights,
+    and the library's forward pass over them."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module, self._forward = module, forward
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._forward(*args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
+        module = copy.deepcopy(self._module, memo)
+        return MethodType(type(module).forward, module)
 
 
 def _norm(module: Any) -> Callable[..., Tensor] | None:
@@ -132,11 +156,15 @@ def _are_plain(*modules: nn.Module) -> bool:
     return all(type(module) is nn.Linear for module in modules)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def _joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """One tensor of all weights, and of all biases, of which the modules' own are views from now on."""
     weight = torch.cat([part.weight for part in parts])
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    if weight.is_cuda:  # what is let go below may be another stream's, which must not take it before it has been read
+        for old in (tensor for part in parts for tensor in (part.weight, part.bias) if tensor is not None):
+            old.data.record_stream(torch.cuda.current_stream(weight.device))
     at = 0
     for part in parts:
         part.weight.data = weight[at : at + part.out_features]

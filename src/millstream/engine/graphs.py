@@ -1,19 +1,31 @@
 """Captured decode steps: one graph for each size of the batch, made when that size first comes, all in one pool of memory.
 
 Whatever a graph reads stands in memory that does not move: a batch is put there and the graph is replayed.
+
+Not every model can be captured: one that looks at its own numbers to decide what to do next (some mixtures of experts) makes
+the host wait within a step. A capture that fails leaves torch's allocator and its random numbers in the state of a capture, so
+this is found out before: the first step is watched. Such a model is launched kernel by kernel, with one warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+logger = logging.getLogger(__name__)
 Restrictions = tuple[Tensor, Tensor]
-Step = Callable[[int, Restrictions | None], tuple[Tensor, Tensor]]
+Outputs = tuple[Tensor, Tensor]
+Step = Callable[[int, Restrictions | None], Outputs]
+Rehearse = Callable[[int], AbstractContextManager[None]]
+HOSTS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+"""What torch says of an operation whose result the host must see before it can go on."""
 
 
 def size_for(num: int, most: int) -> int:
@@ -26,45 +38,120 @@ def size_for(num: int, most: int) -> int:
     return min(size, most)
 
 
-class Graphs:
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, bool], tuple[Any, Restrictions | None, tuple[Tensor, Tensor]]] = {}
+class Recorder(Protocol):
+    def record(self, step: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        """How to do this step again, and where its outputs then are. Raises `RuntimeError` if that cannot be done, and leaves
+        everything as it was."""
+        ...
 
-    def replay(
-        self,
-        size: int,
-        rehearse: Callable[[int], AbstractContextManager[None]],
-        step: Step,
-        restrictions: Restrictions | None,
-    ) -> tuple[Tensor, Tensor]:
-        """What `step` returned when its graph was made, and holds what this replay computed."""
+
+class Graphs:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], Restrictions | None, Outputs]] = {}
+        self._is_given_up = False
+
+    def replay(self, size: int, rehearse: Rehearse, step: Step, restrictions: Restrictions | None) -> Outputs:
+        """What `step` returned when its graph was made, and holds what this replay computed. Without a graph: what it returns
+        now."""
         key = (size, restrictions is not None)
+        if key not in self._graphs and not self._is_given_up:
+            self._capture(size, rehearse, step, restrictions)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(size, rehearse, step, restrictions)
-        graph, own, outputs = self._graphs[key]
+            return step(size, restrictions)
+        again, own, outputs = self._graphs[key]
         if own is not None and restrictions is not None:
             for mine, theirs in zip(own, restrictions, strict=True):
                 mine.copy_(theirs)
-        graph.replay()
+        again()
         return outputs
 
-    def _capture(
-        self,
-        size: int,
-        rehearse: Callable[[int], AbstractContextManager[None]],
-        step: Step,
-        restrictions: Restrictions | None,
-    ) -> tuple[Any, Restrictions | None, tuple[Tensor, Tensor]]:
+    def _capture(self, size: int, rehearse: Rehearse, step: Step, restrictions: Restrictions | None) -> None:
         own = None if restrictions is None else (restrictions[0].clone(), restrictions[1].clone())
         with rehearse(size):
-            step(size, own)  # kernels are compiled, libraries set up
-            self._stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            if self._graphs:
+                step(size, own)  # kernels are compiled, libraries set up
+            elif (obstacle := obstacle_in(lambda: step(size, own))) is not None:
+                self._give_up(f"{obstacle} makes the host wait")
+                return
             try:
-                outputs = step(size, own)
-            finally:
-                graph.capture_end()
-        return graph, own, outputs
+                again, outputs = self._recorder.record(lambda: step(size, own))
+            except RuntimeError as error:
+                self._give_up(str(error))
+                return
+        self._graphs[size, own is not None] = again, own, outputs
+
+    def _give_up(self, reason: str) -> None:
+        self._is_given_up = True
+        logger.warning("decode steps are launched kernel by kernel, which is slower: no graph can be made (%s)", reason)
+
+
+class CudaRecorder:
+    """Of what is launched on this stream, by a thread for which it is the current one. Others may use the device meanwhile."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            outputs = step()
+            graph.capture_end()
+        except BaseException:
+            self._abandon(graph)
+            raise
+        return graph.replay, outputs
+
+    def _abandon(self, graph: Any) -> None:
+        """torch ends a failed capture on the stream, and no more than that: its allocator would keep for ever what other
+        streams have used, and its generator refuse to draw."""
+        device = self._stream.device_index
+        generator = torch.cuda.default_generators[device]
+        for mend in (
+            graph.capture_end,
+            lambda: torch._C._cuda_endAllocateToPool(device, self._pool),
+            lambda: generator.graphsafe_set_state(generator.clone_state()),
+        ):
+            with suppress(RuntimeError):  # it was in order already; or, of the first, that the capture has failed
+                mend()
+
+
+def obstacle_in(step: Callable[[], Any]) -> str | None:
+    """Do it, and say by name the first operation that no graph can hold; None: there is none."""
+    watch = _Watch()
+    with watch:
+        step()
+    return watch.found
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Of this thread alone."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        with self:  # an operation that is made of others is seen as these
+            out = func.decompose(*args, **options)
+        if out is NotImplemented:
+            out = func(*args, **options)
+            if self.found is None and _is_obstacle(func, args, options, out):
+                self.found = str(func)
+        return out
+
+
+def _is_obstacle(func: Any, args: Any, options: Any, out: Any) -> bool:
+    if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
+        return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
+    if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+        return len({tensor.device.type for tensor in _tensors((args, options, out))}) > 1
+    return any(tag in func.tags for tag in HOSTS)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

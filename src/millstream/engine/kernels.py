@@ -25,8 +25,9 @@ VOCABULARY_TILE = 4096
 @triton.jit
 def _decode(
     Q, K, V, OUT, PART, MAX, SUM, TABLE, SLOTS, POSITIONS, scale, softcap, window, table_stride, page_stride,
-    H: tl.constexpr, KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-    T: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    S: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(SLOTS + row).to(tl.int64)
@@ -38,12 +39,15 @@ def _decode(
     span = tl.cdiv(tl.cdiv(end - begin, SPLITS), T) * T
     lo = begin + split * span
     hi = tl.minimum(lo + span, end)
-    g, d = tl.arange(0, GP), tl.arange(0, D)
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
     q_at = row.to(tl.int64) * H * D + (head * G + g)[:, None] * D + d[None, :]
-    q = tl.load(Q + q_at, mask=(g < G)[:, None], other=0.0)
+    is_own = (g < G)[:, None]
+    if DP > D:
+        is_own = is_own & (d < D)[None, :]
+    q = tl.load(Q + q_at, mask=is_own, other=0.0)
     top = tl.full([GP], -1e30, tl.float32)
     total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, D], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
     for at in range(lo, hi, T):
         t = at + tl.arange(0, T)
         is_seen = t < hi
@@ -51,8 +55,11 @@ def _decode(
             is_seen = is_seen & (t >= first)
         page = tl.load(TABLE + slot * table_stride + t // S, mask=t < hi, other=0).to(tl.int64)
         where = page * page_stride + head * S * D + (t % S) * D
-        k = tl.load(K + where[:, None] + d[None, :], mask=(t < hi)[:, None], other=0.0)
-        v = tl.load(V + where[:, None] + d[None, :], mask=(t < hi)[:, None], other=0.0)
+        is_there = (t < hi)[:, None]
+        if DP > D:
+            is_there = is_there & (d < D)[None, :]
+        k = tl.load(K + where[:, None] + d[None, :], mask=is_there, other=0.0)
+        v = tl.load(V + where[:, None] + d[None, :], mask=is_there, other=0.0)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_CAP:
             x = softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
@@ -64,30 +71,32 @@ def _decode(
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         top = new_top
     if SPLITS == 1:
-        tl.store(OUT + q_at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=(g < G)[:, None])
+        tl.store(OUT + q_at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=is_own)
     else:
         part = (row.to(tl.int64) * H + head * G + g) * SPLITS + split
-        tl.store(PART + part[:, None] * D + d[None, :], acc, mask=(g < G)[:, None])
+        tl.store(PART + part[:, None] * D + d[None, :], acc, mask=is_own)
         tl.store(MAX + part, top, mask=g < G)
         tl.store(SUM + part, total, mask=g < G)
 
 
 @triton.jit
-def _join_splits(PART, MAX, SUM, OUT, D: tl.constexpr, SPLITS: tl.constexpr):
+def _join_splits(PART, MAX, SUM, OUT, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    s, d = tl.arange(0, SPLITS), tl.arange(0, D)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, DP)
     top = tl.load(MAX + row * SPLITS + s)
     weight = tl.exp(top - tl.max(top, 0))
     total = tl.sum(tl.load(SUM + row * SPLITS + s) * weight, 0)
-    parts = tl.load(PART + (row * SPLITS + s)[:, None] * D + d[None, :])
-    tl.store(OUT + row * D + d, (tl.sum(parts * weight[:, None], 0) / total).to(OUT.dtype.element_ty))
+    parts = tl.load(PART + (row * SPLITS + s)[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    tl.store(OUT + row * D + d, (tl.sum(parts * weight[:, None], 0) / total).to(OUT.dtype.element_ty), mask=d < D)
 
 
 def decode_attention(query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
+    """Heads of any dimension: what is missing to a power of two is masked."""
     num, heads, dim = query_NHD.shape
     key_heads, size = pages.keys.shape[1], pages.keys.shape[2]
     group = heads // key_heads
     splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(PROGRAMS, num * key_heads)))
+    padded = max(16, triton.next_power_of_2(dim))
     query_NHD = query_NHD.contiguous()
     out = torch.empty_like(query_NHD)
     parts, tops, sums = out, out, out
@@ -98,12 +107,13 @@ def decode_attention(query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
         query_NHD, pages.keys, pages.values, out, parts, tops, sums, pages.table, pages.slots_N, pages.positions_N,
         dim**-0.5 if rule.scaling is None else rule.scaling, rule.softcap or 1.0, rule.window or 0,
         pages.table.stride(0), pages.keys.stride(0),
-        H=heads, KH=key_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, S=size, T=TILE, SPLITS=splits,
+        H=heads, KH=key_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded,
+        S=size, T=TILE, SPLITS=splits,
         HAS_WINDOW=rule.window is not None, HAS_CAP=rule.softcap is not None,
         PRECISION="ieee" if query_NHD.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
-        _join_splits[(num * heads,)](parts, tops, sums, out, D=dim, SPLITS=splits, num_warps=1)
+        _join_splits[(num * heads,)](parts, tops, sums, out, D=dim, DP=padded, SPLITS=splits, num_warps=1)
     return out
 
 

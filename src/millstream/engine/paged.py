@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from millstream.engine import EngineConfig, fused
 from millstream.engine.blocks import START, Blocks
 from millstream.engine.flight import InFlight
-from millstream.engine.graphs import Graphs, size_for
+from millstream.engine.graphs import CudaRecorder, Graphs, size_for
 from millstream.engine.passes import DecodePass, Pools, PrefillPass, Probe
 from millstream.engine.runner import Chunk, Drawn, Runner
 from millstream.engine.sampling import is_restricted, restrict, uniforms
@@ -79,13 +79,13 @@ class PagedRunner:
         self._moves: list[tuple[int, int, int]] = []
         """Entries of the table that have changed since the last launch: slot, place, block."""
         self._words = torch.zeros(4, num_slots + 1, dtype=torch.int32, device=self._device)
-        self._graphs = Graphs(self._stream) if self._is_gpu else None
+        self._graphs = None if self._stream is None else Graphs(CudaRecorder(self._stream))
         self._swaps: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.num_prefilled = 0
         """Tokens of prompts that were computed, and not found."""
         self._sample = fused.operations(self._device).sample
-        if self._is_gpu:
-            torch.cuda.synchronize(self._device)  # the model and the pools were made on another stream
+        if self._stream is not None:  # what was made above, and the model itself, may still be on its way
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.inference_mode(), self.working():
             _fuse_if_same(model, self._pools)
 
@@ -196,11 +196,11 @@ class PagedRunner:
         numbers[:num] = _uniforms(flights)
         temperatures[:num] = [flight.request.sampling.temperature for flight in flights]
         restrictions = _restrictions([flight.request.sampling for flight in flights], size, self._device)
+        given = torch.from_numpy(words)
+        self._words[:, :size].copy_(given.pin_memory() if self._is_gpu else given, non_blocking=True)
         if self._graphs is None:
-            self._words[:, :size] = torch.from_numpy(words)
             tokens, logprobs = self._decode_words(size, restrictions)
         else:
-            self._words[:, :size].copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
             tokens, logprobs = self._graphs.replay(size, self._rehearse, self._decode_words, restrictions)
         return tokens[:num], logprobs[:num]
 
@@ -210,8 +210,10 @@ class PagedRunner:
         words = self._words[:, :size].clone()
         self._words[:, :size] = 0
         self._words[0, :size] = self._num_slots
-        yield
-        self._words[:, :size] = words
+        try:
+            yield
+        finally:
+            self._words[:, :size] = words
 
     def _decode_words(self, size: int, restrictions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         slots, positions = self._words[0, :size], self._words[1, :size]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from millstream.engine import fused
 from millstream.engine.flight import InFlight
 from millstream.engine.runner import Chunk, Drawn
 from millstream.engine.sampling import sample, uniforms
@@ -34,6 +35,7 @@ class SlotRunner:
     swap_s = None
 
     def __init__(self, model: PreTrainedModel, num_slots: int) -> None:
+        fused.unfuse(model)  # a runner of pages may have had it
         self._model = model
         self._device = next(model.parameters()).device
         self._cache = SlotCache(num_slots)

@@ -156,10 +156,11 @@ class TorchEngine:
             return await waiter.future
         except asyncio.CancelledError:
             with self._lock:
-                if self._requests.get(request.key) is waiter:
+                is_there = self._broken is None and self._requests.get(request.key) is waiter
+                if is_there:
                     del self._requests[request.key]
                     self._cancelled[request.key] += 1
-            if self._broken is None:
+            if is_there:  # else it has ended, and the key may be another's by now
                 self._host.send(Abort(-1, request.key))
             raise
 
@@ -177,10 +178,20 @@ class TorchEngine:
     async def load(self, version: int, weights: Weights) -> None:
         if version < self._version:
             raise EngineError(f"version {version} was offered to an engine at {self._version}: versions never fall")
-        async with self._loading:  # one at a time: there is one place to put the weights
-            await asyncio.to_thread(self._host.offer, weights)
-            await self._order(lambda number: Load(number, version))
-            self._version = version
+        await self._loading.acquire()  # one at a time: there is one place to put the weights
+        loading = asyncio.create_task(self._load(version, weights))
+        loading.add_done_callback(self._end_load)
+        await asyncio.shield(loading)  # whoever is cancelled here leaves a load behind that goes on, and is waited for
+
+    async def _load(self, version: int, weights: Weights) -> None:
+        await asyncio.to_thread(self._host.offer, weights)
+        await self._order(lambda number: Load(number, version))
+        self._version = version
+
+    def _end_load(self, loading: asyncio.Task[None]) -> None:
+        self._loading.release()
+        if not loading.cancelled():
+            loading.exception()  # it was told to whoever waited, if anybody did
 
     def stats(self) -> EngineStats:
         return self._stats

@@ -147,6 +147,8 @@ class Worker:
                 self._report.finished += self._batcher.abort_all()
 
     def _add(self, command: Add) -> None:
+        if any(key == command.request.key for key, *_ in (*self._report.finished, *self._report.refused)):
+            self._send()  # a key that is used again: its last end is told before anything of its new beginning
         try:
             self._batcher.add(command.request, is_watched=command.is_watched)
         except RequestRefused as error:
