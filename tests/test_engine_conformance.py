@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from msgspec import structs
 
 from millstream.clock import RealClock, run_virtual
-from millstream.engine import Engine, EngineConfig, OnSampled
+from millstream.engine import Engine, EngineConfig, OnSampled, OnUpdate
 from millstream.events.sinks import MemorySink
 from millstream.runtime.build import build_engine
 from millstream.sim.draws import constant
@@ -25,9 +25,11 @@ class TestTorchEngineOnAThread(EngineSuite):
     vocabulary = VOCABULARY
     context = SHAPE["max_position_embeddings"]
     is_process = False
+    cache: Literal["slots", "pages"] = "slots"
+    on_update: OnUpdate = "keep"
 
     async def make_engine(self) -> Engine:
-        config = EngineConfig(slots=4, process=self.is_process)
+        config = EngineConfig(slots=4, process=self.is_process, cache=self.cache, on_update=self.on_update)
         return build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
 
     def make_reference(self, number: int) -> Any:
@@ -36,6 +38,15 @@ class TestTorchEngineOnAThread(EngineSuite):
 
 class TestTorchEngineInAProcess(TestTorchEngineOnAThread):
     is_process = is_shared = True  # a process takes seconds to start
+
+
+class TestTorchEngineInPages(TestTorchEngineOnAThread):
+    cache = "pages"
+
+
+class TestTorchEngineInPagesThatComputesAgain(TestTorchEngineInPages):
+    on_update = "recompute"
+    cache_after_load = "computed again"
 
 
 class TestSimEngine(EngineSuite):
