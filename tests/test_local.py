@@ -31,7 +31,7 @@ from tiny import make
 
 ROOT = Path(__file__).parent.parent
 DEMO = str(ROOT / "recipes/demo.toml")
-SHORT = ["--set", "pipeline.steps=6", "--set", "warmup.max_steps=40", "--set", "warmup.check_every=40", "--set", "data.holdout=32", "--set", "pipeline.groups_per_step=4"]  # fmt: skip
+SHORT = ["--set", "pipeline.steps=6", "--set", "warmup.max_steps=40", "--set", "warmup.check_every=40", "--set", "data.holdout=32", "--set", "pipeline.groups_per_step=4", "--set", "engine.process=false"]  # fmt: skip
 
 
 def run(tmp_path: Path, *arguments: str) -> str:
@@ -108,7 +108,13 @@ def test_eval_of_a_run_folder_takes_its_model_says_so_and_gets_the_figure_of_the
     "engine",
     [
         {"kind": "vllm", "vllm.memory": 0.5},
-        {"kind": "http", "http.urls": '["http://127.0.0.1:1"]', "http.flavour": "sglang", "http.folder": "weights"},
+        {
+            "kind": "http",
+            "http.urls": '["http://127.0.0.1:1"]',
+            "http.flavour": "sglang",
+            "http.folder": "weights",
+            "process": "",
+        },
         {"replicas": 2},
     ],
     ids=str,

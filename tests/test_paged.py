@@ -498,7 +498,7 @@ def test_what_the_host_must_see_is_an_obstacle_and_nothing_else() -> None:
 # ---- everything at once ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(["keep", "recompute"]), st.sampled_from([0, 1]))
 def test_whatever_happens_everybody_is_answered_once_and_every_page_comes_back(
     rng: random.Random, on_update: Any, depth: int

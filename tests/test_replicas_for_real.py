@@ -6,6 +6,8 @@ import asyncio
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.process import ProcessHost
@@ -65,6 +67,7 @@ async def killed(router: Router) -> list[Completion]:
     return await turns
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_drained_or_killed_in_the_middle_changes_no_answer() -> None:
     sink = MemorySink()
 

@@ -193,6 +193,7 @@ def test_with_a_lag_the_weights_differ_so_the_comparison_can_fail() -> None:
     assert any(not torch.equal(synchronous[name], asynchronous[name]) for name in synchronous)
 
 
+@pytest.mark.slow
 def test_with_two_replicas_the_weights_are_the_same_however_long_rewards_take() -> None:
     """To the last bits they need not be those of one engine: other requests are decoded together."""
     sinks = [MemorySink(), MemorySink()]
