@@ -161,4 +161,4 @@ def _rank(case: Case, mesh: Any) -> Rank:
 
 if __name__ == "__main__":
     number, num_ranks, port = map(int, sys.argv[1:4])
-    go_through(SETS[sys.argv[5]], Path(sys.argv[4]), join(number, num_ranks, port, torch.device("cpu")))
+    go_through(SETS[sys.argv[5]], Path(sys.argv[4]), join(number, num_ranks, ("127.0.0.1", port), torch.device("cpu")))

@@ -13,9 +13,12 @@ MillstreamError
 │   └── RolloutTimeout         the episode ran past its time limit
 ├── LearnerError           the learner broke, or its gradient is not finite
 ├── WeightsError           weights that arrived are not those that were published
+│   ├── WeightsSuperseded      they are gone, a newer version is in their place: fetch that one
+│   └── WeightsUnreachable     a way to them failed, or there is none; names each that was tried
 ├── StoreError             a row, a column or a lease that is not there; a cell written twice
 │   ├── StreamEnded            nothing more will ever come for this claim
 │   └── StoreTimeout           no room, or nothing to claim, before the deadline that was asked for
+├── ClusterError           a cluster that cannot be reached, is too small, or has no room
 ├── CheckpointError        a checkpoint that is not whole, or not of this run
 ├── OutputError            the run folder cannot be written: a full disk, say
 ├── StallError             a wait ran past its deadline; names who waits, for what, and since when
@@ -67,6 +70,15 @@ class LearnerError(MillstreamError): ...
 
 
 class WeightsError(MillstreamError): ...
+
+
+class WeightsSuperseded(WeightsError): ...
+
+
+class WeightsUnreachable(WeightsError): ...
+
+
+class ClusterError(MillstreamError): ...
 
 
 class StoreError(MillstreamError): ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -23,10 +24,18 @@ class Frames:
         self._source = source
         self._buffer = bytearray()
 
+    def first(self) -> bytes | None:
+        """The next message alone, when it is there. None when the other end is gone."""
+        found = self._receive(block=True, most=1)
+        return None if found is None else found[0]
+
     def receive(self, *, block: bool) -> list[bytes] | None:
         """The messages that are there; with `block`, at least one. None when the other end is gone."""
+        return self._receive(block=block, most=None)
+
+    def _receive(self, *, block: bool, most: int | None) -> list[bytes] | None:
         while True:
-            frames = list(self._cut())
+            frames = list(itertools.islice(self._cut(), most))
             if frames:
                 return frames
             flags = 0 if block else socket.MSG_DONTWAIT
@@ -45,5 +54,6 @@ class Frames:
             end = HEADER + int.from_bytes(self._buffer[:HEADER], "little")
             if len(self._buffer) < end:
                 return
-            yield bytes(self._buffer[HEADER:end])
+            message = bytes(self._buffer[HEADER:end])
             del self._buffer[:end]
+            yield message

@@ -1,52 +1,45 @@
 """Our end of the line to a worker in a process of its own: commands and reports over a socket. No pickle.
 
-The child is started as `python -m MODULE`, so that a script of the user's needs no guard around its main part. It ends when the
-socket closes, however the parent died; if it dies itself, the parent reports the engine as broken.
+The worker ends when the socket closes, however the run died; if it dies itself, the engine is reported as broken. It may come
+late, since a cluster takes its time: commands wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from millstream.engine.torch import CLOSE_S, OnReport
 from millstream.engine.worker import Close, Command, Report
+from millstream.errors import MillstreamError
 from millstream.frames import Frames, frame
 from millstream.types import Weights
+from millstream.workers import Worker
 
+Launch = Callable[[], Worker]
 SOCKET_BUFFER = 4 << 20
 
 
 class ChildHost:
     """A `Host` (see `millstream.engine.torch`) but for the weights, which are for whoever knows them to offer."""
 
-    def __init__(self, module: str, argument: str, *, descriptors: Sequence[int] = ()) -> None:
-        """`python -m module`, with the numbers of the socket and of these descriptors, and the argument."""
-        self._socket, theirs = socket.socketpair()
-        for end in (self._socket, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-        passed = [theirs.fileno(), *descriptors]
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, passed), argument],
-            pass_fds=passed,
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-        )
-        theirs.close()
-        self._is_closing = False
-        self._outbox = bytearray()
+    def __init__(self, launch: Launch, setup: Any) -> None:
+        """`setup` is the first message, before any command."""
+        self._launch = launch
+        self._child: Worker | None = None
+        self._is_closing = self._is_closed = False
+        self._outbox = bytearray(frame(setup))
         self._pending, self._is_due = b"", False
         self._sending = threading.Lock()
 
     def start(self, on_report: OnReport) -> None:
-        self._reader = threading.Thread(target=self._read, args=(on_report,), name="engine reports", daemon=True)
+        self._reader = threading.Thread(target=self._work, args=(on_report,), name="engine reports", daemon=True)
         self._reader.start()
 
     def send(self, command: Command) -> None:
@@ -60,11 +53,15 @@ class ChildHost:
     def _send_pending(self) -> None:
         self._is_due = False
         frames, self._pending = self._pending, b""
+        self._send(frames)
+
+    def _send(self, frames: bytes) -> None:
+        """From any thread."""
         with self._sending:
-            is_first = not self._outbox
-            if is_first:
+            is_first = not self._outbox and self._child is not None
+            if is_first and self._child is not None:
                 try:
-                    frames = frames[self._socket.send(frames, socket.MSG_DONTWAIT) :]
+                    frames = frames[self._child.line.send(frames, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
                     pass
                 except OSError:  # the process is gone: the reader says so to everybody who waits
@@ -75,11 +72,12 @@ class ChildHost:
             threading.Thread(target=self._send_rest, name="engine commands", daemon=True).start()
 
     def _send_rest(self) -> None:
+        assert self._child is not None
         while True:
             with self._sending:
                 piece = bytes(self._outbox[: 1 << 20])
             try:
-                sent = self._socket.send(piece)
+                sent = self._child.line.send(piece)
             except OSError:
                 sent = len(self._outbox)
             with self._sending:
@@ -87,32 +85,52 @@ class ChildHost:
                 if not self._outbox:
                     return
 
-    def _read(self, on_report: OnReport) -> None:
-        frames = Frames(self._socket)
+    def _work(self, on_report: OnReport) -> None:
+        try:
+            child = self._launch()
+        except MillstreamError as error:
+            on_report(Report([], [], broken=str(error)))
+            return
+        child.line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+        with self._sending:
+            self._child = child
+            is_wanted = not self._is_closed
+        if not is_wanted:
+            child.kill()
+            child.line.close()
+            return
+        threading.Thread(target=self._send_rest, name="engine commands", daemon=True).start()
+        self._read(child, on_report)
+
+    def _read(self, child: Worker, on_report: OnReport) -> None:
+        frames = Frames(child.line)
         decoder = msgspec.msgpack.Decoder(Report)
         while (payloads := frames.receive(block=True)) is not None:
             for payload in payloads:
                 on_report(decoder.decode(payload))
-        code = self._child.wait()
         if not self._is_closing:
-            on_report(Report([], [], broken=f"its process ended with exit code {code}"))
+            how = child.ended(CLOSE_S) or "its process closed its line"
+            on_report(Report([], [], broken=how))
 
     def join(self) -> None:
-        try:
-            self._child.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
+        """One that has not come yet is ended when it does."""
+        with self._sending:
+            self._is_closed = True
+            if self._child is None:
+                return
+        if self._child.ended(CLOSE_S) is None:
             self._child.kill()
-        self._reader.join()
-        self._socket.close()
+        self._reader.join(CLOSE_S)
+        self._child.line.close()
 
 
 class SocketLink:
-    """The child's end. See `millstream.engine.worker.Link`."""
+    """The worker's end. See `millstream.engine.worker.Link`."""
 
-    def __init__(self, line: socket.socket, loaded: Weights) -> None:
-        self._line, self._loaded = line, loaded
-        self._frames = Frames(line)
+    def __init__(self, line: socket.socket, frames: Frames, loaded: Weights) -> None:
+        self._line, self._loaded, self._frames = line, loaded, frames
         self._decoder = msgspec.msgpack.Decoder(Command)
+        self._sending = threading.Lock()
 
     def receive(self, *, block: bool) -> list[Command]:
         payloads = self._frames.receive(block=block)
@@ -121,8 +139,11 @@ class SocketLink:
         return [self._decoder.decode(payload) for payload in payloads]
 
     def send(self, report: Report) -> None:
-        with suppress(OSError):  # nobody listens any more: the next receive says so
+        with self._sending, suppress(OSError):  # nobody listens any more: the next receive says so
             self._line.sendall(frame(report))
 
     def weights(self) -> Weights:
         return self._loaded
+
+    def loaded(self) -> None:
+        """They stay where they are."""

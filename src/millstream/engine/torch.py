@@ -25,7 +25,7 @@ from millstream.engine.batching import batcher_of
 from millstream.engine.flight import check_request
 from millstream.engine.strings import Decode
 from millstream.engine.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume, Worker
-from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused
+from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused, WeightsError
 from millstream.events import EventSink, Span
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
@@ -106,6 +106,9 @@ class _Queue:
     def weights(self) -> Weights:
         return self.offered
 
+    def loaded(self) -> None:
+        """Whoever offered them has them still."""
+
 
 class TorchEngine:
     """See `millstream.engine.Engine` for the promises."""
@@ -184,7 +187,12 @@ class TorchEngine:
         await asyncio.shield(loading)  # whoever is cancelled here leaves a load behind that goes on, and is waited for
 
     async def _load(self, version: int, weights: Weights) -> None:
-        await asyncio.to_thread(self._host.offer, weights)
+        self._raise_if_broken()
+        try:
+            await asyncio.to_thread(self._host.offer, weights)
+        except WeightsError:
+            self._raise_if_broken()  # that is why, and nothing is gained by trying again
+            raise
         await self._order(lambda number: Load(number, version))
         self._version = version
 
@@ -242,6 +250,8 @@ class TorchEngine:
 
     def _on_report(self, report: Report) -> None:
         self._num_heard += 1
+        if report.is_aside:
+            return
         with self._lock:
             self._stats = EngineStats(
                 running=report.running,

@@ -43,9 +43,11 @@ from millstream.engine.vllm_worker import VllmWorker
 from millstream.engine.worker import Close, Command, Report
 from millstream.errors import EngineError, RequestRefused
 from millstream.events import EventSink
+from millstream.frames import Frames
 from millstream.model.load import context_length, model_weights
 from millstream.model.shared import Layout, SharedWeights, anonymous_memory, layout_of
 from millstream.types import Completion, Request, Weights
+from millstream.workers import LocalLauncher
 
 
 class VllmEngine(TorchEngine):
@@ -207,8 +209,9 @@ class ProcessHost(ChildHost):
 
     def __init__(self, plan: Plan, parcel: Parcel) -> None:
         self._offering = _Offering(plan, parcel)
-        (Path(plan.folder) / "plan.json").write_bytes(msgspec.json.encode(plan))
-        super().__init__("millstream.engine.vllm", plan.folder)
+        child = LocalLauncher().launch("engine", "millstream.engine.vllm", name="vLLM")
+        super().__init__(lambda: child, plan)
+        self._child = child
 
     def start(self, on_report: OnReport) -> None:
         super().start(self._offering.hearing(on_report))
@@ -250,14 +253,16 @@ class ThreadHost:
         self._offering.end()
 
 
-def main(line: int, folder: Path) -> None:
-    """The process: work until the socket closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent's to handle; when it ends, the socket closes
-    plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=Plan)
-    link = SocketLink(socket.socket(fileno=line), {})
+def work(line: socket.socket) -> None:
+    """The worker: until the socket closes."""
+    frames = Frames(line)
+    first = frames.first()
+    if first is None:
+        return
+    plan = msgspec.msgpack.decode(first, type=Plan)
+    link = SocketLink(line, frames, {})
 
-    async def work() -> None:
+    async def serve() -> None:
         commands: asyncio.Queue[Command] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -272,8 +277,10 @@ def main(line: int, folder: Path) -> None:
         threading.Thread(target=read, name="commands", daemon=True).start()
         await VllmWorker(plan, link.send).run(commands)
 
-    asyncio.run(work())
+    asyncio.run(serve())
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent's to handle; when it ends, the socket closes
+    work(socket.socket(fileno=int(sys.argv[1])))

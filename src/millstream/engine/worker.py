@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from millstream.engine.batching import Batcher
 from millstream.errors import EngineError, RequestRefused
+from millstream.parcels import Parcel
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 SPAN_S = 0.25
@@ -49,7 +50,14 @@ class Close(Struct, frozen=True, tag=True, array_like=True):
     """What is in flight ends as aborted, and the worker stops."""
 
 
-Command = Add | Abort | Pause | Resume | Load | Close
+class Offer(Struct, frozen=True, tag=True, array_like=True):
+    """Weights that a `Load` will be about, where they come from elsewhere: for the link, which fetches them beside decoding."""
+
+    number: int
+    parcel: Parcel
+
+
+Command = Add | Abort | Pause | Resume | Load | Close | Offer
 
 
 class Report(Struct, array_like=True):
@@ -71,6 +79,8 @@ class Report(Struct, array_like=True):
     swap_s: float = 0.0
     num_preempted: int = 0
     """All three as in `EngineStats`."""
+    is_aside: bool = False
+    """Whether it is about an `Offer` alone, and says nothing of the work."""
 
 
 class Link(Protocol):
@@ -84,6 +94,10 @@ class Link(Protocol):
 
     def weights(self) -> Weights:
         """What a `Load` is about."""
+        ...
+
+    def loaded(self) -> None:
+        """The `Load` is done with: what it was about may go."""
         ...
 
 
@@ -159,6 +173,8 @@ class Worker:
             self._batcher.load(version, self._link.weights())
         except EngineError as error:
             return str(error)
+        finally:
+            self._link.loaded()
         return None
 
     def _send_if_any(self) -> None:

@@ -19,6 +19,7 @@ from millstream.env.find import Kind
 from millstream.env.isolated import Isolated
 from millstream.errors import ConfigError, DataError, EnvironmentFailed
 from millstream.types import Completion, Task
+from millstream.workers import Launcher
 
 T = TypeVar("T")
 
@@ -26,9 +27,9 @@ T = TypeVar("T")
 class Hosted:
     """One environment, with words for its contexts and limits for itself."""
 
-    def __init__(self, kind: Kind, environment: Environment, text: Text) -> None:
+    def __init__(self, kind: Kind, environment: Environment, text: Text, launcher: Launcher | None = None) -> None:
         self.kind, self.environment, self._text = kind, environment, text
-        self._isolated = Isolated(kind.config) if kind.config.process else None
+        self._isolated = Isolated(kind.config, launcher) if kind.config.process else None
         most = kind.config.max_concurrent
         self._places = None if most is None else asyncio.Semaphore(most)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import faulthandler
+import functools
 import os
 import queue
 import select
@@ -31,8 +32,10 @@ from msgspec import Struct
 from millstream.env import Content, Context, Environment, Reward
 from millstream.env.config import EnvironmentConfig
 from millstream.env.find import find
-from millstream.errors import EnvironmentFailed, MillstreamError, RequestRefused, RolloutError
+from millstream.errors import ClusterError, EnvironmentFailed, MillstreamError, RequestRefused, RolloutError
+from millstream.threads import DaemonThreads
 from millstream.types import Completion, Message, Task
+from millstream.workers import Launcher, Worker
 
 T = TypeVar("T")
 HEADER = 4
@@ -41,6 +44,7 @@ MOST_BYTES = 64 << 20
 START_S = 60.0
 PATIENCE_S = 30.0
 OURS = Path(__file__).parent
+MODULE = "millstream.env.isolated"
 
 
 class NotMade(EnvironmentFailed):
@@ -111,8 +115,9 @@ def _frame(message: Any) -> bytes:
 class Isolated:
     """An environment whose episodes are played elsewhere. Workers are started when they are first needed."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._config = config
+    def __init__(self, config: EnvironmentConfig, launcher: Launcher | None = None) -> None:
+        """`launcher`: of processes on a cluster. None: they are this machine's."""
+        self._config, self._launcher = config, launcher
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
 
@@ -138,7 +143,7 @@ class Isolated:
         return None
 
     async def _started(self, context: Context) -> _Worker:
-        worker = await _Worker.start(self._config)
+        worker = await _Worker.start(self._config, self._launcher)
         self._all.add(worker)
         try:
             await context.waiting(f"a process for {self._config.shown}", worker.until_ready(), is_timed=False)
@@ -169,40 +174,29 @@ class _Worker:
     def __init__(
         self,
         name: str,
-        process: asyncio.subprocess.Process,
+        process: asyncio.subprocess.Process | _Elsewhere,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         self._name, self._process, self._reader, self._writer = name, process, reader, writer
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
-        self._exit = asyncio.ensure_future(process.wait())
+        self._exit: asyncio.Future[Any] = asyncio.ensure_future(process.wait())
         self._exit.add_done_callback(self._on_exit)
         self.is_sound = False
 
     @classmethod
-    async def start(cls, config: EnvironmentConfig) -> _Worker:
-        ours, theirs = socket.socketpair()
+    async def start(cls, config: EnvironmentConfig, launcher: Launcher | None) -> _Worker:
+        process: asyncio.subprocess.Process | _Elsewhere
+        if launcher is None:
+            process, line = await _started_here()
+        else:
+            process = await _Elsewhere.start(launcher, config.shown)
+            line = process.worker.line
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "millstream.env.isolated",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # what an environment prints does not belong into our output
-                start_new_session=True,
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        try:
-            reader, writer = await asyncio.open_connection(sock=ours)
+            reader, writer = await asyncio.open_connection(sock=line)
         except BaseException:  # cancelled: nobody will know of it
             process.kill()
-            ours.close()
+            line.close()
             raise
         worker = cls(config.shown, process, reader, writer)
         worker._send(Make(config, config.step_timeout_s + PATIENCE_S, sys.path))
@@ -212,7 +206,7 @@ class _Worker:
     def is_alive(self) -> bool:
         return not self._exit.done()
 
-    def _on_exit(self, _: asyncio.Future[int]) -> None:
+    def _on_exit(self, _: asyncio.Future[Any]) -> None:
         """A process of its own may hold the line open when it is gone."""
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             asyncio.get_running_loop().call_later(0.1, self._reader.feed_eof)
@@ -267,9 +261,11 @@ class _Worker:
     async def _how_it_ended(self) -> str:
         try:
             async with asyncio.timeout(1.0):
-                code = await asyncio.shield(self._exit)
+                code: int | str = await asyncio.shield(self._exit)
         except TimeoutError:
             return f"the process of {self._name} closed its line to the run"
+        if isinstance(code, str):
+            return f"the process of {self._name} ended in the middle of an episode: {code}"
         if code >= 0:
             return f"the process of {self._name} ended with exit code {code} in the middle of an episode"
         return f"the process of {self._name} was killed by signal {-code} ({signal.Signals(-code).name})"
@@ -277,10 +273,67 @@ class _Worker:
     async def kill(self) -> None:
         """With everything that it started, and reaped."""
         self.is_sound = False
-        with suppress(ProcessLookupError, PermissionError):  # of its group, nobody may be left
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if isinstance(self._process, _Elsewhere):
+            self._process.kill()
+        else:
+            with suppress(ProcessLookupError, PermissionError):  # of its group, nobody may be left
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._writer.close()
         await asyncio.shield(self._exit)
+
+
+async def _started_here() -> tuple[asyncio.subprocess.Process, socket.socket]:
+    ours, theirs = socket.socketpair()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            MODULE,
+            str(theirs.fileno()),
+            pass_fds=[theirs.fileno()],
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=2,  # what an environment prints does not belong into our output
+            start_new_session=True,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, ours
+
+
+class _Elsewhere:
+    """A process of a cluster, with what is asked of one of this machine."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self._threads = worker, DaemonThreads("end of an environment", most=1)
+
+    @classmethod
+    async def start(cls, launcher: Launcher, name: str) -> _Elsewhere:
+        """Whoever is cancelled meanwhile leaves nobody behind: one that comes late is ended when it comes."""
+        threads = DaemonThreads("start of an environment", most=1)
+        launch = functools.partial(launcher.launch, "environment", MODULE, name=f"a process for {name}")
+        coming = asyncio.ensure_future(threads.call(launch))
+        try:
+            return cls(await asyncio.shield(coming))
+        except asyncio.CancelledError:
+            coming.add_done_callback(_end_late)
+            raise
+        except ClusterError as error:
+            raise NotMade(f"{name} has no process: {error}") from error
+
+    async def wait(self) -> str:
+        how: str = await self._threads.call(self.worker.ended)
+        return how
+
+    def kill(self) -> None:
+        self.worker.kill()
+
+
+def _end_late(coming: asyncio.Future[Worker]) -> None:
+    if not coming.cancelled() and coming.exception() is None:
+        coming.result().kill()
 
 
 async def _serve(contexts: list[Context], call: Call) -> Any:
@@ -432,10 +485,9 @@ def _place(error: Exception) -> str:
     return f"{Path(last.filename).name}:{last.lineno}"
 
 
-def main(descriptor: int) -> NoReturn:
+def work(end: socket.socket) -> NoReturn:
     """The worker: episode after episode, until the line closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's to handle
-    line = _Line(socket.socket(fileno=descriptor))
+    line = _Line(end)
     make: Make = line.inbox.get()
     config = make.config
     sys.path += [place for place in make.path if place not in sys.path]
@@ -453,4 +505,5 @@ def main(descriptor: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's to handle
+    work(socket.socket(fileno=int(sys.argv[1])))

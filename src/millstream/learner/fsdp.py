@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,6 +27,7 @@ from millstream.learner.orders import (
     Measure,
     Plan,
     Restore,
+    Setup,
     Source,
     Step,
     Write,
@@ -34,16 +36,39 @@ from millstream.learner.orders import (
 from millstream.learner.packing import deal
 from millstream.learner.rank import Barren, total
 from millstream.learner.ranks import Ranks
-from millstream.model.load import check_layers, load_weights, model_weights, save_model
+from millstream.learner.torch import save_trained
+from millstream.model.load import check_layers, load_weights, model_weights
 from millstream.model.shared import Layout, SharedWeights, anonymous_memory, layout_of
+from millstream.parcels import Delivery, Parcel
+from millstream.parcels.inbox import Inbox
+from millstream.parcels.staged import StagedWeights
 from millstream.threads import DaemonThreads
 from millstream.types import Floats, Metrics, TrainRow, Weights
+from millstream.workers import Launcher, LocalLauncher
 
 T = TypeVar("T")
 
 
+class Elsewhere(NamedTuple):
+    """What ranks on the nodes of a cluster need."""
+
+    launcher: Launcher
+    host: str
+    """An address of this machine that they reach."""
+    node: str
+    """This machine's."""
+    first: Parcel
+    """The weights to begin with."""
+    delivery: Delivery
+    """How rank 0 lets others have weights."""
+    device: str
+
+
 class FsdpLearner:
-    """See `millstream.learner.Learner` for the promises. The model is what training starts from; only `save` changes it."""
+    """See `millstream.learner.Learner` for the promises. The model is what training starts from; only `save` changes it.
+
+    Ranks are processes of this machine that share memory with us; or they are `elsewhere`, one of them or many, and weights
+    are said by where they are to be had."""
 
     def __init__(
         self,
@@ -55,31 +80,45 @@ class FsdpLearner:
         num_steps: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         is_proximal_given: bool = False,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         check_layers(model)
         self.model, self._config, self._tokenizer = model, config, tokenizer
         self._barren = Barren(config.max_skipped_steps)
-        weights = model_weights(model)
         plan = Plan(
             rank=0,
             num_ranks=config.ranks,
+            host="",
             port=0,
-            device=model.device.type,
+            device=model.device.type if elsewhere is None else elsewhere.device,
             dtype=str(model.dtype).removeprefix("torch."),
-            layout=layout_of(weights),
+            files=_described(model),
             config=config,
             objective=objective,
             temperature=temperature,
             num_steps=num_steps,
             is_proximal_given=is_proximal_given,
         )
-        memory = _memory_for(plan.layout)
-        self._shared = SharedWeights(memory, plan.layout)
-        self._shared.write(weights)
-        self.ranks = Ranks(plan, model, memory)
-        os.close(memory)
-        self._snapshots = itertools.count()
+        self._shared: SharedWeights | None = None
+        self._inbox = None if elsewhere is None else Inbox(elsewhere.node)
+        if elsewhere is None:
+            self.ranks = self._beside_us(plan)
+        else:
+            setup = Setup(plan=plan, parcel=elsewhere.first, delivery=elsewhere.delivery)
+            self.ranks = Ranks(setup, elsewhere.launcher, host=elsewhere.host)
+        self._snapshots, self._gatherings = itertools.count(), itertools.count(1)
         self._thread = DaemonThreads("learner", most=1)
+
+    def _beside_us(self, plan: Plan) -> Ranks:
+        weights = model_weights(self.model)
+        layout = layout_of(weights)
+        memory = _memory_for(layout)
+        self._shared = SharedWeights(memory, layout)
+        self._shared.write(weights)
+        try:
+            return Ranks(Setup(plan=plan, memory=memory, layout=layout), LocalLauncher())
+        finally:
+            os.close(memory)
 
     async def _run(self, work: Callable[[], T]) -> T:
         result: T = await self._thread.call(work)
@@ -130,8 +169,16 @@ class FsdpLearner:
         return await self._run(self._weights)
 
     def _weights(self) -> Weights:
-        self.ranks.ask(GatherWeights())
-        return {name: view.clone() for name, view in self._shared.views.items()}
+        gathered = self._gathered()
+        return gathered if self._shared is None else {name: view.clone() for name, view in gathered.items()}
+
+    def _gathered(self) -> Weights:
+        """In the memory that we share, until the next time; or said by where they are."""
+        parcel = self.ranks.ask(GatherWeights(next(self._gatherings)))[0].parcel
+        if self._shared is not None:
+            return self._shared.views
+        assert parcel is not None and self._inbox is not None
+        return StagedWeights(parcel, self._inbox)
 
     async def snapshot(self) -> FsdpSnapshot:
         number = next(self._snapshots)
@@ -142,9 +189,8 @@ class FsdpLearner:
         self.ranks.ask(Restore(str(folder.absolute())))
 
     def save(self, path: Path) -> None:
-        self.ranks.ask(GatherWeights())
-        load_weights(self.model, self._shared.views)
-        save_model(self.model, self._tokenizer, path)
+        load_weights(self.model, self._gathered())
+        save_trained(self.model, self._tokenizer, path)
 
     async def close(self) -> None:
         """Let the work in hand come to its end. No process is left."""
@@ -162,6 +208,12 @@ class FsdpSnapshot:
         for answer in self._ranks.ask(Write(self._number, str(folder.absolute()))):
             if answer.refused is not None:
                 raise OSError(*answer.refused)
+
+
+def _described(model: PreTrainedModel) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory(prefix="millstream-") as folder:
+        model.config.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def _memory_for(layout: Layout) -> int:

@@ -13,6 +13,7 @@ from millstream.learner import LearnerConfig
 from millstream.learner.optimizer import Stepped
 from millstream.learner.rank import Tally
 from millstream.model.shared import Layout
+from millstream.parcels import Delivery, Parcel
 from millstream.store.blocks import Block, Packing
 from millstream.types import TrainRow
 
@@ -30,17 +31,32 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     rank: int
     num_ranks: int
+    host: str
+    """Where the ranks meet: on loopback, unless they are on several nodes."""
     port: int
-    """On loopback, where the ranks meet."""
     device: str
     dtype: str
-    layout: Layout
+    files: dict[str, bytes]
+    """The model's config, as it is saved."""
     config: LearnerConfig
     objective: Source
     temperature: float
     num_steps: int | None
     is_proximal_given: bool = False
     """Whether rows bring `proximal` where it is read: no copy of the policy is kept for it."""
+
+
+class Setup(Struct, frozen=True, kw_only=True):
+    """The first message to a rank: what it is, and where weights come from and go to."""
+
+    plan: Plan
+    memory: int | None = None
+    """The descriptor of shared memory, for a process of this machine..."""
+    layout: Layout | None = None
+    parcel: Parcel | None = None
+    """... or weights that may be on another node, to begin with,"""
+    delivery: Delivery | None = None
+    """and how rank 0 lets others have them."""
 
 
 class BeginBatch(Struct, frozen=True, tag=True, array_like=True): ...
@@ -65,7 +81,9 @@ class Step(Struct, frozen=True, tag=True, array_like=True):
 
 
 class GatherWeights(Struct, frozen=True, tag=True, array_like=True):
-    """Into the shared memory."""
+    """Into the shared memory; or, under a number, to where other nodes can have them."""
+
+    number: int = 0
 
 
 class Keep(Struct, frozen=True, tag=True, array_like=True):
@@ -102,6 +120,8 @@ class Answer(Struct, frozen=True, kw_only=True):
     logprobs: bytes = b""
     """In float32, of the rows' trained tokens, one after the other."""
     stepped: Stepped | None = None
+    parcel: Parcel | None = None
+    """Where gathered weights are to be had."""
     refused: tuple[int, str] | None = None
     """The operating system's number and words for why a snapshot could not be written."""
     error: str | None = None

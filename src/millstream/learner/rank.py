@@ -23,7 +23,7 @@ from millstream.learner import LearnerConfig
 from millstream.learner.optimizer import MOST_NAMES, Optimizer, State, Stepped
 from millstream.learner.rows import Rows, not_finite
 from millstream.model.adapters import copy_of, trained_weights
-from millstream.model.load import check_layers, model_weights
+from millstream.model.load import check_layers
 from millstream.model.objective import LossInputs, Objective
 from millstream.model.policy import Policy, recompute_activations
 from millstream.types import Floats, Metrics, TrainRow
@@ -219,7 +219,7 @@ class Rank:
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Whole, one after the other. Every rank must take them all."""
         parameters = dict(self.policy.model.named_parameters())
-        for name, tensor in model_weights(self.policy.model).items():
+        for name, tensor in trained_weights(self.policy.model).items():
             value = tensor.detach()
             yield name, whole(value.to(dtype) if name in parameters else value)
 

@@ -1,4 +1,4 @@
-"""A rank in a process of its own, started as `python -m millstream.learner.rank_main`. See `learner.ranks` for the other end.
+"""A rank in a process of its own, here or on a node of a cluster. See `learner.ranks` for the other end.
 
 It ends with the socket, at once and whatever it is doing: when the parent is gone, nobody needs what it has.
 """
@@ -11,6 +11,7 @@ import queue
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from contextlib import suppress
@@ -36,17 +37,23 @@ from millstream.learner.orders import (
     Keep,
     Measure,
     Numbered,
-    Plan,
     Restore,
+    Setup,
     Step,
     Write,
     unpack,
 )
-from millstream.learner.rank import Rank
+from millstream.learner.rank import Rank, policies
+from millstream.learner.ranks import LOOPBACK
 from millstream.learner.sharding import join, sharded
-from millstream.learner.state import on_host, read_shards, write_shards
+from millstream.learner.state import on_host, read_shards, read_state, write_shards, write_state
+from millstream.model.adapters import add_adapters
 from millstream.model.load import load_weights, new_model, set_up_cpu
 from millstream.model.shared import SharedWeights
+from millstream.parcels import Parcel
+from millstream.parcels.inbox import Inbox
+from millstream.parcels.outbox import open_outbox
+from millstream.workers import own_node
 
 MOST_KEPT = 2
 """Snapshots: one that is being written, and the next."""
@@ -56,15 +63,15 @@ ECHOES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer
 class Line:
     """The rank's end of the socket. Listens from the beginning, so that the process ends with it."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end, self._sending = end, threading.Lock()
+    def __init__(self, end: socket.socket, frames: Frames) -> None:
+        self._end, self._frames, self._sending = end, frames, threading.Lock()
         self.orders: queue.SimpleQueue[Numbered] = queue.SimpleQueue()
         self.writes: queue.SimpleQueue[Numbered] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
 
     def _listen(self) -> None:
-        frames, decoder = Frames(self._end), msgspec.msgpack.Decoder(Numbered)
-        while (payloads := frames.receive(block=True)) is not None:
+        decoder = msgspec.msgpack.Decoder(Numbered)
+        while (payloads := self._frames.receive(block=True)) is not None:
             for payload in payloads:
                 numbered = decoder.decode(payload)
                 (self.writes if isinstance(numbered.order, Write) else self.orders).put(numbered)
@@ -78,11 +85,15 @@ class Line:
 class Post:
     """One rank at its work. Orders are carried out one after the other; snapshots are written beside them."""
 
-    def __init__(self, rank: Rank, plan: Plan, shared: SharedWeights, line: Line) -> None:
-        self._rank, self._plan, self._shared, self._line = rank, plan, shared, line
-        self._dtype = getattr(torch, plan.dtype)
+    def __init__(self, rank: Rank, setup: Setup, line: Line) -> None:
+        self._rank, self._plan, self._line = rank, setup.plan, line
+        self._dtype = getattr(torch, setup.plan.dtype)
         self._kept: dict[int, optimizer.State] = {}
-        self._files = dist.new_group(backend="gloo")  # a group of their own: training has its collectives meanwhile
+        self._shared = None if setup.layout is None else SharedWeights(setup.memory or 0, setup.layout)
+        self._outbox = None if setup.delivery is None else open_outbox(setup.delivery)
+        is_alone = setup.plan.num_ranks == 1
+        self._files = None if is_alone else dist.new_group(backend="gloo")
+        """A group of their own: training has its collectives meanwhile. None: there is one rank."""
 
     def work(self) -> None:
         """Until it is told to close."""
@@ -114,26 +125,41 @@ class Post:
                 return Answer(number=number, tally=self._rank.tally())
             case Step(counted):
                 return Answer(number=number, stepped=self._rank.step(counted))
-            case GatherWeights():
-                self._gather()
+            case GatherWeights(gathering):
+                return Answer(number=number, parcel=self._gather(gathering))
             case Keep(snapshot):
                 self._kept[snapshot] = on_host(self._rank.state())
                 for old in sorted(self._kept)[:-MOST_KEPT]:
                     del self._kept[old]
             case Write(snapshot, folder):
                 try:
-                    write_shards(self._kept.pop(snapshot), Path(folder), self._files)
+                    self._write(self._kept.pop(snapshot), Path(folder))
                 except OSError as error:
                     return Answer(number=number, refused=(error.errno or 0, error.strerror or str(error)))
             case Restore(folder):
-                masters = self._rank.optimizer.state()["masters"]
-                self._rank.restore(read_shards(Path(folder), masters, self._files))
+                self._rank.restore(self._read(Path(folder)))
         return Answer(number=number)
 
-    def _gather(self) -> None:
-        for name, tensor in self._rank.weights(self._dtype):
-            if self._plan.rank == 0:
+    def _write(self, state: optimizer.State, folder: Path) -> None:
+        if self._files is None:
+            write_state(state, folder)
+        else:
+            write_shards(state, folder, self._files)
+
+    def _read(self, folder: Path) -> optimizer.State:
+        if self._files is None:
+            return read_state(folder)
+        return read_shards(folder, self._rank.optimizer.state()["masters"], self._files)
+
+    def _gather(self, number: int) -> Parcel | None:
+        """Every rank takes part, and one of them has it all."""
+        weights = self._rank.weights(self._dtype)
+        if self._outbox is not None:
+            return self._outbox.put(number, weights)
+        for name, tensor in weights:
+            if self._shared is not None and self._plan.rank == 0:
                 self._shared.views[name].copy_(tensor)
+        return None
 
 
 def failed(number: int, error: Exception) -> Answer:
@@ -142,12 +168,25 @@ def failed(number: int, error: Exception) -> Answer:
     return Answer(number=number, error=said, is_own=not is_echo)
 
 
-def build(plan: Plan, folder: Path, shared: SharedWeights) -> Rank:
-    """The model from its config and the shared weights, sharded with the other ranks."""
-    model = new_model(AutoConfig.from_pretrained(folder), seed=0, dtype=getattr(torch, plan.dtype))
-    load_weights(model, shared.views)
+def build(setup: Setup) -> Rank:
+    """The model from its config and the weights to begin with; sharded, where there are other ranks."""
+    plan = setup.plan
+    with tempfile.TemporaryDirectory(prefix="millstream-") as folder:
+        for name, data in plan.files.items():
+            (Path(folder) / name).write_bytes(data)
+        model = new_model(AutoConfig.from_pretrained(folder), seed=0, dtype=getattr(torch, plan.dtype))
+    if plan.config.lora is not None:
+        add_adapters(model, plan.config.lora, seed=0)
+    if setup.layout is not None:
+        load_weights(model, SharedWeights(setup.memory or 0, setup.layout).views)
+    elif setup.parcel is not None:
+        with Inbox(own_node()).take(setup.parcel) as taken:
+            load_weights(model, taken.weights)
     objective = imports.load(plan.objective.function)(plan.objective.arguments)
-    mesh = join(plan.rank, plan.num_ranks, plan.port, torch.device(plan.device))
+    if plan.num_ranks == 1:
+        kept = policies(model.to(plan.device), plan.config, plan.temperature, is_proximal_given=plan.is_proximal_given)
+        return Rank(*kept, plan.config, objective, num_steps=plan.num_steps)
+    mesh = join(plan.rank, plan.num_ranks, (plan.host, plan.port), torch.device(plan.device))
     return sharded(
         model,
         plan.config,
@@ -159,18 +198,22 @@ def build(plan: Plan, folder: Path, shared: SharedWeights) -> Rank:
     )
 
 
-def main(line: int, memory: int, folder: Path, number: int) -> None:
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, signal.SIG_IGN)  # the parent's to handle; when it ends, the socket closes
+def work(line: socket.socket) -> None:
+    """The rank: until the socket closes."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    if number:  # of a step that is left out every rank would say the same
+    frames = Frames(line)
+    first = frames.first()
+    if first is None:
+        return
+    end = Line(line, frames)
+    setup = msgspec.msgpack.decode(first, type=Setup)
+    if setup.plan.rank:  # of a step that is left out every rank would say the same
         logging.getLogger(optimizer.__name__).setLevel(logging.ERROR)
-    end = Line(socket.socket(fileno=line))
+    if setup.plan.host == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     set_up_cpu()
-    plan = msgspec.json.decode((folder / f"plan-{number}.json").read_bytes(), type=Plan)
-    shared = SharedWeights(memory, plan.layout)
     try:
-        post = Post(build(plan, folder, shared), plan, shared, end)
+        post = Post(build(setup), setup, end)
     except Exception as error:  # the border of the rank: whoever waits must hear of it
         traceback.print_exc()
         end.send(failed(READY, error))
@@ -181,4 +224,6 @@ def main(line: int, memory: int, folder: Path, number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)  # the parent's to handle; when it ends, the socket closes
+    work(socket.socket(fileno=int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""A learner's ranks as processes of this machine: orders and answers over sockets, weights in shared memory. No pickle.
+"""A learner's ranks as processes, here or on the nodes of a cluster: orders and answers over sockets. No pickle.
 
 Every rank takes part in every order, or none does. So one that dies or raises ends them all, within seconds: the others wait in
 a collective that will never come about. The error names the rank that began it, and what it said last. No process outlives
@@ -8,38 +8,30 @@ the learner, or its parent, however that ends.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from msgspec import structs
 from torch._C._distributed_c10d import TCPStore
-from transformers import PreTrainedModel
 
-from millstream.errors import LearnerError
+from millstream.errors import LearnerError, MillstreamError
 from millstream.frames import Frames, frame
-from millstream.learner.orders import READY, Answer, Close, Numbered, Order, Plan
+from millstream.learner.orders import READY, Answer, Close, Numbered, Order, Setup
+from millstream.workers import Launcher, Worker
 
-logger = logging.getLogger(__name__)
+MODULE = "millstream.learner.rank_main"
+LOOPBACK = "127.0.0.1"
 CLOSE_S = 10.0
 HEARD_S = 1.0
 """How long, after a rank failed, others may say that it was they who began."""
-MOST_LINES = 20
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Failure(NamedTuple):
@@ -53,31 +45,48 @@ class Broken(Exception):
 
 
 class Member:
-    """One rank's process, from outside."""
+    """One rank's process, from outside. Orders wait until it is there."""
 
-    def __init__(self, plan: Plan, memory: int, folder: Path, failures: list[Failure]) -> None:
-        self.rank, self._failures = plan.rank, failures
-        (folder / f"plan-{plan.rank}.json").write_bytes(msgspec.json.encode(plan))
-        self._socket, theirs = socket.socketpair()
-        arguments = [str(theirs.fileno()), str(memory), str(folder), str(plan.rank)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "millstream.learner.rank_main", *arguments],
-            pass_fds=[theirs.fileno(), memory],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            process_group=0,
-            env=os.environ | {"GLOO_SOCKET_IFNAME": LOOPBACK},
-        )
-        theirs.close()
-        self.is_closing = self._is_gone = False
-        self._said: deque[str] = deque(maxlen=MOST_LINES)
+    def __init__(self, setup: Setup, launcher: Launcher, failures: list[Failure]) -> None:
+        self.rank, self._failures, self._launcher = setup.plan.rank, failures, launcher
+        self._memory = [] if setup.memory is None else [os.dup(setup.memory)]
+        setup = structs.replace(setup, memory=self._memory[0] if self._memory else None)
+        self.worker: Worker | None = None
+        self.is_closing = self._is_gone = self._is_connected = False
+        self._unsent: list[bytes] = [frame(setup)]
         self._waiting: dict[int, Future[Answer]] = {READY: Future()}
         self.ready = self._waiting[READY]
         self._lock = threading.Lock()
-        self._hearing = threading.Thread(target=self._hear, name=f"rank {plan.rank} says", daemon=True)
-        self._reading = threading.Thread(target=self._read, name=f"rank {plan.rank} answers", daemon=True)
-        self._hearing.start()
-        self._reading.start()
+        self._working = threading.Thread(target=self._work, name=f"rank {self.rank} answers", daemon=True)
+        self._working.start()
+
+    def _work(self) -> None:
+        try:
+            worker = self._launcher.launch("learner", MODULE, name=f"rank {self.rank}", descriptors=self._memory)
+        except MillstreamError as error:
+            self._failures.append(Failure(self.rank, str(error), is_own=True))
+            self._give_up()
+            return
+        finally:
+            for descriptor in self._memory:
+                os.close(descriptor)
+        with self._lock:
+            self.worker, is_late = worker, self._is_gone
+        if is_late:
+            worker.kill()
+        self._send_unsent(worker)
+        self._read(worker)
+
+    def _send_unsent(self, worker: Worker) -> None:
+        """From here on `ask` sends by itself: when there is nothing left to be sent before."""
+        while True:
+            with self._lock:
+                messages, self._unsent = self._unsent, []
+                if not messages:
+                    self._is_connected = True
+                    return
+            with suppress(OSError):  # it is gone: the reader says so
+                worker.line.sendall(b"".join(messages))
 
     def ask(self, numbered: Numbered) -> Future[Answer]:
         """`Broken` in the future, if no answer will come."""
@@ -87,26 +96,21 @@ class Member:
                 answer.set_exception(Broken())
                 return answer
             self._waiting[numbered.number] = answer
+            if self.worker is None or not self._is_connected:
+                self._unsent.append(frame(numbered))
+                return answer
             with suppress(OSError):  # it is gone: the reader says so
-                self._socket.sendall(frame(numbered))
+                self.worker.line.sendall(frame(numbered))
         return answer
 
-    def _hear(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._said.append(line.decode(errors="replace").rstrip())
-            logger.warning("rank %d: %s", self.rank, self._said[-1])
-
-    def _read(self) -> None:
-        frames, decoder = Frames(self._socket), msgspec.msgpack.Decoder(Answer)
+    def _read(self, worker: Worker) -> None:
+        frames, decoder = Frames(worker.line), msgspec.msgpack.Decoder(Answer)
         while (payloads := frames.receive(block=True)) is not None:
             for payload in payloads:
                 self._settle(decoder.decode(payload))
-        code = self.process.wait()
-        self._hearing.join(HEARD_S)
         if not self.is_closing:
-            last = f"; it said last: {self._said[-1]}" if self._said else ""
-            self._failures.append(Failure(self.rank, f"its process ended with exit code {code}{last}", is_own=True))
+            how = worker.ended(CLOSE_S) or "its process closed its line"
+            self._failures.append(Failure(self.rank, how, is_own=True))
         self._give_up()
 
     def _settle(self, answer: Answer) -> None:
@@ -125,45 +129,63 @@ class Member:
         for answer in waiting.values():
             answer.set_exception(Broken())
 
+    def kill(self) -> None:
+        self.is_closing = True
+        with self._lock:
+            self._is_gone = True
+        if self.worker is None:
+            self._give_up()
+        else:
+            self.worker.kill()
+
     def end(self, timeout_s: float) -> None:
         """Returns when there is no process any more; one that does not end by then is killed."""
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._reading.join()
-        self._hearing.join()
-        self._socket.close()
+        with self._lock:
+            self._is_gone = True
+        if self.worker is None:
+            return
+        if self.worker.ended(timeout_s) is None:
+            self.worker.kill()
+            self.worker.ended(CLOSE_S)
+        self._working.join(CLOSE_S)
+        self.worker.line.close()
 
 
 class Ranks:
     """Started, but perhaps not yet ready: the first order waits for that. May be called from several threads."""
 
-    def __init__(self, plan: Plan, model: PreTrainedModel, memory: int) -> None:
-        self._store = TCPStore("127.0.0.1", 0, plan.num_ranks + 1, is_master=True, wait_for_workers=False)
-        self._folder = Path(tempfile.mkdtemp(prefix="millstream-"))  # a few kilobytes, until all are ready
-        model.config.save_pretrained(self._folder)
+    def __init__(self, setup: Setup, launcher: Launcher, *, host: str = LOOPBACK) -> None:
+        """`host`: the address of this machine that all ranks can reach."""
+        self._listener = socket.create_server((host, 0))  # on this address alone; the store by itself would take all
+        self._store = TCPStore(
+            host,
+            port := self._listener.getsockname()[1],
+            setup.plan.num_ranks + 1,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach(),
+            use_libuv=False,
+        )
         self._failures: list[Failure] = []
         self._members: list[Member] = []
         self._numbers = itertools.count(READY + 1)
         self._lock = threading.Lock()
         self._error, self._is_ready = "", False
-        for rank in range(plan.num_ranks):
-            device = f"cuda:{rank}" if plan.device == "cuda" else plan.device
-            mine = structs.replace(plan, rank=rank, port=self._store.port, device=device)
-            self._members.append(Member(mine, memory, self._folder, self._failures))
+        for rank in range(setup.plan.num_ranks):
+            plan = structs.replace(setup.plan, rank=rank, host=host, port=port)
+            mine = structs.replace(setup, plan=plan, delivery=setup.delivery if rank == 0 else None)
+            self._members.append(Member(mine, launcher, self._failures))
 
     @property
     def pids(self) -> list[int]:
-        return [member.process.pid for member in self._members]
+        """Of those that are there."""
+        return [member.worker.pid for member in self._members if member.worker is not None]
 
     def wait(self) -> None:
         """Until all are ready. Raises `LearnerError` as `ask` does."""
         if not self._is_ready:
             self._wait([member.ready for member in self._members])
             self._is_ready = True
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def ask(self, orders: Order | Sequence[Order]) -> list[Answer]:
         """One order for all, or one for each; their answers, by rank. Raises `LearnerError` if any of them failed: then all
@@ -202,8 +224,7 @@ class Ranks:
 
     def kill(self) -> None:
         for member in self._members:
-            member.is_closing = True
-            member.process.kill()
+            member.kill()
         for member in self._members:
             member.end(CLOSE_S)
 
@@ -221,4 +242,3 @@ class Ranks:
         for member in self._members:
             member.is_closing = True
             member.end(max(0.0, deadline - time.monotonic()))
-        shutil.rmtree(self._folder, ignore_errors=True)

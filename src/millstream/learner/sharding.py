@@ -23,9 +23,9 @@ from millstream.model.objective import Objective
 from millstream.model.policy import Policy, layers_of
 
 
-def join(rank: int, num_ranks: int, port: int, device: torch.device) -> DeviceMesh:
-    """Meet the other ranks of this machine at a store that listens on a port. Returns when all are there."""
-    store = TCPStore("127.0.0.1", port, num_ranks + 1, is_master=False)
+def join(rank: int, num_ranks: int, address: tuple[str, int], device: torch.device) -> DeviceMesh:
+    """Meet the other ranks at a store that listens there. Returns when all are there."""
+    store = TCPStore(*address, num_ranks + 1, is_master=False, use_libuv=False)
     is_gpu = device.type == "cuda"
     if is_gpu:
         torch.cuda.set_device(device)

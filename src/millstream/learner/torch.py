@@ -92,17 +92,21 @@ class TorchLearner:
         self.rank.restore(read_state(folder))
 
     def save(self, path: Path) -> None:
-        """With adapters: the ordinary model that they make of theirs, and in `adapter/` themselves, in peft's format."""
-        if lora_of(self.model) is None:
-            save_model(self.model, self._tokenizer, path)
-            return
-        save_model(merged(self.model), self._tokenizer, path)
-        save_adapters(self.model, path / "adapter")
+        save_trained(self.model, self._tokenizer, path)
 
     async def close(self) -> None:
         """Let the work in hand come to its end. The model may then be another learner's."""
         await self._thread.close()
         self.optimizer.let_go()
+
+
+def save_trained(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:
+    """With adapters: the ordinary model that they make of theirs, and in `adapter/` themselves, in peft's format."""
+    if lora_of(model) is None:
+        save_model(model, tokenizer, path)
+        return
+    save_model(merged(model), tokenizer, path)
+    save_adapters(model, path / "adapter")
 
 
 class TorchSnapshot:

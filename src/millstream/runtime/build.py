@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -40,12 +40,13 @@ from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
 from millstream.runtime.config import ModelConfig, RunConfig, critic_of, server_token
-from millstream.runtime.fleet import Fleet
 from millstream.runtime.pipeline import Algorithm, GroupReward
 from millstream.runtime.stages import Stage, store_tasks
 from millstream.seeds import derive_seed
+from millstream.store import Reads
 from millstream.store.memory import MemoryStore
 from millstream.types import Message, Sampling, Task
+from millstream.workers import Launcher
 
 logger = logging.getLogger(__name__)
 RunLearner = TorchLearner | FsdpLearner
@@ -226,14 +227,18 @@ def unknown_text(text: Text, data: DataSet, environments: Environments) -> str:
     )
 
 
-def build_environment(kinds: Sequence[Kind], text: Text, rewards: Rewards) -> Environments:
-    """Data sets are scored with these rewards, other environments by themselves."""
+def build_environment(
+    kinds: Sequence[Kind], text: Text, rewards: Rewards, launcher: Launcher | None = None
+) -> Environments:
+    """Data sets are scored with these rewards, other environments by themselves. `launcher`: of processes on a cluster."""
 
     def single_turn() -> SingleTurn:
-        return SingleTurn(encode=lambda task: text.opening(task.prompt), decode=text.decode, scorer=Scorer(rewards))
+        return SingleTurn(
+            encode=lambda task: text.opening(task.prompt), decode=text.decode, scorer=Scorer(rewards, launcher)
+        )
 
     watched = structs.replace(text, is_watched=True)
-    return Environments([Hosted(kind, kind.environment or single_turn(), watched) for kind in kinds])
+    return Environments([Hosted(kind, kind.environment or single_turn(), watched, launcher) for kind in kinds])
 
 
 RunEngine = TorchEngine | HttpEngine
@@ -296,27 +301,6 @@ def _torch_engine(
     )
 
 
-def build_fleet(
-    config: EngineConfig,
-    model: PreTrainedModel,
-    *,
-    is_queueing: bool,
-    clock: Clock,
-    sink: EventSink,
-    seed: int = 0,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Fleet:
-    """As many engines as the config asks for, behind one router."""
-    return Fleet(
-        lambda name: build_engine(config, model, clock=clock, sink=sink, name=name, seed=seed, tokenizer=tokenizer),
-        config.replicas,
-        is_queueing=is_queueing,
-        patience_s=config.answer_s,
-        clock=clock,
-        sink=sink,
-    )
-
-
 def _http_engine(
     config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink, seed: int
 ) -> HttpEngine:
@@ -370,17 +354,25 @@ def build_learner(
 
 
 def build_store(config: RunConfig, stages: Sequence[Stage] = ()) -> MemoryStore:
-    """Room for every rollout that may be in flight or taken: with less the pipeline would wait for itself."""
+    tasks, capacity = store_plan(config, stages)
+    return MemoryStore(tasks, capacity_rows=capacity)
+
+
+def store_plan(config: RunConfig, stages: Sequence[Stage] = ()) -> tuple[Mapping[str, Reads], int]:
+    """The tasks of a run's store, and room for every rollout that may be in flight or taken: with less the pipeline would wait
+    for itself."""
     tasks = store_tasks(
         stages,
         has_critic=needs_critic(config.algorithm),
         has_proximal=config.proximal is not None,
         is_in_lockstep=config.pipeline.is_in_lockstep,
     )
-    return MemoryStore(tasks, capacity_rows=config.pipeline.most_groups * config.rollout.most_rows)
+    return tasks, config.pipeline.most_groups * config.rollout.most_rows
 
 
-def build_algorithm(config: RunConfig, sampling: Sampling, text: Text, rewards: Rewards) -> Algorithm:
+def build_algorithm(
+    config: RunConfig, sampling: Sampling, text: Text, rewards: Rewards, launcher: Launcher | None = None
+) -> Algorithm:
     advantage, critic = advantage_of(config.algorithm), critic_of(config)
     tokens = config.learner.micro_batch_tokens
     return Algorithm(
@@ -389,7 +381,7 @@ def build_algorithm(config: RunConfig, sampling: Sampling, text: Text, rewards: 
         sampling=sampling,
         micro_batch_tokens=tokens * config.learner.ranks,
         mini_batches=config.learner.mini_batches,
-        group_reward=_with_overlong(_group_reward(text, rewards), config),
+        group_reward=_with_overlong(_group_reward(text, rewards, launcher), config),
         credit=credit_for(config.algorithm),
         compares_turns=config.algorithm.advantage == "turns",
         critic_batch_tokens=tokens if critic is None else critic.micro_batch_tokens,
@@ -397,8 +389,8 @@ def build_algorithm(config: RunConfig, sampling: Sampling, text: Text, rewards: 
     )
 
 
-def _group_reward(text: Text, rewards: Rewards) -> GroupReward | None:
-    scorer = group_scorer(rewards)
+def _group_reward(text: Text, rewards: Rewards, launcher: Launcher | None) -> GroupReward | None:
+    scorer = group_scorer(rewards, launcher)
     if scorer is None:
         return None
 

@@ -20,6 +20,7 @@ from millstream.errors import ConfigError
 from millstream.learner import CriticConfig, LearnerConfig, ProximalConfig, ReferenceConfig
 from millstream.model.lora import check_lora
 from millstream.runtime.checkpoint import CheckpointConfig
+from millstream.runtime.resources import ResourcesConfig, placement_of
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.schedule import PipelineConfig
 
@@ -128,6 +129,9 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warmup: WarmupConfig | None = None
+    runtime: Literal["local", "ray"] = "local"
+    """local: this machine, in one process or a few. ray: a Ray cluster, of which [resources] says what the run gets."""
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
 
     def __post_init__(self) -> None:
         """From Python, one reward or environment need not be a tuple."""
@@ -250,6 +254,28 @@ def _check_engine(config: RunConfig) -> None:
         )
 
 
+def _check_resources(config: RunConfig) -> None:
+    if config.runtime == "local":
+        if config.resources != ResourcesConfig():
+            raise ConfigError('a [resources] table, and runtime = "local": set runtime = "ray", or leave the table out')
+        return
+    placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
+    if config.engine.kind == "vllm":
+        raise ConfigError(
+            'engine.kind = "vllm" with runtime = "ray": start vLLM\'s servers yourself and set engine.kind = "http", or set '
+            'engine.kind = "torch"'
+        )
+    if config.engine.process is not None:
+        raise ConfigError(
+            'engine.process with runtime = "ray": every engine has a process there. Leave engine.process out'
+        )
+    if config.model.device != "auto":
+        raise ConfigError(
+            f'model.device = "{config.model.device}" with runtime = "ray": resources.engine_gpus and learner_gpus say who '
+            "has a GPU. Leave model.device out"
+        )
+
+
 def check_run(config: RunConfig) -> None:
     """What no single component can see: combinations that are wrong. Raises `ConfigError` that says what to set."""
     check(
@@ -265,6 +291,7 @@ def check_run(config: RunConfig) -> None:
     _check_stages(config)
     _check_proximal(config)
     _check_engine(config)
+    _check_resources(config)
     if config.learner.lora is not None and config.learner.ranks > 1:
         raise ConfigError(
             f"[learner.lora] with learner.ranks = {config.learner.ranks}: adapters are trained on one device. Set "

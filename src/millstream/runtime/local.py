@@ -63,13 +63,13 @@ from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_com
 from millstream.runtime.garbage import seldom_collected
 from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.router import Router
+from millstream.runtime.site import Site, site_for
 from millstream.runtime.state import CRITIC_FOLDER
 from millstream.runtime.supervised import Supervised
 from millstream.runtime.waits import Waits
 from millstream.runtime.warmup import Script
 from millstream.runtime.watchdog import Watchdog
 from millstream.types import Sampling, Task, Weights
-from millstream.weights.local import LocalChannel
 
 logger = logging.getLogger(__name__)
 STATUS_S = 1.0
@@ -80,6 +80,7 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     """Everything that can be wrong with a config, a data set, a reward or a model is found while this is made."""
 
     config: RunConfig
+    site: Site
     data: DataSet
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -108,15 +109,18 @@ def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
     set_up_cpu()
     kinds = [find(one) for one in config.environment]
     data = read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
-    model, tokenizer = build.build_model(config.model, seed=config.seed, lora=config.learner.lora)
+    site = site_for(config)
+    of_driver = structs.replace(config.model, device="cpu") if config.runtime == "ray" else config.model
+    model, tokenizer = build.build_model(of_driver, seed=config.seed, lora=config.learner.lora)
     text = build.Text(tokenizer=tokenizer)
     rewards = prepare_rewards(config.reward, reward)
-    environment = build.build_environment(kinds, text, rewards)
+    environment = build.build_environment(kinds, text, rewards, site.launcher)
     build_stages.check_models(config, tokenizer)
     check_tasks(environment, data, needs_gold=config.warmup is not None)
     build.check_lengths(config, model, text, data, environment)
     return Prepared(
         config=config,
+        site=site,
         data=data,
         model=model,
         tokenizer=tokenizer,
@@ -439,16 +443,23 @@ class _Run:
         os._exit(1)
 
     async def _run(self) -> None:
+        prepared = self._prepared
+        opening = prepared.site.open(prepared.model, prepared.tokenizer_for_stops)
+        await self._waits.on("the run", "a place for its parts", opening, has_deadline=False)  # it has one of its own
+        try:
+            await self._run_there()
+        finally:
+            await prepared.site.close()
+
+    async def _run_there(self) -> None:
         prepared, config = self._prepared, self._prepared.config
-        is_queueing = not config.pipeline.is_in_lockstep
-        fleet = build.build_fleet(
-            config.engine,
-            prepared.model,
-            is_queueing=is_queueing,
+        fleet = Fleet(
+            lambda name: prepared.site.make_engine(name, clock=self._clock, sink=self._sink),
+            config.engine.replicas,
+            is_queueing=not config.pipeline.is_in_lockstep,
+            patience_s=config.engine.answer_s,
             clock=self._clock,
             sink=self._sink,
-            seed=config.seed,
-            tokenizer=prepared.tokenizer_for_stops,
         )
         evaluator = _Evaluator(prepared, fleet.router, self._clock, self._sink, self._waits)
         try:
@@ -513,9 +524,7 @@ class _Run:
 
     def _build_learner(self) -> RunLearner:
         prepared, config = self._prepared, self._prepared.config
-        return build.build_learner(
-            config,
-            prepared.model,
+        return prepared.site.build_learner(
             prepared.tokenizer,
             learner=config.learner,
             recipe=Recipe(algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
@@ -534,9 +543,7 @@ class _Run:
 
     async def _warm_up(self, fleet: Fleet, evaluator: _Evaluator, config: WarmupConfig) -> None:
         prepared = self._prepared
-        learner = build.build_learner(
-            prepared.config,
-            prepared.model,
+        learner = prepared.site.build_learner(
             prepared.tokenizer,
             learner=supervised.learner_config(prepared.config, config),
             recipe=Recipe(algorithm=None),
@@ -603,11 +610,11 @@ class _Run:
             engines=fleet.router.engines,
             environment=prepared.environment,
             learner=learner,
-            store=build.build_store(config, staff.stages),
+            store=await prepared.site.open_store(staff.stages),
             stages=staff.stages,
             critic=staff.critic,
             proximal=staff.proximal,
-            channel=LocalChannel(self._version),
+            channel=prepared.site.new_channel(self._version),
             clock=self._clock,
             sink=self._sink,
             waits=self._waits,
@@ -618,7 +625,7 @@ class _Run:
         self._pipeline = Pipeline(
             parts,
             in_order(prepared.data.train, seed=config.seed, shuffle=config.data.shuffle),
-            build.build_algorithm(config, prepared.sampling, prepared.text, prepared.rewards),
+            build.build_algorithm(config, prepared.sampling, prepared.text, prepared.rewards, prepared.site.launcher),
             config=config.pipeline,
             rollout=config.rollout,
             seed=config.seed,

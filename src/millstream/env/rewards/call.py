@@ -26,6 +26,7 @@ from millstream.env.rewards.pool import Workers
 from millstream.errors import ConfigError, RewardFailed
 from millstream.threads import DaemonThreads
 from millstream.types import Task
+from millstream.workers import Launcher
 
 MOST_THREADS = 16
 PACKAGE = str(Path(__file__).parent)
@@ -38,14 +39,14 @@ class Call:
     """One reward as the config has it. The limit is that of the call itself: waiting for a free thread or process does not
     count."""
 
-    def __init__(self, function: Reward | GroupReward, config: RewardConfig) -> None:
+    def __init__(self, function: Reward | GroupReward, config: RewardConfig, launcher: Launcher | None = None) -> None:
         self._config = config
         known = BUILT_IN[config.function] if is_built_in(function, config) else None
         self._is_quick = known is not None and known.is_quick
         self._workers: Workers | None = None
         if config.process or (config.process is None and known is not None and known.process):
             check(function, config)
-            self._workers = Workers(_named(config))
+            self._workers = Workers(_named(config), launcher)
             return
         self._function = bind(function, config)
         self._limits_itself = limits_itself(function)

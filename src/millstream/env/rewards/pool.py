@@ -8,6 +8,7 @@ talk over a socket in msgpack, and end with the parent, however that ends.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -22,9 +24,11 @@ import msgspec
 from msgspec import Struct, structs
 
 from millstream.env.rewards.config import RewardConfig
-from millstream.errors import RewardFailed
+from millstream.errors import ClusterError, RewardFailed
 from millstream.types import Task
+from millstream.workers import Launcher
 
+MODULE = "millstream.env.rewards.worker"
 HEADER = 4
 MOST_WORKERS = 8
 START_S = 60.0
@@ -55,24 +59,20 @@ class _Gone(Exception):
 
 
 class Worker:
-    """A process, from our side."""
+    """A process, from our side: of this machine, or where a launcher puts it."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, launcher: Launcher | None = None) -> None:
         self._config = config
-        self.line, theirs = socket.socketpair()
+        if launcher is None:
+            self.process, self.line = _here()
+            self.how: Callable[[], str] = functools.partial(_how, self.process)
+            self.end: Callable[[], object] = weakref.finalize(self, _kill, self.process, self.line)
+        else:
+            elsewhere = launcher.launch("reward", MODULE, name=f"a worker of reward {config.function}")
+            self.line = elsewhere.line
+            self.how = lambda: elsewhere.ended(LAST_WORDS_S) or "closed its line"
+            self.end = weakref.finalize(self, elsewhere.kill)
         self.line.setblocking(False)
-        command = [sys.executable, "-m", "millstream.env.rewards.worker", str(theirs.fileno())]
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
-        with theirs:
-            self.process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.PIPE,  # never written to: it closes when we end
-                stdout=2,  # what a reward prints is no part of ours
-                env={**os.environ, "PYTHONPATH": path},
-                process_group=0,
-            )
-        self.end = weakref.finalize(self, _kill, self.process, self.line)
 
     async def ready(self) -> Worker:
         try:
@@ -102,7 +102,7 @@ class Worker:
         """How it ended: it has closed its line, and has a moment to follow."""
         try:
             async with asyncio.timeout(LAST_WORDS_S):
-                return await asyncio.to_thread(_how, self.process)
+                return await asyncio.to_thread(self.how)
         except TimeoutError:
             return "closed its line"
         finally:
@@ -135,6 +135,21 @@ class Worker:
         return bytes(data)
 
 
+def _here() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    line, theirs = socket.socketpair()
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.PIPE,  # never written to: it closes when we end
+            stdout=2,  # what a reward prints is no part of ours
+            env={**os.environ, "PYTHONPATH": path},
+            process_group=0,
+        )
+    return process, line
+
+
 def _kill(process: subprocess.Popen[bytes], line: socket.socket) -> None:
     """With all that it started, unless that made a process group of its own. Waits for nothing."""
     line.close()
@@ -164,8 +179,8 @@ def _how(process: subprocess.Popen[bytes]) -> str:
 class Workers:
     """At most so many at a time; a call waits for one that is free. Started when first needed."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._config = config
+    def __init__(self, config: RewardConfig, launcher: Launcher | None = None) -> None:
+        self._config, self._launcher = config, launcher
         self._most = config.workers or min(MOST_WORKERS, os.cpu_count() or 1)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -229,11 +244,14 @@ class Workers:
         self._idle.append(here)
 
     def _start(self) -> None:
-        coming = asyncio.ensure_future(_started(self._config))
+        coming = asyncio.ensure_future(_started(self._config, self._launcher))
         coming.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever takes it, is told
         self._idle.append(coming)
 
 
-async def _started(config: RewardConfig) -> Worker:
-    worker = await asyncio.to_thread(Worker, config)
+async def _started(config: RewardConfig, launcher: Launcher | None) -> Worker:
+    try:
+        worker = await asyncio.to_thread(Worker, config, launcher)
+    except ClusterError as error:
+        raise RewardFailed(f"reward {config.function}: no worker process: {error}") from error
     return await worker.ready()

@@ -8,6 +8,7 @@ from millstream.env.rewards.call import Call, number, numbers
 from millstream.env.rewards.config import RewardConfig
 from millstream.env.rewards.find import GroupReward, Reward
 from millstream.types import Task
+from millstream.workers import Launcher
 
 Rewards = Sequence[tuple[Reward | GroupReward, RewardConfig]]
 """Functions with what the config says of them: what `prepare` returns."""
@@ -16,9 +17,10 @@ Rewards = Sequence[tuple[Reward | GroupReward, RewardConfig]]
 class Scorer:
     """The weighted sum of the rewards of one completion. Rewards of groups are left out: they are `GroupScorer`'s."""
 
-    def __init__(self, rewards: Rewards) -> None:
+    def __init__(self, rewards: Rewards, launcher: Launcher | None = None) -> None:
+        """`launcher`: of worker processes on a cluster. None: they are this machine's."""
         own = [(function, config) for function, config in rewards if not config.group]
-        self._rewards = [(Call(function, config), config) for function, config in own]
+        self._rewards = [(Call(function, config, launcher), config) for function, config in own]
         self.name = "reward " + (" + ".join(config.function for _, config in own) or "of the group alone")
 
     async def score(self, task: Task, completion: str) -> float:
@@ -32,9 +34,9 @@ class GroupScorer:
     """The weighted sum of the rewards of a whole group, member by member. Called when the group is complete; it may have fewer
     members than were asked for, where some failed."""
 
-    def __init__(self, rewards: Rewards) -> None:
+    def __init__(self, rewards: Rewards, launcher: Launcher | None = None) -> None:
         own = [(function, config) for function, config in rewards if config.group]
-        self._rewards = [(Call(function, config), config) for function, config in own]
+        self._rewards = [(Call(function, config, launcher), config) for function, config in own]
         self.name = "group reward " + " + ".join(config.function for _, config in own)
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[float]:
@@ -46,6 +48,6 @@ class GroupScorer:
         return sums
 
 
-def group_scorer(rewards: Rewards) -> GroupScorer | None:
+def group_scorer(rewards: Rewards, launcher: Launcher | None = None) -> GroupScorer | None:
     """None where no reward is of a whole group."""
-    return GroupScorer(rewards) if any(config.group for _, config in rewards) else None
+    return GroupScorer(rewards, launcher) if any(config.group for _, config in rewards) else None

@@ -19,9 +19,8 @@ from millstream.env.rewards.pool import HEADER, Answer, Order, Plan
 from millstream.errors import ConfigError, RewardFailed
 
 
-def main(line: socket.socket) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle; when it ends, the line closes
-    _end_with_parent()
+def work(line: socket.socket) -> None:
+    """The worker: until the line closes."""
     plan = msgspec.msgpack.decode(_receive(line) or b"", type=Plan)
     try:
         function = bind(find(plan.config.function), plan.config)
@@ -88,4 +87,6 @@ def _send(line: socket.socket, answer: Answer) -> None:
 
 if __name__ == "__main__":
     os.set_inheritable(int(sys.argv[1]), False)
-    main(socket.socket(fileno=int(sys.argv[1])))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle; when it ends, the line closes
+    _end_with_parent()
+    work(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,138 @@
+"""Our engine on a node of a cluster: commands and reports over a socket (`engine.child`), weights by parcel.
+
+Weights are fetched and verified beside decoding, and only then does the swap wait for its turn between two steps: decoding
+stands still for as long as the copy takes, not for as long as the network does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from millstream.engine.child import ChildHost, Launch, SocketLink
+from millstream.engine.process import Plan, batcher_from
+from millstream.engine.torch import OnReport
+from millstream.engine.worker import Command, Offer, Report, Worker
+from millstream.errors import WeightsError
+from millstream.frames import Frames, frame
+from millstream.model.load import set_up_cpu
+from millstream.parcels import Parcel
+from millstream.parcels.inbox import Inbox, Taken
+from millstream.parcels.staged import StagedWeights
+from millstream.types import Weights
+from millstream.workers import own_node
+
+MODULE = "millstream.engine.remote"
+FIRST_OFFER = 1 << 40
+"""Offers have numbers of their own: what is done of them is heard here, and nowhere else."""
+Stage = Callable[[Weights], Parcel]
+
+
+class Setup(Struct, frozen=True, kw_only=True):
+    """The first message."""
+
+    plan: Plan
+    parcel: Parcel
+    """The whole model, to begin with."""
+
+
+class RemoteHost(ChildHost):
+    """Our end. See `millstream.engine.torch.Host`. `stage` puts weights that are in this process where others can have them."""
+
+    def __init__(self, launch: Launch, setup: Setup, stage: Stage, *, answer_s: float) -> None:
+        super().__init__(launch, setup)
+        self._stage, self._answer_s = stage, answer_s
+        self._offers = itertools.count(FIRST_OFFER)
+        self._taken: dict[int, queue.SimpleQueue[str | None]] = {}
+
+    def start(self, on_report: OnReport) -> None:
+        def hear(report: Report) -> None:
+            mine = [one for one in report.done if one[0] >= FIRST_OFFER]
+            report.done = [one for one in report.done if one[0] < FIRST_OFFER]
+            for number, error in mine:
+                self._taken[number].put(error)
+            on_report(report)  # first: whoever is told that its offer failed looks whether the engine lives
+            if report.broken is not None:
+                for waiting in list(self._taken.values()):
+                    waiting.put(report.broken)
+
+        super().start(hear)
+
+    def offer(self, weights: Weights) -> None:
+        """Returns when they are there, and verified. Raises `WeightsError` where they could not be had."""
+        parcel = weights.parcel if isinstance(weights, StagedWeights) else self._stage(weights)
+        number, answer = next(self._offers), queue.SimpleQueue[str | None]()
+        self._taken[number] = answer
+        try:
+            self._send(frame(Offer(number, parcel)))
+            error = answer.get(timeout=self._answer_s)
+        except queue.Empty:
+            raise WeightsError(f"weights were offered and not taken within {self._answer_s:g} s") from None
+        finally:
+            del self._taken[number]
+        if error is not None:
+            raise WeightsError(error)
+
+
+class RemoteLink(SocketLink):
+    """The worker's end. Offers are taken on a thread of their own."""
+
+    def __init__(self, line: socket.socket, frames: Frames, inbox: Inbox) -> None:
+        super().__init__(line, frames, {})
+        self._inbox, self._taken = inbox, ExitStack()
+        self._offers: queue.SimpleQueue[Offer] = queue.SimpleQueue()
+        threading.Thread(target=self._take, name="weights", daemon=True).start()
+
+    def receive(self, *, block: bool) -> list[Command]:
+        while True:
+            commands = super().receive(block=block)
+            for command in commands:
+                if isinstance(command, Offer):
+                    self._offers.put(command)
+            others: list[Command] = [command for command in commands if not isinstance(command, Offer)]
+            if others or not block:
+                return others
+
+    def _take(self) -> None:
+        while True:
+            offer = self._offers.get()
+            self.loaded()  # of one that was never loaded
+            try:
+                taken: Taken = self._inbox.take(offer.parcel)
+            except WeightsError as error:
+                self.send(Report([], [(offer.number, str(error))], is_aside=True))
+                continue
+            self._taken.callback(taken.release)
+            self._loaded = taken.weights
+            self.send(Report([], [(offer.number, None)], is_aside=True))
+
+    def loaded(self) -> None:
+        """What was taken is in use: its place may be another's, once the device has read it."""
+        if self._loaded and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._loaded = {}
+        self._taken.close()
+
+
+def work(line: socket.socket) -> None:
+    """The worker: until the socket closes."""
+    set_up_cpu()
+    frames = Frames(line)
+    first = frames.first()
+    if first is None:
+        return
+    setup = msgspec.msgpack.decode(first, type=Setup)
+    inbox = Inbox(own_node())
+    with inbox.take(setup.parcel) as taken:
+        batcher = batcher_from(setup.plan, taken.weights)
+    link = RemoteLink(line, frames, inbox)
+    link.send(Report([], []))  # ready: from here on, silence with work to do is a fault
+    Worker(batcher, link).run()

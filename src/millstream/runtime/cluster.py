@@ -1,0 +1,248 @@
+"""A run's part of a Ray cluster: Ray starts its processes, places them and says when they are gone. What passes between them
+and the run are our own lines, msgpack over TCP, each opened with a ticket that is good once. No operation is an actor call.
+
+Nothing here listens beyond loopback as long as the cluster is this machine alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray's name for: loopback, if it is not told otherwise
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from millstream.errors import ClusterError
+from millstream.frames import Frames
+from millstream.runtime.resources import Placement, ResourcesConfig
+from millstream.runtime.seat import Hello, Seat, keep_alive
+from millstream.workers import Kind
+
+logger = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+SAY_S = 10.0
+"""A process that has waited so long for room is spoken of."""
+HELLO_S = 10.0
+OBJECT_STORE = 128 << 20
+"""Of a cluster that is started here: Ray's own store carries next to nothing of ours."""
+
+
+class Cluster:
+    """Blocking: to be opened and closed on a thread."""
+
+    def __init__(self, config: ResourcesConfig, placement: Placement) -> None:
+        self._config, self._placement = config, placement
+        self._is_ours, self._folder = config.address == "local", ""
+        self._group: PlacementGroup | None = None
+        self._connect()
+        try:
+            self.node: str = ray.get_runtime_context().get_node_id()
+            own: str = ray.util.get_node_ip_address()
+            self.is_on_loopback = own == LOOPBACK
+            self.host = own
+            self._switchboard = Switchboard(own)
+            self._reserve()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        if ray.is_initialized():
+            self._is_ours = False
+            return
+        options: dict[str, Any] = {"address": self._config.address}
+        if self._is_ours:
+            self._folder = tempfile.mkdtemp(prefix="millstream-ray-")
+            asked = self._placement.total
+            options |= {
+                "num_cpus": max(os.cpu_count() or 1, int(asked.get("CPU", 0)) + 1),
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE,
+                "_temp_dir": self._folder,
+            }
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ClusterError(
+                f'resources.address = "{self._config.address}": Ray cannot be reached there, or started: {error}. To start it '
+                'here for this run alone, set resources.address = "local"'
+            ) from error
+        finally:
+            with suppress(ValueError):  # only the main thread may handle signals
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _reserve(self) -> None:
+        """All that engines and ranks need, or an error that says what is lacking."""
+        asked, there = self._placement.total, ray.cluster_resources()
+        lacking = [kind for kind, number in asked.items() if there.get(kind, 0.0) < number]
+        if lacking:
+            raise ClusterError(
+                "the cluster is too small: engines and ranks need "
+                f"{_words(asked)}, and it has {_words({kind: there.get(kind, 0.0) for kind in asked})}. Set engine.replicas or "
+                "learner.ranks lower, or give each less (resources.engine_cpus, ...)"
+            )
+        strategy = self._config.spread.upper()
+        self._group = placement_group(self._placement.bundles, strategy=strategy)
+        ready = self._group.ready().future()
+        self._wait([ready], f"all of {_words(asked)}, for engines and ranks")
+        ready.result()
+
+    def _wait(self, coming: Sequence[Future[Any]], what: str) -> None:
+        """For the first of them. What it waits for is said after a while, and past the patience it is an error."""
+        began = time.monotonic()
+        patience = self._config.patience_s
+        while not futures.wait(coming, timeout=min(SAY_S, patience), return_when=futures.FIRST_COMPLETED).done:
+            waited, free = time.monotonic() - began, _words(ray.available_resources())
+            if waited >= patience:
+                raise ClusterError(
+                    f"waited {waited:.0f} s for {what}, and the cluster has {free} free; resources.patience_s sets the limit"
+                )
+            logger.warning("waiting for %s: %.0f s so far; the cluster has %s free", what, waited, free)
+
+    # ---- processes ---------------------------------------------------------------------------------------------------
+
+    def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> RayWorker:
+        """See `millstream.workers.Launcher`."""
+        cpus, gpus = self._config.shares(kind)
+        ticket, options = secrets.token_hex(16), self._options(kind, name)
+        calling = self._switchboard.expect(ticket)
+        actor = ray.remote(Seat).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, **options).remote()
+        sitting = actor.sit.remote(module, self.host, self._switchboard.port, ticket, self.is_on_loopback).future()
+        try:
+            self._wait([calling, sitting], f"{name} ({_words({'CPU': cpus, 'GPU': gpus})}) to start")
+            if not calling.done() and sitting.done():
+                raise ClusterError(f"{name} ended before it could call: {_why(sitting)}")
+        except BaseException:
+            self._switchboard.forget(ticket)
+            ray.kill(actor)
+            raise
+        line, hello = calling.result()
+        return RayWorker(actor, sitting, line, hello)
+
+    def _options(self, kind: Kind, name: str) -> dict[str, Any]:
+        """Engines and ranks have a bundle of the group; one that was added later takes what is free."""
+        number = _number_in(name)
+        own = {"engine": self._placement.engines, "learner": self._placement.ranks}.get(kind, [])
+        if self._group is None or number >= len(own):
+            return {}
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=own[number])
+        return {"scheduling_strategy": strategy}
+
+    def close(self) -> None:
+        if hasattr(self, "_switchboard"):
+            self._switchboard.close()
+        if self._group is not None and ray.is_initialized():
+            remove_placement_group(self._group)
+        if self._is_ours:
+            ray.shutdown()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class RayWorker:
+    """A process on some node. See `millstream.workers.Worker`."""
+
+    def __init__(self, actor: Any, sitting: Future[None], line: socket.socket, hello: Hello) -> None:
+        self._actor, self._sitting = actor, sitting
+        self.line, self.pid, self.node = line, hello.pid, hello.node
+
+    def kill(self) -> None:
+        with suppress(OSError):
+            self.line.shutdown(socket.SHUT_RDWR)  # it hears that, and ends all that it has started
+        with suppress(ValueError, ray.exceptions.RayError):
+            ray.kill(self._actor)
+
+    def ended(self, timeout_s: float | None = None) -> str | None:
+        if not futures.wait([self._sitting], timeout_s).done:
+            return None
+        return f"its process {self.pid} ended: {_why(self._sitting)}"
+
+    @property
+    def end(self) -> Future[None]:
+        """Done, in whichever way, when it has ended."""
+        return self._sitting
+
+
+class Switchboard:
+    """Where processes call: each with a ticket that somebody waits with, or it is hung up on."""
+
+    def __init__(self, host: str) -> None:
+        self._server = socket.create_server((host, 0), backlog=256)
+        self.port: int = self._server.getsockname()[1]
+        self._expected: dict[str, Future[tuple[socket.socket, Hello]]] = {}
+        threading.Thread(target=self._accept, name="switchboard", daemon=True).start()
+
+    def expect(self, ticket: str) -> Future[tuple[socket.socket, Hello]]:
+        self._expected[ticket] = Future()
+        return self._expected[ticket]
+
+    def forget(self, ticket: str) -> None:
+        self._expected.pop(ticket, None)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                line, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(line,), name="a call", daemon=True).start()
+
+    def _answer(self, line: socket.socket) -> None:
+        """Whoever says nothing, or nothing sensible, is not waited for."""
+        line.settimeout(HELLO_S)
+        try:
+            said = Frames(line).first()
+            hello = msgspec.msgpack.decode(said or b"", type=Hello)
+            expected = self._expected.pop(hello.ticket, None)
+        except (msgspec.MsgspecError, OSError):
+            expected = None
+        if expected is None:
+            line.close()
+            return
+        line.settimeout(None)
+        keep_alive(line)
+        expected.set_result((line, hello))
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+
+def _number_in(name: str) -> int:
+    """engine-1 is number 1, rank 1 as well; a name without a number is the only one."""
+    last = name.replace("-", " ").split()[-1]
+    return int(last) if last.isdigit() else 0
+
+
+def _words(resources: dict[str, float]) -> str:
+    known = {kind: number for kind, number in resources.items() if kind in ("CPU", "GPU")}
+    return ", ".join(f"{number:g} {kind}" for kind, number in known.items()) or "nothing"
+
+
+def _why(sitting: Future[None]) -> str:
+    """In as few words as Ray allows."""
+    error = sitting.exception()
+    said = str(error).replace("\n", " ") if error is not None else ""
+    if "node" in said and ("died" in said or "dead" in said):
+        return "its node is gone"
+    return "killed or crashed" if said else "it went"

@@ -1,0 +1,125 @@
+"""What a run has of a Ray cluster: the `[resources]` table. Light: imports neither Ray nor torch.
+
+Every engine replica and every learner rank is a process with a share of CPUs and GPUs; together they are one placement group,
+so that a run gets all of it or waits, and two runs never hold half of what they need each. Environments, rewards and stages
+take what is free beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from millstream.errors import ConfigError
+from millstream.workers import Kind
+
+Way = Literal["auto", "shared", "ipc", "broadcast", "files"]
+
+
+class ResourcesConfig(Struct, frozen=True, kw_only=True):
+    address: str = "local"
+    """local: Ray is started on this machine for this run, on loopback. auto: the cluster that this machine belongs to. Else the
+    cluster's address, HOST:PORT."""
+    engine_cpus: float = 1.0
+    """CPUs of each engine replica."""
+    engine_gpus: float = 0.0
+    """GPUs of each engine replica: 0 is a CPU, 0.5 half of a GPU. Ray counts, and nobody is held to it: engine.cache_gb bounds
+    what an engine takes of the memory."""
+    learner_cpus: float = 1.0
+    """CPUs of each learner rank."""
+    learner_gpus: float = 0.0
+    """GPUs of each learner rank."""
+    stage_cpus: float = 0.0
+    """CPUs of each of those who work beside the learner: a reference, a critic, a proximal policy."""
+    stage_gpus: float = 0.0
+    """GPUs of each of them."""
+    environment_cpus: float = 0.0
+    """CPUs of each process in which an environment is played."""
+    reward_cpus: float = 0.0
+    """CPUs of each process in which rewards are computed."""
+    reward_gpus: float = 0.0
+    """GPUs of each of them, for rewards that are models."""
+    colocate: bool = False
+    """Whether engine i and rank i are on the same GPU, where their shares must have room together. Else everybody has a place
+    of their own."""
+    spread: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
+    """How they are put on nodes: on as few as possible, or on as many; strict: only so."""
+    weights: Way = "auto"
+    """How weights reach engines. auto: on one node through the GPU's memory or the host's, to others by a broadcast. files:
+    through the run folder, which all nodes must then see."""
+    patience_s: float = 300.0
+    """How long a process may wait for room on the cluster before that is an error."""
+
+    def __post_init__(self) -> None:
+        shares = (self.engine_cpus, self.engine_gpus, self.learner_cpus, self.learner_gpus, self.stage_cpus)
+        more = (self.stage_gpus, self.environment_cpus, self.reward_cpus, self.reward_gpus)
+        if min(*shares, *more) < 0 or self.patience_s <= 0:
+            raise ValueError("CPUs and GPUs must be at least 0, patience_s above 0")
+        if any(share > 1 and share != int(share) for share in (self.engine_gpus, self.learner_gpus)):
+            raise ValueError(
+                "engine_gpus and learner_gpus above 1 must be whole numbers: Ray shares a GPU, not several"
+            )
+        if self.learner_gpus > 1:
+            raise ValueError("learner_gpus is at most 1: a rank has one GPU; learner.ranks says how many there are")
+        if self.colocate and not 0 < self.engine_gpus + self.learner_gpus <= 1:
+            raise ValueError(
+                "colocate puts an engine and a rank on one GPU: engine_gpus + learner_gpus must be above 0 and at most 1, 0.5 "
+                "and 0.5, say"
+            )
+
+    def shares(self, kind: Kind) -> tuple[float, float]:
+        """CPUs and GPUs of one process of this kind."""
+        match kind:
+            case "engine":
+                return self.engine_cpus, self.engine_gpus
+            case "learner":
+                return self.learner_cpus, self.learner_gpus
+            case "stage":
+                return self.stage_cpus, self.stage_gpus
+            case "environment":
+                return self.environment_cpus, 0.0
+            case "reward":
+                return self.reward_cpus, self.reward_gpus
+
+
+Bundle = dict[str, float]
+
+
+class Placement(Struct, frozen=True, kw_only=True):
+    """Bundles of a placement group, and whose each of them is."""
+
+    bundles: list[Bundle]
+    engines: list[int]
+    """Of engine i, its bundle; likewise of rank i."""
+    ranks: list[int]
+
+    @property
+    def total(self) -> Bundle:
+        kinds = {kind for bundle in self.bundles for kind in bundle}
+        return {kind: sum(bundle.get(kind, 0.0) for bundle in self.bundles) for kind in sorted(kinds)}
+
+
+def placement_of(config: ResourcesConfig, *, replicas: int, ranks: int) -> Placement:
+    """Raises `ConfigError` where engines and ranks that share GPUs are not as many."""
+    engine, learner = _bundle(*config.shares("engine")), _bundle(*config.shares("learner"))
+    if not config.colocate:
+        bundles = [learner] * ranks + [engine] * replicas
+        return Placement(bundles=bundles, ranks=list(range(ranks)), engines=[ranks + n for n in range(replicas)])
+    if replicas != ranks:
+        raise ConfigError(
+            f"resources.colocate = true puts engine i and rank i together, and there are {replicas} engines and {ranks} ranks: "
+            f"set engine.replicas = {ranks}, or colocate = false"
+        )
+    both = _bundle(config.engine_cpus + config.learner_cpus, _whole(config.engine_gpus + config.learner_gpus))
+    return Placement(bundles=[both] * ranks, ranks=list(range(ranks)), engines=list(range(ranks)))
+
+
+def _bundle(cpus: float, gpus: float) -> Bundle:
+    """Ray has no empty bundles."""
+    shares = {"CPU": cpus, "GPU": gpus}
+    return {kind: share for kind, share in shares.items() if share} or {"CPU": 0.001}
+
+
+def _whole(share: float) -> float:
+    return round(share, 4)
