@@ -6,7 +6,8 @@ Prompts have 64 to 256 tokens, temperature 1. The loads 128 and 512 are so many 
 of log-normal length (mean 256, at most 4,096). Each engine has a process of its own, one after the other; weights are random,
 lengths are imposed. Every load runs once unmeasured (graphs, kernels), then `--repeat` times, of which the median is shown.
 *First token* is from the start of building the engine, weights in memory, imports done. *Tail* is the time from when nine of
-ten requests were done to the end.
+ten requests were done to the end. Every figure is said as it comes; an engine that is not done after `--timeout-s` keeps those
+that it told.
 
 Without a GPU: the shape `tiny` in float32, where the peer is transformers' continuous batching.
 """
@@ -17,31 +18,35 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from shapes import qwen3
 
 
 class Shape(NamedTuple):
     hidden: int
     layers: int
     heads: int
-    key_heads: int
     dim: int
     words: int
 
 
 SHAPES = {
-    "tiny": Shape(128, 4, 4, 2, 32, 512),
-    "474M": Shape(1024, 28, 16, 8, 128, 32768),
-    "1.7B": Shape(2048, 28, 16, 8, 128, 151936),
+    "tiny": Shape(128, 4, 4, 32, 512),
+    "474M": Shape(1024, 28, 16, 128, 32768),
+    "1.7B": Shape(2048, 28, 16, 128, 151936),
 }
 ENGINES = {
     "ours": "Millstream",
@@ -77,19 +82,7 @@ Timed = tuple[float, list[float]]
 
 
 def config_of(shape: Shape) -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        vocab_size=shape.words,
-        hidden_size=shape.hidden,
-        intermediate_size=3 * shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_heads,
-        head_dim=shape.dim,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-    )
+    return qwen3(**shape._asdict(), context=CONTEXT)
 
 
 def ours(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int) -> None:
@@ -106,8 +99,8 @@ def ours(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int)
     is_gpu = torch.cuda.is_available()
     if not is_gpu:
         set_up_cpu()
-    model = new_model(config_of(shape), seed=0, dtype=torch.bfloat16 if is_gpu else torch.float32)
-    model = model.to("cuda") if is_gpu else model
+    with torch.device("cuda" if is_gpu else "cpu"):
+        model = new_model(config_of(shape), seed=0, dtype=torch.bfloat16 if is_gpu else torch.float32)
     began = time.perf_counter()
     config = EngineConfig(slots=512, prefill_tokens=8192 if is_gpu else 4096, process=False)
 
@@ -216,8 +209,9 @@ def transformers(shape: Shape, tell: Callable[..., None], loads: list[str], repe
     if not is_gpu:
         torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM._from_config(config_of(shape), attn_implementation="sdpa")
-    model = model.to("cuda", torch.bfloat16).eval() if is_gpu else model.eval()
+    with torch.device("cuda" if is_gpu else "cpu"):
+        model = Qwen3ForCausalLM._from_config(config_of(shape), attn_implementation="sdpa").eval()
+    model = model.to(torch.bfloat16) if is_gpu else model
     began = time.perf_counter()
 
     def generate(prompts: list[list[int]], length: int) -> Any:
@@ -252,23 +246,38 @@ SIDES = {"ours": ours, "vllm": vllm, "transformers": transformers}
 # ---- the run -----------------------------------------------------------------------------------------------------------
 
 
-def side(name: str, shape: str, loads: list[str], repeat: int, timeout_s: float) -> dict[str, list[Any]]:
-    """What it told, by name."""
+def told(name: str, shape: str, loads: list[str], repeat: int, timeout_s: float) -> Iterator[tuple[str, list[Any]]]:
+    """What an engine tells, as it comes. Nothing of it is left when this ends, and what it told before it failed counts."""
     command = [sys.executable, __file__, "--side", name, "--shapes", shape, "--loads", ",".join(loads)]
-    found: dict[str, list[Any]] = {}
+    process = subprocess.Popen(
+        [*command, "--repeat", str(repeat)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    is_late = threading.Event()
+
+    def end() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # vLLM's processes too, which hold the GPU and the pipe
+
+    def too_late() -> None:
+        is_late.set()
+        end()
+
+    timer = threading.Timer(timeout_s, too_late)
+    timer.start()
+    assert process.stdout is not None
     try:
-        done = subprocess.run(
-            [*command, "--repeat", str(repeat)], stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=False
-        )
-        text = done.stdout
-    except subprocess.TimeoutExpired as error:
-        text = (error.stdout or b"").decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        say(f"{ENGINES[name]}: not done after {timeout_s:.0f} s")
-    for line in text.splitlines():
-        if line.startswith("TOLD "):
-            what, *values = json.loads(line[5:])
-            found.setdefault(what, []).append(values)
-    return found
+        for line in process.stdout:
+            if line.startswith("TOLD "):
+                what, *values = json.loads(line[5:])
+                yield what, values
+        if is_late.is_set():
+            say(f"{ENGINES[name]}: not done after {timeout_s:.0f} s")
+        elif process.wait() != 0:
+            say(f"{ENGINES[name]}: ended with {process.returncode}")
+    finally:
+        timer.cancel()
+        end()
+        process.wait()
 
 
 class Row(NamedTuple):
@@ -276,10 +285,16 @@ class Row(NamedTuple):
     tail_s: float | None
 
 
-def summary(load: str, words: int, told: list[Any]) -> Row:
+Found = dict[tuple[str, str, str], Row]
+"""By shape, load and engine."""
+Others = dict[tuple[str, str, str], float]
+"""Seconds, by shape, what and engine."""
+
+
+def summary(load: str, words: int, times: list[Any]) -> Row:
     lengths = work_of(load, words).lengths
-    seconds = statistics.median(total for total, _ in told)
-    tails = [total - sorted(ends)[len(lengths) * 9 // 10 - 1] for total, ends in told if ends]
+    seconds = statistics.median(total for total, _ in times)
+    tails = [total - sorted(ends)[len(lengths) * 9 // 10 - 1] for total, ends in times if ends]
     return Row(sum(lengths) / seconds, statistics.median(tails) if tails else None)
 
 
@@ -313,26 +328,37 @@ def main() -> None:
             options.repeat,
         )
         return
-    found: dict[tuple[str, str, str], Row] = {}
-    others: dict[tuple[str, str, str], float] = {}
-    for shape in options.shapes.split(","):
-        for engine in options.engines.split(","):
-            told = side(engine, shape, loads, options.repeat, options.timeout_s)
-            for load, bare in [(load, bare) for bare in ("", " bare") for load in loads]:
-                if load + bare in told:
-                    name = engine if not bare else f"{engine}_bare"
-                    row = found[shape, load, name] = summary(load, SHAPES[shape].words, told[load + bare])
-                    tail = "" if row.tail_s is None else f"   tail {row.tail_s:6.2f} s"
-                    say(f"{shape:>5} {load:>5} {ENGINES[name]:<34} {row.tokens_per_s:>9,.0f} tokens/s{tail}")
-            for what in ("first token", "swap"):
-                if what in told:
-                    others[shape, what, engine] = told[what][0][0]
-                    say(f"{shape:>5} {what:>12} {ENGINES[engine]:<30} {told[what][0][0]:9.4f} s")
-    if options.json:
-        print(json.dumps(compare(found, others), indent=1))
+    found, others = Found(), Others()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was measured until then is printed
+    try:
+        for shape in options.shapes.split(","):
+            for engine in options.engines.split(","):
+                measure(shape, engine, loads, options, found, others)
+    finally:
+        if options.json:
+            print(json.dumps(compare(found, others), indent=1))
 
 
-def compare(found: dict[tuple[str, str, str], Row], others: dict[tuple[str, str, str], float]) -> list[dict[str, Any]]:
+def measure(
+    shape: str, engine: str, loads: list[str], options: argparse.Namespace, found: Found, others: Others
+) -> None:
+    """Into `found` and `others`, and said, as the engine tells it."""
+    times: dict[str, list[Any]] = {}
+    for what, values in told(engine, shape, loads, options.repeat, options.timeout_s):
+        load, _, bare = what.partition(" ")
+        if load not in loads:
+            others[shape, what, engine] = values[0]
+            say(f"{shape:>5} {what:>12} {ENGINES[engine]:<30} {values[0]:9.4f} s")
+            continue
+        name = f"{engine}_{bare}" if bare else engine
+        times.setdefault(what, []).append(values)
+        row = found[shape, load, name] = summary(load, SHAPES[shape].words, times[what])
+        tail = "" if row.tail_s is None else f"   tail {row.tail_s:6.2f} s"
+        runs = f"   (of {len(times[what])})"
+        say(f"{shape:>5} {load:>5} {ENGINES[name]:<34} {row.tokens_per_s:>9,.0f} tokens/s{tail}{runs}")
+
+
+def compare(found: Found, others: Others) -> list[dict[str, Any]]:
     rows = []
 
     def add(workload: str, metric: str, mine: float, peer: str, theirs: float, ratio: float) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from millstream.algo import AlgorithmConfig, recipe
 from millstream.learner import LearnerConfig
@@ -32,6 +32,7 @@ from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
 from millstream.model.load import new_model
 from millstream.types import TrainRow
+from shapes import qwen3
 
 
 class Shape(NamedTuple):
@@ -59,17 +60,14 @@ class Found(NamedTuple):
     utilisation: float
 
 
-def config_of(shape: Shape) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=shape.words,
-        hidden_size=shape.hidden,
-        intermediate_size=3 * shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads // 2,
-        head_dim=128 if shape.hidden > 64 else 16,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
+def config_of(shape: Shape) -> Any:
+    return qwen3(
+        hidden=shape.hidden,
+        layers=shape.layers,
+        heads=shape.heads,
+        dim=128 if shape.hidden > 64 else 16,
+        words=shape.words,
+        context=8192,
     )
 
 
@@ -118,7 +116,8 @@ def wait(device: str) -> None:
 
 
 def ours(shape: Shape, device: str, dtype: torch.dtype, **options: bool) -> Callable[[list[TrainRow]], None]:
-    model = new_model(config_of(shape), seed=0, dtype=dtype).to(device)
+    with torch.device(device):
+        model = new_model(config_of(shape), seed=0, dtype=dtype)
     objective = recipe.objective(AlgorithmConfig(name="dapo"), max_tokens=4096)
     config = LearnerConfig(learning_rate=1e-6, micro_batch_tokens=shape.micro_batch_tokens, **options)
     learner = TorchLearner(model, config, objective)
@@ -181,7 +180,8 @@ def padded_way(
 
 def plain(shape: Shape, device: str, dtype: torch.dtype) -> Callable[[list[TrainRow]], None]:
     """transformers as it comes: its own attention, all logits."""
-    model = AutoModelForCausalLM.from_config(config_of(shape), attn_implementation="sdpa", dtype=dtype).to(device)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config_of(shape), attn_implementation="sdpa", dtype=dtype)
 
     def logprobs_of(tokens: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
         logits = model(input_ids=tokens, attention_mask=seen, use_cache=False).logits[:, :-1].float()
@@ -194,8 +194,9 @@ def trl(shape: Shape, device: str, *, recompute: bool) -> Callable[[list[TrainRo
     """What TRL's GRPO trainer does with rows: its fused head on a padded batch, bfloat16 by autocast over float32 weights."""
     from trl.trainer.utils import add_fused_lm_head
 
-    model = AutoModelForCausalLM.from_config(config_of(shape), attn_implementation="sdpa", dtype=torch.float32)
-    model = model.to(device).train()
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config_of(shape), attn_implementation="sdpa", dtype=torch.float32)
+    model.train()
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))

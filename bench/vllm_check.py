@@ -41,13 +41,15 @@ PROMPT = tuple(range(10, 74))
 def make(size: str, seed: int, device: str) -> PreTrainedModel:
     dtype = torch.float32 if size == "tiny" else torch.bfloat16
     heads = {"head_dim": 32 if size == "tiny" else 128}
-    return new_model(Qwen3Config(**SHAPE, **heads, **SIZES[size]), seed=seed, dtype=dtype).to(device)
+    with torch.device(device):
+        return new_model(Qwen3Config(**SHAPE, **heads, **SIZES[size]), seed=seed, dtype=dtype)
 
 
 def twin(size: str, seed: int, device: str) -> PreTrainedModel:
     """The same weights in the library's own attention, without any of our code."""
     model = make(size, seed, device)
-    plain = AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa", dtype=model.dtype).to(device)
+    with torch.device(device):
+        plain = AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa", dtype=model.dtype)
     plain.load_state_dict(model.state_dict())
     return plain.eval()
 

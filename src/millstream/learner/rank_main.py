@@ -220,10 +220,10 @@ def work(line: socket.socket) -> None:
     else:
         end.send(Answer(number=READY))
         post.work()
-    os._exit(0)  # at once: what a process group still holds on to can keep it
 
 
 if __name__ == "__main__":
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)  # the parent's to handle; when it ends, the socket closes
     work(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # at once: what a process group still holds on to can keep it

@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import socket
 import tempfile
 import threading
@@ -24,6 +23,7 @@ from typing import Any
 import msgspec
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # SIGTERM is a run's to handle, in its own words
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray's name for: loopback, if it is not told otherwise
 
 import ray
@@ -78,7 +78,7 @@ class Cluster:
                 "object_store_memory": OBJECT_STORE,
                 "_temp_dir": self._folder,
             }
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -86,10 +86,6 @@ class Cluster:
                 f'resources.address = "{self._config.address}": Ray cannot be reached there, or started: {error}. To start it '
                 'here for this run alone, set resources.address = "local"'
             ) from error
-        finally:
-            with suppress(ValueError):  # only the main thread may handle signals
-                for number, handler in before.items():
-                    signal.signal(number, handler)
 
     def _reserve(self) -> None:
         """All that engines and ranks need, or an error that says what is lacking."""

@@ -22,6 +22,7 @@ from millstream.frames import frame
 from millstream.workers import HOST, NODE
 
 CALL_S = 30.0
+EXIT_S = 5.0
 LOST_MS = 20_000
 """A line on which nothing is acknowledged for so long is lost: the other node may be unreachable, and say nothing."""
 
@@ -47,10 +48,11 @@ class Seat:
         keep_alive(line)
         line.sendall(frame(Hello(ticket, os.getpid(), node)))
         threading.Thread(target=_end_with, args=(line,), name="the line to the run", daemon=True).start()
-        try:
-            imports.load(f"{module}:work")(line)
-        finally:
-            os._exit(0)
+        imports.load(f"{module}:work")(line)
+        last_resort = threading.Timer(EXIT_S, os._exit, (0,))  # a library may hold on to what it has
+        last_resort.daemon = True
+        last_resort.start()
+        ray.actor.exit_actor()
 
 
 def keep_alive(line: socket.socket) -> None:
