@@ -13,6 +13,8 @@ MillstreamError
 │   └── RolloutTimeout         the episode ran past its time limit
 ├── LearnerError           the learner broke, or its gradient is not finite
 ├── WeightsError           weights that arrived are not those that were published
+│   ├── WeightsSuperseded      they are gone, a newer version is in their place: fetch that one
+│   └── WeightsUnreachable     a way to them failed, or there is none; names each that was tried
 ├── StoreError             a row, a column or a lease that is not there; a cell written twice
 │   ├── StreamEnded            nothing more will ever come for this claim
 │   └── StoreTimeout           no room, or nothing to claim, before the deadline that was asked for
@@ -67,6 +69,12 @@ class LearnerError(MillstreamError): ...
 
 
 class WeightsError(MillstreamError): ...
+
+
+class WeightsSuperseded(WeightsError): ...
+
+
+class WeightsUnreachable(WeightsError): ...
 
 
 class StoreError(MillstreamError): ...

@@ -32,15 +32,16 @@ class Manifest(Struct, frozen=True, kw_only=True):
     digest: str
 
 
-def write_weights(folder: Path, version: int, weights: Weights, config: Any) -> Manifest:
-    """`config`: the model's, as transformers has it. A folder of that name is replaced."""
+def write_weights(folder: Path, version: int, weights: Weights, config: Any | None) -> Manifest:
+    """`config`: the model's, as transformers has it; None for the tensors alone. A folder of that name is replaced."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in weights.items()}
         save_file(tensors, partial / TENSORS, metadata={"format": "pt"})
-        config.save_pretrained(partial)
+        if config is not None:
+            config.save_pretrained(partial)
         found = Manifest(
             version=version, num_bytes=(partial / TENSORS).stat().st_size, digest=_digest(partial / TENSORS)
         )

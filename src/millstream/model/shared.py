@@ -36,16 +36,21 @@ def layout_of(weights: Weights) -> Layout:
     return Layout(tensors=[(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items()])
 
 
+def views_of(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The named tensors in a stretch of bytes, which they share."""
+    found: dict[str, Tensor] = {}
+    for begin, (name, dtype, shape) in zip([0, *layout.ends], layout.tensors, strict=False):
+        end = begin + _num_bytes(dtype, shape)
+        found[name] = flat[begin:end].view(getattr(torch, dtype)).view(shape)
+    return found
+
+
 class SharedWeights:
     """The memory behind a descriptor, as named tensors."""
 
     def __init__(self, descriptor: int, layout: Layout) -> None:
-        ends = layout.ends
-        flat = torch.from_file(f"/dev/fd/{descriptor}", shared=True, size=ends[-1], dtype=torch.uint8)
-        self.views: dict[str, Tensor] = {}
-        for begin, (name, dtype, shape) in zip([0, *ends], layout.tensors, strict=False):
-            end = begin + _num_bytes(dtype, shape)
-            self.views[name] = flat[begin:end].view(getattr(torch, dtype)).view(shape)
+        flat = torch.from_file(f"/dev/fd/{descriptor}", shared=True, size=layout.ends[-1], dtype=torch.uint8)
+        self.views = views_of(flat, layout)
 
     def write(self, weights: Weights, *, only: Collection[str] | None = None) -> None:
         """All of them, or these and no others. Raises `WeightsError` if they are not those that there is room for."""
