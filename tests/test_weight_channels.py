@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import select
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,10 +25,11 @@ from millstream.store.segments import memory_folder
 from millstream.weights import Publication
 from millstream.weights.inbox import Inbox
 from millstream.weights.outbox import Outbox
-from millstream.weights.parcel import Parcel, Way
+from millstream.weights.parcel import Way
 from millstream.weights.remote import RemoteChannel
 from millstream.weights.slots import HEADER_BYTES
 from millstream.weights.staged import StagedWeights
+from weight_peers import Peer, forks
 from weight_worker import fingerprint, weights
 
 BUCKET = 1 << 14
@@ -42,74 +38,10 @@ MEGABYTE = 1 << 20
 NewOutbox = Callable[..., Outbox]
 
 
-class Peer:
-    """A worker's process, from outside."""
-
-    def __init__(self, end: socket.socket) -> None:
-        end.settimeout(60)
-        self._end, self._lines = end, end.makefile("rw")
-        self.pid = self.hear()["pid"]
-
-    def tell(self, do: str, **order: Any) -> None:
-        print(json.dumps({"do": do, **order}), file=self._lines, flush=True)
-
-    def hear(self) -> Any:
-        return json.loads(self._lines.readline())
-
-    @property
-    def is_silent(self) -> bool:
-        return not select.select([self._end], [], [], 0)[0]
-
-    def ask(self, do: str, **order: Any) -> Any:
-        self.tell(do, **order)
-        return self.hear()
-
-    def take(self, parcel: Parcel, *, node: str = "a") -> Any:
-        self.tell_take(parcel, node=node)
-        return self.hear()
-
-    def tell_take(self, parcel: Parcel, *, node: str = "a") -> None:
-        self.tell("take", parcel=msgspec.msgpack.encode(parcel).hex(), node=node)
-
-    def put(self, version: int, num_bytes: int = 1 << 16) -> Parcel:
-        said = self.ask("put", version=version, num_bytes=num_bytes)
-        return msgspec.msgpack.decode(bytes.fromhex(said["parcel"]), type=Parcel)
-
-    def kill(self) -> None:
-        """Returns when it is gone, and with it its locks."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        with suppress(OSError):
-            while self._end.recv(4096):
-                pass
-        deadline = time.monotonic() + 10
-        while Path(f"/proc/{self.pid}").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self._end.close()
-
-
 @pytest.fixture(scope="module")
 def new_peer() -> Iterator[Callable[[], Peer]]:
-    with tempfile.TemporaryDirectory() as name, socket.socket(socket.AF_UNIX) as door:
-        door.bind(f"{name}/door")
-        door.listen()
-        door.settimeout(60)
-        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "weight_worker.py"), f"{name}/door"],
-            stdin=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )
-        assert process.stdin is not None
-
-        def new() -> Peer:
-            process.stdin.write(b"\n")
-            process.stdin.flush()
-            return Peer(door.accept()[0])
-
+    with forks() as new:
         yield new
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture
@@ -351,39 +283,38 @@ def test_every_take_sees_exactly_its_version(readers: list[list[int]], num_puts:
         assert not wrong
 
 
-def test_several_receivers_are_served_in_one_round(
+def test_those_who_ask_during_a_round_are_served_in_the_next_one_together(
     new_outbox: NewOutbox, peers: Callable[[], Peer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    outbox = new_outbox(["broadcast"])
-    rounds: list[int] = []
-    assert outbox._sender is not None
-    serve = outbox._sender._serve
-    outbox._sender._serve = lambda askers: (rounds.append(len(askers)), serve(askers))[1]  # type: ignore[method-assign]
-    receivers = [peers() for _ in range(3)]
-    parcel = outbox.put(1, weights(1))
-    outbox._sender._asking.mutex.acquire()  # all have asked before anybody is served
+    caplog.set_level("INFO", "millstream.weights.sender")
+    outbox = new_outbox(["broadcast"], bucket_bytes=8 * MEGABYTE)
+    slow, receivers = peers(), [peers() for _ in range(3)]
+    slow.stop_at(0, outbox.put(1, weights(1, 32 * MEGABYTE)))
+    second = outbox.put(2, weights(2))
     for receiver in receivers:
-        receiver.tell_take(parcel, node="b")
-    time.sleep(0.5)
-    outbox._sender._asking.mutex.release()
+        receiver.tell_take(second, node="b")
+    time.sleep(0.5)  # all of them have asked
+    slow.go_on()
     for receiver in receivers:
-        assert receiver.hear()["fingerprint"] == expected(1)
-    assert rounds == [3]
+        assert receiver.hear()["fingerprint"] == expected(2)
+    assert slow.hear()["fingerprint"] == expected(1, 32 * MEGABYTE)
+    said = [record.message for record in caplog.records if "in one broadcast" in record.message]
+    assert said == ["version 1 went to 1 in one broadcast", "version 2 went to 3 in one broadcast"]
 
 
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 def test_a_receiver_that_dies_or_hangs_in_a_round_costs_the_others_that_round_only(
     fault: str, new_outbox: NewOutbox, peers: Callable[[], Peer]
 ) -> None:
-    outbox = new_outbox(["broadcast"], bucket_bytes=8 * MEGABYTE, round_s=2.0)
+    outbox = new_outbox(["broadcast"], bucket_bytes=8 * MEGABYTE, round_s=1.5)
     receivers = [peers() for _ in range(3)]
     receivers[1].ask("fault", what=fault, at=1)
-    parcel = outbox.put(1, weights(1, 64 * MEGABYTE))
+    parcel = outbox.put(1, weights(1, 32 * MEGABYTE))
     began = time.monotonic()
     for receiver in receivers:
         receiver.tell_take(parcel, node="b")
     for receiver in (receivers[0], receivers[2]):
-        assert receiver.hear()["fingerprint"] == expected(1, 64 * MEGABYTE)
+        assert receiver.hear()["fingerprint"] == expected(1, 32 * MEGABYTE)
     assert time.monotonic() - began < 15
 
 
@@ -406,11 +337,10 @@ def test_what_was_received_stays_until_it_is_released(new_outbox: NewOutbox) -> 
 def test_a_sender_that_dies_is_an_error_that_names_it(peers: Callable[[], Peer], folder: Path) -> None:
     sender, receiver = peers(), peers()
     sender.ask("open", folder=str(folder), ways=["broadcast"], bucket_bytes=8 * MEGABYTE)
-    parcel = sender.put(1, 64 * MEGABYTE)
-    receiver.ask("fault", what="slow", at=0)
-    receiver.tell_take(parcel, node="b")
-    time.sleep(0.5)
+    parcel = sender.put(1, 32 * MEGABYTE)
+    receiver.stop_at(0, parcel)
     sender.kill()
+    receiver.go_on()
     found = receiver.hear()
     assert found["error"] == "WeightsUnreachable"
     assert "no sender at 127.0.0.1" in found["says"]
@@ -482,14 +412,13 @@ def test_nothing_listens_but_on_the_loopback_address_also_while_it_sends(
     sender, receiver = peers(), peers()
     loopback = {"0100007F", "0000000000000000FFFF00000100007F"}
     sender.ask("open", folder=str(folder), ways=["broadcast"], bucket_bytes=8 * MEGABYTE)
-    parcel = sender.put(1, 64 * MEGABYTE)
+    parcel = sender.put(1, 32 * MEGABYTE)
     assert listening(sender.pid) == {"0100007F"}
-    receiver.ask("fault", what="slow", at=0)
-    receiver.tell_take(parcel, node="b")
-    time.sleep(0.6)
+    receiver.stop_at(0, parcel)
     seen = listening(sender.pid) | listening(receiver.pid)
     assert seen and seen <= loopback
-    assert receiver.hear()["fingerprint"] == expected(1, 64 * MEGABYTE)
+    receiver.go_on()
+    assert receiver.hear()["fingerprint"] == expected(1, 32 * MEGABYTE)
 
 
 def test_a_host_that_is_no_address_of_this_node_is_refused(folder: Path) -> None:
@@ -516,13 +445,11 @@ def test_no_file_is_left_after_close(new_outbox: NewOutbox, folder: Path, tmp_pa
 
 def test_putting_does_not_wait_for_receivers(new_outbox: NewOutbox, peers: Callable[[], Peer]) -> None:
     outbox, slow = new_outbox(["broadcast"], bucket_bytes=8 * MEGABYTE), peers()
-    slow.ask("fault", what="slow", at=0)  # 1.6 s and more
-    slow.tell_take(outbox.put(1, weights(1, 64 * MEGABYTE)), node="b")
-    time.sleep(0.5)
+    slow.stop_at(0, outbox.put(1, weights(1, 32 * MEGABYTE)))
     for version in (2, 3, 4):
-        outbox.put(version, weights(version, 64 * MEGABYTE))
-    assert slow.is_silent
-    assert slow.hear()["fingerprint"] == expected(1, 64 * MEGABYTE)
+        outbox.put(version, weights(version, 32 * MEGABYTE))
+    slow.go_on()
+    assert slow.hear()["fingerprint"] == expected(1, 32 * MEGABYTE)
 
 
 def test_where_one_way_fails_the_next_is_tried_with_a_warning(

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -34,13 +33,13 @@ from millstream.weights.parcel import Parcel
 def weights(version: int, num_bytes: int = 1 << 16, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
     """Of several types and odd shapes, another content for every version, one after the other."""
     torch.manual_seed(version)
-    yield "embedding", torch.randn(num_bytes // 4, device=device)
-    yield "half", torch.randn(7, 5, device=device).bfloat16()
-    yield "odd", torch.randn(3, 1, 2, 33, device=device)[..., ::2]
-    yield "scalar", torch.tensor(float(version), device=device)
-    yield "count", torch.tensor(version, device=device)
-    yield "nothing", torch.empty(0, 4, device=device)
-    yield "flags", torch.rand(13, device=device) > 0.5
+    yield "embedding", torch.randn(num_bytes // 4).to(device)
+    yield "half", torch.randn(7, 5).bfloat16().to(device)
+    yield "odd", torch.randn(3, 1, 2, 33).to(device)[..., ::2]
+    yield "scalar", torch.tensor(float(version)).to(device)
+    yield "count", torch.tensor(version).to(device)
+    yield "nothing", torch.empty(0, 4).to(device)
+    yield "flags", (torch.rand(13) > 0.5).to(device)
 
 
 def fingerprint(found: Weights) -> str:
@@ -68,7 +67,8 @@ class Worker:
 
     def look(self) -> dict[str, Any]:
         assert self.taken is not None
-        return {"fingerprint": fingerprint(self.taken.weights), "at": self.taken.weights["embedding"].data_ptr()}
+        first = self.taken.weights["embedding"]
+        return {"fingerprint": fingerprint(self.taken.weights), "at": first.data_ptr(), "device": first.device.type}
 
     def release(self) -> dict[str, Any]:
         assert self.taken is not None
@@ -76,14 +76,13 @@ class Worker:
         return {}
 
     def fault(self, what: str, at: int) -> dict[str, Any]:
-        """At bucket `at` of what is taken next: a signal to itself, or a long look at it and at all that follow."""
+        """A signal to itself at bucket `at` of what is taken next, once."""
         whole = receiver.check
 
         def check(bucket: Tensor, number: int, parcel: Parcel) -> None:
             whole(bucket, number, parcel)
-            if what == "slow" and number >= at:
-                time.sleep(0.2)
-            elif number == at and what.startswith("SIG"):
+            if number == at:
+                receiver.check = whole
                 os.kill(os.getpid(), signal.Signals[what])
 
         receiver.check = check

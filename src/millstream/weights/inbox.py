@@ -5,6 +5,7 @@ The nearest way that the parcel has and this process can go is tried first; wher
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -131,19 +132,13 @@ class Inbox:
             raise
 
     def _from_sender(self, parcel: Parcel) -> Taken:
-        found: list[Tensor] = []
-
+        @functools.cache
         def memory(backend: Backend) -> Tensor:
-            found[:] = found or [
-                self._room(parcel.num_bytes, self._device if backend == "nccl" else torch.device("cpu"))
-            ]
-            return found[0]
+            return self._room(parcel.num_bytes, self._device if backend == "nccl" else torch.device("cpu"))
 
-        try:
-            flat = receive(parcel, memory, deadline=time.monotonic() + self._timeout_s)
-        except BaseException:
-            self._free += found
-            raise
+        flat = receive(
+            parcel, memory, deadline=time.monotonic() + self._timeout_s
+        )  # what a failure leaves is not used again
         return Taken(parcel, "broadcast", views_of(flat, parcel.layout), lambda: self._free.append(flat))
 
     def _room(self, num_bytes: int, device: torch.device) -> Tensor:

@@ -58,7 +58,7 @@ class Outbox:
         bucket_bytes: int = BUCKET_BYTES,
         device: torch.device | None = None,
         backend: Backend = "gloo",
-        round_s: float = 30.0,
+        round_s: float = 10.0,
     ) -> None:
         """`host`: the address under which other nodes reach this one; nothing listens on any other.
 

@@ -2,10 +2,10 @@
 
 What is said around it goes over a socket that begins with the outbox's token: `Ask`, then `Begin` or `Refused`, then the
 buckets in the group, then `Done` from everyone who has them all, then `Over`: nobody leaves while others still receive through
-it. Whoever dies closes its sockets, those next to it fail and close theirs, and so on: a death ends the round for all at once.
-Whoever hangs ends it after its time limit. The token guards the asking; the group's own connections have none, and are open for
-as long as a round lasts, on the same addresses.
+it. Whoever dies closes its sockets, those next to it fail and close theirs, and so on: a death ends the round for all, mostly
+at once. Whoever hangs ends it after the time limit, as does a death that gloo does not notice.
 
+The token guards the asking. The group's own connections have none; they are open while a round lasts, on the same addresses.
 The group is made of torch's classes directly. The default group is not touched: it is the learner's.
 """
 
