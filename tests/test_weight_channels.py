@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import tempfile
@@ -244,6 +245,26 @@ def test_a_put_that_fails_leaves_the_outbox_usable(new_outbox: NewOutbox) -> Non
     for parcel, version in ((before, 1), (outbox.put(3, weights(3)), 3)):
         with inbox.take(parcel) as taken:
             assert fingerprint(taken.weights) == expected(version)
+
+
+def test_memory_that_is_full_is_told_before_anything_is_lost(
+    new_outbox: NewOutbox, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(descriptor: int, offset: int, size: int) -> None:
+        if size > HEADER_BYTES + (1 << 18):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(descriptor, offset, size)
+
+    reserve = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    outbox, inbox = new_outbox(), Inbox("a")
+    before = outbox.put(1, weights(1, (1 << 18) - 4096))  # half as much again would be too much
+    with pytest.raises(
+        WeightsError, match=r"no room for 1 MiB of weights in .*\(No space left on device\): free memory"
+    ):
+        outbox.put(2, weights(2, 1 << 20))
+    with inbox.take(before) as taken:
+        assert fingerprint(taken.weights) == expected(1, (1 << 18) - 4096)
 
 
 @settings(max_examples=10)

@@ -72,7 +72,10 @@ class Slot:
     def reserve(self, num_bytes: int) -> None:
         """Room for so many bytes, which is really there; what is written stays. Raises `WeightsError` if there is none."""
         if num_bytes > len(self.bytes):
-            self._resize(max(num_bytes, 3 * len(self.bytes) // 2))
+            try:
+                self._resize(max(num_bytes, 3 * len(self.bytes) // 2))
+            except WeightsError:  # perhaps there is room for what is needed, if not for what comes next
+                self._resize(num_bytes)
 
     def close(self) -> None:
         """The file is removed; a reader that has it keeps what it has."""
