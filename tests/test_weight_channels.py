@@ -445,6 +445,13 @@ def test_nothing_listens_but_on_the_loopback_address_also_while_it_sends(
 def test_a_host_that_is_no_address_of_this_node_is_refused(folder: Path) -> None:
     with pytest.raises(WeightsError, match="must be an address of this node"):
         Outbox(folder, node="a", ways=["broadcast"], host="192.0.2.1")
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightsError, match="cannot stage weights in"):
+        Outbox(tmp_path / "file" / "slots", node="a", ways=["shared"])
 
 
 def test_no_file_is_left_after_close(new_outbox: NewOutbox, folder: Path, tmp_path: Path, reader: Peer) -> None:

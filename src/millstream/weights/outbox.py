@@ -79,9 +79,13 @@ class Outbox:
         self._lock = threading.Lock()
         self._sender: Sender | None = None
         if "broadcast" in ways:
-            self._sender = Sender(
-                host, self._parcels.get, token=self._token, backend=backend, device=self._device, round_s=round_s
-            )
+            try:
+                self._sender = Sender(
+                    host, self._parcels.get, token=self._token, backend=backend, device=self._device, round_s=round_s
+                )
+            except WeightsError:
+                self._slots.close()
+                raise
 
     @torch.no_grad()
     def put(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Parcel:

@@ -102,11 +102,12 @@ class Slots:
     """Those of one writer, at most so many. Not for several threads."""
 
     def __init__(self, folder: Path, *, most: int) -> None:
-        self._folder, self._most = folder, most
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _remove_orphans(folder)
+        self._folder, self._most = folder.absolute(), most
         self.name = secrets.token_hex(8)
-        self._owner = _locked_file(folder, self.name)
+        try:
+            self._owner = _move_in(self._folder, self.name)
+        except OSError as error:
+            raise WeightsError(f"cannot stage weights in {self._folder}: {error.strerror or error}") from error
         self._slots: list[Slot] = []
 
     def claim(self) -> Slot:
@@ -188,6 +189,15 @@ def _header_of(descriptor: int) -> Header:
     if magic != MAGIC:
         raise WeightsUnreachable(f"no slot of weights: it begins with {said[:8]!r}, expected {MAGIC!r}")
     return Header(version, serial, bool(is_whole))
+
+
+def _move_in(folder: Path, name: str) -> int:
+    """The folder is there and has our owner's file; what others left is gone. The descriptor of that file."""
+    while True:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_orphans(folder)
+        with suppress(FileNotFoundError):  # whoever moved out just now took the folder with it
+            return _locked_file(folder, name)
 
 
 def _locked_file(folder: Path, name: str) -> int:
