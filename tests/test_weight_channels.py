@@ -500,7 +500,7 @@ def test_files_of_another_version_are_not_taken(new_outbox: NewOutbox, tmp_path:
 
 def test_where_no_way_leads_the_error_says_what_to_set(new_outbox: NewOutbox) -> None:
     parcel = new_outbox().put(1, weights(1))
-    with pytest.raises(WeightsUnreachable, match=r'add "broadcast" to weights\.ways'):
+    with pytest.raises(WeightsUnreachable, match=r'add "broadcast" to resources\.weights'):
         Inbox("b").take(parcel)
 
 
@@ -544,8 +544,6 @@ def test_a_channel_of_parcels_only_rises_and_takes_the_same_version_staged_anew(
             await channel.publish(3, StagedWeights(outbox.put(3, weights(3)), inbox))
         with pytest.raises(WeightsError, match="expected StagedWeights"):
             await channel.publish(4, {"x": torch.ones(1)})
-        with pytest.raises(WeightsError, match="the parcel holds version 3"):
-            await channel.publish(4, StagedWeights(outbox.put(3, weights(3)), inbox))
         await channel.publish(4, StagedWeights(outbox.put(4, weights(4)), inbox))
         outbox.close()  # its learner has died
         with pytest.raises(WeightsError):

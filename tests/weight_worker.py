@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from millstream.errors import WeightsError
-from millstream.parcels import Parcel
+from millstream.parcels import Parcel, receiver
 from millstream.parcels.inbox import Inbox, Taken
 from millstream.parcels.outbox import Outbox
 from millstream.types import Weights
-from millstream.weights import receiver
 
 
 def weights(version: int, num_bytes: int = 1 << 16, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:

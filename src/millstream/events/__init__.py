@@ -213,6 +213,16 @@ class ReplicaJoined(Event, frozen=True, kw_only=True):
     version: int
 
 
+class WorkerStarted(Event, frozen=True, kw_only=True):
+    """A process of a cluster has begun to work for the run."""
+
+    worker: str
+    what: str
+    """engine, learner, stage, environment, reward or store."""
+    pid: int
+    node: str
+
+
 class Span(Event, frozen=True, kw_only=True):
     """Work by one worker from `at - seconds` to `at`: what the trace and the share of overlap are made of."""
 
@@ -363,6 +373,7 @@ AnyEvent = (
     | WeightsLoaded
     | ReplicaLeft
     | ReplicaJoined
+    | WorkerStarted
     | Span
     | Stalled
     | Status

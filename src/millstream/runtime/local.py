@@ -63,7 +63,7 @@ from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_com
 from millstream.runtime.garbage import seldom_collected
 from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.router import Router
-from millstream.runtime.site import Site, site_for
+from millstream.runtime.site import Around, Site, site_for
 from millstream.runtime.state import CRITIC_FOLDER
 from millstream.runtime.supervised import Supervised
 from millstream.runtime.waits import Waits
@@ -444,7 +444,14 @@ class _Run:
 
     async def _run(self) -> None:
         prepared = self._prepared
-        opening = prepared.site.open(prepared.model, prepared.tokenizer_for_stops)
+        around = Around(
+            model=prepared.model,
+            tokenizer=prepared.tokenizer_for_stops,
+            folder=self._folder.path,
+            clock=self._clock,
+            sink=self._sink,
+        )
+        opening = prepared.site.open(around)
         await self._waits.on("the run", "a place for its parts", opening, has_deadline=False)  # it has one of its own
         try:
             await self._run_there()
@@ -454,7 +461,7 @@ class _Run:
     async def _run_there(self) -> None:
         prepared, config = self._prepared, self._prepared.config
         fleet = Fleet(
-            lambda name: prepared.site.make_engine(name, clock=self._clock, sink=self._sink),
+            prepared.site.make_engine,
             config.engine.replicas,
             is_queueing=not config.pipeline.is_in_lockstep,
             patience_s=config.engine.answer_s,

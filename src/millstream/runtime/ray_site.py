@@ -16,21 +16,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import suppress
 
 import msgspec
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
-from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.engine.process import plan_of
 from millstream.engine.remote import MODULE, RemoteHost
 from millstream.engine.remote import Setup as EngineSetup
 from millstream.engine.torch import TorchEngine
 from millstream.errors import ClusterError
-from millstream.events import EventSink
+from millstream.events import WorkerStarted
 from millstream.learner import LearnerConfig
 from millstream.learner.fsdp import Elsewhere, FsdpLearner
 from millstream.learner.orders import Source
@@ -41,6 +41,7 @@ from millstream.runtime import build
 from millstream.runtime.cluster import Cluster, RayWorker
 from millstream.runtime.config import RunConfig
 from millstream.runtime.resources import placement_of
+from millstream.runtime.site import Around, local_engine
 from millstream.runtime.stages import Stage
 from millstream.store import Store
 from millstream.store.client import StoreClient
@@ -70,26 +71,39 @@ class RaySite:
         return self._cluster
 
     def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> RayWorker:
-        return self.cluster.launch(kind, module, name=name, descriptors=descriptors)
+        worker = self.cluster.launch(kind, module, name=name, descriptors=descriptors)
+        self._say_started(name, kind, worker.pid, worker.node)
+        return worker
 
-    async def open(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._model, self._tokenizer = model, tokenizer
+    def _say_started(self, worker: str, what: str, pid: int, node: str) -> None:
+        at = self._around.clock.now()
+        self._around.sink.emit(WorkerStarted(at=at, worker=worker, what=what, pid=pid, node=node))
+
+    async def open(self, around: Around) -> None:
+        self._around, self._model = around, around.model
+        self._files = str((around.folder / "weights").absolute())
         config = self._config
         placement = placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
         self._cluster = await asyncio.to_thread(Cluster, config.resources, placement)
-        self._outbox = open_outbox(self._delivery(), node=self.cluster.node, host=self.cluster.host)
-        self._first = await asyncio.to_thread(self._stage, model_weights(model))
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put handlers of its own in the place of the run's
+            with suppress(ValueError):  # only the main thread may handle signals
+                signal.signal(number, signal.getsignal(number))
+        self._outbox = open_outbox(self._delivery(is_of_rank=False), node=self.cluster.node, host=self.cluster.host)
+        self._first = await asyncio.to_thread(self._stage, model_weights(around.model))
 
-    def _delivery(self, files: Path | None = None) -> Delivery:
-        """Over the network only where there is one, on the device only where there is one."""
-        cluster = self.cluster
-        ways: list[Way]
-        match self._resources.weights:
-            case "auto":
-                ways = ["shared"] if cluster.is_on_loopback else ["shared", "broadcast"]
-            case way:
-                ways = [way]
-        return Delivery(ways=tuple(ways), files=None if files is None else str(files))
+    def _delivery(self, *, is_of_rank: bool) -> Delivery:
+        """Over the network only where there is one, and on a device only by who has one: the driver has none."""
+        resources = self._resources
+        ways: tuple[Way, ...]
+        if resources.weights is not None:
+            ways = resources.weights
+        else:
+            is_on_gpu = bool(resources.learner_gpus and resources.engine_gpus and resources.colocate)
+            ways = ("ipc",) if is_on_gpu else ("shared",)
+            ways += () if self.cluster.is_on_loopback else ("broadcast",)
+        if not is_of_rank and "ipc" in ways:
+            ways = tuple(dict.fromkeys("shared" if way == "ipc" else way for way in ways))
+        return Delivery(ways=ways, files=self._files if "files" in ways else None)
 
     def _stage(self, weights: Weights) -> Parcel:
         assert self._outbox is not None
@@ -97,12 +111,12 @@ class RaySite:
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
-    def make_engine(self, name: str, *, clock: Clock, sink: EventSink) -> Engine:
-        config = self._config.engine
+    def make_engine(self, name: str) -> Engine:
+        config, around = self._config.engine, self._around
         if config.kind != "torch":
-            return build.build_engine(config, self._model, clock=clock, sink=sink, name=name, seed=self._config.seed)
+            return local_engine(self._config, around, name)
         device = "cuda" if self._resources.engine_gpus else "cpu"
-        plan = plan_of(self._model, config, self._tokenizer, device)
+        plan = plan_of(self._model, config, around.tokenizer, device)
         host = RemoteHost(
             lambda: self.launch("engine", MODULE, name=name),
             EngineSetup(plan=plan, parcel=self._first),
@@ -113,8 +127,8 @@ class RaySite:
             host,
             slots=config.slots,
             max_length=context_length(self._model),
-            clock=clock,
-            sink=sink,
+            clock=around.clock,
+            sink=around.sink,
             answer_s=config.answer_s,
             name=name,
         )
@@ -137,7 +151,7 @@ class RaySite:
                 host=cluster.host,
                 node=cluster.node,
                 first=self._first,
-                delivery=self._delivery(),
+                delivery=self._delivery(is_of_rank=True),
                 device="cuda" if self._resources.learner_gpus else "cpu",
             ),
         )
@@ -145,6 +159,7 @@ class RaySite:
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         tasks, capacity = build.store_plan(self._config, stages)
         self._store = await asyncio.to_thread(RayStore, tasks, capacity_rows=capacity)
+        self._say_started("the store's coordinator", "store", self._store.pid, self.cluster.node)
         self._client = await self._store.connect("pipeline")
         return self._client
 

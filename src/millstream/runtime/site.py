@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,7 +17,7 @@ from millstream.engine import Engine
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig
 from millstream.runtime import build
-from millstream.runtime.build import RunLearner
+from millstream.runtime.build import RunEngine, RunLearner
 from millstream.runtime.config import RunConfig
 from millstream.runtime.stages import Stage
 from millstream.store import Store
@@ -25,17 +26,28 @@ from millstream.weights.local import LocalChannel
 from millstream.workers import Launcher
 
 
+class Around(NamedTuple):
+    """What a site is told when it is opened."""
+
+    model: PreTrainedModel
+    """What the run starts from."""
+    tokenizer: PreTrainedTokenizerBase | None
+    """For engines that look for text."""
+    folder: Path
+    """The run's."""
+    clock: Clock
+    sink: EventSink
+
+
 class Site(Protocol):
     """Made before it is opened: what is made of it in between may be used afterwards."""
 
     launcher: Launcher | None
     """For processes of environments and rewards. None: they are this machine's."""
 
-    async def open(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """`model`: what the run starts from. `tokenizer`: for engines that look for text."""
-        ...
+    async def open(self, around: Around) -> None: ...
 
-    def make_engine(self, name: str, *, clock: Clock, sink: EventSink) -> Engine:
+    def make_engine(self, name: str) -> Engine:
         """May return before it is ready. Called on any thread."""
         ...
 
@@ -64,20 +76,17 @@ class LocalSite:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
-    async def open(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._model, self._tokenizer = model, tokenizer
+    async def open(self, around: Around) -> None:
+        self._around = around
 
-    def make_engine(self, name: str, *, clock: Clock, sink: EventSink) -> Engine:
-        config, seed = self._config.engine, self._config.seed
-        return build.build_engine(
-            config, self._model, clock=clock, sink=sink, name=name, seed=seed, tokenizer=self._tokenizer
-        )
+    def make_engine(self, name: str) -> Engine:
+        return local_engine(self._config, self._around, name)
 
     def build_learner(
         self, tokenizer: PreTrainedTokenizerBase, *, learner: LearnerConfig, recipe: Recipe, num_steps: int | None
     ) -> RunLearner:
         return build.build_learner(
-            self._config, self._model, tokenizer, learner=learner, recipe=recipe, num_steps=num_steps
+            self._config, self._around.model, tokenizer, learner=learner, recipe=recipe, num_steps=num_steps
         )
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
@@ -87,6 +96,18 @@ class LocalSite:
         return LocalChannel(version)
 
     async def close(self) -> None: ...
+
+
+def local_engine(config: RunConfig, around: Around, name: str) -> RunEngine:
+    return build.build_engine(
+        config.engine,
+        around.model,
+        clock=around.clock,
+        sink=around.sink,
+        name=name,
+        seed=config.seed,
+        tokenizer=around.tokenizer,
+    )
 
 
 def site_for(config: RunConfig) -> Site:
