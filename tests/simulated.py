@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from millstream.events import (
     Stepped,
 )
 from millstream.events.sinks import MemorySink
-from millstream.learner import Snapshot
+from millstream.learner import Learner, Snapshot
 from millstream.runtime.pipeline import (
     AfterStep,
     Algorithm,
@@ -150,6 +150,16 @@ class WatchfulLearner(SimLearner):
         return await super().step()
 
 
+class Others(NamedTuple):
+    """Another learner for the pipeline, and how to find the one that is left in the end."""
+
+    learner: Learner
+    survivor: Callable[[], SimLearner]
+
+
+NewLearner = Callable[[MemorySink], Others]
+
+
 class Outcome(Struct, frozen=True, kw_only=True):
     sink: MemorySink
     pipeline: Pipeline
@@ -208,9 +218,10 @@ def simulate(
     on_pipeline: Callable[[Pipeline], None] = lambda pipeline: None,
     keeper: Diary | None = None,
     kept: Kept | None = None,
+    new_learner: NewLearner | None = None,
 ) -> Outcome:
     """Run to the end. Raises whatever stops the run: a `LagError`, a `Deadlock`, a `StallError`, ..."""
-    return run_virtual(_simulate(world, environment, num_tokens, after_step, on_pipeline, keeper, kept))
+    return run_virtual(_simulate(world, environment, num_tokens, after_step, on_pipeline, keeper, kept, new_learner))
 
 
 async def _simulate(
@@ -221,9 +232,11 @@ async def _simulate(
     on_pipeline: Callable[[Pipeline], None],
     keeper: Diary | None,
     kept: Kept | None,
+    new_learner: NewLearner | None,
 ) -> Outcome:
     sink = MemorySink()
     learner = WatchfulLearner(has_proximal=world.has_proximal, token_s=world.train_token_s, seed=world.seed)
+    others = None if new_learner is None else new_learner(sink)
     version = kept.standing.ledger.version if kept is not None else 0
     if keeper is not None:
         keeper.sink = sink
@@ -268,7 +281,7 @@ async def _simulate(
             failure=world.failure,
             success=world.success,
         ),
-        learner=learner,
+        learner=learner if others is None else others.learner,
         store=store,
         channel=LocalChannel(version),
         clock=clock,
@@ -304,7 +317,7 @@ async def _simulate(
         sink=sink,
         pipeline=pipeline,
         store=store,
-        learner=learner,
+        learner=learner if others is None else others.survivor(),
         engines=engines,
         seconds=asyncio.get_running_loop().time(),
         stages=stages,

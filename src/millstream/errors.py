@@ -12,6 +12,7 @@ MillstreamError
 │   ├── RewardFailed           the reward raised, or returned something that is not a finite number
 │   └── RolloutTimeout         the episode ran past its time limit
 ├── LearnerError           the learner broke, or its gradient is not finite
+│   └── LearnerGone            its processes died or went silent: one that is begun anew may do what it was asked to
 ├── WeightsError           weights that arrived are not those that were published
 ├── StoreError             a row, a column or a lease that is not there; a cell written twice
 │   ├── StreamEnded            nothing more will ever come for this claim
@@ -64,6 +65,9 @@ class RolloutTimeout(RolloutError): ...
 
 
 class LearnerError(MillstreamError): ...
+
+
+class LearnerGone(LearnerError): ...
 
 
 class WeightsError(MillstreamError): ...

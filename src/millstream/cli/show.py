@@ -14,6 +14,7 @@ from millstream.events import (
     CheckpointFailed,
     Evaluated,
     Event,
+    LearnerRestarted,
     ReplicaJoined,
     ReplicaLeft,
     Resumed,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 NEXT_LINE = "\n" + 12 * " "
-Alarm = CheckpointFailed | ReplicaLeft | Stalled | StopRequested | Warned
+Alarm = CheckpointFailed | LearnerRestarted | ReplicaLeft | Stalled | StopRequested | Warned
 
 
 def alarm(event: Alarm) -> str:
@@ -43,6 +44,9 @@ def alarm(event: Alarm) -> str:
         return f"stopping: the batch in hand comes first, for at most {event.grace_s:g} s; once more to stop at once"
     if isinstance(event, Warned):
         return f"warning: {event.message}"
+    if isinstance(event, LearnerRestarted):
+        replayed = f"{event.num_batches_replayed} batches since step {event.from_version} again"
+        return f"the learner was restarted at step {event.to_version}: {event.why}; {replayed}, {event.seconds:.0f} s"
     if isinstance(event, ReplicaLeft):
         moved = f"{event.num_moved} requests go on elsewhere" if event.num_left else "no engine is left"
         return f"{event.engine} has left: {event.why}; {moved}"
@@ -101,7 +105,7 @@ class Lines:
                     self._say(event.at, f"a sample: {sample_line(event.sample)}")
             case Resumed():
                 self._say(event.at, f"goes on from step {event.version}")
-            case CheckpointFailed() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
+            case CheckpointFailed() | LearnerRestarted() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
                 self._say(event.at, alarm(event))
             case ReplicaJoined():
                 self._say(event.at, joined(event))
@@ -194,6 +198,7 @@ def result_table(result: RunResult) -> Table:
         ("groups admitted", str(summary.groups_admitted)),
         ("trained, filtered, failed", f"{summary.groups_trained}, {summary.groups_filtered}, {summary.groups_failed}"),
         *_declared(summary),
+        *([("restarts of the learner", str(summary.learner_restarts))] if summary.learner_restarts else []),
         ("groups by lag", lags),
         ("training overlapped by generation", f"{summary.overlap_share:.0%}"),
     ):

@@ -30,7 +30,7 @@ from millstream.env.rewards import Rewards, Scorer, group_scorer
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
-from millstream.learner import LearnerConfig
+from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.orders import Source
 from millstream.learner.torch import TorchLearner
@@ -48,7 +48,6 @@ from millstream.store.memory import MemoryStore
 from millstream.types import Message, Sampling, Task
 
 logger = logging.getLogger(__name__)
-RunLearner = TorchLearner | FsdpLearner
 MOST_PROMPTS_CHECKED = 10_000
 MOST_PIECES = 5
 MOST_PROMPTS_KEPT = 32_768

@@ -50,10 +50,10 @@ from millstream.events import (
     Warned,
 )
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events, read_history
+from millstream.learner import LearnerConfig, RunLearner
 from millstream.model.adapters import lora_of, merged
 from millstream.model.load import load_weights, save_model, set_up_cpu
 from millstream.runtime import build, build_stages, checkpoint, supervised
-from millstream.runtime.build import RunLearner
 from millstream.runtime.build_stages import Staff
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run, reference_of
@@ -62,6 +62,7 @@ from millstream.runtime.fleet import Fleet
 from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.runtime.garbage import seldom_collected
 from millstream.runtime.pipeline import Parts, Pipeline
+from millstream.runtime.replay import ReplayedLearner
 from millstream.runtime.router import Router
 from millstream.runtime.state import CRITIC_FOLDER
 from millstream.runtime.supervised import Supervised
@@ -74,6 +75,8 @@ from millstream.weights.local import LocalChannel
 logger = logging.getLogger(__name__)
 STATUS_S = 1.0
 END_S = 5.0
+SILENT = 0.9
+"""The share of `pipeline.deadline_s` after which a learner of several ranks that says nothing is taken for dead."""
 
 
 class Prepared(Struct, frozen=True, kw_only=True, eq=False):
@@ -459,7 +462,8 @@ class _Run:
             staff = await self._waits.on(
                 "the run", "those who work beside the learner", asyncio.to_thread(self._build_staff)
             )
-            learner = self._build_learner()
+            self._checkpoints = self._build_checkpoints()
+            learner = self._build_learner(self._checkpoints)
             try:
                 await self._waits.on("the run", "the learner to be ready", learner.ready())
                 if self._found is not None:
@@ -511,15 +515,37 @@ class _Run:
         kept = self._folder.reference if is_kept and self._found is not None else None
         return build_stages.build_staff(config, model, kept)
 
-    def _build_learner(self) -> RunLearner:
-        prepared, config = self._prepared, self._prepared.config
-        return build.build_learner(
-            config,
-            prepared.model,
-            prepared.tokenizer,
-            learner=config.learner,
-            recipe=Recipe(algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
-            num_steps=config.pipeline.steps,
+    def _build_learner(self, checkpoints: Checkpoints) -> RunLearner:
+        config = self._prepared.config
+        recipe = Recipe(algorithm=config.algorithm, max_tokens=config.rollout.max_tokens)
+        return self._lasting(config.learner, recipe, config.pipeline.steps, checkpoints, self._version)
+
+    def _lasting(
+        self, learner: LearnerConfig, recipe: Recipe, num_steps: int, checkpoints: Checkpoints, version: int
+    ) -> RunLearner:
+        """Ranks are processes, of which one may die alone: another learner goes on from what is sealed."""
+        prepared, waits = self._prepared, self._waits
+
+        def make() -> RunLearner:
+            return build.build_learner(
+                prepared.config,
+                prepared.model,
+                prepared.tokenizer,
+                learner=learner,
+                recipe=recipe,
+                num_steps=num_steps,
+            )
+
+        if learner.ranks == 1:
+            return make()
+        return ReplayedLearner(
+            make,
+            checkpoints,
+            clock=self._clock,
+            sink=self._sink,
+            version=version,
+            patience_s=SILENT * prepared.config.pipeline.deadline_s,
+            progress=lambda: waits.renew("train", "the run", "warm-up"),
         )
 
     def _save(self, learner: RunLearner) -> None:
@@ -534,15 +560,16 @@ class _Run:
 
     async def _warm_up(self, fleet: Fleet, evaluator: _Evaluator, config: WarmupConfig) -> None:
         prepared = self._prepared
-        learner = build.build_learner(
-            prepared.config,
-            prepared.model,
-            prepared.tokenizer,
-            learner=supervised.learner_config(prepared.config, config),
-            recipe=Recipe(algorithm=None),
-            num_steps=config.num_steps(len(prepared.data.train)),
+        num_steps, found = config.num_steps(len(prepared.data.train)), self._found_supervised
+        checkpoints = self._supervised_checkpoints(num_steps)
+        learner = self._lasting(
+            supervised.learner_config(prepared.config, config),
+            Recipe(algorithm=None),
+            num_steps,
+            checkpoints,
+            0 if found is None else found.manifest.version,
         )
-        self._supervised = self._build_supervised(learner, fleet, evaluator, config)
+        self._supervised = self._build_supervised(learner, checkpoints, fleet, evaluator, config)
         try:
             await self._waits.on("warm-up", "the learner to be ready", learner.ready())
             await self._supervised.run(self._found_supervised)
@@ -557,8 +584,25 @@ class _Run:
             self._supervised = None  # with its learner, whose masters and moments are several times the model
             await learner.close()
 
+    def _supervised_checkpoints(self, num_steps: int) -> Checkpoints:
+        return supervised.build_checkpoints(
+            self._folder.path,
+            self._prepared.config,
+            clock=self._clock,
+            sink=self._sink,
+            last_seq=lambda: self._files[0].last_seq,
+            sync=self._sync,
+            run_state=self._run_state,
+            num_steps=num_steps,
+        )
+
     def _build_supervised(
-        self, learner: RunLearner, fleet: Fleet, evaluator: _Evaluator, config: WarmupConfig
+        self,
+        learner: RunLearner,
+        checkpoints: Checkpoints,
+        fleet: Fleet,
+        evaluator: _Evaluator,
+        config: WarmupConfig,
     ) -> Supervised:
         prepared, run = self._prepared, self._prepared.config
 
@@ -567,16 +611,6 @@ class _Run:
             measured, _ = await evaluator.once(WARMUP, prepared.data.train[: supervised.PROBE], prepared.sampling)
             return measured.accuracy
 
-        checkpoints = supervised.build_checkpoints(
-            self._folder.path,
-            run,
-            clock=self._clock,
-            sink=self._sink,
-            last_seq=lambda: self._files[0].last_seq,
-            sync=self._sync,
-            run_state=self._run_state,
-            num_steps=config.num_steps(len(prepared.data.train)),
-        )
         return Supervised(
             config,
             learner,
@@ -612,7 +646,7 @@ class _Run:
             sink=self._sink,
             waits=self._waits,
         )
-        self._checkpoints = self._build_checkpoints()
+        assert self._checkpoints is not None
         if self._found is None:
             self._say_started()
         self._pipeline = Pipeline(
