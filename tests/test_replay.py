@@ -34,7 +34,7 @@ from millstream.store import Saved
 from millstream.types import Floats, Metrics, TrainRow, Weights
 from rank_cases import CASES, STEPS, batch, row, train
 from runs import ROOT, assert_clean, command, start, steps_of, until
-from simulated import Diary, Others, World, check, simulate
+from simulated import Diary, Others, World, at_once, check, simulate
 from test_fsdp import children, is_alive
 from test_lag_bound import worlds
 
@@ -169,11 +169,6 @@ class Sealing(Diary):
     def hurry(self) -> None:
         self._is_hurried = True
         self.num_hurried += 1
-
-
-async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
-    """In place of a thread, which no virtual clock knows of."""
-    return function(*arguments)
 
 
 class Recorder:

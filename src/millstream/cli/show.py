@@ -32,6 +32,7 @@ from millstream.events.metrics import StepMetrics
 from millstream.events.summary import Summary
 
 if TYPE_CHECKING:
+    from millstream.runtime.control import Now, Scaled
     from millstream.runtime.folder import RunResult
 
 
@@ -214,6 +215,25 @@ def _declared(summary: Summary) -> list[tuple[str, str]]:
         ("groups aborted, begun anew", f"{summary.groups_aborted}, {summary.groups_restarted}"),
         ("rollouts aborted", str(summary.rollouts_aborted)),
     ]
+
+
+def scaled_lines(found: Scaled) -> list[str]:
+    lines = [f"{name} has joined" for name in found.joined] + [f"{name} has left" for name in found.left]
+    return [*(lines or ["nothing to do"]), f"engines: {', '.join(found.engines)}"]
+
+
+def status_lines(now: Now) -> list[str]:
+    lines = [f"version {now.version}"]
+    for one in now.engines:
+        if one.version is None:
+            lines.append(f"{one.name}: to come")
+        else:
+            lines.append(
+                f"{one.name}: version {one.version}, {one.running} requests decoding of {one.slots}, {one.waiting} queued"
+            )
+    lines.append(f"{now.requests_waiting} requests wait for an engine")
+    lines.append(f"{now.groups_in_flight} of {now.budget} groups in flight, {now.rows_in_store} rows in the store")
+    return [*lines, *(f"{wait.owner} waits for {wait.what}, {wait.seconds:.0f} s" for wait in now.waits)]
 
 
 def bias_tables(report: BiasReport) -> list[Table]:

@@ -20,7 +20,7 @@ from millstream.engine import EngineConfig
 from millstream.engine.http import HttpEngine
 from millstream.engine.process import ProcessHost
 from millstream.engine.pushes import Pushes
-from millstream.engine.torch import Host, ThreadHost, TorchEngine
+from millstream.engine.torch import START_S, Host, ThreadHost, TorchEngine
 from millstream.engine.vllm import build_vllm
 from millstream.env import Content
 from millstream.env.data import DataSet
@@ -268,10 +268,7 @@ def _torch_engine(
     name: str,
 ) -> TorchEngine:
     """The engine has a copy of its own of all that training changes: it is changed by `load` alone."""
-    is_process = config.process
-    is_cpu = model.device.type == "cpu"
-    if is_process is None:
-        is_process = is_cpu and num_cores() > 1
+    is_process, is_cpu = has_process(config, model), model.device.type == "cpu"
     if is_cpu and config.cache is None and config.cache_gb is not None:
         raise ConfigError(
             f'engine.cache_gb = {config.cache_gb:g}, and on a CPU every request has a slot: set engine.cache = "pages", or '
@@ -310,10 +307,17 @@ def build_fleet(
         lambda name: build_engine(config, model, clock=clock, sink=sink, name=name, seed=seed, tokenizer=tokenizer),
         config.replicas,
         is_queueing=is_queueing,
-        patience_s=config.answer_s,
+        patience_s=max(config.answer_s, START_S),
         clock=clock,
         sink=sink,
+        is_lone_replaced=config.kind == "vllm" or (config.kind == "torch" and has_process(config, model)),
     )
+
+
+def has_process(config: EngineConfig, model: PreTrainedModel) -> bool:
+    """Whether our own engine has one of its own, by default where that is faster."""
+    is_faster = model.device.type == "cpu" and num_cores() > 1
+    return is_faster if config.process is None else config.process
 
 
 def _http_engine(

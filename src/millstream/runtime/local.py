@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
 from millstream.clock import RealClock
-from millstream.engine import EngineConfig
+from millstream.engine import Engine, EngineConfig
 from millstream.env.data import DataSet, digest, in_order, read
 from millstream.env.find import find, make_tasks
 from millstream.env.hosted import Environments, check_tasks
@@ -57,6 +58,7 @@ from millstream.runtime import build, build_stages, checkpoint, supervised
 from millstream.runtime.build_stages import Staff
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run, reference_of
+from millstream.runtime.control import SOCKET, Answer, Control, Question, Scale, Scaled, now_of
 from millstream.runtime.evaluate import Measured, evaluate
 from millstream.runtime.fleet import Fleet
 from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_command
@@ -454,7 +456,10 @@ class _Run:
             tokenizer=prepared.tokenizer_for_stops,
         )
         evaluator = _Evaluator(prepared, fleet.router, self._clock, self._sink, self._waits)
+        replacing = asyncio.create_task(fleet.replace(self._adopt))
+        control = Control(self._folder.path, partial(self._carry, fleet))
         try:
+            await self._open(control)
             if self._found is None:
                 await self._begin(fleet, evaluator)
             if self._stopped_by is not None:
@@ -479,8 +484,31 @@ class _Run:
             await evaluator.sampled_and_greedy("after")
             self._is_done = True
         finally:
+            await control.close()
+            replacing.cancel()
             await prepared.environment.close()
             await fleet.close()
+
+    async def _open(self, control: Control) -> None:
+        try:
+            await control.open()
+        except OSError as error:
+            message = f"this run cannot be asked or scaled: {self._folder.path / SOCKET}: {error.strerror or error}"
+            self._sink.emit(Warned(at=self._clock.now(), message=message))
+
+    async def _carry(self, fleet: Fleet, question: Question) -> Answer:
+        if isinstance(question, Scale):
+            if self._prepared.config.engine.kind == "http":
+                raise ConfigError("the engine is made of servers that others have started: see engine.http.urls")
+            joined, left = await fleet.scale(question.engines)
+            return Scaled(joined=joined, left=left, engines=fleet.names)
+        pipeline = self._pipeline
+        status = self._status() if pipeline is None else await pipeline.status()
+        version = self._version if pipeline is None else pipeline.admission.version
+        return now_of(status, fleet.router, fleet.names, version)
+
+    def _adopt(self, engine: Engine) -> bool:
+        return self._pipeline is not None and self._pipeline.adopt(engine)
 
     async def _begin(self, fleet: Fleet, evaluator: _Evaluator) -> None:
         """Supervised training, if it is asked for. What comes after "before" is reinforcement, or, without any, that."""
@@ -661,15 +689,17 @@ class _Run:
             resumed=None if self._found is None else self._found.standing(),
             incarnation=self._incarnation,
             router=fleet.router,
+            first_weights=await self._waits.on("the run", "the learner to copy weights", learner.weights()),
         )
         if self._state is not None:
             _restore_generators(self._state.generators)
-        replacing = asyncio.create_task(fleet.replace(self._pipeline.adopt))
+        fleet.forget()
         try:
             with seldom_collected():
                 await self._pipeline.run()
+            if parts.channel.version > self._version:
+                fleet.remember(*await parts.channel.fetch())
         finally:
-            replacing.cancel()
             self._end_grace()
             await self._waits.on("the run", "the last checkpoint to be written", self._checkpoints.close())
 
