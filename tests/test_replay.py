@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -570,3 +571,43 @@ def test_a_run_whose_rank_is_killed_goes_to_its_end_and_its_audit_is_clean(tmp_p
     assert isinstance(events[-1], RunEnded) and events[-1].outcome == "finished" and events[-1].version == 12
     assert_clean(run_dir)
     assert not any(map(is_alive, ranks))
+
+
+@pytest.mark.slow
+def test_at_max_lag_zero_the_model_of_a_run_whose_rank_was_killed_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
+    changes = {"learner.ranks": 2, "pipeline.steps": 10, "pipeline.max_lag": 0, "checkpoint.every_steps": 3}
+    models = []
+    for name in ("killed", "undisturbed"):
+        run_dir = tmp_path / name / "run"
+        process = start(command(run_dir, changes))
+        until(lambda: steps_of(run_dir) >= 5, process)
+        if name == "killed":
+            os.kill(children(process.pid)[0], signal.SIGKILL)
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, output
+        assert ("the learner was restarted" in output) == (name == "killed")
+        assert_clean(run_dir)
+        models.append((run_dir / "model/model.safetensors").read_bytes())
+    assert models[0] == models[1]
+
+
+@pytest.mark.slow
+def test_supervised_training_whose_rank_is_killed_goes_on_to_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
+    models = []
+    for name in ("killed", "undisturbed"):
+        run_dir = tmp_path / name
+        changes = ["data.size=64", "data.holdout=8", "warmup.max_steps=60", "warmup.check_every=10", "pipeline.steps=0",
+                   "warmup.stop_at=", "learner.ranks=2", "checkpoint.every_steps=7", "engine.process=false",
+                   f"run_dir={run_dir}"]  # fmt: skip
+        words = [word for change in changes for word in ("--set", change)]
+        process = start([sys.executable, "-m", "millstream.cli.main", "train", str(ROOT / "recipes/demo.toml"), *words])
+        log = run_dir / "events.jsonl"
+        until(lambda: log.exists() and b'"step":20' in log.read_bytes(), process)
+        if name == "killed":
+            os.kill(children(process.pid)[1], signal.SIGKILL)
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, output
+        restarts = [event for event in read_events(log) if isinstance(event, LearnerRestarted)]
+        assert [event.to_version >= 20 for event in restarts] == [True] * (name == "killed")
+        models.append((run_dir / "model/model.safetensors").read_bytes())
+    assert models[0] == models[1]
