@@ -1,7 +1,7 @@
 """The learner of several ranks: one policy sharded over processes, and the weights of one rank, to float tolerance.
 
 It deals the rows of every micro-batch to the ranks, adds up what they counted, and tells them all to step by it. A rank that
-dies or raises ends the learner with a `LearnerError` that names it (`learner.ranks`).
+dies or raises ends the learner with an error that names it (`learner.ranks`): `LearnerGone` if it died.
 """
 
 from __future__ import annotations

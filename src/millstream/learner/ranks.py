@@ -1,8 +1,9 @@
 """A learner's ranks as processes, here or on the nodes of a cluster: orders and answers over sockets. No pickle.
 
 Every rank takes part in every order, or none does. So one that dies or raises ends them all, within seconds: the others wait in
-a collective that will never come about. The error names the rank that began it, and what it said last. No process outlives
-the learner, or its parent, however that ends.
+a collective that will never come about. The error names the rank that began it, and what it said last: a `LearnerGone` if a
+process died, a `LearnerError` if a rank refused, which it would do again. No process outlives the learner, or its parent,
+however that ends.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import msgspec
 from msgspec import structs
 from torch._C._distributed_c10d import TCPStore
 
-from millstream.errors import LearnerError, MillstreamError
+from millstream.errors import LearnerError, LearnerGone, MillstreamError
 from millstream.frames import Frames, frame
 from millstream.learner.orders import READY, Answer, Close, Numbered, Order, Setup
 from millstream.workers import Launcher, Worker
@@ -31,13 +32,15 @@ MODULE = "millstream.learner.rank_main"
 LOOPBACK = "127.0.0.1"
 CLOSE_S = 10.0
 HEARD_S = 1.0
-"""How long, after a rank failed, others may say that it was they who began."""
+"""How long, after a rank failed, others may say that it was they who began, or turn out to be dead."""
 
 
 class Failure(NamedTuple):
     rank: int
     what: str
     is_own: bool
+    is_death: bool = False
+    """Its process ended by itself, and not because it had nothing more to do."""
 
 
 class Broken(Exception):
@@ -64,7 +67,7 @@ class Member:
         try:
             worker = self._launcher.launch("learner", MODULE, name=f"rank {self.rank}", descriptors=self._memory)
         except MillstreamError as error:
-            self._failures.append(Failure(self.rank, str(error), is_own=True))
+            self._failures.append(Failure(self.rank, str(error), is_own=True, is_death=True))
             self._give_up()
             return
         finally:
@@ -110,7 +113,7 @@ class Member:
                 self._settle(decoder.decode(payload))
         if not self.is_closing:
             how = worker.ended(CLOSE_S) or "its process closed its line"
-            self._failures.append(Failure(self.rank, how, is_own=True))
+            self._failures.append(Failure(self.rank, how, is_own=True, is_death=worker.has_died))
         self._give_up()
 
     def _settle(self, answer: Answer) -> None:
@@ -170,9 +173,12 @@ class Ranks:
         self._members: list[Member] = []
         self._numbers = itertools.count(READY + 1)
         self._lock = threading.Lock()
-        self._error, self._is_ready = "", False
+        self._error: LearnerError | None = None
+        self._is_ready = False
         for rank in range(setup.plan.num_ranks):
-            plan = structs.replace(setup.plan, rank=rank, host=host, port=port)
+            is_here = setup.layout is not None  # else each has a GPU that it alone sees
+            device = f"cuda:{rank}" if setup.plan.device == "cuda" and is_here else setup.plan.device
+            plan = structs.replace(setup.plan, rank=rank, host=host, port=port, device=device)
             mine = structs.replace(setup, plan=plan, delivery=setup.delivery if rank == 0 else None)
             self._members.append(Member(mine, launcher, self._failures))
 
@@ -207,20 +213,26 @@ class Ranks:
         return [answer.result() for answer in answers]
 
     def _raise_if_broken(self) -> None:
-        if self._error:
-            raise LearnerError(self._error)
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)
 
     def _break(self) -> None:
         deadline = time.monotonic() + HEARD_S
-        while not any(failure.is_own for failure in self._failures) and time.monotonic() < deadline:
+        while not any(failure.is_death for failure in self._failures) and time.monotonic() < deadline:
             time.sleep(0.02)
         with self._lock:
-            if not self._error:
-                own = [failure for failure in self._failures if failure.is_own] or self._failures
-                what = f"rank {own[0].rank} of {len(self._members)}: {own[0].what}" if own else "its ranks were ended"
-                self._error = f"the learner broke, {what}"
+            self._error = self._error or self._verdict()
         self.kill()
         self._raise_if_broken()
+
+    def _verdict(self) -> LearnerError:
+        """A death explains whatever else was said. Where nobody died and nobody refused, they have lost each other."""
+        own = [failure for failure in self._failures if failure.is_own]
+        deaths = [failure for failure in own if failure.is_death]
+        named = next(iter([*deaths, *own, *self._failures]), None)
+        what = "its ranks were ended" if named is None else f"rank {named.rank} of {len(self._members)}: {named.what}"
+        kind = LearnerGone if deaths or not own else LearnerError
+        return kind(f"the learner broke, {what}")
 
     def kill(self) -> None:
         for member in self._members:
@@ -233,7 +245,7 @@ class Ranks:
         deadline = time.monotonic() + CLOSE_S
         if self._lock.acquire(timeout=CLOSE_S):  # a rank that stands still may have stopped reading
             try:
-                self._error = self._error or "the learner is closed"
+                self._error = self._error or LearnerError("the learner is closed")
                 for member in self._members:
                     member.is_closing = True
                     member.ask(Numbered(next(self._numbers), Close()))

@@ -30,7 +30,7 @@ from millstream.env.rewards import Rewards, Scorer, group_scorer
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
-from millstream.learner import LearnerConfig
+from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.orders import Source
 from millstream.learner.torch import TorchLearner
@@ -49,7 +49,6 @@ from millstream.types import Message, Sampling, Task
 from millstream.workers import Launcher
 
 logger = logging.getLogger(__name__)
-RunLearner = TorchLearner | FsdpLearner
 MOST_PROMPTS_CHECKED = 10_000
 MOST_PIECES = 5
 MOST_PROMPTS_KEPT = 32_768
@@ -274,10 +273,7 @@ def _torch_engine(
     name: str,
 ) -> TorchEngine:
     """The engine has a copy of its own of all that training changes: it is changed by `load` alone."""
-    is_process = config.process
-    is_cpu = model.device.type == "cpu"
-    if is_process is None:
-        is_process = is_cpu and num_cores() > 1
+    is_process, is_cpu = has_process(config, model), model.device.type == "cpu"
     if is_cpu and config.cache is None and config.cache_gb is not None:
         raise ConfigError(
             f'engine.cache_gb = {config.cache_gb:g}, and on a CPU every request has a slot: set engine.cache = "pages", or '
@@ -299,6 +295,12 @@ def _torch_engine(
         answer_s=config.answer_s,
         name=name,
     )
+
+
+def has_process(config: EngineConfig, model: PreTrainedModel) -> bool:
+    """Whether our own engine has one of its own, by default where that is faster."""
+    is_faster = model.device.type == "cpu" and num_cores() > 1
+    return is_faster if config.process is None else config.process
 
 
 def _http_engine(

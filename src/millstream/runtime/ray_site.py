@@ -31,7 +31,7 @@ from millstream.engine.remote import Setup as EngineSetup
 from millstream.engine.torch import TorchEngine
 from millstream.errors import ClusterError
 from millstream.events import WorkerStarted
-from millstream.learner import LearnerConfig
+from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.fsdp import Elsewhere, FsdpLearner
 from millstream.learner.orders import Source
 from millstream.model.load import context_length, model_weights
@@ -40,6 +40,7 @@ from millstream.parcels.outbox import Outbox, open_outbox
 from millstream.runtime import build
 from millstream.runtime.cluster import Cluster, RayWorker
 from millstream.runtime.config import RunConfig
+from millstream.runtime.replay import ReplayedLearner
 from millstream.runtime.resources import placement_of
 from millstream.runtime.site import Around, local_engine
 from millstream.runtime.stages import Stage
@@ -111,6 +112,13 @@ class RaySite:
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_lone_engine_replaced(self) -> bool:
+        return self._config.engine.kind == "torch"
+
+    def has_ranks_elsewhere(self, learner: LearnerConfig) -> bool:
+        return True
+
     def make_engine(self, name: str) -> Engine:
         config, around = self._config.engine, self._around
         if config.kind != "torch":
@@ -163,8 +171,9 @@ class RaySite:
         self._client = await self._store.connect("pipeline")
         return self._client
 
-    def new_channel(self, version: int) -> WeightChannel:
-        return RemoteChannel(version)
+    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
+        """Weights that died with whoever had staged them are staged anew by the learner that took its place."""
+        return RemoteChannel(version, learner.weights_of if isinstance(learner, ReplayedLearner) else None)
 
     async def close(self) -> None:
         """Numbered, since each leans on the next: 1. our line to the store, 2. the store, 3. staged weights, 4. the cluster."""

@@ -15,9 +15,9 @@ from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.events import EventSink
-from millstream.learner import LearnerConfig
+from millstream.learner import LearnerConfig, RunLearner
 from millstream.runtime import build
-from millstream.runtime.build import RunEngine, RunLearner
+from millstream.runtime.build import RunEngine
 from millstream.runtime.config import RunConfig
 from millstream.runtime.stages import Stage
 from millstream.store import Store
@@ -45,6 +45,15 @@ class Site(Protocol):
     launcher: Launcher | None
     """For processes of environments and rewards. None: they are this machine's."""
 
+    @property
+    def is_lone_engine_replaced(self) -> bool:
+        """Whether an engine has a process, so that it may die alone."""
+        ...
+
+    def has_ranks_elsewhere(self, learner: LearnerConfig) -> bool:
+        """Whether this learner has processes, of which one may die alone."""
+        ...
+
     async def open(self, around: Around) -> None: ...
 
     def make_engine(self, name: str) -> Engine:
@@ -59,8 +68,8 @@ class Site(Protocol):
 
     async def open_store(self, stages: Sequence[Stage]) -> Store: ...
 
-    def new_channel(self, version: int) -> WeightChannel:
-        """`version`: that of the weights the engines start with."""
+    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
+        """`version`: that of the weights the engines start with. `learner`: who can be asked for weights again."""
         ...
 
     async def close(self) -> None:
@@ -79,6 +88,14 @@ class LocalSite:
     async def open(self, around: Around) -> None:
         self._around = around
 
+    @property
+    def is_lone_engine_replaced(self) -> bool:
+        config = self._config.engine
+        return config.kind == "vllm" or (config.kind == "torch" and build.has_process(config, self._around.model))
+
+    def has_ranks_elsewhere(self, learner: LearnerConfig) -> bool:
+        return learner.ranks > 1
+
     def make_engine(self, name: str) -> Engine:
         return local_engine(self._config, self._around, name)
 
@@ -92,7 +109,7 @@ class LocalSite:
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         return build.build_store(self._config, stages)
 
-    def new_channel(self, version: int) -> WeightChannel:
+    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
         return LocalChannel(version)
 
     async def close(self) -> None: ...
