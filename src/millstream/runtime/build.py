@@ -50,6 +50,7 @@ from millstream.types import Message, Sampling, Task
 logger = logging.getLogger(__name__)
 MOST_PROMPTS_CHECKED = 10_000
 MOST_PIECES = 5
+SERVERS = "the engine is made of servers that others have started: engine.http.urls says which"
 MOST_PROMPTS_KEPT = 32_768
 MOST_CHARACTERS_KEPT = 256
 """Of a text that is kept with its tokens."""
@@ -311,6 +312,7 @@ def build_fleet(
         clock=clock,
         sink=sink,
         is_lone_replaced=config.kind == "vllm" or (config.kind == "torch" and has_process(config, model)),
+        why_fixed=SERVERS if config.kind == "http" else "",
     )
 
 

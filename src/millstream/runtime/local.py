@@ -498,8 +498,6 @@ class _Run:
 
     async def _carry(self, fleet: Fleet, question: Question) -> Answer:
         if isinstance(question, Scale):
-            if self._prepared.config.engine.kind == "http":
-                raise ConfigError("the engine is made of servers that others have started: see engine.http.urls")
             joined, left = await fleet.scale(question.engines)
             return Scaled(joined=joined, left=left, engines=fleet.names)
         pipeline = self._pipeline
