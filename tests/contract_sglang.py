@@ -4,7 +4,9 @@ model: real tokens, real log-probabilities, real swaps.
 
 What it keeps of the original: `/generate` streams events with all tokens so far (or, started so, the new ones alone), each with
 `meta_info`; randomness by `sampling_seed` and the token's place in the sequence; a pause by abort ends every request with what it
-has, and those that come later wait; `/update_weights_from_disk` waits for what runs unless paused; who hangs up is aborted.
+has, and those that come later wait; who hangs up is aborted. Updates take place one after the other, and no request runs during
+one: it waits for what runs, requests that come later wait for it, and in a pause it is not gone on before the update has ended. An
+update whose client has hung up takes place all the same.
 
 Faults can be switched on, each with a probability for every request or call.
 """
@@ -51,11 +53,14 @@ class Faults(Struct, kw_only=True):
     """An event that is no JSON."""
     call: float = 0.0
     """500 in place of an answer to anything but /generate."""
+    slow_update_s: float = 0.0
+    """An update takes up to so long: half of it before it begins, half of it while it takes place."""
     start_s: float = 0.0
     """503 to everything for so long after it was first asked."""
     at: int | None = None
     """The token at which an answer goes wrong. None: any."""
     seed: int = 0
+    """Of all chances; read when the server starts."""
 
 
 class Contract:
@@ -63,14 +68,20 @@ class Contract:
         self.engine, self.faults, self.is_incremental = engine, faults or Faults(), is_incremental
         self._rng, self._numbers = random.Random(self.faults.seed), itertools.count()
         self._began: float | None = None
-        self._going = asyncio.Event()
-        self._going.set()
-        self._idle = asyncio.Event()
+        self._going = asyncio.Condition()
+        """Whoever pauses, goes on, or updates in a pause holds it."""
+        self._is_paused = False
+        self._writing, self._loading = asyncio.Lock(), asyncio.Lock()
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        """`_open`: no update waits for what runs."""
+        self._open.set()
         self._idle.set()
         self._running: dict[str, RequestKey] = {}
         self.label = "default"
         self.calls: list[str] = []
         """Paths, in the order they were asked."""
+        self.updates: list[Json] = []
+        """What was asked of /update_weights_from_disk."""
         self.num_faults = 0
 
     def app(self) -> Starlette:
@@ -129,7 +140,10 @@ class Contract:
         )
 
     async def _stream(self, body: Json) -> AsyncIterator[bytes]:
-        await self._going.wait()
+        while self._is_paused or not self._open.is_set():
+            async with self._going:
+                await self._going.wait_for(lambda: not self._is_paused)
+            await self._open.wait()
         request, heard = self._request(body), asyncio.Queue[Sampled | None]()
         name = body.get("rid") or str(request.key.group_id)
         self._running[name] = request.key
@@ -213,18 +227,21 @@ class Contract:
 
     async def pause(self, request: HttpRequest) -> Response:
         assert (await request.json())["mode"] == "abort", "the mode that the engine uses"
-        self._going.clear()
-        await self._abort_all()
+        async with self._going:
+            self._is_paused = True
+            await self._abort_all()
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _abort_all(self) -> None:
-        while self._running:
+        while self._running or self._writing.locked():
             for key in list(self._running.values()):
                 await self.engine.abort(key)
             await asyncio.wait([asyncio.ensure_future(self._idle.wait())], timeout=0.05)
 
     async def go_on(self, request: HttpRequest) -> Response:
-        self._going.set()
+        async with self._going:
+            self._is_paused = False
+            self._going.notify_all()
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def abort(self, request: HttpRequest) -> Response:
@@ -235,15 +252,32 @@ class Contract:
 
     async def update(self, request: HttpRequest) -> Response:
         body = await request.json()
-        if self._going.is_set():
-            await self._idle.wait()
-        try:
-            weights = await asyncio.to_thread(load_file, Path(body["model_path"]) / "model.safetensors")
-            await self.engine.load(self.engine.version + 1, weights)
-        except (OSError, SafetensorError, EngineError) as wrong:
-            return JSONResponse({"success": False, "message": str(wrong), "num_paused_requests": 0}, 400)
-        self.label = body.get("weight_version") or self.label
+        self.updates.append(body)
+        await self._dawdle()
+        async with self._going:
+            if self._is_paused:
+                return await self._load(body)
+        async with self._writing:
+            self._open.clear()
+            try:
+                await self._idle.wait()
+                return await self._load(body)
+            finally:
+                self._open.set()
+
+    async def _load(self, body: Json) -> Response:
+        async with self._loading:
+            await self._dawdle()
+            try:
+                weights = await asyncio.to_thread(load_file, Path(body["model_path"]) / "model.safetensors")
+                await self.engine.load(self.engine.version + 1, weights)
+            except (OSError, SafetensorError, EngineError) as wrong:
+                return JSONResponse({"success": False, "message": str(wrong), "num_paused_requests": 0}, 400)
+            self.label = body.get("weight_version") or self.label
         return JSONResponse({"success": True, "message": "Succeeded.", "num_paused_requests": 0})
+
+    async def _dawdle(self) -> None:
+        await asyncio.sleep(self._rng.uniform(0.0, self.faults.slow_update_s / 2))
 
     async def flush(self, request: HttpRequest) -> Response:
         return Response("Cache flushed.\n", 400 if self._running else 200)

@@ -36,7 +36,7 @@ def serving(make: Callable[[], tuple[ASGIApp, Close]], port: int = 0) -> Iterato
 
     async def program() -> None:
         app, close = make()
-        task = asyncio.create_task(listen(app, "127.0.0.1", port, on_ready=ready))
+        task = asyncio.create_task(listen(app, "127.0.0.1", port, token=None, on_ready=ready))
         await stop.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

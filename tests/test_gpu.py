@@ -43,14 +43,17 @@ def layout() -> list[Indices]:
 
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
-def test_ragged_attention_and_its_gradient_are_those_of_rectangles(window: int | None, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("dim", [64, 22])
+def test_ragged_attention_and_its_gradient_are_those_of_rectangles(
+    window: int | None, heads: tuple[int, int], dim: int
+) -> None:
     rows, rule = layout(), Rule(None, window, None)
     num_tokens = int(max(row.max() for row in rows)) + 1
     torch.manual_seed(0)
-    shapes = [(1, h, num_tokens, 64) for h in (heads[0], heads[1], heads[1])]
+    shapes = [(1, h, num_tokens, dim) for h in (heads[0], heads[1], heads[1])]
     inputs = [torch.randn(shape, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     exact = [value.detach().float().requires_grad_() for value in inputs]
-    pull = torch.randn(1, num_tokens, heads[0], 64, device=CUDA)
+    pull = torch.randn(1, num_tokens, heads[0], dim, device=CUDA)
     found = _Ragged(rows, CUDA).attend(*inputs, rule)
     expected = _Rectangles(rows, CUDA).attend(*exact, rule)
     assert torch.allclose(found.float(), expected, atol=0.03)

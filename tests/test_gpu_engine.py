@@ -49,7 +49,15 @@ def pages_of(dtype: torch.dtype, *, num: int, longest: int, heads: int, dim: int
 )
 @pytest.mark.parametrize(
     ("num", "heads", "dim"),
-    [(1, (16, 8), 128), (3, (4, 4), 64), (5, (6, 2), 80), (9, (4, 2), 8), (70, (8, 1), 32), (300, (16, 8), 128)],
+    [
+        (1, (16, 8), 128),
+        (3, (4, 4), 64),
+        (5, (6, 2), 80),
+        (9, (4, 2), 8),
+        (9, (4, 4), 22),
+        (70, (8, 1), 32),
+        (300, (16, 8), 128),
+    ],
 )
 def test_decode_attention_is_that_of_its_plain_twin(
     dtype: torch.dtype, rule: Rule, num: int, heads: tuple[int, int], dim: int

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from msgspec import structs
 from starlette.types import ASGIApp
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp
 from contract_sglang import Contract, Faults
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig
-from millstream.engine.flavours import OpenAi, Vllm
+from millstream.engine.flavours import OpenAi, SgLang, Vllm
 from millstream.engine.http_config import HttpConfig
 from millstream.errors import EngineError, EngineGone, RequestRefused
 from millstream.events.sinks import MemorySink
@@ -153,16 +154,33 @@ def test_an_answer_without_tokens_or_log_probabilities_is_not_taken(choice: dict
         OpenAi().read({"choices": [choice]}, 0)
 
 
+def test_where_a_token_follows_itself_a_missing_log_probability_is_noticed() -> None:
+    """All that SGLang sends so far has the right tokens: only how many there are shows that one is missing."""
+
+    def event(tokens: list[int], logprobs: list[list[object]]) -> dict[str, Any]:
+        return {"output_ids": tokens, "meta_info": {"completion_tokens": 3, "output_token_logprobs": logprobs}}
+
+    triples: list[list[object]] = [[-1.0, 8, None], [-2.0, 5, None], [-3.0, 5, None]]
+    assert SgLang().read(event([8, 5, 5], triples), 2)[:2] == ([5], [-3.0])
+    assert SgLang().read(event([5], triples[2:]), 2)[:2] == ([5], [-3.0])
+    assert SgLang().read(event([5], triples), 2)[:2] == ([5], [-3.0])
+    with pytest.raises(ValueError, match="expected 1 new tokens of 3, each with its log-probability, found 3 with 2"):
+        SgLang().read(event([8, 5, 5], triples[:2]), 2)
+
+
 # ---- what goes wrong -------------------------------------------------------------------------------------------------------
 
 
 CHAOS = {"error": 0.05, "busy": 0.05, "hang": 0.02, "cut": 0.15, "wrong_lengths": 0.05, "garbage": 0.05, "call": 0.1}
 
 
-def test_in_chaos_every_request_is_answered_once_without_gap_or_repeat_and_with_exact_versions(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seed", "slow_update_s"), [(5, 0.0), (6, 1.5)])
+def test_in_chaos_every_request_is_answered_once_without_gap_or_repeat_and_with_exact_versions(
+    seed: int, slow_update_s: float, tmp_path: Path
+) -> None:
     """Log-probabilities are the proof: behind a token that is missing, or there twice, or of other weights, none would fit."""
     suite = TestHttpEngineOverTheContractOfSgLang()
-    rng = random.Random(5)
+    rng, chaos = random.Random(seed), CHAOS | {"slow_update_s": slow_update_s}
 
     async def program(urls: list[str]) -> tuple[list[Flight], dict[int, int]]:
         engine = http_engine(urls, tmp_path, timeout_s=0.5, retries=30, slots=8)
@@ -183,8 +201,8 @@ def test_in_chaos_every_request_is_answered_once_without_gap_or_repeat_and_with_
             await engine.close()
         return flights, numbers
 
-    with contract() as (one, first), contract() as (other, second):
-        first.faults, second.faults = Faults(seed=1, **CHAOS), Faults(seed=2, **CHAOS)
+    faults = [Faults(seed=2 * seed + number, **chaos) for number in range(2)]
+    with contract(faults[0]) as (one, first), contract(faults[1]) as (other, second):
         flights, numbers = asyncio.run(program([one, other]))
         assert first.num_faults > 5 and second.num_faults > 5
     references = {version: suite.reference(number) for version, number in numbers.items()}
@@ -195,6 +213,77 @@ def test_in_chaos_every_request_is_answered_once_without_gap_or_repeat_and_with_
         suite.check_logprobs(flight.request, completion, references)
     assert len({version for flight in flights for version in flight.future.result().versions}) > 2
     assert sum(len(set(flight.future.result().versions)) > 1 for flight in flights) > 3, "some lived through a swap"
+
+
+def test_an_update_that_comes_late_does_not_bring_older_weights_back(tmp_path: Path) -> None:
+    """It was on its way for so long that nobody waits for it, and the server has newer ones: while another is still to take them,
+    and after that."""
+    suite = TestHttpEngineOverTheContractOfSgLang()
+
+    async def program(urls: list[str], first: Contract, second: Contract) -> list[Completion]:
+        engine = http_engine(urls, tmp_path, slots=8)
+        try:
+            async with httpx.AsyncClient() as client:
+                await engine.load(1, suite.make_weights(1))
+                (old,) = first.updates
+                second.faults = Faults(slow_update_s=2.0)
+                loading = asyncio.ensure_future(engine.load(2, suite.make_weights(2)))
+                while first.label == old["weight_version"]:
+                    await asyncio.sleep(0.01)
+                for _ in range(2):
+                    late = await client.post(f"{urls[0]}/update_weights_from_disk", json=old)
+                    assert late.status_code == 400 and old["model_path"] in late.text
+                    await loading
+            return await asyncio.gather(*(engine.generate(request(n, p)) for n, p in enumerate(prompts(8))))
+        finally:
+            await engine.close()
+
+    with contract() as (one, first), contract() as (other, second):
+        found = asyncio.run(program([one, other], first, second))
+        assert len(first.updates) == 4 and "/generate" in first.calls, "it was not given them again, and was used"
+    for number, (prompt, completion) in enumerate(zip(prompts(8), found, strict=True)):
+        assert set(completion.versions) == {2}
+        suite.check_logprobs(request(number, prompt), completion, {2: suite.reference(2)})
+
+
+def test_a_server_that_does_not_say_in_time_that_it_took_weights_is_not_used_until_it_does(tmp_path: Path) -> None:
+    suite = TestHttpEngineOverTheContractOfSgLang()
+
+    async def program(urls: list[str], slow: Contract) -> list[Completion]:
+        engine = http_engine(urls, tmp_path, slots=8, retries=30, weights_timeout_s=1.0)
+        try:
+            await engine.load(1, suite.make_weights(1))
+            slow.faults, slow.calls = Faults(slow_update_s=6.0), []
+            await engine.load(2, suite.make_weights(2))
+            assert slow.calls.count("/update_weights_from_disk") == 1, "not asked for once more on top"
+            slow.faults = Faults()
+            flights = [Flight(engine, request(n, p)) for n, p in enumerate(prompts(12))]
+            return [await flight for flight in flights]
+        finally:
+            await engine.close()
+
+    with contract() as (one, _), contract() as (other, slow):
+        found = asyncio.run(program([one, other], slow))
+        assert "/model_info" in slow.calls[: slow.calls.index("/generate")], "it was asked when it had confirmed them"
+    for number, (prompt, completion) in enumerate(zip(prompts(12), found, strict=True)):
+        assert set(completion.versions) == {2}
+        suite.check_logprobs(request(number, prompt), completion, {2: suite.reference(2)})
+
+
+def test_if_no_server_says_in_time_that_it_took_weights_the_engine_breaks_and_names_it(tmp_path: Path) -> None:
+    async def program(url: str, server: Contract) -> None:
+        engine = http_engine([url], tmp_path, weights_timeout_s=0.5)
+        try:
+            await engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
+            server.faults = Faults(slow_update_s=4.0)
+            said = rf"{url}/update_weights_from_disk: ReadTimeout.*engine\.http\.weights_timeout_s is 0\.5.*set that higher"
+            with pytest.raises(EngineGone, match=said):
+                await engine.load(2, TestHttpEngineOverTheContractOfSgLang().make_weights(2))
+        finally:
+            await engine.close()
+
+    with contract() as (url, server):
+        asyncio.run(program(url, server))
 
 
 def test_a_connection_that_dies_in_the_middle_changes_no_token(tmp_path: Path) -> None:

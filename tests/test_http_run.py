@@ -191,6 +191,7 @@ HTTP = {"engine.kind": "http", "engine.http.urls": '["http://127.0.0.1:1"]', "en
     ("change", "message"),
     [
         ({"engine.http.folder": ""}, 'weights = "disk" needs folder'),
+        ({"engine.http.weights_timeout_s": "0"}, "timeout_s and weights_timeout_s must be above 0"),
         ({"engine.http.weights": "none", "engine.http.folder": ""}, "has new weights for its engine after every step"),
         ({"engine.http.urls": "[]"}, "urls is empty"),
         ({"engine.http.urls": '["localhost:8000"]'}, "expected http://host:port"),

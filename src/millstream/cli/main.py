@@ -72,6 +72,12 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key: --set pipeline.max_lag=2")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
+Host = Annotated[str, typer.Option("--host", help="Beyond this machine only with a token.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0: one that is free.")]
+Token = Annotated[
+    str | None,
+    typer.Option("--token", envvar="MILLSTREAM_TOKEN", help="What clients must send; better not typed here."),
+]
 
 
 @app.command()
@@ -353,8 +359,8 @@ def serve(
         str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, a name on the hub, or a run folder.")
     ],
     name: Annotated[str | None, typer.Option("--name", help="What clients call it. Default: MODEL.")] = None,
-    host: Annotated[str, typer.Option("--host", help="Beyond this machine only with a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: one that is free.")] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     device: Annotated[Device, typer.Option("--device", help="auto: a GPU if there is one.")] = Device.AUTO,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")] = Dtype.FLOAT32,
     slots: Annotated[int, typer.Option("--slots", min=1, help="Answers decoded at the same time.")] = 32,
@@ -371,10 +377,7 @@ def serve(
             "--weights-from", metavar="DIR", help="Take new weights from folders in it, on request: for training."
         ),
     ] = None,
-    token: Annotated[
-        str | None,
-        typer.Option("--token", envvar="MILLSTREAM_TOKEN", help="What clients must send; better not typed here."),
-    ] = None,
+    token: Token = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API has it: completions, chats, streams, and sessions that become rollouts."""
     with said():
@@ -409,15 +412,12 @@ def serve_store(
             help="A task and what it reads: train:tokens,reward. Behind it :rows (not whole groups), :after=NAME.",
         ),
     ] = None,
-    host: Annotated[str, typer.Option("--host", help="Beyond this machine only with a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: one that is free.")] = 7077,
+    host: Host = "127.0.0.1",
+    port: Port = 7077,
     capacity_rows: Annotated[
         int | None, typer.Option("--capacity-rows", min=1, help="Puts wait beyond it. Default: no bound.")
     ] = None,
-    token: Annotated[
-        str | None,
-        typer.Option("--token", envvar="MILLSTREAM_TOKEN", help="What clients must send; better not typed here."),
-    ] = None,
+    token: Token = None,
 ) -> None:
     """Serve a store over HTTP: prompts, experience and notice of new weights, for programs in any language."""
     with said():

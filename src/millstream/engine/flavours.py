@@ -45,6 +45,8 @@ class Call(NamedTuple):
     wrong: Wrong = lambda answer: None
     is_optional: bool = False
     """A server that does not know the path is not wrong."""
+    is_update: bool = False
+    """It brings weights, which takes long, and takes place even if nobody waits for it any more."""
 
 
 class Pushed(NamedTuple):
@@ -174,7 +176,7 @@ class Vllm(OpenAi):
     def update(self, pushed: Pushed) -> list[Call]:
         kwargs = {"weights_path": pushed.folder}
         return [
-            Call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": kwargs}),
+            Call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": kwargs}, is_update=True),
             Call("POST", "/reset_prefix_cache", wrong=lambda a: _not_done(a, "its prefix cache was not reset")),
         ]
 
@@ -210,18 +212,21 @@ class SgLang:
         }
 
     def read(self, event: Json, num_before: int) -> Piece:
-        """Its streams have all tokens so far in every event, or the new ones alone, as it was started: the last are new."""
+        """Its streams have all tokens so far in every event, or the new ones alone, as it was started: the last are new. How
+        many there are must fit, too: of a token that follows itself, the log-probability of the one before would pass."""
         about = event["meta_info"]
-        num_new = int(about["completion_tokens"]) - num_before
+        num_all = int(about["completion_tokens"])
+        num_new = num_all - num_before
         reason = about.get("finish_reason")
         finish = None if reason is None else _finish(reason["type"])
         if num_new == 0:
             return Piece([], [], label=about.get("weight_version"), finish=finish)
-        tokens, triples = _ints(event["output_ids"])[-num_new:], about["output_token_logprobs"][-num_new:]
-        if num_new < 0 or len(tokens) != num_new or [one[1] for one in triples] != tokens:
-            raise ValueError(
-                f"expected {num_new} new tokens, each with its log-probability, found {len(tokens)}, {len(triples)}"
-            )
+        tokens, triples = _ints(event["output_ids"]), about["output_token_logprobs"]
+        fit = len(tokens) in (num_all, num_new) and len(triples) in (num_all, len(tokens))
+        if num_new < 0 or not fit or [one[1] for one in triples[-num_new:]] != tokens[-num_new:]:
+            found = f"found {len(tokens)} with {len(triples)}"
+            raise ValueError(f"expected {num_new} new tokens of {num_all}, each with its log-probability, {found}")
+        tokens, triples = tokens[-num_new:], triples[-num_new:]
         return Piece(tokens, _floats([one[0] for one in triples]), label=about.get("weight_version"), finish=finish)
 
     def abort(self, name: str) -> Call | None:
@@ -236,10 +241,14 @@ class SgLang:
                 None if found == pushed.label else f"it has the weights {found!r} after an update to {pushed.label!r}"
             )
 
-        return [
-            Call("POST", "/update_weights_from_disk", body, lambda a: _not_done(a, "it did not take the weights")),
-            Call("GET", "/model_info", wrong=other),
-        ]
+        taken = Call(
+            "POST",
+            "/update_weights_from_disk",
+            body,
+            wrong=lambda a: _not_done(a, "it did not take the weights"),
+            is_update=True,
+        )
+        return [taken, Call("GET", "/model_info", wrong=other)]
 
 
 class Millstream:
@@ -286,7 +295,7 @@ class Millstream:
             return None if found == expected else f"it took {found}, expected {expected}"
 
         body = {"path": pushed.folder, "version": pushed.served_version}
-        return [Call("POST", "/v1/millstream/weights", body, other)]
+        return [Call("POST", "/v1/millstream/weights", body, wrong=other, is_update=True)]
 
 
 def _seed(request: Request) -> int:

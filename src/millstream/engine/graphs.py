@@ -100,7 +100,7 @@ class CudaRecorder:
         try:
             outputs = step()
             graph.capture_end()
-        except BaseException:
+        except BaseException:  # whatever it is: a capture that was left open would spoil all later ones
             self._abandon(graph)
             raise
         return graph.replay, outputs

@@ -7,6 +7,10 @@ Versions are exact by construction. A server that says the version of every toke
 others a stream lives within one version: before an update all streams are ended, and go on after it. A server that was
 restarted, and so has the weights it began with, is noticed by their name or by its absence, and is given the newest again.
 
+An update of which nothing was heard may take place later. Servers take one after the other, so when a newer one is answered,
+none that had begun before it is left; and one that begins later finds nothing to load: older weights are removed before any
+server is told of newer ones.
+
 Who waits, and for what: a request for a slot, in the order of the calls; for the gate, which `pause` and `load` close and
 `resume` and the end of `load` open; for a server that is well, no longer than its retries allow. A server that does not take
 its weights is not used until it does; if none takes them the engine is broken, and everybody is told why.
@@ -28,7 +32,7 @@ from millstream.engine.flight import Answer, check_request
 from millstream.engine.http_config import HttpConfig
 from millstream.engine.patience import back_off_s
 from millstream.engine.pushes import Pushes
-from millstream.engine.server import Server, Strange, Trouble, Unreachable
+from millstream.engine.server import Server, Strange, Trouble, Unanswered, Unreachable
 from millstream.errors import EngineError, EngineGone, RequestRefused
 from millstream.events import EventSink, Span
 from millstream.seeds import derive_seed
@@ -97,10 +101,7 @@ class HttpEngine:
         self._clock, self._sink = clock, sink
         self._flavour: Flavour = flavour_of(config)
         self._pushes = pushes
-        self._servers = [
-            Server(url, token=token, token_variable=config.token_variable, timeout_s=config.timeout_s, now=clock.now())
-            for url in config.urls
-        ]
+        self._servers = [Server(url, config, token=token, now=clock.now()) for url in config.urls]
         self._version = self._newest = 0
         self._flights: dict[RequestKey, Flight] = {}
         self._turns = asyncio.Semaphore(slots)
@@ -359,6 +360,8 @@ class HttpEngine:
         try:
             if not self._flavour.swaps_in_flight and not self._is_paused:
                 await self._hold()
+            assert self._pushes is not None
+            await asyncio.to_thread(self._pushes.forget_older)
             await self._each(self._push)
             self._version = version
             self._is_loading = False
@@ -371,8 +374,6 @@ class HttpEngine:
         finally:
             self._is_loading = False
             self._swap_s = self._clock.now() - began
-        assert self._pushes is not None
-        await asyncio.to_thread(self._pushes.forget_older)
 
     async def _push(self, server: Server) -> None:
         assert self._pushes is not None
@@ -434,7 +435,8 @@ class HttpEngine:
             logger.warning("%s is not used until it has the newest weights: %s", server.url, error)
 
     async def _insist(self, server: Server, work: Callable[[Server], Awaitable[object]]) -> None:
-        """Again and again, within the retries. Whatever it comes to is an `EngineError`."""
+        """Again and again, within the retries; but an update that was not answered in time is not asked for once more. Whatever
+        it comes to is an `EngineError`."""
         rng, num_failures = random.Random(derive_seed(self._seed, "http", server.url)), 0
         while True:
             try:
@@ -442,6 +444,8 @@ class HttpEngine:
                 return
             except RequestRefused as wrong:
                 raise EngineError(str(wrong)) from wrong
+            except Unanswered as unknown:
+                raise EngineError(f"{unknown}. Look what the server does, or set that higher") from unknown
             except Trouble as trouble:
                 num_failures += 1
                 if num_failures > self._config.retries:

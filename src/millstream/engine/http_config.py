@@ -23,6 +23,8 @@ class HttpConfig(Struct, frozen=True, kw_only=True):
     """Where weights are written: a folder that the servers see under the same name."""
     timeout_s: float = 300.0
     """A server that says nothing for so long counts as gone."""
+    weights_timeout_s: float = 900.0
+    """The same for one that was given weights. It may still take them: it is not used until it says that it has the newest."""
     retries: int = 6
     """How often a request may fail in a row, without a new token, before the engine counts as broken."""
     token_variable: str | None = None
@@ -36,8 +38,8 @@ class HttpConfig(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{url!r} in urls: expected http://host:port, without a path")
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError("urls has a server twice")
-        if self.timeout_s <= 0 or self.retries < 0:
-            raise ValueError("timeout_s must be above 0, retries at least 0")
+        if self.timeout_s <= 0 or self.weights_timeout_s <= 0 or self.retries < 0:
+            raise ValueError("timeout_s and weights_timeout_s must be above 0, retries at least 0")
         if self.token_variable is not None and not VARIABLE.fullmatch(self.token_variable):
             raise ValueError("token_variable must be the name of an environment variable, not the token itself")
         if self.weights == "disk" and self.folder is None:

@@ -53,7 +53,7 @@ class Pushes:
         return Pushed(folder, base + manifest.version, self.label(manifest.version), manifest)
 
     def forget_older(self) -> None:
-        """Nobody reads them any more."""
+        """Nobody is to read them any more: an update to them that comes late fails."""
         assert self._manifest is not None
         newest = self._folder(self._manifest.version)
         for folder in self._own.iterdir():

@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from millstream.engine.flavours import Call, Flavour, Json
+from millstream.engine.http_config import HttpConfig
 from millstream.engine.patience import Breaker, Budget
 from millstream.errors import EngineError, RequestRefused
 
@@ -39,18 +40,20 @@ class Strange(Trouble):
     """The server does not have the weights that it was given."""
 
 
+class Unanswered(Trouble):
+    """It was given weights, and did not say in time that it took them. It may still do so."""
+
+
 class Server:
-    def __init__(
-        self, url: str, *, token: str | None, token_variable: str | None, timeout_s: float, now: float
-    ) -> None:
+    def __init__(self, url: str, config: HttpConfig, *, token: str | None, now: float) -> None:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s), pool=None)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         self.url = url.rstrip("/")
+        self._timeout, self._weights_timeout = _timeout(config.timeout_s), _timeout(config.weights_timeout_s)
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False
+            base_url=self.url, headers=headers, timeout=self._timeout, limits=limits, trust_env=False
         )
-        self._token_variable = token_variable
+        self._token_variable = config.token_variable
         self.breaker, self.budget = Breaker(), Budget(now)
         self.num_streams = 0
         self.model: str | None = None
@@ -79,8 +82,15 @@ class Server:
 
     async def tell(self, call: Call) -> Any:
         """What it answers. None where that is nothing, or no JSON."""
+        timeout = self._weights_timeout if call.is_update else self._timeout
         try:
-            response = await self._http.request(call.method, call.path, json=call.body)
+            response = await self._http.request(call.method, call.path, json=call.body, timeout=timeout)
+        except httpx.ReadTimeout as late:
+            trouble = self._trouble(call.path, late)
+            if not call.is_update:
+                raise trouble from late
+            limit = f"engine.http.weights_timeout_s is {timeout.read:g}"
+            raise Unanswered(f"{trouble}: it did not say in time that it took the weights ({limit})") from late
         except httpx.HTTPError as wrong:
             raise self._trouble(call.path, wrong) from wrong
         if response.status_code == 404 and call.is_optional:
@@ -154,6 +164,10 @@ class Server:
                     "weights: docs/engines.md"
                 )
         return EngineError(said)
+
+
+def _timeout(seconds: float) -> httpx.Timeout:
+    return httpx.Timeout(seconds, connect=min(CONNECT_S, seconds), pool=None)
 
 
 def _shown(response: httpx.Response) -> str:

@@ -124,7 +124,7 @@ class VllmWorker:
             await llm.collective_rpc("millstream_stay_while", args=(f"/proc/{os.getpid()}/fd/{self._lifeline[0]}",))
             if self._plan.memory is not None:
                 await self._deliver(llm)
-        except BaseException:
+        except BaseException:  # whatever it is, cancelled too: its processes must not outlive it
             llm.shutdown(END_S)
             raise
         return llm

@@ -75,7 +75,7 @@ class Conversation:
         num_messages = len(self._messages)
         try:
             completion = await self.generate(self._tokens_for(content))
-        except BaseException:
+        except BaseException:  # whatever it is, cancelled too
             del self._messages[num_messages:]  # it was not said
             raise
         said = self.text.decode(completion.tokens)

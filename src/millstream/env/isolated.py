@@ -142,7 +142,7 @@ class Isolated:
         self._all.add(worker)
         try:
             await context.waiting(f"a process for {self._config.shown}", worker.until_ready(), is_timed=False)
-        except BaseException:
+        except BaseException:  # cancelled, say: nobody else would end the process
             await self._end(worker)
             raise
         return worker
@@ -193,7 +193,7 @@ class _Worker:
                 stdout=2,  # what an environment prints does not belong into our output
                 start_new_session=True,
             )
-        except BaseException:
+        except BaseException:  # cancelled, say: nobody else has the socket
             ours.close()
             raise
         finally:

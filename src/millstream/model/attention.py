@@ -122,7 +122,12 @@ def ragged(
     rule: Rule,
     kernel: Callable[..., Any] = varlen_attn,
 ) -> Tensor:
-    """Attention of rows [*, H, D] one after the other. Where a row has fewer queries than keys, they are its last ones."""
+    """Attention of rows [*, H, D] one after the other. Where a row has fewer queries than keys, they are its last ones.
+
+    Heads of any dimension: the kernel wants multiples of 8, and zeros at the end of keys and values change nothing."""
+    dim = query.shape[-1]
+    if missing := -dim % 8:
+        query, key, value = (F.pad(one, (0, missing)) for one in (query, key, value))
     out: Tensor = kernel(
         query,
         key,
@@ -131,11 +136,11 @@ def ragged(
         key_ends,
         longest_query,
         longest_key,
-        scale=rule.scaling,
+        scale=dim**-0.5 if rule.scaling is None else rule.scaling,
         window_size=(-1 if rule.window is None else rule.window - 1, 0),
         **_GROUPED,
     )
-    return out
+    return out[..., :dim]
 
 
 class _Ragged:

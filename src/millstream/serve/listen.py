@@ -10,13 +10,16 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from millstream.errors import ConfigError
+from millstream.serve.gate import check_token
 
 GRACE_S = 2
 BACKLOG = 2048
 
 
-async def listen(app: ASGIApp, host: str, port: int, *, on_ready: Callable[[str], None]) -> None:
-    """Port 0: one that is free. `on_ready` is told where it listens. Whoever still waits at the end is let go."""
+async def listen(app: ASGIApp, host: str, port: int, *, token: str | None, on_ready: Callable[[str], None]) -> None:
+    """Port 0: one that is free. `on_ready` is told where it listens. Whoever still waits at the end is let go. `token` is what
+    the app asks for: raises `ConfigError` where others can reach it and it asks for none."""
+    check_token(host, token)
     is_six = ":" in host
     listening = socket.socket(socket.AF_INET6 if is_six else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # with its protocol named, asyncio sends at once what it has; without, answers wait for the client's next packet

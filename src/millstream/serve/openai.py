@@ -39,7 +39,7 @@ from millstream.errors import DataError, EngineError, EngineGone, EnvironmentFai
 from millstream.seeds import derive_seed
 from millstream.serve.answers import DONE, Writer, event, fault, refusal, reply
 from millstream.serve.asks import Ask, BadAsk, Body, ChatBody, CompletionBody, Prompt, ask_of
-from millstream.serve.gate import RETRY_AFTER_S, Gate, check_token
+from millstream.serve.gate import RETRY_AFTER_S, Gate
 from millstream.serve.listen import listen
 from millstream.serve.sessions import SessionLimits, Sessions, Turn, as_shown, continued, opening
 from millstream.serve.speech import Piece, Speech
@@ -408,5 +408,5 @@ async def serve(
 ) -> None:
     """Until cancelled or stopped by a signal. `on_ready` is told where it listens."""
     config = config or ModelServiceConfig()
-    check_token(config.host, token)
-    await listen(make_app(served, config, token=token), config.host, config.port, on_ready=on_ready)
+    app = make_app(served, config, token=token)
+    await listen(app, config.host, config.port, token=token, on_ready=on_ready)

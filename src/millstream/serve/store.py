@@ -46,7 +46,7 @@ from millstream.serve.bodies import (
     Weights,
     WriteBody,
 )
-from millstream.serve.gate import Gate, check_token, error
+from millstream.serve.gate import Gate, error
 from millstream.serve.listen import listen
 from millstream.serve.talk import HungUp, Refused, Talk, answer, done, seconds, sent_in, unless_hung_up
 from millstream.store import Lease, Reads, Store, Want
@@ -381,9 +381,8 @@ async def serve(
 ) -> None:
     """Until cancelled or stopped by a signal. `on_ready` is told where it listens."""
     config = config or StoreServiceConfig()
-    check_token(config.host, token)
     app = make_app(store, config, prompts=prompts, token=token)
-    await listen(app, config.host, config.port, on_ready=on_ready)
+    await listen(app, config.host, config.port, token=token, on_ready=on_ready)
 
 
 def run(

@@ -254,7 +254,7 @@ class StoreClient:
                 packing.write(target)
             self._segments.trim()
             return await send(Payload(packing.nbytes, None, segment, packing.has_tensors))
-        except BaseException:
+        except BaseException:  # cancelled, say: nobody will read what was reserved
             self._segments.forget_written(segment.name)
             self._tell(wire.Release(segment.name))
             raise
@@ -307,7 +307,7 @@ class StoreClient:
     async def _lease(self, task: str, granted: Granted) -> Lease:
         try:
             columns = await self._columns(granted)
-        except BaseException:
+        except BaseException:  # cancelled, say
             self._tell(wire.GiveBack(granted.lease_id))  # it has not reached whoever claimed it
             raise
         return Lease(
@@ -340,7 +340,7 @@ class StoreClient:
         try:
             for number, payload in granted.blocks.items():
                 blocks[number] = await self._open(payload, granted)
-        except BaseException:
+        except BaseException:  # cancelled, say: nobody else would close them
             self._close_segments([payload for number, payload in granted.blocks.items() if number not in blocks])
             raise
         fetched = [p for p in granted.blocks.values() if p.segment is not None and p.segment.node != self._address.node]

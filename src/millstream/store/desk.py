@@ -99,7 +99,7 @@ class Desk:
         self._puts.append(waiting)
         try:
             await self._within(waiting.future, deadline_s, lambda: self._full(waiting))
-        except BaseException:
+        except BaseException:  # cancelled, say, or too late
             if waiting.future.done() and not waiting.future.cancelled() and waiting.future.exception() is None:
                 self.release(num_rows, nbytes)  # it had been given room, and is gone
             raise
@@ -155,7 +155,7 @@ class Desk:
             timer = asyncio.get_running_loop().call_later(want.patience_s, self._lose_patience, claim)
         try:
             return await self._within(claim.future, want.deadline_s, lambda: self._nothing(claim))
-        except BaseException:
+        except BaseException:  # cancelled, say, or too late
             self._withdraw(claim)
             raise
         finally:

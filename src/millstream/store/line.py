@@ -31,7 +31,7 @@ class Line(Generic[S]):
 
         try:
             self.store = self.call(connected())
-        except BaseException:
+        except BaseException:  # whatever it is, Ctrl-C too: the thread must not outlive it
             self._stop()
             raise
 
@@ -39,7 +39,7 @@ class Line(Generic[S]):
         future = asyncio.run_coroutine_threadsafe(program, self._loop)
         try:
             return future.result(timeout_s)
-        except BaseException:
+        except BaseException:  # whatever it is, Ctrl-C too: nobody waits for it any more
             future.cancel()
             raise
 

@@ -55,7 +55,7 @@ def run(program: str, name: str) -> tuple[int, dict[str, Any]]:
             sys.stderr.write(f"{error.code}\n")
         return (error.code or 0) if isinstance(error.code, int | None) else 1, {}
     except BaseException:  # the candidate's code may raise anything: it has failed, and says so itself
-        with contextlib.suppress(BaseException):
+        with contextlib.suppress(BaseException):  # its own __str__ may raise, too
             traceback.print_exc()
         return 1, {}
     return 0, module.__dict__
@@ -169,7 +169,7 @@ def _answered(asked: dict[str, Any], keep: Callable[[Any], Any], find: Callable[
         return {"value": _packed(value, keep), "arguments": _packed(arguments, keep)}
     except BaseException as error:  # told to the examiner as what it is: an answer
         text = "(no text)"
-        with contextlib.suppress(BaseException):
+        with contextlib.suppress(BaseException):  # its own __str__ may raise, too
             text = str(error)[:WHY]
         return {"raised": [type(error).__name__, text]}
 

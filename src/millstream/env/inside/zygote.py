@@ -152,7 +152,7 @@ def _become(order: dict[str, Any], given: list[int], keeper: int, folder: str) -
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:
-        with contextlib.suppress(BaseException):
+        with contextlib.suppress(BaseException):  # the candidate may have replaced both streams
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code & 0xFF)

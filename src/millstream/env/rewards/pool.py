@@ -86,7 +86,7 @@ class Worker:
         except _Gone as error:
             how = await self.last_words()
             raise RewardFailed(f"reward {self._config.function}: its worker process {how} while it started") from error
-        except BaseException:
+        except BaseException:  # cancelled, say: nobody else would end the process
             self.end()
             raise
         if answer.failure:
