@@ -22,24 +22,30 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from millstream import RunConfig, train
 from millstream.cli.main import app
 from millstream.clock import VirtualClock, run_virtual
+from millstream.config import load
+from millstream.engine import EngineConfig
+from millstream.engine.http_config import HttpConfig
 from millstream.errors import ConfigError, EngineError, MillstreamError, WeightsError
 from millstream.events import ReplicaJoined, ReplicaLeft, RunEnded, Warned, WeightsLoaded
 from millstream.events.sinks import MemorySink, read_events
 from millstream.frames import frame
 from millstream.runtime import control
+from millstream.runtime.build import build_fleet
 from millstream.runtime.control import Control, Look, Now, Refused, Scale, Scaled
 from millstream.runtime.fleet import BACK_OFF_S, MOST_REPLACED, SERVED_S, WINDOW_S, Fleet
 from millstream.runtime.pipeline import MOST_WEIGHTS_FAILED
 from millstream.sim.engine import SimEngine
 from millstream.weights import Publication
 from millstream.weights.local import LocalChannel
-from runs import assert_clean, command, start, steps_of, until
+from runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
 from simulated import OnFleet, World, check, fleet_of, simulate
 from test_fsdp import children
 from test_lag_bound import worlds
 from test_router import request
+from tiny import make
 
 
 class Yard:
@@ -350,7 +356,7 @@ def test_at_any_moment_of_any_world_engines_may_come_go_and_die(
     check(world, simulated(world, play))
 
 
-def test_what_cannot_be_scaled_is_refused_and_says_why() -> None:
+def test_what_cannot_be_scaled_is_refused_and_says_why(tmp_path: Path) -> None:
     async def play() -> None:
         yard = Yard(fails=lambda number: number == 4)
         fleet = fleet_of(yard.make, 2, MemorySink())
@@ -362,6 +368,12 @@ def test_what_cannot_be_scaled_is_refused_and_says_why() -> None:
         assert fleet.names == ["engine-0", "engine-1", "engine-2"] and len(fleet.router.engines) == 3
         with pytest.raises(ConfigError, match="max_lag = 0"):
             await fleet_of(yard.make, 2, MemorySink(), is_queueing=False).scale(3)
+        http = EngineConfig(
+            kind="http", http=HttpConfig(urls=("http://127.0.0.1:1",), flavour="millstream", folder=str(tmp_path))
+        )
+        servers = build_fleet(http, make("qwen3"), is_queueing=True, clock=VirtualClock(), sink=MemorySink())
+        with pytest.raises(ConfigError, match="servers that others have started"):
+            await servers.scale(2)
 
     run_virtual(play())
 
@@ -446,6 +458,15 @@ def test_a_run_that_is_not_there_is_said_to_be_not_there(tmp_path: Path) -> None
     assert result.exit_code == 1 and "is finished" in result.output
     result = CliRunner().invoke(app, ["scale", str(folder), "engine=3"])
     assert result.exit_code == 1 and "expected engines=NUMBER" in result.output
+
+
+def test_a_run_that_cannot_have_its_socket_says_so_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "run/control.sock/in the way").mkdir(parents=True)
+    sink, changes = MemorySink(), {"pipeline.steps": 1, "data.holdout": 0, "run_dir": tmp_path / "run"}
+    overrides = [f"{key}={value}" for key, value in (SETTINGS | changes).items()]
+    train(load(recipe_in(tmp_path), RunConfig, overrides), sinks=[sink])
+    assert any("cannot be asked or scaled" in event.message for event in sink.of(Warned))
+    assert sink.of(RunEnded)[0].outcome == "finished"
 
 
 # ---- for real ----------------------------------------------------------------------------------------------------------

@@ -283,6 +283,13 @@ def test_the_deaths_of_these_tests_hit_every_call_and_leave_checkpoints_unsealed
     assert num_failed and seen == {(True, True), (True, False), (False, False)}
 
 
+def test_every_checkpoint_that_is_sealed_gives_a_restart_back() -> None:
+    deaths = {36 * number: number % 3 for number in range(1, 9)}
+    played = play(World(steps=60, max_lag=1), deaths, every=1)
+    assert len(played.restarts) == 8 > MOST
+    assert played.survivor.heard == played.recorder.told
+
+
 # ---- the book, the budget --------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,10 @@ BACK_OFF_S = 1.0
 """Before a replacement; twice as long before the next, unless the last has served for `SERVED_S`."""
 SERVED_S = 120.0
 MOST_ENGINES = 64
+IN_LOCKSTEP = (
+    "with pipeline.max_lag = 0 which engine gets which request depends on how many there are: the run would not repeat. Set "
+    "engine.replicas and begin anew, or set pipeline.lockstep = false"
+)
 Make = Callable[[str], Engine]
 Adopt = Callable[[Engine], bool]
 """Whether it is taken in."""
@@ -38,7 +42,9 @@ InThread = Callable[..., Coroutine[Any, Any, Any]]
 
 class Fleet:
     """Must be made on the event loop. `patience_s`: how long requests wait where no engine is left, but one is to come.
-    `is_lone_replaced`: whether an engine is replaced that has no other beside it."""
+    `is_lone_replaced`: whether an engine is replaced that has no other beside it.
+
+    `why_fixed`: why `scale` is refused, if it is."""
 
     def __init__(
         self,
@@ -50,10 +56,12 @@ class Fleet:
         clock: Clock,
         sink: EventSink,
         is_lone_replaced: bool = False,
+        why_fixed: str = "",
         in_thread: InThread = asyncio.to_thread,
     ) -> None:
         self._make, self._clock, self._sink, self._in_thread = make, clock, sink, in_thread
-        self._patience_s, self._is_lone_replaced, self._is_queueing = patience_s, is_lone_replaced, is_queueing
+        self._patience_s, self._is_lone_replaced = patience_s, is_lone_replaced
+        self._why_fixed = why_fixed or ("" if is_queueing else IN_LOCKSTEP)
         names = ["engine"] if num == 1 else [f"engine-{number}" for number in range(num)]
         engines = [make(name) for name in names]
         self._engines: dict[str, Engine | None] = {engine.name: engine for engine in engines}
@@ -179,11 +187,8 @@ class Fleet:
     async def scale(self, num: int) -> tuple[list[str], list[str]]:
         """To so many engines. Returns which have joined and which have left, when they have: the newest go first, and what they
         had goes on elsewhere. Raises `ConfigError` if that is not allowed, `EngineError` if one does not start."""
-        if not self._is_queueing:
-            raise ConfigError(
-                "with pipeline.max_lag = 0 which engine gets which request depends on how many there are: the run would not "
-                "repeat. Set engine.replicas and begin anew, or set pipeline.lockstep = false"
-            )
+        if self._why_fixed:
+            raise ConfigError(self._why_fixed)
         if not 1 <= num <= MOST_ENGINES:
             raise ConfigError(f"engines={num}: expected a number from 1 to {MOST_ENGINES}")
         async with self._scaling:

@@ -474,6 +474,7 @@ class _Run:
             clock=self._clock,
             sink=self._sink,
             is_lone_replaced=prepared.site.is_lone_engine_replaced,
+            why_fixed=build.SERVERS if config.engine.kind == "http" else "",
         )
         evaluator = _Evaluator(prepared, fleet.router, self._clock, self._sink, self._waits)
         replacing = asyncio.create_task(fleet.replace(self._adopt))
@@ -519,8 +520,6 @@ class _Run:
 
     async def _carry(self, fleet: Fleet, question: Question) -> Answer:
         if isinstance(question, Scale):
-            if self._prepared.config.engine.kind == "http":
-                raise ConfigError("the engine is made of servers that others have started: see engine.http.urls")
             joined, left = await fleet.scale(question.engines)
             return Scaled(joined=joined, left=left, engines=fleet.names)
         pipeline = self._pipeline

@@ -68,7 +68,7 @@ from millstream.runtime.state import Both, GroupState, Keeper, Ledger, Standing
 from millstream.runtime.waits import Pulse, Waits
 from millstream.store import Lease, Store
 from millstream.types import Fate, Metrics, Sampling, Task, TrainRow, Weights
-from millstream.weights import WeightChannel
+from millstream.weights import Publication, WeightChannel
 
 T = TypeVar("T")
 WEIGHTS_S = 1.0
@@ -186,7 +186,7 @@ class Pipeline:
         self._pulse = Pulse()
         self._router.on_change = self._pulse.notify
         self._num_loading, self._has_published = 0, False
-        self._first_weights = first_weights
+        self._first = None if first_weights is None else Publication(self._channel.version, first_weights)
         self._has_warned_of_weights = False
         self._syncing: list[asyncio.Task[None]] = []
         self._is_over = False
@@ -664,7 +664,7 @@ class Pipeline:
         if self._proximal is not None:
             self._start_weights = weights
         await self.waits.on("train", f"version {version} to be published", self._channel.publish(version, weights))
-        self._has_published, self._first_weights = True, None
+        self._has_published, self._first = True, None
         self._emit(WeightsPublished(at=self._now(), version=version, seconds=self._now() - began))
         self._pulse.notify()
 
@@ -714,7 +714,7 @@ class Pipeline:
         if isinstance(error, WeightsUnreachable):
             weights = await self.waits.on(owner, "weights to be staged anew", self._channel.anew())
             if weights is not None:
-                self._first_weights = None if self._first_weights is None else weights
+                self._first = None if self._first is None else Publication(self._first.version, weights)
                 return
         version = self._channel.version
         newer = self._pulse.until(lambda: self._channel.version > version)
@@ -733,7 +733,7 @@ class Pipeline:
         """Waits for weights that it can be sure of: what the run began with, or what is published. Then it is one of many.
         Until then it serves nobody, and takes nobody's turn to load."""
         owner, num_failed = f"sync of {engine.name}", 0
-        has_weights = self._pulse.until(lambda: self._has_published or self._first_weights is not None)
+        has_weights = self._pulse.until(lambda: self._has_published or self._first is not None)
         await self.waits.on(owner, "a version to be published", has_weights, has_deadline=False, has_alarm=False)
         while True:
             try:
@@ -750,9 +750,8 @@ class Pipeline:
         await self.sync(engine)
 
     async def _load(self, engine: Engine, owner: str) -> None:
-        first = self._first_weights
-        if first is not None:
-            version, weights = self._channel.version, first
+        if self._first is not None and self._first.version == self._channel.version:
+            version, weights = self._first  # nothing is published yet, nor about to be
         else:
             version, weights = await self.waits.on(owner, "the weights to arrive", self._channel.fetch())
         began = self._now()
