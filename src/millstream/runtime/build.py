@@ -51,7 +51,6 @@ from millstream.workers import Launcher
 logger = logging.getLogger(__name__)
 MOST_PROMPTS_CHECKED = 10_000
 MOST_PIECES = 5
-SERVERS = "the engine is made of servers that others have started: engine.http.urls says which"
 MOST_PROMPTS_KEPT = 32_768
 MOST_CHARACTERS_KEPT = 256
 """Of a text that is kept with its tokens."""

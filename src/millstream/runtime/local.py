@@ -30,7 +30,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millstream.algo.recipe import Recipe
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig
-from millstream.engine.torch import START_S
 from millstream.env.data import DataSet, digest, in_order, read
 from millstream.env.find import find, make_tasks
 from millstream.env.hosted import Environments, check_tasks
@@ -67,7 +66,7 @@ from millstream.runtime.garbage import seldom_collected
 from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.replay import ReplayedLearner
 from millstream.runtime.router import Router
-from millstream.runtime.site import Around, Site, site_for
+from millstream.runtime.site import Around, Site, build_fleet, site_for
 from millstream.runtime.state import CRITIC_FOLDER
 from millstream.runtime.supervised import Supervised
 from millstream.runtime.waits import Waits
@@ -466,15 +465,12 @@ class _Run:
 
     async def _run_there(self) -> None:
         prepared, config = self._prepared, self._prepared.config
-        fleet = Fleet(
-            prepared.site.make_engine,
-            config.engine.replicas,
+        fleet = build_fleet(
+            prepared.site,
+            config.engine,
             is_queueing=not config.pipeline.is_in_lockstep,
-            patience_s=max(config.engine.answer_s, START_S),
             clock=self._clock,
             sink=self._sink,
-            is_lone_replaced=prepared.site.is_lone_engine_replaced,
-            why_fixed=build.SERVERS if config.engine.kind == "http" else "",
         )
         evaluator = _Evaluator(prepared, fleet.router, self._clock, self._sink, self._waits)
         replacing = asyncio.create_task(fleet.replace(self._adopt))

@@ -13,17 +13,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
-from millstream.engine import Engine
+from millstream.engine import Engine, EngineConfig
+from millstream.engine.torch import START_S
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.runtime import build
 from millstream.runtime.build import RunEngine
 from millstream.runtime.config import RunConfig
+from millstream.runtime.fleet import Fleet
 from millstream.runtime.stages import Stage
 from millstream.store import Store
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
 from millstream.workers import Launcher
+
+SERVERS = "the engine is made of servers that others have started: engine.http.urls says which"
 
 
 class Around(NamedTuple):
@@ -113,6 +117,20 @@ class LocalSite:
         return LocalChannel(version)
 
     async def close(self) -> None: ...
+
+
+def build_fleet(site: Site, config: EngineConfig, *, is_queueing: bool, clock: Clock, sink: EventSink) -> Fleet:
+    """As many engines as the config asks for, wherever they are, behind one router."""
+    return Fleet(
+        site.make_engine,
+        config.replicas,
+        is_queueing=is_queueing,
+        patience_s=max(config.answer_s, START_S),
+        clock=clock,
+        sink=sink,
+        is_lone_replaced=site.is_lone_engine_replaced,
+        why_fixed=SERVERS if config.kind == "http" else "",
+    )
 
 
 def local_engine(config: RunConfig, around: Around, name: str) -> RunEngine:
