@@ -33,7 +33,7 @@ from millstream.events import ReplicaJoined, ReplicaLeft, RunEnded, Warned, Weig
 from millstream.events.sinks import MemorySink, read_events
 from millstream.frames import frame
 from millstream.runtime import control
-from millstream.runtime.config import ModelConfig, RunConfig, TinyConfig
+from millstream.runtime.config import ModelConfig, TinyConfig
 from millstream.runtime.control import Control, Look, Now, Refused, Scale, Scaled
 from millstream.runtime.fleet import BACK_OFF_S, MOST_REPLACED, SERVED_S, WINDOW_S, Fleet
 from millstream.runtime.pipeline import MOST_WEIGHTS_FAILED
