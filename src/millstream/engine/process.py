@@ -81,7 +81,8 @@ def batcher_from(plan: Plan, weights: Mapping[str, Tensor]) -> Batcher:
             (Path(folder) / name).write_bytes(data)
         config = AutoConfig.from_pretrained(folder)
         decode = decoder_of(load_tokenizer(folder)) if plan.has_tokenizer else None
-    model = new_model(config, seed=0, dtype=getattr(torch, plan.dtype)).to(plan.device)
+    with torch.device(plan.device):  # at once where it will be: random numbers for all of it take long on a CPU
+        model = new_model(config, seed=0, dtype=getattr(torch, plan.dtype))
     if plan.lora is not None:
         add_adapters(model, plan.lora, seed=0)
     with torch.no_grad():

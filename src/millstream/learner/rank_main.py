@@ -174,7 +174,9 @@ def build(setup: Setup) -> Rank:
     with tempfile.TemporaryDirectory(prefix="millstream-") as folder:
         for name, data in plan.files.items():
             (Path(folder) / name).write_bytes(data)
-        model = new_model(AutoConfig.from_pretrained(folder), seed=0, dtype=getattr(torch, plan.dtype))
+        config = AutoConfig.from_pretrained(folder)
+    with torch.device(plan.device if plan.num_ranks == 1 else "cpu"):  # what is sharded begins on the host
+        model = new_model(config, seed=0, dtype=getattr(torch, plan.dtype))
     if plan.config.lora is not None:
         add_adapters(model, plan.config.lora, seed=0)
     if setup.layout is not None:
