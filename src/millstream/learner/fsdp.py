@@ -136,14 +136,20 @@ class FsdpLearner:
             await self._run(lambda: self._accumulate(rows))
 
     def _accumulate(self, rows: Sequence[TrainRow]) -> None:
-        dealt = deal(rows, self._config.ranks, max_tokens=self._config.micro_batch_tokens)
+        dealt = self._dealt(rows)
         self.ranks.ask([Accumulate([pack(some) for some in passes]) for passes in dealt])
+
+    def _dealt(self, rows: Sequence[TrainRow]) -> Sequence[Sequence[Sequence[TrainRow]]]:
+        """By rank, by pass. One rank alone gets what the learner of one device gets, and gives the same bits."""
+        if self._config.ranks == 1:
+            return [[rows]]
+        return deal(rows, self._config.ranks, max_tokens=self._config.micro_batch_tokens)
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         return await self._run(lambda: self._logprobs(rows)) if rows else []
 
     def _logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        dealt = deal(rows, self._config.ranks, max_tokens=self._config.micro_batch_tokens)
+        dealt = self._dealt(rows)
         answers = self.ranks.ask([Measure([pack(some) for some in passes]) for passes in dealt])
         found: dict[int, Floats] = {}
         for passes, answer in zip(dealt, answers, strict=True):

@@ -41,6 +41,8 @@ LOOPBACK = "127.0.0.1"
 SAY_S = 10.0
 """A process that has waited so long for room is spoken of."""
 HELLO_S = 10.0
+SPARE_CPUS = 16
+"""Of a cluster that is started here, beyond what the machine has: room for engines that are added later. Ray only counts."""
 OBJECT_STORE = 128 << 20
 """Of a cluster that is started here: Ray's own store carries next to nothing of ours."""
 
@@ -73,7 +75,7 @@ class Cluster:
             self._folder = tempfile.mkdtemp(prefix="millstream-ray-")
             asked = self._placement.total
             options |= {
-                "num_cpus": max(os.cpu_count() or 1, int(asked.get("CPU", 0)) + 1),
+                "num_cpus": max(os.cpu_count() or 1, int(asked.get("CPU", 0)) + 1) + SPARE_CPUS,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE,
                 "_temp_dir": self._folder,

@@ -1,0 +1,102 @@
+"""What a run asks of a cluster: shares, bundles, and what is refused."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from millstream.config import convert
+from millstream.errors import ConfigError
+from millstream.runtime.config import RunConfig, check_run
+from millstream.runtime.resources import ResourcesConfig, placement_of
+
+RUN = """
+runtime = "ray"
+[model.tiny]
+[data]
+toy = "sort_digits"
+size = 64
+holdout = 0
+[algorithm]
+loss = "ppo"
+"""
+
+
+def run(text: str) -> RunConfig:
+    return convert(tomllib.loads(RUN + text), RunConfig, where="run.toml")
+
+
+@given(
+    replicas=st.integers(1, 6),
+    ranks=st.integers(1, 6),
+    cpus=st.floats(0, 4),
+    gpus=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+)
+def test_every_engine_and_every_rank_has_a_bundle_of_its_own_that_is_large_enough(
+    replicas: int, ranks: int, cpus: float, gpus: float
+) -> None:
+    config = ResourcesConfig(engine_cpus=cpus, engine_gpus=gpus, learner_cpus=cpus, learner_gpus=gpus)
+    placement = placement_of(config, replicas=replicas, ranks=ranks)
+    assert sorted([*placement.engines, *placement.ranks]) == list(range(replicas + ranks))
+    for number in (*placement.engines, *placement.ranks):
+        bundle = placement.bundles[number]
+        assert bundle.get("CPU", 0.0) >= cpus and bundle.get("GPU", 0.0) >= gpus
+        assert sum(bundle.values()) > 0, "Ray has no empty bundles"
+
+
+def test_an_engine_and_a_rank_that_share_a_gpu_are_in_one_bundle() -> None:
+    config = ResourcesConfig(colocate=True, engine_gpus=0.4, learner_gpus=0.6, engine_cpus=1, learner_cpus=2)
+    placement = placement_of(config, replicas=2, ranks=2)
+    assert placement.engines == placement.ranks == [0, 1]
+    assert placement.bundles == [{"CPU": 3.0, "GPU": 1.0}] * 2
+    assert placement.total == {"CPU": 6.0, "GPU": 2.0}
+
+
+def test_shares_of_every_kind_of_process_are_those_of_the_table() -> None:
+    config = ResourcesConfig(
+        engine_gpus=1, learner_cpus=3, stage_cpus=2, stage_gpus=0.5, environment_cpus=0.25, reward_cpus=4, reward_gpus=1
+    )
+    kinds = ("engine", "learner", "stage", "environment", "reward")
+    assert [config.shares(kind) for kind in kinds] == [(1, 1), (3, 0), (2, 0.5), (0.25, 0), (4, 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[resources]\nengine_cpus = -1", "at least 0"),
+        ("[resources]\nengine_gpus = 1.5", "must be whole numbers"),
+        ("[resources]\nlearner_gpus = 2", "at most 1"),
+        ("[resources]\ncolocate = true", "engine_gpus + learner_gpus must be above 0"),
+        ('[resources]\nweights = ["ipc"]', "which is for GPUs"),
+        ("[resources]\nweights = []", "at least one way"),
+        ("[resources]\npatience_s = 0", "patience_s above 0"),
+        ("[resources]\nengine_cpu = 1", "engine_cpus"),
+    ],
+)
+def test_a_table_that_cannot_be_meant_is_refused_in_words(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace("+", r"\+")):
+        run(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[resources]\ncolocate = true\nengine_gpus = 0.5\nlearner_gpus = 0.5\n[engine]\nreplicas = 2", "replicas = 1"),
+        ('[engine]\nkind = "vllm"', 'engine.kind = "vllm" with runtime = "ray"'),
+        ("[engine]\nprocess = true", "Leave engine.process out"),
+    ],
+)
+def test_combinations_that_do_not_go_together_are_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_run(run(text))
+
+
+def test_a_table_that_nobody_would_read_is_refused() -> None:
+    elsewhere = run("[resources]\nengine_cpus = 2")
+    with pytest.raises(ConfigError, match='set runtime = "ray", or leave the table out'):
+        check_run(structs.replace(elsewhere, runtime="local"))
+    check_run(elsewhere)
