@@ -12,6 +12,7 @@ MillstreamError
 │   ├── RewardFailed           the reward raised, or returned something that is not a finite number
 │   └── RolloutTimeout         the episode ran past its time limit
 ├── LearnerError           the learner broke, or its gradient is not finite
+│   └── LearnerGone            its processes died or went silent: one that is begun anew may do what it was asked to
 ├── WeightsError           weights that arrived are not those that were published
 │   ├── WeightsSuperseded      they are gone, a newer version is in their place: fetch that one
 │   └── WeightsUnreachable     a way to them failed, or there is none; names each that was tried
@@ -67,6 +68,9 @@ class RolloutTimeout(RolloutError): ...
 
 
 class LearnerError(MillstreamError): ...
+
+
+class LearnerGone(LearnerError): ...
 
 
 class WeightsError(MillstreamError): ...
