@@ -188,10 +188,11 @@ class RemoteScorer:
 
     async def close(self) -> None:
         """Let the work in hand come to its end. No process is left."""
-        await DaemonThreads(f"end of the {self._name}", most=1).call(self._end)
+        await DaemonThreads(f"end of the {self._name}", most=1).call(self.end)
         await self._thread.close()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """As `close`, blocking: for one that nobody has called yet."""
         with self._lock:
             self._closing.set()
             process = self._process
@@ -241,8 +242,12 @@ class RemoteCritic:
 
     async def close(self) -> None:
         """Let the work in hand come to its end. No process is left."""
-        await DaemonThreads("end of the critic", most=1).call(self._process.close)
+        await DaemonThreads("end of the critic", most=1).call(self.end)
         await self._thread.close()
+
+    def end(self) -> None:
+        """As `close`, blocking: for one that nobody has called yet."""
+        self._process.close()
 
 
 def _per_row(answer: Answer, rows: Sequence[TrainRow]) -> list[Floats]:

@@ -520,7 +520,7 @@ class _Run:
                 lambda: save_model(whole, self._prepared.tokenizer, self._folder.reference), self._folder.reference
             )
         kept = self._folder.reference if is_kept and self._found is not None else None
-        return build_stages.build_staff(config, model, kept)
+        return self._prepared.site.build_staff(kept)
 
     def _build_learner(self) -> RunLearner:
         prepared, config = self._prepared, self._prepared.config

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,8 +16,9 @@ from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig
-from millstream.runtime import build
+from millstream.runtime import build, build_stages
 from millstream.runtime.build import RunLearner
+from millstream.runtime.build_stages import Staff
 from millstream.runtime.config import RunConfig
 from millstream.runtime.stages import Stage
 from millstream.store import Store
@@ -45,6 +47,11 @@ class Site(Protocol):
         """Trains what the model is now."""
         ...
 
+    def build_staff(self, kept: Path | None) -> Staff:
+        """Who works beside the learner, as the model is now. `kept`: see `build_stages.build_staff`. May take as long as
+        processes take to start; called on a thread."""
+        ...
+
     async def open_store(self, stages: Sequence[Stage]) -> Store: ...
 
     def new_channel(self, version: int) -> WeightChannel:
@@ -52,7 +59,7 @@ class Site(Protocol):
         ...
 
     async def close(self) -> None:
-        """Of everything else that was opened. Engines and learners were closed before."""
+        """Of everything else that was opened. Engines, learners and those beside them were closed before."""
         ...
 
 
@@ -79,6 +86,9 @@ class LocalSite:
         return build.build_learner(
             self._config, self._model, tokenizer, learner=learner, recipe=recipe, num_steps=num_steps
         )
+
+    def build_staff(self, kept: Path | None) -> Staff:
+        return build_stages.build_staff(self._config, self._model, kept)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         return build.build_store(self._config, stages)
