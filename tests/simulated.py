@@ -7,9 +7,9 @@ import itertools
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,7 +31,8 @@ from millstream.events import (
     Stepped,
 )
 from millstream.events.sinks import MemorySink
-from millstream.learner import Snapshot
+from millstream.learner import Learner, Snapshot
+from millstream.runtime.fleet import Fleet
 from millstream.runtime.pipeline import (
     AfterStep,
     Algorithm,
@@ -150,6 +151,35 @@ class WatchfulLearner(SimLearner):
         return await super().step()
 
 
+class Others(NamedTuple):
+    """Another learner for the pipeline, and how to find the one that is left in the end."""
+
+    learner: Learner
+    survivor: Callable[[], SimLearner]
+
+
+NewLearner = Callable[[MemorySink], Others]
+OnFleet = Callable[[Fleet], Coroutine[Any, Any, None]]
+
+
+async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """In place of a thread, which no virtual clock knows of."""
+    return function(*arguments)
+
+
+def fleet_of(make: Callable[[str], SimEngine], num: int, sink: MemorySink, *, is_queueing: bool = True) -> Fleet:
+    return Fleet(
+        make,
+        num,
+        is_queueing=is_queueing,
+        patience_s=1000.0,
+        clock=VirtualClock(),
+        sink=sink,
+        is_lone_replaced=True,
+        in_thread=at_once,
+    )
+
+
 class Outcome(Struct, frozen=True, kw_only=True):
     sink: MemorySink
     pipeline: Pipeline
@@ -208,9 +238,14 @@ def simulate(
     on_pipeline: Callable[[Pipeline], None] = lambda pipeline: None,
     keeper: Diary | None = None,
     kept: Kept | None = None,
+    new_learner: NewLearner | None = None,
+    on_fleet: OnFleet | None = None,
 ) -> Outcome:
-    """Run to the end. Raises whatever stops the run: a `LagError`, a `Deadlock`, a `StallError`, ..."""
-    return run_virtual(_simulate(world, environment, num_tokens, after_step, on_pipeline, keeper, kept))
+    """Run to the end. Raises whatever stops the run: a `LagError`, a `Deadlock`, a `StallError`, ... With `on_fleet` engines are
+    replaced when they die, and that runs beside it."""
+    return run_virtual(
+        _simulate(world, environment, num_tokens, after_step, on_pipeline, keeper, kept, new_learner, on_fleet)
+    )
 
 
 async def _simulate(
@@ -221,9 +256,12 @@ async def _simulate(
     on_pipeline: Callable[[Pipeline], None],
     keeper: Diary | None,
     kept: Kept | None,
+    new_learner: NewLearner | None,
+    on_fleet: OnFleet | None,
 ) -> Outcome:
     sink = MemorySink()
     learner = WatchfulLearner(has_proximal=world.has_proximal, token_s=world.train_token_s, seed=world.seed)
+    others = None if new_learner is None else new_learner(sink)
     version = kept.standing.ledger.version if kept is not None else 0
     if keeper is not None:
         keeper.sink = sink
@@ -247,20 +285,28 @@ async def _simulate(
         is_in_lockstep=config.is_in_lockstep,
     )
     store = MemoryStore(reads, capacity_rows=config.most_groups * rollout.most_rows)
-    engines = tuple(
-        SimEngine(
-            name=f"engine-{number}",
+    engines: list[SimEngine] = []
+
+    def make(name: str) -> SimEngine:
+        engine = SimEngine(
+            name=name,
             slots=world.slots,
             num_tokens=num_tokens or lognormal(world.mean_tokens, world.tail),
             load_s=uniform(0, world.load) if world.load else constant(0.0),
-            version=version,
+            version=version if on_fleet is None else 0,
             seed=world.seed,
         )
-        for number in range(world.num_engines)
-    )
-    clock = VirtualClock()
+        engines.append(engine)
+        return engine
+
+    clock, fleet = VirtualClock(), None
+    if on_fleet is None:
+        for number in range(world.num_engines):
+            make(f"engine-{number}")
+    else:
+        fleet = fleet_of(make, world.num_engines, sink, is_queueing=not config.is_in_lockstep)
     parts = Parts(
-        engines=engines,
+        engines=tuple(engines),
         environment=environment
         or SimEnvironment(
             num_turns=world.num_turns,
@@ -268,7 +314,7 @@ async def _simulate(
             failure=world.failure,
             success=world.success,
         ),
-        learner=learner,
+        learner=learner if others is None else others.learner,
         store=store,
         channel=LocalChannel(version),
         clock=clock,
@@ -297,15 +343,22 @@ async def _simulate(
         keeper=keeper,
         resumed=None if kept is None else kept.standing,
         incarnation=1,
+        router=None if fleet is None else fleet.router,
+        first_weights=None if fleet is None else {"num_rows": 0},
     )
     on_pipeline(pipeline)
+    beside = []
+    if fleet is not None and on_fleet is not None:
+        beside = [asyncio.create_task(fleet.replace(pipeline.adopt)), asyncio.create_task(on_fleet(fleet))]
     await pipeline.run()
+    for task in beside:
+        task.cancel()
     return Outcome(
         sink=sink,
         pipeline=pipeline,
         store=store,
-        learner=learner,
-        engines=engines,
+        learner=learner if others is None else others.survivor(),
+        engines=tuple(engines),
         seconds=asyncio.get_running_loop().time(),
         stages=stages,
         critic=critic,
@@ -349,7 +402,8 @@ def check(world: World, outcome: Outcome) -> None:
     assert sum(step.num_groups for step in steps) == len(trained)
     if world.num_tasks is None:
         assert len(steps) == world.steps
-    assert all(engine.version == len(steps) for engine in outcome.engines if not engine.is_gone)
+    serving = outcome.pipeline._router.engines  # without those that are gone, and those that were about to join
+    assert serving and all(engine.version == len(steps) for engine in serving if not engine.is_gone)
 
     assert asyncio.run(outcome.store.stats()).rows == 0, "rows were left in the store"
     assert outcome.pipeline.admission.outstanding == 0

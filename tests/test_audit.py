@@ -35,6 +35,7 @@ from millstream.events import (
     GroupResumed,
     GroupScored,
     GroupTaken,
+    LearnerRestarted,
     Resumed,
     RolloutAborted,
     RolloutEnded,
@@ -756,6 +757,36 @@ def begin_anew_while_at_work(run: Run) -> None:
     swap(run, max(s for s in run.all(RolloutAborted, group_id=group_id) if s < seq), seq)
 
 
+def restart_the_learner(from_version: int, to_version: int) -> Crime:
+    """After the third step."""
+
+    def crime(run: Run) -> None:
+        why, seq = "rank 1 of 2: its process ended with exit code -9", run.all(Stepped)[2] + 1
+        restarted = LearnerRestarted(
+            at=0.0,
+            why=why,
+            from_version=from_version,
+            to_version=to_version,
+            num_batches_replayed=1,
+            num_rows=1,
+            seconds=1.0,
+        )
+        run.events.insert(seq, restarted)
+
+    return crime
+
+
+def test_a_learner_that_begins_anew_and_comes_to_where_the_run_is_is_no_crime(tmp_path: Path) -> None:
+    for to_version in (3, 4):  # the latter: after one of several steps of a batch
+        run = run_of(WORLD)
+        restart_the_learner(0, to_version)(run)
+        assert audit(run.write(tmp_path / str(to_version))).findings == []
+    run = run_of(WORLD)
+    seal(run, 1)
+    restart_the_learner(1, 3)(run)
+    assert audit(run.write(tmp_path / "sealed")).findings == []
+
+
 def go_on_after_the_end(run: Run) -> None:
     run.events.append(run.events[run.all(GroupAdmitted)[0]])
 
@@ -780,6 +811,11 @@ CRIMES: dict[str, dict[str, Crime]] = {
         "the last prompt of an epoch is skipped": skip_the_last_prompt_of_an_epoch,
         "a prompt comes twice": changed(GroupAdmitted, 3, {"epoch": 1}, task_id="task-0"),
         "an epoch is skipped": skip_an_epoch,
+    },
+    "replay": {
+        "a learner begins anew with a version that nobody kept": restart_the_learner(2, 3),
+        "a learner comes to a version that the run has not": restart_the_learner(0, 5),
+        "a learner falls behind the run": restart_the_learner(0, 2),
     },
     "in flight": {
         "a group is trained twice": train_a_group_twice,

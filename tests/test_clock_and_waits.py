@@ -53,6 +53,22 @@ def test_a_long_wait_becomes_an_event_and_then_an_error_that_names_it() -> None:
     assert [(e.owner, e.what, e.seconds) for e in sink.of(Stalled)] == [("train", "a complete group", 10.0)]
 
 
+def test_a_wait_for_something_that_gets_on_has_its_deadline_counted_anew() -> None:
+    async def program() -> tuple[str, float]:
+        w, loop = waits(MemorySink()), asyncio.get_running_loop()
+        for at in (90, 180):
+            loop.call_later(at, w.renew, "train", "the run")
+        waiting = [w.on(owner, "news", loop.create_future()) for owner in ("train", "another")]
+        ended = [asyncio.create_task(one) for one in waiting]
+        done, _ = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        assert done == {ended[1]} and loop.time() == 100
+        error = (await asyncio.gather(*ended, return_exceptions=True))[0]
+        return str(error), loop.time()
+
+    said, at = run_virtual(program())
+    assert said.startswith("train has waited 100 s for news") and at == 280
+
+
 def test_a_wait_without_a_deadline_goes_on_and_shows_among_the_active_ones() -> None:
     sink = MemorySink()
 

@@ -28,7 +28,7 @@ from millstream.algo import AlgorithmConfig
 from millstream.algo.recipe import Recipe
 from millstream.config import load
 from millstream.env.rewards import prepare
-from millstream.errors import LearnerError
+from millstream.errors import LearnerError, LearnerGone
 from millstream.events import Resumed
 from millstream.events.sinks import read_events
 from millstream.learner import Learner, LearnerConfig
@@ -330,10 +330,10 @@ def test_a_killed_rank_ends_the_learner_within_seconds_and_by_name(two: Trained,
     pids = two_learner.ranks.pids
     os.kill(pids[1], signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(LearnerError, match="rank 1 of 2: its process ended with exit code -9"):
+    with pytest.raises(LearnerGone, match="rank 1 of 2: its process ended with exit code -9"):
         asyncio.run(train(two_learner, CASE, range(100)))
     assert time.monotonic() - began < 10 and not any(map(is_alive, pids))
-    with pytest.raises(LearnerError, match="rank 1 of 2"):
+    with pytest.raises(LearnerGone, match="rank 1 of 2"):
         asyncio.run(two_learner.weights())
 
 
@@ -412,8 +412,11 @@ def test_a_rank_that_raises_ends_all_of_them_and_is_quoted() -> None:
         short = min(range(len(rows)), key=lambda number: len(rows[number].tokens))
         rows[short] = structs.replace(rows[short], loss_mask=np.ones_like(rows[short].loss_mask))
         try:
-            with pytest.raises(LearnerError, match=r"rank \d of 2: the first token of a row cannot be trained"):
+            with pytest.raises(
+                LearnerError, match=r"rank \d of 2: the first token of a row cannot be trained"
+            ) as error:
                 await learner.accumulate(rows)
+            assert type(error.value) is LearnerError, "it would do so again"
             assert not any(map(is_alive, learner.ranks.pids))
         finally:
             await learner.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -15,10 +14,9 @@ from hypothesis import strategies as st
 from millstream.clock import VirtualClock, run_virtual
 from millstream.engine import EngineStats
 from millstream.errors import EngineError, RequestRefused
-from millstream.events import ReplicaJoined, ReplicaLeft, Warned, WeightsLoaded
+from millstream.events import ReplicaJoined, ReplicaLeft, WeightsLoaded
 from millstream.events.sinks import MemorySink
 from millstream.runtime import replica as bounds
-from millstream.runtime.fleet import MOST_REPLACED, Fleet
 from millstream.runtime.flight import Flight, Lengths
 from millstream.runtime.pipeline import Pipeline
 from millstream.runtime.router import Router
@@ -616,88 +614,3 @@ def test_of_several_replicas_at_most_half_load_at_the_same_time(num_engines: int
     loads = [(event.at - event.seconds, event.at) for event in outcome.sink.of(WeightsLoaded)]
     at_once = [sum(begin <= at < end for begin, end in loads) for at, _ in loads]
     assert max(at_once) == max(1, num_engines // 2)
-
-
-def test_engines_that_die_are_replaced_within_a_budget_and_the_rest_is_said() -> None:
-    async def play() -> tuple[list[str], list[str]]:
-        sink, adopted, made = MemorySink(), list[str](), list[SimEngine]()
-
-        def make(name: str) -> SimEngine:
-            made.append(SimEngine(name=name))
-            return made[-1]
-
-        fleet = Fleet(make, 2, is_queueing=True, patience_s=5.0, clock=VirtualClock(), sink=sink)
-
-        def adopt(new: Any) -> None:
-            adopted.append(new.name)
-            fleet.router.join(new)
-
-        replacing = asyncio.create_task(fleet.replace(adopt))
-        await fleet.load(1, {})
-        assert {one.version for one in made} == {1}
-        for number in range(MOST_REPLACED + 1):
-            next(one for one in reversed(made) if one.name == "engine-1").crash("on purpose")
-            await fleet.load(2 + number, {})  # finds it broken
-            while len(adopted) <= number < MOST_REPLACED:
-                await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
-        replacing.cancel()
-        await fleet.close()
-        return adopted, [event.message for event in sink.of(Warned)]
-
-    adopted, said = asyncio.run(play())
-    assert adopted == ["engine-1"] * MOST_REPLACED
-    assert said == [f"engine-1 is not replaced: {MOST_REPLACED} engines were"]
-
-
-def test_an_engine_that_cannot_be_replaced_for_whatever_reason_is_said_and_the_next_one_is() -> None:
-    async def play() -> tuple[list[str], list[str]]:
-        sink, made, troubles = MemorySink(), list[SimEngine](), [RuntimeError("out of memory")]
-
-        def make(name: str) -> SimEngine:
-            if len(made) >= 3 and troubles:
-                raise troubles.pop()
-            made.append(SimEngine(name=name))
-            return made[-1]
-
-        fleet = Fleet(make, 3, is_queueing=True, patience_s=5.0, clock=VirtualClock(), sink=sink)
-        adopted: asyncio.Queue[str] = asyncio.Queue()
-        replacing = asyncio.create_task(fleet.replace(lambda engine: adopted.put_nowait(engine.name)))
-        for engine in made[:2]:
-            engine.crash("on purpose")
-        await fleet.load(1, {})
-        found = [await asyncio.wait_for(adopted.get(), 5)]
-        replacing.cancel()
-        await fleet.close()
-        return found, [event.message for event in sink.of(Warned)]
-
-    adopted, said = asyncio.run(play())
-    assert adopted == ["engine-1"]
-    assert said == ["engine-0 could not be replaced: RuntimeError: out of memory"]
-
-
-def test_an_engine_that_is_being_made_when_the_run_ends_is_closed_with_the_others() -> None:
-    async def play() -> list[SimEngine]:
-        made, is_making, may_go_on = list[SimEngine](), threading.Event(), threading.Event()
-
-        def make(name: str) -> SimEngine:
-            if len(made) == 2:
-                is_making.set()
-                may_go_on.wait(5)
-            made.append(SimEngine(name=name))
-            return made[-1]
-
-        fleet = Fleet(make, 2, is_queueing=True, patience_s=5.0, clock=VirtualClock(), sink=MemorySink())
-        replacing = asyncio.create_task(fleet.replace(lambda engine: None))
-        made[0].crash("on purpose")
-        await fleet.load(1, {})
-        await asyncio.to_thread(is_making.wait, 5)
-        replacing.cancel()
-        closing = asyncio.create_task(fleet.close())
-        await asyncio.sleep(0.01)
-        may_go_on.set()
-        await closing
-        return made
-
-    made = asyncio.run(play())
-    assert len(made) == 3 and all(engine._is_closed for engine in made)

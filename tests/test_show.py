@@ -22,6 +22,7 @@ from millstream.config import load
 from millstream.events import (
     Evaluated,
     Event,
+    LearnerRestarted,
     ReplicaJoined,
     ReplicaLeft,
     RolloutEnded,
@@ -115,12 +116,15 @@ def test_plain_lines_say_the_same_where_there_is_no_terminal() -> None:
     assert "step 6/6  reward" in text and "sampled before: accuracy 0.125" in text and "has waited 31 s" in text
 
 
-def test_the_view_and_the_lines_say_when_an_engine_leaves_and_when_one_joins() -> None:
+def test_the_view_and_the_lines_say_when_an_engine_leaves_and_when_one_joins_and_when_a_learner_begins_anew() -> None:
     view = View(Console(file=io.StringIO()), num_steps=6, max_lag=1)
     lines = Console(file=io.StringIO(), width=200)
     shown = Lines(lines, num_steps=6)
     left = ReplicaLeft(at=1.0, engine="engine-0", why="engine-0 broke: exit code -9", num_moved=3, num_left=1)
-    for event in (left, ReplicaJoined(at=2.0, engine="engine-0", version=4)):
+    restarted = LearnerRestarted(
+        at=2.5, why="rank 1 died", from_version=3, to_version=5, num_batches_replayed=2, num_rows=9, seconds=7.2
+    )
+    for event in (left, ReplicaJoined(at=2.0, engine="engine-0", version=4), restarted):
         view.emit(event)
         shown.emit(event)
     console = Console(file=io.StringIO(), width=200)
@@ -128,6 +132,7 @@ def test_the_view_and_the_lines_say_when_an_engine_leaves_and_when_one_joins() -
     for text in (console.file.getvalue(), lines.file.getvalue()):  # type: ignore[attr-defined]
         assert "engine-0 has left: engine-0 broke: exit code -9; 3 requests go on elsewhere" in text
         assert "engine-0 has joined at version 4" in text
+        assert "the learner was restarted at step 5: rank 1 died; 2 batches since step 3 again, 7 s" in text
 
 
 def test_the_view_and_the_lines_show_a_sample_of_every_evaluation() -> None:

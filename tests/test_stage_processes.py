@@ -16,7 +16,10 @@ import torch
 from msgspec import structs
 from transformers import PreTrainedModel
 
+from millstream.clock import RealClock
 from millstream.errors import ClusterError, LearnerError, LearnerGone, WeightsError
+from millstream.events import LearnerRestarted
+from millstream.events.sinks import MemorySink
 from millstream.learner import CriticConfig
 from millstream.learner import stage as stages
 from millstream.learner.critic import TorchCritic
@@ -30,10 +33,15 @@ from millstream.model.lora import LoraConfig
 from millstream.parcels.inbox import Inbox
 from millstream.parcels.outbox import Outbox
 from millstream.parcels.staged import StagedWeights
+from millstream.runtime.checkpoint import CheckpointConfig, Sealed
+from millstream.runtime.replay_critic import ReplayedCritic
+from millstream.runtime.state import Both
+from millstream.sim.learner import SimSnapshot
 from millstream.testing.learner import make_rows
 from millstream.types import Floats, TrainRow
 from millstream.workers import Kind, LocalLauncher, LocalWorker
 from test_fsdp import is_alive
+from test_replay import checkpoints_in, standing
 from tiny import CONFIGS, VOCABULARY, make
 
 TEMPERATURE = 0.7
@@ -180,7 +188,7 @@ def test_a_scorer_that_dies_before_it_is_ready_is_started_again(tmp_path: Path, 
     remote, model = RemoteScorer(begin(make("qwen3"), tmp_path), launcher), make("qwen3")
 
     async def program() -> None:
-        await asyncio.to_thread(remote.wait)
+        await remote.ready()
         rows = make_rows(VOCABULARY)
         assert same(await remote.score(rows), await TorchScorer(model, temperature=TEMPERATURE).score(rows))
 
@@ -221,8 +229,6 @@ def test_a_scorer_that_is_closed_while_it_is_started_again_leaves_no_process(
         await remote.close()
         with pytest.raises(LearnerError, match="the reference is closed"):
             await scoring
-        with pytest.raises(LearnerError, match="the reference is closed"):
-            remote.wait()
 
     asyncio.run(asyncio.wait_for(program(), 30))
     assert not any(is_alive(worker.pid) for worker in workers)
@@ -250,9 +256,12 @@ def test_a_stage_that_finds_no_place_says_why(tmp_path: Path) -> None:
             raise ClusterError(f"waited 300 s for {name}")
 
     remote = RemoteScorer(begin(make("qwen3"), tmp_path), NoRoom())
-    with pytest.raises(LearnerError, match="the reference broke: waited 300 s for reference"):
-        remote.wait()
-    asyncio.run(remote.close())
+
+    async def program() -> None:
+        with pytest.raises(LearnerError, match="the reference broke: waited 300 s for reference"):
+            await remote.ready()
+
+    asyncio.run(closing(remote, program()))
 
 
 # ---- the critic --------------------------------------------------------------------------------------------------------
@@ -336,3 +345,57 @@ def test_an_order_for_somebody_else_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(LearnerError, match=said):
             process.ask(order)
         process.close()
+
+
+async def with_a_death(critic: ReplayedCritic, work: Awaitable[T]) -> T:
+    """It stands still, so that the call is sure to be at work when it is killed."""
+    assert isinstance(critic.inner, RemoteCritic)
+    (pid,) = critic.inner.pids
+    os.kill(pid, signal.SIGSTOP)
+    doing = asyncio.ensure_future(work)
+    await asyncio.sleep(0.1)
+    assert not doing.done()
+    os.kill(pid, signal.SIGKILL)
+    return await doing
+
+
+def test_a_critic_whose_process_is_killed_in_any_call_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Before the first checkpoint and after it. Most of the time is that of interpreters that import torch."""
+    sink, local = MemorySink(), TorchCritic(make("qwen3"), CRITIC, num_steps=6)
+    checkpoints = checkpoints_in(tmp_path, sink, CheckpointConfig())
+    start = begin(make("qwen3"), tmp_path, CRITIC)
+    critic = ReplayedCritic(lambda: RemoteCritic(start, LocalLauncher()), checkpoints, clock=RealClock(), sink=sink)
+    rows = returning(make_rows(VOCABULARY, seed=1))
+
+    async def program() -> None:
+        await critic.ready()
+        expected = await learn(local, range(1))
+        assert equal(await learn(critic, range(1)), expected)
+        told = [await local.score(rows), await local.accumulate(rows), await local.step()]
+        found = [await with_a_death(critic, critic.score(rows)), await critic.accumulate(rows)]
+        found.append(await with_a_death(critic, critic.step()))
+        assert equal([*found[0], found[2]], [*told[0], told[2]])
+        snapshot = Both(SimSnapshot(0), await critic.snapshot())
+        await checkpoints.keep(standing(2), 0, snapshot, 0.0)
+        assert (await checkpoints.newest_sealed() or Sealed(0, tmp_path)).version == 2
+        assert equal(await learn(critic, range(2, 3)), await learn(local, range(2, 3)))
+        await local.accumulate(rows)
+        scores, _ = await asyncio.gather(with_a_death(critic, critic.score(rows)), critic.accumulate(rows))
+        assert equal(scores, await local.score(rows)), "both were asked, and each once"
+        assert await critic.step() == await local.step()
+
+    async def closed() -> None:
+        try:
+            await program()
+        finally:
+            await checkpoints.close()
+            await critic.close()
+
+    asyncio.run(closed())
+    restarts = sink.of(LearnerRestarted)
+    assert [(one.who, one.from_version, one.to_version) for one in restarts] == [
+        ("the critic", 0, 1),
+        ("the critic", 0, 1),
+        ("the critic", 2, 3),
+    ]
+    assert [one.num_rows for one in restarts] == [9, 18, 9]

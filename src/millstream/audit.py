@@ -55,6 +55,7 @@ RULES = {
     "weights": "each version is published once, and no engine loads one that was not",
     "resume": "a resume goes on from what its checkpoint holds: that version and event, exactly those groups and members",
     "seal": "an event tells of each checkpoint: its digest, its version, and a last event between two batches of its run",
+    "replay": "a learner that is restarted begins with a checkpoint of the run, and comes to where the run is",
     "checkpoint": "the files of a checkpoint are those of its manifest, byte for byte",
     "ledger": "a checkpoint's ledger is what the events say at the last one that it covers",
     "end": "a run that finished has made its steps, left no group without a fate, and does nothing more",
@@ -826,6 +827,16 @@ class RunRules:
             if is_told and not self._is_past(found.covers_seq):
                 self._reading.report.notes.append(f"checkpoints/{found.path.name} is of a stretch that was undone")
 
+    def on_learner_restarted(self, event: Fields) -> None:
+        """After the first of several steps of a batch, the learner is one ahead of what was told."""
+        now, begun, come = self._now, event["from_version"], event["to_version"]
+        if now.promises is None:  # supervised training has no versions
+            return
+        if not self._holds(begun == 0 or any(version == begun for version, _ in self._sealed.values())):
+            self._blame("replay", f"the learner began anew with version {begun}, of which no checkpoint was sealed")
+        if not self._holds(begun <= come and come in (now.version, now.version + 1)):
+            self._blame("replay", f"the learner went from version {begun} to {come}, and the run is at {now.version}")
+
     # ---- weights, end
 
     def on_weights_published(self, event: Fields) -> None:
@@ -893,6 +904,7 @@ class Replay:
             "run_started": run.on_run_started,
             "resumed": run.on_resumed,
             "checkpoint_sealed": run.on_checkpoint_sealed,
+            "learner_restarted": run.on_learner_restarted,
             "run_ended": run.on_run_ended,
         }
 

@@ -1,4 +1,4 @@
-"""The commands: train, eval, env check, audit, report, trace, init, serve, serve-store. No logic.
+"""The commands: train, scale, status, eval, env check, audit, report, trace, init, serve, serve-store. No logic.
 
 Exit code 0, or 1 with a message that says what to type.
 """
@@ -21,7 +21,7 @@ import millstream
 from millstream import config as configs
 from millstream.audit import audit
 from millstream.audit import lines as audit_lines
-from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text
+from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text, scaled_lines, status_lines
 from millstream.cli.template import TEMPLATE
 from millstream.cli.view import View
 from millstream.engine import EngineConfig
@@ -29,7 +29,7 @@ from millstream.errors import ConfigError, MillstreamError, Stopped
 from millstream.events import EventSink
 from millstream.events.bias import bias_report
 from millstream.events.sinks import read_history
-from millstream.runtime import trial_run
+from millstream.runtime import control, trial_run
 from millstream.runtime.check import check_parts
 from millstream.runtime.config import ModelConfig, RunConfig, check_run
 from millstream.runtime.folder import RunFolder, program, resume_command
@@ -184,6 +184,37 @@ def _run_folder(run_dir: Path) -> RunFolder:
     if not folder.events.is_file():
         raise ConfigError(f"{run_dir} is not a run folder: it has no events.jsonl")
     return folder
+
+
+@app.command()
+def scale(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run at work.")],
+    engines: Annotated[str, typer.Argument(metavar="engines=N", help="How many engines it is to have.")],
+    as_json: AsJson = False,
+) -> None:
+    """Add engines to a run while it goes on, or take some away. Returns when they have joined, or left."""
+    with said():
+        found = control.ask(run_dir, control.Scale(engines=control.number_of(engines)))
+        if as_json:
+            console.out(msgspec.json.encode(found).decode(), highlight=False)
+        else:
+            for line in scaled_lines(found):
+                console.out(line, highlight=False)
+
+
+@app.command()
+def status(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run at work.")],
+    as_json: AsJson = False,
+) -> None:
+    """Ask a run at work what it is doing: engines, versions, what is in flight, and who waits for what."""
+    with said():
+        found = control.ask(run_dir, control.Look())
+        if as_json:
+            console.out(msgspec.json.encode(found).decode(), highlight=False)
+        else:
+            for line in status_lines(found):
+                console.out(line, highlight=False)
 
 
 @app.command(name="audit")

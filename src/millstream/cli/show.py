@@ -14,6 +14,7 @@ from millstream.events import (
     CheckpointFailed,
     Evaluated,
     Event,
+    LearnerRestarted,
     ReplicaJoined,
     ReplicaLeft,
     Resumed,
@@ -31,11 +32,12 @@ from millstream.events.metrics import StepMetrics
 from millstream.events.summary import Summary
 
 if TYPE_CHECKING:
+    from millstream.runtime.control import Now, Scaled
     from millstream.runtime.folder import RunResult
 
 
 NEXT_LINE = "\n" + 12 * " "
-Alarm = CheckpointFailed | ReplicaLeft | Stalled | StopRequested | Warned
+Alarm = CheckpointFailed | LearnerRestarted | ReplicaLeft | Stalled | StopRequested | Warned
 
 
 def alarm(event: Alarm) -> str:
@@ -43,6 +45,9 @@ def alarm(event: Alarm) -> str:
         return f"stopping: the batch in hand comes first, for at most {event.grace_s:g} s; once more to stop at once"
     if isinstance(event, Warned):
         return f"warning: {event.message}"
+    if isinstance(event, LearnerRestarted):
+        replayed = f"{event.num_batches_replayed} batches since step {event.from_version} again"
+        return f"{event.who} was restarted at step {event.to_version}: {event.why}; {replayed}, {event.seconds:.0f} s"
     if isinstance(event, ReplicaLeft):
         moved = f"{event.num_moved} requests go on elsewhere" if event.num_left else "no engine is left"
         return f"{event.engine} has left: {event.why}; {moved}"
@@ -101,7 +106,7 @@ class Lines:
                     self._say(event.at, f"a sample: {sample_line(event.sample)}")
             case Resumed():
                 self._say(event.at, f"goes on from step {event.version}")
-            case CheckpointFailed() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
+            case CheckpointFailed() | LearnerRestarted() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
                 self._say(event.at, alarm(event))
             case ReplicaJoined():
                 self._say(event.at, joined(event))
@@ -194,6 +199,7 @@ def result_table(result: RunResult) -> Table:
         ("groups admitted", str(summary.groups_admitted)),
         ("trained, filtered, failed", f"{summary.groups_trained}, {summary.groups_filtered}, {summary.groups_failed}"),
         *_declared(summary),
+        *([("restarts of the learner", str(summary.learner_restarts))] if summary.learner_restarts else []),
         ("groups by lag", lags),
         ("training overlapped by generation", f"{summary.overlap_share:.0%}"),
     ):
@@ -209,6 +215,25 @@ def _declared(summary: Summary) -> list[tuple[str, str]]:
         ("groups aborted, begun anew", f"{summary.groups_aborted}, {summary.groups_restarted}"),
         ("rollouts aborted", str(summary.rollouts_aborted)),
     ]
+
+
+def scaled_lines(found: Scaled) -> list[str]:
+    lines = [f"{name} has joined" for name in found.joined] + [f"{name} has left" for name in found.left]
+    return [*(lines or ["nothing to do"]), f"engines: {', '.join(found.engines)}"]
+
+
+def status_lines(now: Now) -> list[str]:
+    lines = [f"version {now.version}"]
+    for one in now.engines:
+        if one.version is None:
+            lines.append(f"{one.name}: to come")
+        else:
+            lines.append(
+                f"{one.name}: version {one.version}, {one.running} requests decoding of {one.slots}, {one.waiting} queued"
+            )
+    lines.append(f"{now.requests_waiting} requests wait for an engine")
+    lines.append(f"{now.groups_in_flight} of {now.budget} groups in flight, {now.rows_in_store} rows in the store")
+    return [*lines, *(f"{wait.owner} waits for {wait.what}, {wait.seconds:.0f} s" for wait in now.waits)]
 
 
 def bias_tables(report: BiasReport) -> list[Table]:

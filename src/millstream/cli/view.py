@@ -23,6 +23,7 @@ from millstream.events import (
     Evaluated,
     Event,
     GroupTaken,
+    LearnerRestarted,
     ReplicaJoined,
     ReplicaLeft,
     Resumed,
@@ -94,7 +95,7 @@ class View:
                 self._phase, self._begun = "reinforcement learning", (event.at, event.version)
                 self._notes.append(f"goes on from step {event.version}")
                 self._version = event.version
-            case CheckpointFailed() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
+            case CheckpointFailed() | LearnerRestarted() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
                 self._notes.append(alarm(event))
             case ReplicaJoined():
                 self._notes.append(joined(event))

@@ -213,6 +213,22 @@ class ReplicaJoined(Event, frozen=True, kw_only=True):
     version: int
 
 
+class LearnerRestarted(Event, frozen=True, kw_only=True):
+    """The learner's processes died, or the critic's, and others took their place: from a checkpoint, through all that had been
+    trained since."""
+
+    who: str = "the learner"
+    why: str
+    from_version: int
+    """That of the checkpoint; where there was none yet, that of the weights it had begun with."""
+    to_version: int
+    num_batches_replayed: int
+    """The one in hand included."""
+    num_rows: int
+    seconds: float
+    """For how long training stood still."""
+
+
 class Span(Event, frozen=True, kw_only=True):
     """Work by one worker from `at - seconds` to `at`: what the trace and the share of overlap are made of."""
 
@@ -363,6 +379,7 @@ AnyEvent = (
     | WeightsLoaded
     | ReplicaLeft
     | ReplicaJoined
+    | LearnerRestarted
     | Span
     | Stalled
     | Status

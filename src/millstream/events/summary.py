@@ -7,7 +7,17 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from millstream.events import Event, GroupAdmitted, GroupLeft, GroupRestarted, GroupTaken, RolloutAborted, Span, Stepped
+from millstream.events import (
+    Event,
+    GroupAdmitted,
+    GroupLeft,
+    GroupRestarted,
+    GroupTaken,
+    LearnerRestarted,
+    RolloutAborted,
+    Span,
+    Stepped,
+)
 from millstream.types import Fate
 
 
@@ -26,6 +36,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     groups_restarted: int = 0
     """Times that an overdue group began anew."""
     rollouts_aborted: int = 0
+    learner_restarts: int = 0
+    """Times that the learner's processes died, and others went on from a checkpoint."""
     tokens_per_s: float
     """Generated while training ran."""
     rollouts_per_s: float
@@ -68,6 +80,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         groups_aborted=fates[Fate.ABORTED],
         groups_restarted=sum(isinstance(event, GroupRestarted) for event in events),
         rollouts_aborted=sum(isinstance(event, RolloutAborted) for event in events),
+        learner_restarts=sum(isinstance(event, LearnerRestarted) for event in events),
         tokens_per_s=sum(span.num_tokens for span in spans if span.what == "generate") / seconds,
         rollouts_per_s=rollouts / seconds,
         lag_max=max(lags, default=0),

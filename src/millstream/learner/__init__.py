@@ -119,7 +119,8 @@ class Snapshot(Protocol):
 
 class Learner(Protocol):
     """Promises: any split and order of a batch's rows into calls of `accumulate` gives the same gradient, to float
-    tolerance, and the same order gives the same bits. Methods are called one at a time. May raise `LearnerError`."""
+    tolerance, and the same order gives the same bits. Methods are called one at a time. May raise `LearnerError`, and
+    `LearnerGone` if another one like it could go on from its last snapshot."""
 
     async def begin_batch(self) -> None:
         """From here on the proximal policy is the weights as they are now."""
@@ -153,6 +154,18 @@ class Learner(Protocol):
 
     def save(self, path: Path) -> None:
         """Write the model so that others can load it."""
+        ...
+
+
+class RunLearner(Learner, Protocol):
+    """One that a run begins and ends."""
+
+    async def ready(self) -> None:
+        """Returns when it can begin, which may take as long as processes take to start."""
+        ...
+
+    async def close(self) -> None:
+        """Let the work in hand come to its end. Nothing of it is left. May be called twice."""
         ...
 
 
@@ -192,4 +205,16 @@ class Critic(Scorer, Protocol):
 
     def restore(self, folder: Path) -> None:
         """Go on as if nothing had happened since the snapshot that was written there."""
+        ...
+
+
+class RunCritic(Critic, Protocol):
+    """One that a run begins and ends, in a process that may die: then it raises `LearnerGone`."""
+
+    async def ready(self) -> None:
+        """Returns when it can begin, which may take as long as processes take to start."""
+        ...
+
+    async def close(self) -> None:
+        """Let the work in hand come to its end. Nothing of it is left. May be called twice."""
         ...

@@ -2,7 +2,7 @@
 
 A score depends on weights and rows alone. So a scorer whose process dies has another one, with the weights that the last one
 had, and what was asked is asked again: whoever waits notices nothing but the time. A critic has learned something that is lost
-with its process: it raises `LearnerGone`, and whoever knows what it was told may tell another one (`runtime.replay`).
+with its process: it raises `LearnerGone`, and whoever knows what it was told may tell another one (`runtime.replay_critic`).
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class RemoteScorer:
     def pids(self) -> list[int]:
         return [] if self._process is None else self._process.crew.pids
 
-    def wait(self) -> None:
-        """Until it is ready. Blocking. Raises `LearnerError` if it cannot be."""
-        self._lasting(lambda process: process.wait())
+    async def ready(self) -> None:
+        """Returns when it can begin. Raises `LearnerError` if it cannot."""
+        await self._thread.call(lambda: self._lasting(lambda process: process.wait()))
 
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
         scores: list[Floats] = await self._thread.call(lambda: self._score(rows)) if rows else []
@@ -212,9 +212,9 @@ class RemoteCritic:
     def pids(self) -> list[int]:
         return self._process.crew.pids
 
-    def wait(self) -> None:
-        """Until it is ready. Blocking. Raises `LearnerError` if it cannot be."""
-        self._process.wait()
+    async def ready(self) -> None:
+        """Returns when it can begin. Raises `LearnerError` if it cannot."""
+        await self._thread.call(self._process.wait)
 
     async def _ask(self, order: Order) -> Answer:
         answer: Answer = await self._thread.call(lambda: self._process.ask(order))
@@ -242,12 +242,8 @@ class RemoteCritic:
 
     async def close(self) -> None:
         """Let the work in hand come to its end. No process is left."""
-        await DaemonThreads("end of the critic", most=1).call(self.end)
+        await DaemonThreads("end of the critic", most=1).call(self._process.close)
         await self._thread.close()
-
-    def end(self) -> None:
-        """As `close`, blocking: for one that nobody has called yet."""
-        self._process.close()
 
 
 def _per_row(answer: Answer, rows: Sequence[TrainRow]) -> list[Floats]:

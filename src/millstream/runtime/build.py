@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,11 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millstream.algo import advantage_of, credit_for, needs_critic, shaping
 from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
-from millstream.engine import EngineConfig
+from millstream.engine import Engine, EngineConfig
 from millstream.engine.http import HttpEngine
 from millstream.engine.process import ProcessHost
 from millstream.engine.pushes import Pushes
-from millstream.engine.torch import Host, ThreadHost, TorchEngine
+from millstream.engine.torch import START_S, Host, ThreadHost, TorchEngine
 from millstream.engine.vllm import build_vllm
 from millstream.env import Content
 from millstream.env.data import DataSet
@@ -30,7 +30,7 @@ from millstream.env.rewards import Rewards, Scorer, group_scorer
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
-from millstream.learner import LearnerConfig
+from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.orders import Source
 from millstream.learner.torch import TorchLearner
@@ -40,6 +40,7 @@ from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
 from millstream.runtime.config import ModelConfig, RunConfig, critic_of, server_token
+from millstream.runtime.fleet import Fleet
 from millstream.runtime.pipeline import Algorithm, GroupReward
 from millstream.runtime.stages import Stage, store_tasks
 from millstream.seeds import derive_seed
@@ -49,9 +50,9 @@ from millstream.types import Message, Sampling, Task
 from millstream.workers import Launcher
 
 logger = logging.getLogger(__name__)
-RunLearner = TorchLearner | FsdpLearner
 MOST_PROMPTS_CHECKED = 10_000
 MOST_PIECES = 5
+SERVERS = "the engine is made of servers that others have started: engine.http.urls says which"
 MOST_PROMPTS_KEPT = 32_768
 MOST_CHARACTERS_KEPT = 256
 """Of a text that is kept with its tokens."""
@@ -274,10 +275,7 @@ def _torch_engine(
     name: str,
 ) -> TorchEngine:
     """The engine has a copy of its own of all that training changes: it is changed by `load` alone."""
-    is_process = config.process
-    is_cpu = model.device.type == "cpu"
-    if is_process is None:
-        is_process = is_cpu and num_cores() > 1
+    is_process, is_cpu = has_process(config, model), model.device.type == "cpu"
     if is_cpu and config.cache is None and config.cache_gb is not None:
         raise ConfigError(
             f'engine.cache_gb = {config.cache_gb:g}, and on a CPU every request has a slot: set engine.cache = "pages", or '
@@ -299,6 +297,41 @@ def _torch_engine(
         answer_s=config.answer_s,
         name=name,
     )
+
+
+def build_fleet(
+    config: EngineConfig,
+    model: PreTrainedModel,
+    *,
+    is_queueing: bool,
+    clock: Clock,
+    sink: EventSink,
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    make: Callable[[str], Engine] | None = None,
+) -> Fleet:
+    """As many engines as the config asks for, behind one router. `make`: whoever makes them elsewhere, in processes."""
+    is_mortal = config.kind == "torch" and (make is not None or has_process(config, model))
+
+    def here(name: str) -> Engine:
+        return build_engine(config, model, clock=clock, sink=sink, name=name, seed=seed, tokenizer=tokenizer)
+
+    return Fleet(
+        make or here,
+        config.replicas,
+        is_queueing=is_queueing,
+        patience_s=max(config.answer_s, START_S),
+        clock=clock,
+        sink=sink,
+        is_lone_replaced=config.kind == "vllm" or is_mortal,
+        why_fixed=SERVERS if config.kind == "http" else "",
+    )
+
+
+def has_process(config: EngineConfig, model: PreTrainedModel) -> bool:
+    """Whether our own engine has one of its own, by default where that is faster."""
+    is_faster = model.device.type == "cpu" and num_cores() > 1
+    return is_faster if config.process is None else config.process
 
 
 def _http_engine(

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import ConfigError, ModelError
-from millstream.learner import Critic, CriticConfig, ReferenceConfig, Scorer
+from millstream.learner import Critic, CriticConfig, ReferenceConfig, RunCritic, Scorer
 from millstream.learner.critic import TorchCritic
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.stage import RemoteCritic, RemoteScorer, beginning
@@ -22,6 +22,7 @@ from millstream.model.load import load_model, load_tokenizer
 from millstream.model.where import check_path
 from millstream.parcels.outbox import Outbox
 from millstream.runtime.config import RunConfig, critic_of, reference_of
+from millstream.runtime.replay_critic import ReplayedCritic
 from millstream.runtime.stages import REFERENCE, VALUES, Stage
 from millstream.workers import Launcher
 
@@ -31,8 +32,14 @@ class Staff(NamedTuple):
 
     stages: tuple[Stage, ...] = ()
     reference: TorchScorer | RemoteScorer | None = None
-    critic: TorchCritic | RemoteCritic | None = None
+    critic: TorchCritic | ReplayedCritic | None = None
     proximal: TorchScorer | RemoteScorer | None = None
+
+    async def ready(self) -> None:
+        """Returns when all are there. Those in this process are, from the beginning."""
+        for one in (self.reference, self.critic, self.proximal):
+            if isinstance(one, RemoteScorer | ReplayedCritic):
+                await one.ready()
 
     async def close(self) -> None:
         for one in (self.reference, self.critic, self.proximal):
@@ -120,6 +127,9 @@ def _build_proximal(config: RunConfig, start: PreTrainedModel) -> TorchScorer | 
     return TorchScorer(model, temperature=config.rollout.temperature, name="proximal")
 
 
+Lasting = Callable[[Callable[[], RunCritic]], ReplayedCritic]
+
+
 class Place(NamedTuple):
     """Where those who work beside the learner have processes of their own."""
 
@@ -127,35 +137,33 @@ class Place(NamedTuple):
     open_outbox: Callable[[], Outbox]
     """What each begins with is staged in one of its own, until it has it."""
     device: str
+    lasting: Lasting
+    """Makes of critics that may die alone one that outlives them."""
 
 
 def build_remote_staff(config: RunConfig, start: PreTrainedModel, kept: Path | None, place: Place) -> Staff:
-    """As `build_staff`, and returns when all are ready. A process that is started again gets what `start` is then: nobody may
-    change it meanwhile."""
+    """As `build_staff`; they may not be ready yet. A process that is started again gets what `start` is then: nobody may change
+    it meanwhile."""
     begin = partial(beginning, open_outbox=place.open_outbox, device=place.device)
     temperature, table = config.rollout.temperature, critic_of(config)
-    reference: RemoteScorer | None = None
-    critic: RemoteCritic | None = None
-    proximal: RemoteScorer | None = None
+    made: dict[str, RemoteScorer] = {}
+    critic: ReplayedCritic | None = None
     try:
         if reference_of(config) is not None:
             setup = partial(begin, partial(reference_model, config, start, kept), temperature=temperature)
-            reference = RemoteScorer(setup, place.launcher)
-        if table is not None:
-            setup = partial(begin, partial(_critic_model, table, start), critic=table, num_steps=config.pipeline.steps)
-            critic = RemoteCritic(setup, place.launcher)
+            made["reference"] = RemoteScorer(setup, place.launcher)
         if config.proximal is not None:
             setup = partial(begin, lambda: start, temperature=temperature)
-            proximal = RemoteScorer(setup, place.launcher, name="proximal")
-        for one in (reference, critic, proximal):
-            if one is not None:
-                one.wait()
+            made["proximal"] = RemoteScorer(setup, place.launcher, name="proximal")
+        if table is not None:
+            setup = partial(begin, partial(_critic_model, table, start), critic=table, num_steps=config.pipeline.steps)
+            critic = place.lasting(partial(RemoteCritic, setup, place.launcher))
     except BaseException:
-        for one in (reference, critic, proximal):
-            if one is not None:
-                one.end()
+        for one in made.values():
+            one.end()
         raise
-    return Staff(build_stages(config, reference, critic), reference, critic, proximal)
+    reference = made.get("reference")
+    return Staff(build_stages(config, reference, critic), reference, critic, made.get("proximal"))
 
 
 def _critic_model(table: CriticConfig, start: PreTrainedModel) -> PreTrainedModel:

@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Struct
 
 from millstream.clock import Clock
-from millstream.errors import CheckpointError, OutputError
+from millstream.errors import CheckpointError, LearnerError, OutputError
 from millstream.events import CheckpointFailed, CheckpointSealed, EventSink
 from millstream.learner import Snapshot
 from millstream.runtime.state import Ledger, Standing
@@ -85,6 +85,13 @@ class RunState(Struct, frozen=True, kw_only=True):
     """Of Python, numpy and torch: rewards of the user's own may draw from them."""
 
 
+class Sealed(NamedTuple):
+    """A checkpoint that this process wrote, or began with."""
+
+    version: int
+    folder: Path
+
+
 class Found(NamedTuple):
     """A checkpoint that was verified."""
 
@@ -125,6 +132,7 @@ class Checkpoints:
         self._rest_s = 0.0
         self._writing: asyncio.Task[None] | None = None
         self._written: int | None = None
+        self._is_hurried = False
         _tidy(self._folder)
 
     def goes_on_from(self, version: int) -> None:
@@ -137,12 +145,18 @@ class Checkpoints:
         if self._began_at is None or version >= self._last_step or is_last:
             return True
         is_writing = self._writing is not None and not self._writing.done()
-        if is_writing or self._clock.now() - self._began_at < self._rest_s:
+        if is_writing or (self._clock.now() - self._began_at < self._rest_s and not self._is_hurried):
             return False
+        if self._is_hurried:
+            return True
         by_step, by_time = self._config.every_steps, self._config.every_s
         if by_step is not None and version % by_step == 0:
             return True
         return by_time is not None and self._clock.now() - self._began_at >= by_time
+
+    def hurry(self) -> None:
+        """The next one is due as soon as no other is being written, whatever the config says."""
+        self._is_hurried = True
 
     def mark(self) -> int:
         return self._last_seq()
@@ -152,7 +166,7 @@ class Checkpoints:
         if self._writing is not None:
             await asyncio.shield(self._writing)
         self._began_at, self._version = self._clock.now(), standing.ledger.version
-        self._rest_s = held_s / MOST_HELD
+        self._rest_s, self._is_hurried = held_s / MOST_HELD, False
         state = self._run_state()
         self._writing = asyncio.create_task(self._try(standing, mark, snapshot, state, held_s))
 
@@ -167,12 +181,24 @@ class Checkpoints:
         """That of the newest one that is written; None if there is none."""
         return self._written
 
+    async def newest_sealed(self) -> Sealed | None:
+        """Waits until the one that is being written is sealed, or has failed."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+        if self._written is None or not (folder := self._folder / _name(self._written)).is_dir():
+            return None
+        return Sealed(self._written, folder)
+
     async def _try(self, standing: Standing, mark: int, snapshot: Snapshot, state: RunState, held_s: float) -> None:
         version = standing.ledger.version
         try:
             await self._thread.call(lambda: self._write(standing, mark, snapshot, state, held_s))
             self._written = version
-        except (OSError, RuntimeError) as error:  # torch wraps the errors of its file
+        except (
+            OSError,
+            RuntimeError,
+            LearnerError,
+        ) as error:  # torch wraps the errors of its file; ranks may die of it
             self._sink.emit(CheckpointFailed(at=self._clock.now(), version=version, message=_reason(error)))
             shutil.rmtree(self._unfinished(version), ignore_errors=True)
 

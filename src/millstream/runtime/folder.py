@@ -9,6 +9,7 @@ reference/       the model after its warm-up, where what is trained is compared 
 model/           the trained model
 summary.json     the run in numbers; there when the run is finished
 trace.json       a timeline for ui.perfetto.dev
+control.sock     while the run is at work: see `runtime.control`
 stacks.txt       what everything was doing when the run stood still, or was asked (SIGUSR1)
 """
 
@@ -33,6 +34,7 @@ from millstream.events.trace import perfetto
 from millstream.runtime.config import RunConfig, with_absolute_paths
 
 FINISHED = "finished"
+LOCK = ".lock"
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
@@ -96,7 +98,7 @@ class RunFolder:
 
     def lock(self) -> None:
         """For the life of this process: two must not write to one run."""
-        self._lock = (self.path / ".lock").open("wb")
+        self._lock = (self.path / LOCK).open("wb")
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by whatever forks
         except OSError as error:

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
 from millstream.clock import RealClock
-from millstream.engine import EngineConfig
+from millstream.engine import Engine, EngineConfig
 from millstream.env.data import DataSet, digest, in_order, read
 from millstream.env.find import find, make_tasks
 from millstream.env.hosted import Environments, check_tasks
@@ -50,18 +51,21 @@ from millstream.events import (
     Warned,
 )
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events, read_history
+from millstream.learner import LearnerConfig, RunCritic, RunLearner
 from millstream.model.adapters import lora_of, merged
 from millstream.model.load import load_weights, save_model, set_up_cpu
 from millstream.runtime import build, build_stages, checkpoint, supervised
-from millstream.runtime.build import RunLearner
 from millstream.runtime.build_stages import Staff
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run, reference_of
+from millstream.runtime.control import SOCKET, Answer, Control, Question, Scale, Scaled, now_of
 from millstream.runtime.evaluate import Measured, evaluate
 from millstream.runtime.fleet import Fleet
 from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.runtime.garbage import seldom_collected
 from millstream.runtime.pipeline import Parts, Pipeline
+from millstream.runtime.replay import ReplayedLearner
+from millstream.runtime.replay_critic import ReplayedCritic
 from millstream.runtime.router import Router
 from millstream.runtime.site import Site, site_for
 from millstream.runtime.state import CRITIC_FOLDER
@@ -74,6 +78,8 @@ from millstream.types import Sampling, Task, Weights
 logger = logging.getLogger(__name__)
 STATUS_S = 1.0
 END_S = 5.0
+SILENT = 0.9
+"""The share of `pipeline.deadline_s` after which a learner of several ranks that says nothing is taken for dead."""
 
 
 class Prepared(Struct, frozen=True, kw_only=True, eq=False):
@@ -453,41 +459,76 @@ class _Run:
 
     async def _run_there(self) -> None:
         prepared, config = self._prepared, self._prepared.config
-        fleet = Fleet(
-            lambda name: prepared.site.make_engine(name, clock=self._clock, sink=self._sink),
-            config.engine.replicas,
+        site = prepared.site
+        fleet = build.build_fleet(
+            config.engine,
+            prepared.model,
             is_queueing=not config.pipeline.is_in_lockstep,
-            patience_s=config.engine.answer_s,
             clock=self._clock,
             sink=self._sink,
+            seed=config.seed,
+            tokenizer=prepared.tokenizer_for_stops,
+            make=partial(site.make_engine, clock=self._clock, sink=self._sink) if site.is_elsewhere else None,
         )
         evaluator = _Evaluator(prepared, fleet.router, self._clock, self._sink, self._waits)
+        replacing = asyncio.create_task(fleet.replace(self._adopt))
+        control = Control(self._folder.path, partial(self._carry, fleet))
         try:
+            await self._open(control)
             if self._found is None:
                 await self._begin(fleet, evaluator)
             if self._stopped_by is not None:
                 return
-            staff = await self._waits.on(
-                "the run", "those who work beside the learner", asyncio.to_thread(self._build_staff)
-            )
-            learner = self._build_learner()
+            self._checkpoints = self._build_checkpoints()
+            building = asyncio.to_thread(self._build_staff, self._checkpoints)
+            staff = await self._waits.on("the run", "those who work beside the learner", building)
             try:
-                await self._waits.on("the run", "the learner to be ready", learner.ready())
-                if self._found is not None:
-                    await self._restore(learner, staff, fleet, self._found)
-                await self._reinforce(learner, staff, fleet, evaluator)
-                if self._stopped_by is not None:
-                    return
-                saving = asyncio.to_thread(self._save, learner)
-                await self._waits.on("the run", "the model to be saved", saving)
+                await self._learn(staff, fleet, evaluator, self._checkpoints)
             finally:
-                await learner.close()
                 await staff.close()
+            if self._stopped_by is not None:
+                return
             await evaluator.sampled_and_greedy("after")
             self._is_done = True
         finally:
+            await control.close()
+            replacing.cancel()
             await prepared.environment.close()
             await fleet.close()
+
+    async def _learn(self, staff: Staff, fleet: Fleet, evaluator: _Evaluator, checkpoints: Checkpoints) -> None:
+        """To the saved model, unless it is stopped before."""
+        learner = self._build_learner(checkpoints)
+        try:
+            await self._waits.on("the run", "those beside the learner to be ready", staff.ready())
+            await self._waits.on("the run", "the learner to be ready", learner.ready())
+            if self._found is not None:
+                await self._restore(learner, staff, fleet, self._found)
+            await self._reinforce(learner, staff, fleet, evaluator)
+            if self._stopped_by is None:
+                saving = asyncio.to_thread(self._save, learner)
+                await self._waits.on("the run", "the model to be saved", saving)
+        finally:
+            await learner.close()
+
+    async def _open(self, control: Control) -> None:
+        try:
+            await control.open()
+        except OSError as error:
+            message = f"this run cannot be asked or scaled: {self._folder.path / SOCKET}: {error.strerror or error}"
+            self._sink.emit(Warned(at=self._clock.now(), message=message))
+
+    async def _carry(self, fleet: Fleet, question: Question) -> Answer:
+        if isinstance(question, Scale):
+            joined, left = await fleet.scale(question.engines)
+            return Scaled(joined=joined, left=left, engines=fleet.names)
+        pipeline = self._pipeline
+        status = self._status() if pipeline is None else await pipeline.status()
+        version = self._version if pipeline is None else pipeline.admission.version
+        return now_of(status, fleet.router, fleet.names, version)
+
+    def _adopt(self, engine: Engine) -> bool:
+        return self._pipeline is not None and self._pipeline.adopt(engine)
 
     async def _begin(self, fleet: Fleet, evaluator: _Evaluator) -> None:
         """Supervised training, if it is asked for. What comes after "before" is reinforcement, or, without any, that."""
@@ -509,7 +550,7 @@ class _Run:
         loading = fleet.load(self._version, weights)
         await self._waits.on("the run", f"every engine to load version {self._version}", loading)
 
-    def _build_staff(self) -> Staff:
+    def _build_staff(self, checkpoints: Checkpoints) -> Staff:
         """Before the learner changes the model. What a warm-up has made of it is kept, for a life of the run to come."""
         config, model = self._prepared.config, self._prepared.model
         reference = reference_of(config)
@@ -520,15 +561,44 @@ class _Run:
                 lambda: save_model(whole, self._prepared.tokenizer, self._folder.reference), self._folder.reference
             )
         kept = self._folder.reference if is_kept and self._found is not None else None
-        return self._prepared.site.build_staff(kept)
+        return self._prepared.site.build_staff(kept, partial(self._lasting_critic, checkpoints))
 
-    def _build_learner(self) -> RunLearner:
-        prepared, config = self._prepared, self._prepared.config
-        return prepared.site.build_learner(
-            prepared.tokenizer,
-            learner=config.learner,
-            recipe=Recipe(algorithm=config.algorithm, max_tokens=config.rollout.max_tokens),
-            num_steps=config.pipeline.steps,
+    def _lasting_critic(self, checkpoints: Checkpoints, make: Callable[[], RunCritic]) -> ReplayedCritic:
+        waits = self._waits
+        return ReplayedCritic(
+            make,
+            checkpoints,
+            clock=self._clock,
+            sink=self._sink,
+            version=self._version,
+            patience_s=SILENT * self._prepared.config.pipeline.deadline_s,
+            progress=lambda: waits.renew("critic", "stage values", "train", "the run"),
+        )
+
+    def _build_learner(self, checkpoints: Checkpoints) -> RunLearner:
+        config = self._prepared.config
+        recipe = Recipe(algorithm=config.algorithm, max_tokens=config.rollout.max_tokens)
+        return self._lasting(config.learner, recipe, config.pipeline.steps, checkpoints, self._version)
+
+    def _lasting(
+        self, learner: LearnerConfig, recipe: Recipe, num_steps: int, checkpoints: Checkpoints, version: int
+    ) -> RunLearner:
+        """Ranks are processes, of which one may die alone: another learner goes on from what is sealed."""
+        prepared, waits = self._prepared, self._waits
+
+        def make() -> RunLearner:
+            return prepared.site.build_learner(prepared.tokenizer, learner=learner, recipe=recipe, num_steps=num_steps)
+
+        if learner.ranks == 1 and not prepared.site.is_elsewhere:
+            return make()
+        return ReplayedLearner(
+            make,
+            checkpoints,
+            clock=self._clock,
+            sink=self._sink,
+            version=version,
+            patience_s=SILENT * prepared.config.pipeline.deadline_s,
+            progress=lambda: waits.renew("train", "the run", "warm-up"),
         )
 
     def _save(self, learner: RunLearner) -> None:
@@ -543,13 +613,16 @@ class _Run:
 
     async def _warm_up(self, fleet: Fleet, evaluator: _Evaluator, config: WarmupConfig) -> None:
         prepared = self._prepared
-        learner = prepared.site.build_learner(
-            prepared.tokenizer,
-            learner=supervised.learner_config(prepared.config, config),
-            recipe=Recipe(algorithm=None),
-            num_steps=config.num_steps(len(prepared.data.train)),
+        num_steps, found = config.num_steps(len(prepared.data.train)), self._found_supervised
+        checkpoints = self._supervised_checkpoints(num_steps)
+        learner = self._lasting(
+            supervised.learner_config(prepared.config, config),
+            Recipe(algorithm=None),
+            num_steps,
+            checkpoints,
+            0 if found is None else found.manifest.version,
         )
-        self._supervised = self._build_supervised(learner, fleet, evaluator, config)
+        self._supervised = self._build_supervised(learner, checkpoints, fleet, evaluator, config)
         try:
             await self._waits.on("warm-up", "the learner to be ready", learner.ready())
             await self._supervised.run(self._found_supervised)
@@ -564,8 +637,25 @@ class _Run:
             self._supervised = None  # with its learner, whose masters and moments are several times the model
             await learner.close()
 
+    def _supervised_checkpoints(self, num_steps: int) -> Checkpoints:
+        return supervised.build_checkpoints(
+            self._folder.path,
+            self._prepared.config,
+            clock=self._clock,
+            sink=self._sink,
+            last_seq=lambda: self._files[0].last_seq,
+            sync=self._sync,
+            run_state=self._run_state,
+            num_steps=num_steps,
+        )
+
     def _build_supervised(
-        self, learner: RunLearner, fleet: Fleet, evaluator: _Evaluator, config: WarmupConfig
+        self,
+        learner: RunLearner,
+        checkpoints: Checkpoints,
+        fleet: Fleet,
+        evaluator: _Evaluator,
+        config: WarmupConfig,
     ) -> Supervised:
         prepared, run = self._prepared, self._prepared.config
 
@@ -574,16 +664,6 @@ class _Run:
             measured, _ = await evaluator.once(WARMUP, prepared.data.train[: supervised.PROBE], prepared.sampling)
             return measured.accuracy
 
-        checkpoints = supervised.build_checkpoints(
-            self._folder.path,
-            run,
-            clock=self._clock,
-            sink=self._sink,
-            last_seq=lambda: self._files[0].last_seq,
-            sync=self._sync,
-            run_state=self._run_state,
-            num_steps=config.num_steps(len(prepared.data.train)),
-        )
         return Supervised(
             config,
             learner,
@@ -619,7 +699,7 @@ class _Run:
             sink=self._sink,
             waits=self._waits,
         )
-        self._checkpoints = self._build_checkpoints()
+        assert self._checkpoints is not None
         if self._found is None:
             self._say_started()
         self._pipeline = Pipeline(
@@ -634,15 +714,17 @@ class _Run:
             resumed=None if self._found is None else self._found.standing(),
             incarnation=self._incarnation,
             router=fleet.router,
+            first_weights=await self._waits.on("the run", "the learner to copy weights", learner.weights()),
         )
         if self._state is not None:
             _restore_generators(self._state.generators)
-        replacing = asyncio.create_task(fleet.replace(self._pipeline.adopt))
+        fleet.forget()
         try:
             with seldom_collected():
                 await self._pipeline.run()
+            if parts.channel.version > self._version:
+                fleet.remember(*await parts.channel.fetch())
         finally:
-            replacing.cancel()
             self._end_grace()
             await self._waits.on("the run", "the last checkpoint to be written", self._checkpoints.close())
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +28,7 @@ from millstream.algo.credit import Credit
 from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.env import Environment
-from millstream.errors import DataError, EngineGone, LagError, MillstreamError, StreamEnded
+from millstream.errors import DataError, EngineGone, LagError, MillstreamError, StreamEnded, WeightsError
 from millstream.events import (
     Event,
     EventSink,
@@ -59,9 +60,13 @@ from millstream.runtime.state import Both, GroupState, Keeper, Ledger, Standing
 from millstream.runtime.waits import Pulse, Waits
 from millstream.store import Lease, Store
 from millstream.types import Fate, Metrics, Sampling, Task, TrainRow, Weights
-from millstream.weights import WeightChannel
+from millstream.weights import Publication, WeightChannel
 
 T = TypeVar("T")
+WEIGHTS_S = 1.0
+"""After weights that did not arrive; twice as long after the next."""
+MOST_WEIGHTS_FAILED = 5
+"""In a row, to one engine: then the run ends with the error."""
 AfterStep = Callable[[int], Coroutine[Any, Any, None]]
 """Called with every new version; beside training, or, when that is synchronous, between two steps."""
 GroupReward = Callable[[Task, Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
@@ -130,7 +135,10 @@ class Pipeline:
     Whoever else uses the engines shares the `router`, so that they wait in one queue.
 
     With `resumed` it goes on where another stood: the store must be empty, the learner restored, the engines at the
-    version."""
+    version.
+
+    `first_weights`: what the engines begin with. An engine that comes before anything is published gets them; without them it
+    waits for the first publication."""
 
     def __init__(
         self,
@@ -146,6 +154,7 @@ class Pipeline:
         resumed: Standing | None = None,
         incarnation: int = 0,
         router: Router | None = None,
+        first_weights: Weights | None = None,
     ) -> None:
         self._after_step, self._is_held = after_step, False
         self._keeper, self._incarnation, self._is_stopping = keeper, incarnation, False
@@ -169,6 +178,8 @@ class Pipeline:
         self._pulse = Pulse()
         self._router.on_change = self._pulse.notify
         self._num_loading, self._has_published = 0, False
+        self._first = None if first_weights is None else Publication(self._channel.version, first_weights)
+        self._has_warned_of_weights = False
         self._syncing: list[asyncio.Task[None]] = []
         self._is_over = False
         self._gate = Gate(self._router, self._pulse, self.waits) if config.is_in_lockstep else None
@@ -645,7 +656,7 @@ class Pipeline:
         if self._proximal is not None:
             self._start_weights = weights
         await self.waits.on("train", f"version {version} to be published", self._channel.publish(version, weights))
-        self._has_published = True
+        self._has_published, self._first = True, None
         self._emit(WeightsPublished(at=self._now(), version=version, seconds=self._now() - began))
         self._pulse.notify()
 
@@ -654,7 +665,7 @@ class Pipeline:
 
         Waits for a version newer than the engine's, which `train` publishes, and for its turn: of several engines at most half
         load at the same time, so that the others go on."""
-        owner = f"sync of {engine.name}"
+        owner, num_failed = f"sync of {engine.name}", 0
         try:
             while True:
                 newer = self._pulse.until(lambda: self._channel.version > engine.version or not self._serves(engine))
@@ -665,9 +676,15 @@ class Pipeline:
                 self._num_loading += 1
                 try:
                     await self._load(engine, owner)
+                    num_failed = 0
+                except WeightsError as error:
+                    num_failed += 1
+                    late = error
                 finally:
                     self._num_loading -= 1
                     self._pulse.notify()
+                if num_failed:
+                    await self._wait_for_weights(owner, late, num_failed)
         except EngineGone as error:
             self._router.lose(engine, error)
 
@@ -678,27 +695,52 @@ class Pipeline:
     def _serves(self, engine: Engine) -> bool:
         return engine in self._router.engines
 
-    def adopt(self, engine: Engine) -> None:
-        """An engine that came while the run goes on takes part as soon as it has the newest weights."""
-        if self._tasks is not None and not self._is_over:
-            self._syncing.append(self._tasks.create_task(self._take_in(engine)))
+    async def _wait_for_weights(self, owner: str, error: WeightsError, num_failed: int) -> None:
+        """Weights that did not arrive (others came after them, or whoever sent them died) are not the end: a newer version may
+        do, or the same a little later. Raises the error if it comes again and again."""
+        if num_failed > MOST_WEIGHTS_FAILED:
+            raise error
+        if not self._has_warned_of_weights:
+            self._has_warned_of_weights = True
+            self._emit(Warned(at=self._now(), message=f"{owner}: {error}; it tries again, and so does whoever is next"))
+        version = self._channel.version
+        newer = self._pulse.until(lambda: self._channel.version > version)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WEIGHTS_S * 2 ** (num_failed - 1)):
+                await self.waits.on(owner, "weights that arrive", newer)
+
+    def adopt(self, engine: Engine) -> bool:
+        """An engine that came while the run goes on takes part as soon as it has the newest weights. False: it does not."""
+        if self._tasks is None or self._is_over:
+            return False
+        self._syncing.append(self._tasks.create_task(self._take_in(engine)))
+        return True
 
     async def _take_in(self, engine: Engine) -> None:
-        """Waits for weights that it can be sure of: the first that are published. Then it is one of many. Until then it serves
-        nobody, and takes nobody's turn to load."""
-        owner = f"sync of {engine.name}"
-        published = self._pulse.until(lambda: self._has_published)
-        await self.waits.on(owner, "a version to be published", published, has_deadline=False, has_alarm=False)
-        try:
-            await self._load(engine, owner)
-        except EngineGone as error:
-            self._emit(Warned(at=self._now(), message=f"{engine.name} broke before it could join: {error}"))
-            return
+        """Waits for weights that it can be sure of: what the run began with, or what is published. Then it is one of many.
+        Until then it serves nobody, and takes nobody's turn to load."""
+        owner, num_failed = f"sync of {engine.name}", 0
+        has_weights = self._pulse.until(lambda: self._has_published or self._first is not None)
+        await self.waits.on(owner, "a version to be published", has_weights, has_deadline=False, has_alarm=False)
+        while True:
+            try:
+                await self._load(engine, owner)
+                break
+            except WeightsError as error:
+                num_failed += 1
+                await self._wait_for_weights(owner, error, num_failed)
+            except EngineGone as error:
+                self._emit(Warned(at=self._now(), message=f"{engine.name} broke before it could join: {error}"))
+                self._router.on_lost(engine)
+                return
         self._router.join(engine)
         await self.sync(engine)
 
     async def _load(self, engine: Engine, owner: str) -> None:
-        version, weights = await self.waits.on(owner, "the weights to arrive", self._channel.fetch())
+        if self._first is not None and self._first.version == self._channel.version:
+            version, weights = self._first  # nothing is published yet, nor about to be
+        else:
+            version, weights = await self.waits.on(owner, "the weights to arrive", self._channel.fetch())
         began = self._now()
         await self.waits.on(owner, f"{engine.name} to load version {version}", engine.load(version, weights))
         self._emit(WeightsLoaded(at=self._now(), engine=engine.name, version=version, seconds=self._now() - began))

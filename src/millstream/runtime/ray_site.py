@@ -39,7 +39,7 @@ from millstream.model.load import context_length, model_weights
 from millstream.parcels import Delivery, Parcel, Way
 from millstream.parcels.outbox import Outbox, open_outbox
 from millstream.runtime import build
-from millstream.runtime.build_stages import Place, Staff, build_remote_staff
+from millstream.runtime.build_stages import Lasting, Place, Staff, build_remote_staff
 from millstream.runtime.cluster import Cluster, RayWorker
 from millstream.runtime.config import RunConfig
 from millstream.runtime.resources import placement_of
@@ -55,6 +55,8 @@ from millstream.workers import Kind, Launcher
 
 class RaySite:
     """See `millstream.runtime.site.Site` for the promises. It launches processes itself, once it is open."""
+
+    is_elsewhere = True
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._resources = config, config.resources
@@ -144,12 +146,13 @@ class RaySite:
             ),
         )
 
-    def build_staff(self, kept: Path | None) -> Staff:
+    def build_staff(self, kept: Path | None, lasting: Lasting) -> Staff:
         cluster = self.cluster
         place = Place(
             launcher=self,
             open_outbox=lambda: open_outbox(self._delivery(), node=cluster.node, host=cluster.host),
             device="cuda" if self._resources.stage_gpus else "cpu",
+            lasting=lasting,
         )
         return build_remote_staff(self._config, self._model, kept, place)
 

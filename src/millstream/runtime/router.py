@@ -46,7 +46,8 @@ class Router:
     """`is_queueing` False: everything goes to the engines at once, in the order of the calls, and the choice depends on these
     calls and on what has ended, not on measurements. That is what synchronous training needs to be repeatable.
 
-    `on_change` is called when a replica has left or joined, `on_lost` with an engine that broke or was given up."""
+    `on_change` is called when a replica has left or joined, `on_joined` with an engine that has, `on_lost` with one that broke
+    or was given up. `patience_s` may be set at any time."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Router:
         clock: Clock | None = None,
         sink: EventSink | None = None,
     ) -> None:
-        self._is_queueing, self._patience_s = is_queueing, patience_s
+        self._is_queueing, self.patience_s = is_queueing, patience_s
         self._clock, self._sink = clock, sink
         self._lengths, self._prefixes = Lengths(), Prefixes()
         self._flights: dict[RequestKey, Flight] = {}
@@ -72,6 +73,7 @@ class Router:
             self._add(engine)
         self.rank_of: RankOf = lambda group_id: None
         self.on_change: Callable[[], None] = lambda: None
+        self.on_joined: Callable[[Engine], None] = lambda engine: None
         self.on_lost: Callable[[Engine], None] = lambda engine: None
 
     @property
@@ -224,7 +226,16 @@ class Router:
         self._add(engine)
         self._say(ReplicaJoined, engine=engine.name, version=engine.version)
         self.on_change()
+        self.on_joined(engine)
         self.dispatch()
+
+    def abandon(self, why: str) -> None:
+        """No engine will come: whoever waits for one is told, and whoever comes later."""
+        self.patience_s, self._why_none = 0.0, f"{self._why_none}; {why}"
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+        self._begin_to_give_up()
 
     async def drain(self, name: str, *, is_finishing: bool = False) -> None:
         """No new requests go there; those in flight go on elsewhere at once or, if `is_finishing`, end there. When this
@@ -248,7 +259,7 @@ class Router:
         if replica is not None and replica.engine is engine:
             self._remove(replica, str(error), len(replica.flights))
             self.on_lost(engine)
-        if not self._replicas and not self._patience_s:
+        if not self._replicas and not self.patience_s:
             raise EngineError(str(error)) from error
 
     def _fail(self, replica: Replica, flight: Flight, error: EngineError) -> None:
@@ -290,7 +301,7 @@ class Router:
 
     def _begin_to_give_up(self) -> None:
         if self._num_waiting and self._giving_up is None and not self._serving():
-            self._giving_up = asyncio.get_running_loop().call_later(self._patience_s, self._give_up)
+            self._giving_up = asyncio.get_running_loop().call_later(self.patience_s, self._give_up)
 
     def _give_up(self) -> None:
         """Nobody came: whoever waits is told, and whoever comes later waits anew."""
@@ -298,7 +309,9 @@ class Router:
         for waiter in [*self._ranked, *self._others]:
             if not waiter.replica.done():
                 waiter.replica.set_exception(
-                    EngineError(f"there has been no engine for {self._patience_s:g} s; {self._why_none}")
+                    EngineError(f"there has been no engine for {self.patience_s:g} s; {self._why_none}")
+                    if self.patience_s
+                    else EngineError(f"there is no engine; {self._why_none}")
                 )
 
     def _say(self, kind: Callable[..., ReplicaLeft | ReplicaJoined], **fields: str | int) -> None:

@@ -15,10 +15,9 @@ from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.events import EventSink
-from millstream.learner import LearnerConfig
+from millstream.learner import LearnerConfig, RunLearner
 from millstream.runtime import build, build_stages
-from millstream.runtime.build import RunLearner
-from millstream.runtime.build_stages import Staff
+from millstream.runtime.build_stages import Lasting, Staff
 from millstream.runtime.config import RunConfig
 from millstream.runtime.stages import Stage
 from millstream.store import Store
@@ -30,6 +29,8 @@ from millstream.workers import Launcher
 class Site(Protocol):
     """Made before it is opened: what is made of it in between may be used afterwards."""
 
+    is_elsewhere: bool
+    """Whether engines, learners and those beside them are processes of a cluster, of which any may die alone."""
     launcher: Launcher | None
     """For processes of environments and rewards. None: they are this machine's."""
 
@@ -47,9 +48,9 @@ class Site(Protocol):
         """Trains what the model is now."""
         ...
 
-    def build_staff(self, kept: Path | None) -> Staff:
-        """Who works beside the learner, as the model is now. `kept`: see `build_stages.build_staff`. May take as long as
-        processes take to start; called on a thread."""
+    def build_staff(self, kept: Path | None, lasting: Lasting) -> Staff:
+        """Who works beside the learner, with the model as it is now; perhaps not yet ready. `kept`: see
+        `build_stages.build_staff`. `lasting`: makes of critics that may die one that outlives them. Called on a thread."""
         ...
 
     async def open_store(self, stages: Sequence[Stage]) -> Store: ...
@@ -66,6 +67,7 @@ class Site(Protocol):
 class LocalSite:
     """Everything in this process, or in processes that it starts."""
 
+    is_elsewhere = False
     launcher: Launcher | None = None
 
     def __init__(self, config: RunConfig) -> None:
@@ -87,7 +89,7 @@ class LocalSite:
             self._config, self._model, tokenizer, learner=learner, recipe=recipe, num_steps=num_steps
         )
 
-    def build_staff(self, kept: Path | None) -> Staff:
+    def build_staff(self, kept: Path | None, lasting: Lasting) -> Staff:
         return build_stages.build_staff(self._config, self._model, kept)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:

@@ -15,8 +15,7 @@ from msgspec import structs
 
 from millstream.clock import Clock
 from millstream.events import CheckpointSealed, Event, EventSink, WarmedUp, WarmupSealed
-from millstream.learner import LearnerConfig, Snapshot
-from millstream.runtime.build import RunLearner
+from millstream.learner import LearnerConfig, RunLearner, Snapshot
 from millstream.runtime.checkpoint import WARMUP_FOLDER, Checkpoints, Found, RunState
 from millstream.runtime.config import RunConfig, WarmupConfig
 from millstream.runtime.state import Ledger, Standing

@@ -33,6 +33,7 @@ class Waits:
         self._clock, self._sink = clock, sink
         self._stall_s, self._deadline_s = stall_s, deadline_s
         self._active: dict[int, Wait] = {}
+        self._ticking: dict[_Ticks, str] = {}
         self._next = 0
         self.on_stall: Callable[[Wait], None] = lambda wait: None
 
@@ -70,6 +71,7 @@ class Waits:
     async def _within_deadline(self, wait: Wait, awaitable: Awaitable[T]) -> T:
         limit = asyncio.timeout(None)
         ticks = _Ticks(limit, self._deadline_s)
+        self._ticking[ticks] = wait.owner
         try:
             async with limit:
                 return await awaitable
@@ -81,6 +83,13 @@ class Waits:
             ) from error
         finally:
             ticks.cancel()
+            del self._ticking[ticks]
+
+    def renew(self, *owners: str) -> None:
+        """What they wait for gets on: the deadlines of all their waits are counted from now."""
+        for ticks, owner in self._ticking.items():
+            if owner in owners:
+                ticks.renew()
 
     @staticmethod
     def cut_by(error: TimeoutError) -> Wait | None:
@@ -184,6 +193,10 @@ class _Ticks:
         self._limit, self._seconds, self._left = limit, seconds / self.COUNT, self.COUNT
         self._loop = asyncio.get_running_loop()
         self._handle = self._loop.call_later(self._seconds, self._tick)
+
+    def renew(self) -> None:
+        self._handle.cancel()
+        self._left, self._handle = self.COUNT, self._loop.call_later(self._seconds, self._tick)
 
     def _tick(self) -> None:
         self._left -= 1

@@ -32,6 +32,10 @@ class SimLearner:
         self._rng = random.Random(derive_seed(seed, "learner"))
         self.num_rows = 0
 
+    async def ready(self) -> None: ...
+
+    async def close(self) -> None: ...
+
     async def begin_batch(self) -> None: ...
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:

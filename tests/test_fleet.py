@@ -1,0 +1,518 @@
+"""Engines that die, and those that take their place; engines that are added to a run at work, and taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from millstream import RunConfig, train
+from millstream.cli.main import app
+from millstream.clock import VirtualClock, run_virtual
+from millstream.config import load
+from millstream.engine import EngineConfig
+from millstream.engine.http_config import HttpConfig
+from millstream.errors import ConfigError, EngineError, MillstreamError, WeightsError
+from millstream.events import ReplicaJoined, ReplicaLeft, RunEnded, Warned, WeightsLoaded
+from millstream.events.sinks import MemorySink, read_events
+from millstream.frames import frame
+from millstream.runtime import control
+from millstream.runtime.build import build_fleet
+from millstream.runtime.control import Control, Look, Now, Refused, Scale, Scaled
+from millstream.runtime.fleet import BACK_OFF_S, MOST_REPLACED, SERVED_S, WINDOW_S, Fleet
+from millstream.runtime.pipeline import MOST_WEIGHTS_FAILED
+from millstream.sim.engine import SimEngine
+from millstream.weights import Publication
+from millstream.weights.local import LocalChannel
+from runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
+from simulated import OnFleet, World, check, fleet_of, simulate
+from test_fsdp import children
+from test_lag_bound import worlds
+from test_router import request
+from tiny import make
+
+
+class Yard:
+    """Makes engines, and keeps them."""
+
+    def __init__(self, fails: Callable[[int], bool] = lambda number: False) -> None:
+        self.made, self.at, self._fails, self._num = list[SimEngine](), list[float](), fails, 0
+
+    def make(self, name: str) -> SimEngine:
+        self._num += 1
+        if self._fails(self._num):
+            raise RuntimeError("out of memory")
+        self.at.append(asyncio.get_running_loop().time())
+        self.made.append(SimEngine(name=name))
+        return self.made[-1]
+
+    def newest(self, name: str) -> SimEngine:
+        return next(engine for engine in reversed(self.made) if engine.name == name)
+
+
+# ---- replaced ----------------------------------------------------------------------------------------------------------
+
+
+def lose_often(num: int, pause_s: float, name: str = "engine-1") -> tuple[list[float], list[str], int]:
+    """One of two engines dies, again and again: when the next ones were made, what was said, and who is left."""
+
+    async def play() -> tuple[list[float], list[str], int]:
+        sink, yard = MemorySink(), Yard()
+        fleet = fleet_of(yard.make, 2, sink)
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+        await asyncio.sleep(pause_s)
+        delays = []
+        for number in range(num):
+            yard.newest(name).crash("on purpose")
+            died, num_made = asyncio.get_running_loop().time(), len(yard.made)
+            await fleet.load(1 + number, {})  # finds it broken
+            await asyncio.sleep(pause_s)
+            delays += [at - died for at in yard.at[num_made:]]
+        replacing.cancel()
+        return delays, [event.message for event in sink.of(Warned)], len(fleet.router.engines)
+
+    return run_virtual(play())
+
+
+def test_engines_that_die_are_replaced_after_longer_and_longer_pauses_within_a_budget_and_the_rest_is_said() -> None:
+    delays, said, num_left = lose_often(MOST_REPLACED + 1, pause_s=40.0)
+    assert delays == pytest.approx([BACK_OFF_S * 2**number for number in range(MOST_REPLACED)])
+    assert said == ["engine-1 is not replaced: 5 were within 10 minutes"] and num_left == 1
+
+
+def test_one_that_has_served_for_a_while_is_replaced_at_once_and_the_budget_is_for_a_stretch_of_time() -> None:
+    assert WINDOW_S / (SERVED_S + 10) < MOST_REPLACED
+    delays, said, num_left = lose_often(3 * MOST_REPLACED, pause_s=SERVED_S + 10)
+    assert delays == pytest.approx([BACK_OFF_S] * 3 * MOST_REPLACED) and not said and num_left == 2
+
+
+def test_an_engine_that_cannot_be_made_is_tried_again_and_the_others_do_not_wait_for_it() -> None:
+    async def play() -> tuple[list[str], list[str]]:
+        sink, yard = MemorySink(), Yard(fails=lambda number: number in (4, 6))
+        fleet, adopted = fleet_of(yard.make, 3, sink), list[str]()
+
+        def adopt(engine: Any) -> bool:
+            adopted.append(engine.name)
+            return True
+
+        replacing = asyncio.create_task(fleet.replace(adopt))
+        for engine in yard.made[:2]:
+            engine.crash("on purpose")
+        await fleet.load(1, {})
+        await asyncio.sleep(60)
+        replacing.cancel()
+        return adopted, [event.message for event in sink.of(Warned)]
+
+    adopted, said = run_virtual(play())
+    assert adopted == ["engine-1", "engine-0"]
+    assert said == ["engine-0 could not be replaced: RuntimeError: out of memory"] * 2
+
+
+@pytest.mark.parametrize("is_lone_replaced", [True, False])
+def test_requests_wait_for_the_replacement_of_the_only_engine_if_it_is_replaced(is_lone_replaced: bool) -> None:
+    async def play() -> float:
+        yard = Yard()
+        fleet = fleet_of(yard.make, 1, MemorySink())
+        fleet._is_lone_replaced = is_lone_replaced
+        fleet._set_patience()
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+        turn = asyncio.create_task(fleet.router.generate(request(1), floor=0))
+        await asyncio.sleep(0.01)
+        yard.made[0].crash("on purpose")
+        try:
+            await turn
+            assert yard.made[1].stats().requests_finished == 1
+            return asyncio.get_running_loop().time()
+        finally:
+            replacing.cancel()
+
+    if is_lone_replaced:
+        assert run_virtual(play()) > BACK_OFF_S
+    else:
+        with pytest.raises(EngineError, match="engine broke: on purpose"):
+            run_virtual(play())
+
+
+def test_where_the_only_engine_dies_too_often_whoever_waits_is_told_at_once_and_why() -> None:
+    async def play() -> float:
+        yard = Yard()
+        fleet = fleet_of(yard.make, 1, MemorySink())
+
+        def adopt(engine: Any) -> bool:
+            asyncio.get_running_loop().call_soon(engine.crash, "again")
+            return False
+
+        replacing = asyncio.create_task(fleet.replace(adopt))
+        yard.made[0].crash("on purpose")
+        try:
+            with pytest.raises(EngineError, match=r"no engine; .*engine broke: again; engine is not replaced: 5 were"):
+                await fleet.router.generate(request(1), floor=0)
+            with pytest.raises(EngineError, match="there is no engine"):
+                await fleet.router.generate(request(2), floor=0)
+            return asyncio.get_running_loop().time()
+        finally:
+            replacing.cancel()
+
+    assert run_virtual(play()) == pytest.approx(31, abs=1), "the pauses, and no patience after them"
+
+
+def test_an_engine_that_comes_while_nobody_trains_gets_what_was_loaded_last() -> None:
+    async def play() -> list[int]:
+        yard = Yard()
+        fleet = fleet_of(yard.make, 2, MemorySink())
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+        await fleet.load(3, {})
+        found = []
+        for forgotten in (False, True):
+            yard.newest("engine-0").crash("on purpose")
+            if forgotten:
+                fleet.forget()
+            with pytest.raises(EngineError):
+                await yard.newest("engine-0").load(4, {})
+            fleet.router.lose(yard.newest("engine-0"), EngineError("found dead"))
+            await asyncio.sleep(10)
+            found.append(yard.newest("engine-0").version)
+        replacing.cancel()
+        return found
+
+    assert run_virtual(play()) == [3, 0]
+
+
+def test_an_engine_that_is_being_made_when_the_run_ends_is_closed_with_the_others() -> None:
+    async def play() -> list[SimEngine]:
+        made, is_making, may_go_on = list[SimEngine](), threading.Event(), threading.Event()
+
+        def make(name: str) -> SimEngine:
+            if len(made) == 2:
+                is_making.set()
+                may_go_on.wait(5)
+            made.append(SimEngine(name=name))
+            return made[-1]
+
+        fleet = Fleet(make, 2, is_queueing=True, patience_s=5.0, clock=VirtualClock(), sink=MemorySink())
+        replacing = asyncio.create_task(fleet.replace(lambda engine: True))
+        made[0].crash("on purpose")
+        await fleet.load(1, {})
+        await asyncio.to_thread(is_making.wait, 5)
+        replacing.cancel()
+        closing = asyncio.create_task(fleet.close())
+        await asyncio.sleep(0.01)
+        may_go_on.set()
+        await closing
+        return made
+
+    made = asyncio.run(play())
+    assert len(made) == 3 and all(engine._is_closed for engine in made)
+
+
+# ---- in runs, on the virtual clock -------------------------------------------------------------------------------------
+
+
+def crashes(times: list[float], draw: random.Random) -> OnFleet:
+    async def play(fleet: Fleet) -> None:
+        for pause in times:
+            await asyncio.sleep(pause)
+            alive: list[Any] = [engine for engine in fleet._engines.values() if engine is not None]
+            draw.choice(alive).crash("on purpose")
+
+    return play
+
+
+def simulated(world: World, on_fleet: OnFleet) -> Any:
+    try:
+        return simulate(world, on_fleet=on_fleet)
+    except MillstreamError as error:
+        assert world.failure > 0 and "in a row failed" in str(error), error
+        assume(False)
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.filter_too_much])
+@given(
+    world=worlds,
+    times=st.lists(st.floats(0, 8), max_size=MOST_REPLACED),
+    draw=st.randoms(use_true_random=False),
+)
+def test_engines_that_die_at_any_moment_even_the_only_one_and_even_before_a_publication_cost_time_alone(
+    world: World, times: list[float], draw: random.Random
+) -> None:
+    check(world, simulated(world, crashes(times, draw)))
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_the_only_engine_of_a_run_may_die_before_anything_is_published(max_lag: int) -> None:
+    world = World(num_engines=1, max_lag=max_lag, steps=4)
+    outcome = simulate(world, on_fleet=crashes([0.05], random.Random(0)))
+    check(world, outcome)
+    first = outcome.sink.of(WeightsLoaded)[0]
+    assert first.version == 0 and [event.version for event in outcome.sink.of(ReplicaJoined)] == [0]
+
+
+def test_an_engine_that_dies_before_it_could_join_is_replaced_too() -> None:
+    async def play(fleet: Fleet) -> None:
+        await asyncio.sleep(0.05)
+        for _ in range(2):
+            current: Any = fleet._engines["engine"]
+            current.crash("on purpose")
+            while fleet._engines["engine"] is current:
+                await asyncio.sleep(0.01)
+
+    world = World(num_engines=1, load=5.0, steps=3)
+    outcome = simulate(world, on_fleet=play)
+    check(world, outcome)
+    assert len(outcome.engines) == 3
+    assert "engine broke before it could join" in " ".join(event.message for event in outcome.sink.of(Warned))
+
+
+def failing(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third transfer does not arrive, until so many have not."""
+    original, calls = LocalChannel.fetch, [0, 0]
+
+    async def fetch(self: LocalChannel) -> Publication:
+        calls[0] += 1
+        if calls[1] < num and (calls[0] % 3 == 1 or num > 100):
+            calls[1] += 1
+            raise WeightsError("version 1 was superseded")
+        return await original(self)
+
+    monkeypatch.setattr(LocalChannel, "fetch", fetch)
+
+
+def test_weights_that_do_not_arrive_are_tried_again_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(5, monkeypatch)
+    world = World(num_engines=2, steps=10)
+    outcome = simulate(world)
+    check(world, outcome)
+    (said,) = outcome.sink.of(Warned)
+    assert said.message.startswith("sync of engine-") and "superseded; it tries again" in said.message
+
+
+def test_weights_that_never_arrive_end_the_run_with_their_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(10**6, monkeypatch)
+    with pytest.raises(WeightsError, match="superseded"):
+        simulate(World(num_engines=1))
+    assert MOST_WEIGHTS_FAILED == 5
+
+
+# ---- added and taken away ----------------------------------------------------------------------------------------------
+
+
+def test_engines_are_added_and_taken_away_while_a_run_goes_on_and_nothing_is_lost() -> None:
+    done: list[tuple[list[str], list[str]]] = []
+
+    async def play(fleet: Fleet) -> None:
+        for num in (3, 1, 2, 2):
+            await asyncio.sleep(0.5)
+            done.append(await fleet.scale(num))
+            assert len(fleet.router.engines) == len(fleet.names) == num
+
+    world = World(num_engines=1, steps=30, max_lag=2, load=0.5, slots=3)
+    outcome = simulate(world, on_fleet=play)
+    check(world, outcome)
+    assert done == [
+        (["engine-0", "engine-1"], []),
+        ([], ["engine-1", "engine-0"]),
+        (["engine-0"], []),
+        ([], []),
+    ]
+    assert [event.why for event in outcome.sink.of(ReplicaLeft)] == ["it was drained"] * 2
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
+@given(
+    world=worlds,
+    script=st.lists(st.tuples(st.floats(0, 3), st.integers(0, 4)), max_size=5),
+    draw=st.randoms(use_true_random=False),
+)
+def test_at_any_moment_of_any_world_engines_may_come_go_and_die(
+    world: World, script: list[tuple[float, int]], draw: random.Random
+) -> None:
+    world = replace(world, lockstep=False)
+
+    async def play(fleet: Fleet) -> None:
+        for pause, num in script:
+            await asyncio.sleep(pause)
+            if num:
+                await fleet.scale(num)
+            else:
+                alive: list[Any] = [engine for engine in fleet._engines.values() if engine is not None]
+                draw.choice(alive).crash("on purpose")
+
+    check(world, simulated(world, play))
+
+
+def test_what_cannot_be_scaled_is_refused_and_says_why(tmp_path: Path) -> None:
+    async def play() -> None:
+        yard = Yard(fails=lambda number: number == 4)
+        fleet = fleet_of(yard.make, 2, MemorySink())
+        for num in (0, 65):
+            with pytest.raises(ConfigError, match=f"engines={num}: expected a number from 1 to 64"):
+                await fleet.scale(num)
+        with pytest.raises(EngineError, match="engine-3 could not be started"):
+            await fleet.scale(4)
+        assert fleet.names == ["engine-0", "engine-1", "engine-2"] and len(fleet.router.engines) == 3
+        with pytest.raises(ConfigError, match="max_lag = 0"):
+            await fleet_of(yard.make, 2, MemorySink(), is_queueing=False).scale(3)
+        http = EngineConfig(
+            kind="http", http=HttpConfig(urls=("http://127.0.0.1:1",), flavour="millstream", folder=str(tmp_path))
+        )
+        servers = build_fleet(http, make("qwen3"), is_queueing=True, clock=VirtualClock(), sink=MemorySink())
+        with pytest.raises(ConfigError, match="servers that others have started"):
+            await servers.scale(2)
+
+    run_virtual(play())
+
+
+# ---- the socket --------------------------------------------------------------------------------------------------------
+
+
+def folder_in(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.toml").touch()
+    return path
+
+
+async def served(folder: Path, ask: Callable[[], Any]) -> Any:
+    async def carry(question: control.Question) -> control.Answer:
+        if isinstance(question, Scale) and question.engines == 13:
+            raise ConfigError("not thirteen")
+        now = Now(version=1, engines=[], requests_waiting=0, groups_in_flight=0, budget=0, rows_in_store=0, waits=[])
+        return Scaled(joined=["a"], left=[], engines=["a"]) if isinstance(question, Scale) else now
+
+    door = Control(folder, carry)
+    await door.open()
+    try:
+        return await asyncio.to_thread(ask)
+    finally:
+        await door.close()
+
+
+@pytest.mark.parametrize("name", ["run", "r" * 90 + "/" + "u" * 90])
+def test_a_run_can_be_asked_through_a_socket_that_is_its_owners_alone_however_long_its_path(
+    tmp_path: Path, name: str
+) -> None:
+    folder = folder_in(tmp_path / name)
+    (folder / "control.sock").touch()  # a run that was killed has left it behind
+
+    def ask() -> tuple[Scaled, Now]:
+        mode = (folder / "control.sock").stat().st_mode
+        assert stat.S_ISSOCK(mode) and stat.S_IMODE(mode) == 0o600
+        with pytest.raises(ConfigError, match="not thirteen"):
+            control.ask(folder, Scale(engines=13))
+        return control.ask(folder, Scale(engines=2)), control.ask(folder, Look())
+
+    scaled, now = asyncio.run(served(folder, ask))
+    assert scaled.joined == ["a"] and now.version == 1
+    assert not (folder / "control.sock").exists()
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.1\r\n\r\n", frame({"type": "Scale", "engines": "many"}), frame(["x"]), b"\xff" * 9]
+)
+def test_whatever_comes_through_the_socket_is_refused_and_the_next_is_answered(tmp_path: Path, said: bytes) -> None:
+    folder = folder_in(tmp_path / "run")
+
+    def ask() -> None:
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(str(folder / "control.sock"))
+            line.sendall(said)
+            line.shutdown(socket.SHUT_WR)
+            answer = line.recv(1 << 16)
+        if answer:
+            assert isinstance(msgspec.msgpack.decode(answer[4:], type=control.Answer), Refused)
+        assert control.ask(folder, Look()).version == 1
+
+    asyncio.run(served(folder, ask))
+
+
+def test_a_run_that_is_not_there_is_said_to_be_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run folder"):
+        control.ask(tmp_path, Look())
+    folder = folder_in(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"is not running. To go on with it:\n  millstream train --resume"):
+        control.ask(folder, Look())
+    program = "import fcntl,sys;f=open(sys.argv[1],'wb');fcntl.lockf(f,2);print(1,flush=True);sys.stdin.read()"
+    words = [sys.executable, "-c", program, str(folder / ".lock")]
+    holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdout.readline()
+    with pytest.raises(ConfigError, match="is starting or ending"):
+        control.ask(folder, Look())
+    holder.communicate()
+    (folder / "summary.json").touch()
+    result = CliRunner().invoke(app, ["scale", str(folder), "engines=3"])
+    assert result.exit_code == 1 and "is finished" in result.output
+    result = CliRunner().invoke(app, ["scale", str(folder), "engine=3"])
+    assert result.exit_code == 1 and "expected engines=NUMBER" in result.output
+
+
+def test_a_run_that_cannot_have_its_socket_says_so_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "run/control.sock/in the way").mkdir(parents=True)
+    sink, changes = MemorySink(), {"pipeline.steps": 1, "data.holdout": 0, "run_dir": tmp_path / "run"}
+    overrides = [f"{key}={value}" for key, value in (SETTINGS | changes).items()]
+    train(load(recipe_in(tmp_path), RunConfig, overrides), sinks=[sink])
+    assert any("cannot be asked or scaled" in event.message for event in sink.of(Warned))
+    assert sink.of(RunEnded)[0].outcome == "finished"
+
+
+# ---- for real ----------------------------------------------------------------------------------------------------------
+
+
+def asked(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_run_at_work_is_scaled_up_and_down_and_its_audit_is_clean(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(command(run_dir, {"pipeline.steps": 100000}))
+    until(lambda: steps_of(run_dir) >= 2, process)
+    assert asked("scale", str(run_dir), "engines=3").splitlines() == [
+        "engine-0 has joined",
+        "engine-1 has joined",
+        "engines: engine, engine-0, engine-1",
+    ]
+    shown = asked("status", str(run_dir))
+    assert shown.startswith("version ") and "engine-1: version" in shown and "groups in flight" in shown
+    assert "engine-1 has left" in asked("scale", str(run_dir), "engines=1")
+    assert "nothing to do" in asked("scale", str(run_dir), "engines=1")
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, output
+    events = list(read_events(run_dir / "events.jsonl"))
+    assert [event.engine for event in events if isinstance(event, ReplicaJoined)] == ["engine-0", "engine-1"]
+    assert [event.engine for event in events if isinstance(event, ReplicaLeft)] == ["engine-1", "engine-0"]
+    assert_clean(run_dir)
+    assert not (run_dir / "control.sock").exists()
+
+
+def test_a_run_whose_only_engine_is_killed_goes_on_with_another(tmp_path: Path) -> None:
+    """Twice: before anything is published, while rollouts are far from their end, and later."""
+    run_dir = tmp_path / "run"
+    process = start(command(run_dir, {"engine.process": "true", "pipeline.steps": 25}))
+    events_file = run_dir / "events.jsonl"
+    until(lambda: events_file.exists() and b"rollout_started" in events_file.read_bytes(), process)
+    os.kill(children(process.pid)[0], signal.SIGKILL)
+    until(lambda: steps_of(run_dir) >= 5, process)
+    os.kill(children(process.pid)[0], signal.SIGKILL)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    events = list(read_events(run_dir / "events.jsonl"))
+    assert len([event for event in events if isinstance(event, ReplicaJoined)]) == 2, output
+    assert isinstance(events[-1], RunEnded) and events[-1].version == 25
+    assert_clean(run_dir)
