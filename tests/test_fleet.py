@@ -33,10 +33,11 @@ from millstream.events import ReplicaJoined, ReplicaLeft, RunEnded, Warned, Weig
 from millstream.events.sinks import MemorySink, read_events
 from millstream.frames import frame
 from millstream.runtime import control
-from millstream.runtime.build import build_fleet
+from millstream.runtime.config import ModelConfig, TinyConfig
 from millstream.runtime.control import Control, Look, Now, Refused, Scale, Scaled
 from millstream.runtime.fleet import BACK_OFF_S, MOST_REPLACED, SERVED_S, WINDOW_S, Fleet
 from millstream.runtime.pipeline import MOST_WEIGHTS_FAILED
+from millstream.runtime.site import Around, LocalSite, build_fleet
 from millstream.sim.engine import SimEngine
 from millstream.weights import Publication
 from millstream.weights.local import LocalChannel
@@ -371,7 +372,10 @@ def test_what_cannot_be_scaled_is_refused_and_says_why(tmp_path: Path) -> None:
         http = EngineConfig(
             kind="http", http=HttpConfig(urls=("http://127.0.0.1:1",), flavour="millstream", folder=str(tmp_path))
         )
-        servers = build_fleet(http, make("qwen3"), is_queueing=True, clock=VirtualClock(), sink=MemorySink())
+        site = LocalSite(RunConfig(model=ModelConfig(tiny=TinyConfig()), engine=http))
+        clock, sink = VirtualClock(), MemorySink()
+        await site.open(Around(model=make("qwen3"), tokenizer=None, folder=tmp_path, clock=clock, sink=sink))
+        servers = build_fleet(site, http, is_queueing=True, clock=clock, sink=sink)
         with pytest.raises(ConfigError, match="servers that others have started"):
             await servers.scale(2)
 

@@ -14,7 +14,8 @@ from millstream.engine.process import ProcessHost
 from millstream.engine.torch import TorchEngine
 from millstream.events import ReplicaLeft, RunEnded, WeightsLoaded
 from millstream.events.sinks import MemorySink, read_events
-from millstream.runtime.build import build_fleet
+from millstream.runtime.build import build_engine
+from millstream.runtime.fleet import Fleet
 from millstream.runtime.router import Router
 from millstream.types import Completion, Request
 from runs import assert_clean, command, start, steps_of, until
@@ -73,7 +74,15 @@ def test_a_replica_that_is_drained_or_killed_in_the_middle_changes_no_answer() -
 
     async def play() -> list[list[Completion]]:
         config = EngineConfig(replicas=2, slots=8, process=True, answer_s=60.0)
-        fleet = build_fleet(config, make("qwen3"), is_queueing=True, clock=RealClock(), sink=sink, seed=0)
+        model, clock = make("qwen3"), RealClock()
+        fleet = Fleet(
+            lambda name: build_engine(config, model, clock=clock, sink=sink, name=name),
+            config.replicas,
+            is_queueing=True,
+            patience_s=config.answer_s,
+            clock=clock,
+            sink=sink,
+        )
         router = fleet.router
         try:
             assert [engine.name for engine in router.engines] == ["engine-0", "engine-1"]

@@ -250,7 +250,7 @@ def test_what_a_stage_refuses_is_not_asked_again(tmp_path: Path, outbox: Outbox)
     assert launcher.num_launched == 1
 
 
-def test_a_stage_that_finds_no_place_says_why(tmp_path: Path) -> None:
+def test_a_stage_that_finds_no_place_says_why(tmp_path: Path, quick: None) -> None:
     class NoRoom(LocalLauncher):
         def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> LocalWorker:
             raise ClusterError(f"waited 300 s for {name}")
@@ -258,7 +258,7 @@ def test_a_stage_that_finds_no_place_says_why(tmp_path: Path) -> None:
     remote = RemoteScorer(begin(make("qwen3"), tmp_path), NoRoom())
 
     async def program() -> None:
-        with pytest.raises(LearnerError, match="the reference broke: waited 300 s for reference"):
+        with pytest.raises(LearnerError, match="gone again: the reference broke: waited 300 s for reference"):
             await remote.ready()
 
     asyncio.run(closing(remote, program()))

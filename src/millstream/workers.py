@@ -41,6 +41,11 @@ class Worker(Protocol):
         """How it ended, in words, or None if it lives after so long. None: waits for ever."""
         ...
 
+    @property
+    def has_died(self) -> bool:
+        """Of one that has ended: whether not by itself, its work being done or refused."""
+        ...
+
 
 class Launcher(Protocol):
     def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> Worker:
@@ -94,6 +99,10 @@ class LocalWorker:
             self._hearing.join(HEARD_S)
         last = f"; it said last: {self._said[-1]}" if self._said else ""
         return f"its process ended with exit code {code}{last}"
+
+    @property
+    def has_died(self) -> bool:
+        return self.process.poll() != 0
 
 
 class LocalLauncher:

@@ -213,6 +213,16 @@ class ReplicaJoined(Event, frozen=True, kw_only=True):
     version: int
 
 
+class WorkerStarted(Event, frozen=True, kw_only=True):
+    """A process of a cluster has begun to work for the run."""
+
+    worker: str
+    what: str
+    """engine, learner, stage, environment, reward or store."""
+    pid: int
+    node: str
+
+
 class LearnerRestarted(Event, frozen=True, kw_only=True):
     """The learner's processes died, or the critic's, and others took their place: from a checkpoint, through all that had been
     trained since."""
@@ -379,6 +389,7 @@ AnyEvent = (
     | WeightsLoaded
     | ReplicaLeft
     | ReplicaJoined
+    | WorkerStarted
     | LearnerRestarted
     | Span
     | Stalled

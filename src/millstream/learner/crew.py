@@ -50,7 +50,7 @@ class Failure(NamedTuple):
     what: str
     is_own: bool
     is_death: bool = False
-    """Its process ended by itself, and had not said why."""
+    """It never came, or its process ended, and not because it had nothing more to do."""
 
 
 class Broken(Exception):
@@ -63,7 +63,7 @@ class Member:
     def __init__(self, job: Job, launcher: Launcher, failures: list[Failure]) -> None:
         self._job, self._failures, self._launcher = job, failures, launcher
         self.worker: Worker | None = None
-        self.is_closing = self._is_gone = self._is_connected = self._has_refused = False
+        self.is_closing = self._is_gone = self._is_connected = False
         self._unsent: list[bytes] = [frame(job.setup)]
         self._waiting: dict[int, Future[Answer]] = {READY: Future()}
         self.ready = self._waiting[READY]
@@ -76,7 +76,7 @@ class Member:
         try:
             worker = self._launcher.launch(job.kind, job.module, name=job.name, descriptors=job.descriptors)
         except MillstreamError as error:
-            self._failures.append(Failure(job.place, str(error), is_own=True))
+            self._failures.append(Failure(job.place, str(error), is_own=True, is_death=True))
             self._give_up()
             return
         finally:
@@ -122,7 +122,7 @@ class Member:
                 self._settle(decoder.decode(payload))
         if not self.is_closing:
             how = worker.ended(CLOSE_S) or "its process closed its line"
-            self._failures.append(Failure(self._job.place, how, is_own=True, is_death=not self._has_refused))
+            self._failures.append(Failure(self._job.place, how, is_own=True, is_death=worker.has_died))
         self._give_up()
 
     def _settle(self, answer: Answer) -> None:
@@ -131,7 +131,6 @@ class Member:
         if answer.error is None:
             waiting.set_result(answer)
             return
-        self._has_refused = True
         self._failures.append(Failure(self._job.place, answer.error, answer.is_own))
         waiting.set_exception(Broken())
 

@@ -35,7 +35,9 @@ class Ranks(Crew):
 
 
 def _job(setup: Setup, rank: int) -> Job:
-    plan = structs.replace(setup.plan, rank=rank)
+    is_here = setup.layout is not None  # else each has a GPU that it alone sees
+    device = f"cuda:{rank}" if setup.plan.device == "cuda" and is_here else setup.plan.device
+    plan = structs.replace(setup.plan, rank=rank, device=device)
     memory = None if setup.memory is None else os.dup(setup.memory)
     delivery = setup.delivery if rank == 0 else None
     return Job(

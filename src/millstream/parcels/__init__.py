@@ -1,7 +1,8 @@
 """What is said of staged weights: where they are to be had, and what they must be when they arrive.
 
-A parcel is small and plain: it goes through MessagePack to any process, and whoever has it may take the weights by whichever way
-reaches them. The token in it opens the outbox's sender, so a parcel is for those who may have the weights; it never shows in a log.
+A parcel is small and plain: it goes through MessagePack to any process, and whoever has it may take the weights by whichever
+way reaches them. The token in it opens the outbox's sender, so a parcel is for those who may have the weights; it does not show
+when a parcel is printed.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Parcel(Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return (
-            f"Parcel(version={self.version}, serial={self.serial}, num_bytes={self.num_bytes}, node={self.node!r}, path={self.path!r}, "
-            f"sender={self.sender}, folder={self.folder!r})"
+            f"Parcel(version={self.version}, serial={self.serial}, num_bytes={self.num_bytes}, node={self.node!r}, "
+            f"path={self.path!r}, sender={self.sender}, folder={self.folder!r})"
         )
 
 

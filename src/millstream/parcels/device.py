@@ -32,7 +32,7 @@ class DeviceBuffer:
         torch.cuda.synchronize(self.bytes.device)
         if self._handle is None:
             device, memory, num_bytes, offset, counter, counter_offset, event, is_event_waited_for = (
-                self.bytes.untyped_storage()._share_cuda_()
+                self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
             )
             self._handle = Handle(
                 gpu=gpu_of(device),

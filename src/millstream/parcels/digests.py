@@ -33,8 +33,8 @@ def check(bucket: Tensor, number: int, parcel: Parcel) -> None:
     found, expected = digest(bucket), parcel.digests[number]
     if found != expected:
         raise WeightsError(
-            f"bucket {number} of version {parcel.version} ({_tensors(number, parcel)}) has the digest {found}, expected {expected}: "
-            "somebody wrote into it after it was staged, or its memory is faulty"
+            f"bucket {number} of version {parcel.version} ({_tensors(number, parcel)}) has the digest {found}, "
+            f"expected {expected}: somebody wrote into it after it was staged, or its memory is faulty"
         )
 
 

@@ -5,6 +5,7 @@ The nearest way that the parcel has and this process can go is tried first; wher
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -56,16 +57,16 @@ class Inbox:
     """May be used from several threads."""
 
     def __init__(self, node: str, *, timeout_s: float = 120.0, device: torch.device | None = None) -> None:
-        """`timeout_s`: how long a take may last in which broadcasts fail and are begun anew. `device`: where weights are that NCCL brings (by
-        default the current GPU); gloo brings them to the host."""
+        """`timeout_s`: how long a take may last in which broadcasts fail and are begun anew. `device`: where weights are that
+        NCCL brings (by default the current GPU); gloo brings them to the host."""
         self.node = node
         self._timeout_s, self._device = timeout_s, device or torch.device("cuda")
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
 
     def take(self, parcel: Parcel) -> Taken:
-        """Raises `WeightsSuperseded` if newer weights are in their place, `WeightsUnreachable` if no way led to them (it says why of each), and
-        `WeightsError` if what arrived is not what was staged. May block for as long as `timeout_s` and the transfer last."""
+        """Raises `WeightsSuperseded` if newer weights are in their place, `WeightsUnreachable` if no way led to them (it says
+        why of each), and `WeightsError` if what arrived is not what was staged. May block for `timeout_s` and a transfer."""
         failures: list[str] = []
         for way in self.ways(parcel):
             try:
@@ -78,8 +79,8 @@ class Inbox:
                 f"version {parcel.version} of node {parcel.node} was not to be had; " + "; ".join(failures)
             )
         raise WeightsUnreachable(
-            f"version {parcel.version} is staged on node {parcel.node} for its own processes, and this is node {self.node}: add "
-            '"broadcast" to weights.ways, or "files" with a folder that both nodes see'
+            f"version {parcel.version} is staged on node {parcel.node} for its own processes, and this is node {self.node}: "
+            'add "broadcast" to resources.weights, or "files" with a folder that both nodes see'
         )
 
     def ways(self, parcel: Parcel) -> list[Way]:
@@ -131,19 +132,13 @@ class Inbox:
             raise
 
     def _from_sender(self, parcel: Parcel) -> Taken:
-        found: list[Tensor] = []
-
+        @functools.cache
         def memory(backend: Backend) -> Tensor:
-            found[:] = found or [
-                self._room(parcel.num_bytes, self._device if backend == "nccl" else torch.device("cpu"))
-            ]
-            return found[0]
+            return self._room(parcel.num_bytes, self._device if backend == "nccl" else torch.device("cpu"))
 
-        try:
-            flat = receive(parcel, memory, deadline=time.monotonic() + self._timeout_s)
-        except BaseException:
-            self._free += found
-            raise
+        flat = receive(
+            parcel, memory, deadline=time.monotonic() + self._timeout_s
+        )  # what a failure leaves is not used again
         return Taken(parcel, "broadcast", views_of(flat, parcel.layout), lambda: self._free.append(flat))
 
     def _room(self, num_bytes: int, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
 """The sender's end: a version is staged on its node, and a parcel says how to take it.
 
 `put` copies at the speed of memory and waits for nobody: not for those who take, nor for those who still have an older version.
-What a parcel says is there stays as it is while anybody has it; afterwards it stays until two more have been put.
+What somebody has taken stays as it is for as long as it has it. What nobody has taken yet stays until two more have been put,
+unless others have all other slots.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ class Outbox:
         bucket_bytes: int = BUCKET_BYTES,
         device: torch.device | None = None,
         backend: Backend = "gloo",
-        round_s: float = 30.0,
+        round_s: float = 10.0,
     ) -> None:
         """`host`: the address under which other nodes reach this one; nothing listens on any other.
 
-        `device`: the GPU with the copy for "ipc" (by default the current one), and from which NCCL sends. `round_s`: how long a broadcast may
-        stand still before those in it begin anew.
+        `device`: the GPU with the copy for "ipc" (by default the current one), and from which NCCL sends. `round_s`: how
+        long a broadcast may stand still before those in it begin anew.
         """
         _check(ways, files, bucket_bytes)
         self._node, self._ways, self._files, self._bucket_bytes = node, tuple(ways), files, bucket_bytes
@@ -76,19 +77,26 @@ class Outbox:
         self._folders: list[Path] = []
         self._parcels: dict[int, Parcel] = {}
         self._num_put = self._num_bytes = 0
+        self._is_closed = False
         self._token = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._sender: Sender | None = None
         if "broadcast" in ways:
-            self._sender = Sender(
-                host, self._parcels.get, token=self._token, backend=backend, device=self._device, round_s=round_s
-            )
+            try:
+                self._sender = Sender(
+                    host, self._parcels.get, token=self._token, backend=backend, device=self._device, round_s=round_s
+                )
+            except WeightsError:
+                self._slots.close()
+                raise
 
     @torch.no_grad()
     def put(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Parcel:
-        """The tensors are looked at one after the other and may be gone afterwards. When it returns, the parcel can be taken, by all
-        of its ways. Raises `WeightsError` if there is no room, or every slot is in use."""
+        """The tensors are looked at one after the other and may be gone afterwards. When it returns, the parcel can be taken,
+        by all of its ways. Raises `WeightsError` if there is no room, or every slot is in use."""
         with self._lock:
+            if self._is_closed:
+                raise WeightsError(f"version {version} put into an outbox that is closed")
             slot = self._slots.claim()
             try:
                 slot.begin(version, serial := self._num_put)
@@ -151,9 +159,12 @@ class Outbox:
 
     def close(self) -> None:
         """Nothing more is sent, and its files are removed. Whoever has weights of it keeps them until they are released."""
-        if self._sender is not None:
-            self._sender.close()
         with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._sender is not None:
+                self._sender.close()
             self._parcels.clear()
             self._slots.close()
             self._buffers.clear()
@@ -180,14 +191,14 @@ def fill(stage: Slot | DeviceBuffer, weights: Iterable[tuple[str, Tensor]]) -> L
 def _check(ways: Sequence[Way], files: Path | None, bucket_bytes: int) -> None:
     if strange := set(ways) - set(get_args(Way)):
         raise WeightsError(
-            f"weights.ways has {', '.join(sorted(strange))}: expected some of {', '.join(get_args(Way))}"
+            f"resources.weights has {', '.join(sorted(strange))}: expected some of {', '.join(get_args(Way))}"
         )
     if not ways:
-        raise WeightsError(f"weights.ways is empty: expected some of {', '.join(get_args(Way))}")
+        raise WeightsError(f"resources.weights is empty: expected some of {', '.join(get_args(Way))}")
     if "files" in ways and files is None:
-        raise WeightsError('weights.ways has "files": say in which folder, one that all nodes see')
+        raise WeightsError('resources.weights has "files": say in which folder, one that all nodes see')
     if "ipc" in ways and not torch.cuda.is_available():
-        raise WeightsError('weights.ways has "ipc", and torch sees no GPU here: use "shared"')
+        raise WeightsError('resources.weights has "ipc", and torch sees no GPU here: use "shared"')
     if bucket_bytes <= 0 or bucket_bytes % ALIGNMENT:
         raise WeightsError(f"bucket_bytes is {bucket_bytes}: expected a multiple of {ALIGNMENT}")
 

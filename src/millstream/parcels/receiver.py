@@ -23,8 +23,8 @@ AGAIN_S = 0.05
 def receive(parcel: Parcel, memory: Callable[[Backend], Tensor], *, deadline: float) -> Tensor:
     """The verified bytes, in the memory that is given for them: on the host for gloo, on a device for NCCL.
 
-    A round that fails is followed by the next, until the deadline. Raises `WeightsUnreachable` if the sender is gone or refuses,
-    `WeightsSuperseded` if it has something newer in their place.
+    A round that fails is followed by the next, until the deadline. Raises `WeightsUnreachable` if the sender is gone or
+    refuses, `WeightsSuperseded` if it has something newer in their place.
     """
     while True:
         try:

@@ -1,10 +1,11 @@
-"""A round of a broadcast: the sender and those who asked for the same weights, in a process group that lives as long as the round.
+"""A round of a broadcast: the sender and those who asked for the same weights, in a process group that lives as long as it.
 
-What is said around it goes over a socket that begins with the outbox's token: `Ask`, then `Begin` or `Refused`, then the buckets in
-the group, then `Done` from everyone who has them all, then `Over`: nobody leaves while others still receive through it. Whoever
-dies closes its sockets, those next to it fail and close theirs, and so on: a death ends the round for all at once. Whoever hangs
-ends it after its time limit.
+What is said around it goes over a socket that begins with the outbox's token: `Ask`, then `Begin` or `Refused`, then the
+buckets in the group, then `Done` from everyone who has them all, then `Over`: nobody leaves while others still receive through
+it. Whoever dies closes its sockets, those next to it fail and close theirs, and so on: a death ends the round for all, mostly
+at once. Whoever hangs ends it after the time limit, as does a death that gloo does not notice.
 
+The token guards the asking. The group's own connections have none; they are open while a round lasts, on the same addresses.
 The group is made of torch's classes directly. The default group is not touched: it is the learner's.
 """
 
@@ -119,7 +120,10 @@ def join(store: Store, rank: int, size: int, *, backend: Backend, address: str, 
 
 
 def broadcast(group: Any, buckets: Iterable[Tensor], on_arrival: Callable[[Tensor, int], None]) -> None:
-    """From rank 0 to all, one after the other; while one is looked at, the next is on its way. Raises `RuntimeError` if somebody is gone."""
+    """From rank 0 to all, one after the other; while one is looked at, the next is on its way.
+
+    Raises `RuntimeError` if somebody is gone.
+    """
     options = BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     before: tuple[Any, Tensor, int] | None = None

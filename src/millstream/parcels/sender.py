@@ -9,7 +9,6 @@ from __future__ import annotations
 import hmac
 import logging
 import queue
-import select
 import socket
 import threading
 import time
@@ -130,6 +129,8 @@ class Sender:
             together = [asker for asker in waiting if asker.serial == waiting[0].serial]
             waiting = [asker for asker in waiting if asker not in together]
             self._serve([asker for asker in together if _is_there(asker.talk.end)])
+        while not self._asking.empty():
+            waiting += self._next(0.0)
         for asker in waiting:
             asker.talk.close()
 
@@ -178,6 +179,7 @@ class Sender:
         for talk in talks:
             if not isinstance(talk.hear(self._round_s), Done):
                 raise RoundFailed("expected Done")
+        logger.info("version %d went to %d in one broadcast", parcel.version, len(talks))
         for talk in talks:
             with suppress(RoundFailed):  # it has all that it asked for
                 talk.say(Over())
@@ -194,4 +196,13 @@ def _exactly(end: socket.socket, num_bytes: int) -> bytes:
 
 def _is_there(end: socket.socket) -> bool:
     """Whether it is still connected. It has said all that it has to say, so there is something to read only if it is gone."""
-    return not select.select([end], [], [], 0)[0]
+    end.setblocking(False)
+    try:
+        end.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        end.settimeout(GREETING_S)
+    return False

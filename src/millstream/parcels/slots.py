@@ -1,8 +1,8 @@
 """Files of shared memory that hold a version each.
 
-A reader has a lock on the file while it looks at it, and the writer takes only files that nobody has a lock on: nothing is ever
-overwritten under a reader. The locks are the kernel's (`flock`), so one who dies gives them back. What a killed writer left in the
-folder is removed by the next one there.
+A reader has a lock on the file while it looks at it, and the writer takes only files that nobody has a lock on: nothing is
+ever overwritten under a reader. The locks are the kernel's (`flock`), so one who dies gives them back. What a killed writer
+left in the folder is removed by the next one there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8sqqq")
 MAGIC = b"weights1"
 OWNER = ".owner"
+NOTHING = -1
+"""In place of a serial number: such a slot is used before all others."""
 
 
 class Header(NamedTuple):
@@ -41,7 +43,7 @@ class Slot:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.serial = -1
+        self.serial = NOTHING
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._resize(0)
 
@@ -56,20 +58,24 @@ class Slot:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def begin(self, version: int, serial: int) -> None:
-        """From here to `finish` its header says that it is not whole, in case that we die in between."""
-        self.serial = serial
+        """From here to `finish` its header says that it is not whole, in case that we fail or die in between."""
+        self.serial = NOTHING
         self._say(Header(version, serial, is_whole=False))
 
     def finish(self, num_bytes: int) -> None:
         """It holds so many bytes, no more, and they are all there."""
         if num_bytes < len(self.bytes):
             self._resize(num_bytes)
-        self._say(Header(*self._header[:2], is_whole=True))
+        self._say(self._header._replace(is_whole=True))
+        self.serial = self._header.serial
 
     def reserve(self, num_bytes: int) -> None:
         """Room for so many bytes, which is really there; what is written stays. Raises `WeightsError` if there is none."""
         if num_bytes > len(self.bytes):
-            self._resize(max(num_bytes, 3 * len(self.bytes) // 2))
+            try:
+                self._resize(max(num_bytes, 3 * len(self.bytes) // 2))
+            except WeightsError:  # perhaps there is room for what is needed, if not for what comes next
+                self._resize(num_bytes)
 
     def close(self) -> None:
         """The file is removed; a reader that has it keeps what it has."""
@@ -96,15 +102,16 @@ class Slots:
     """Those of one writer, at most so many. Not for several threads."""
 
     def __init__(self, folder: Path, *, most: int) -> None:
-        self._folder, self._most = folder, most
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _remove_orphans(folder)
+        self._folder, self._most = folder.absolute(), most
         self.name = secrets.token_hex(8)
-        self._owner = _locked_file(folder, self.name)
+        try:
+            self._owner = _move_in(self._folder, self.name)
+        except OSError as error:
+            raise WeightsError(f"cannot stage weights in {self._folder}: {error.strerror or error}") from error
         self._slots: list[Slot] = []
 
     def claim(self) -> Slot:
-        """A slot with the writer's lock, the one with the oldest content. The newest content is left alone while there is another."""
+        """A slot with the writer's lock, the one with the oldest content. The newest is left alone while there is another."""
         by_age = sorted(self._slots, key=lambda slot: slot.serial)
         for slot in by_age[:-1]:
             if slot.try_lock():
@@ -165,7 +172,8 @@ def hold(parcel: Parcel) -> Held:
         found = _header_of(descriptor)
         if not is_locked or found.serial != parcel.serial:
             raise WeightsSuperseded(
-                f"version {parcel.version} is superseded by version {found.version}, which is in its slot {parcel.path}: fetch the newest"
+                f"version {parcel.version} is superseded by version {found.version}, which is in its slot {parcel.path}: "
+                "fetch the newest"
             )
         if not found.is_whole:
             raise WeightsUnreachable(f"{parcel.path} is half written: whoever wrote it has died")
@@ -181,6 +189,15 @@ def _header_of(descriptor: int) -> Header:
     if magic != MAGIC:
         raise WeightsUnreachable(f"no slot of weights: it begins with {said[:8]!r}, expected {MAGIC!r}")
     return Header(version, serial, bool(is_whole))
+
+
+def _move_in(folder: Path, name: str) -> int:
+    """The folder is there and has our owner's file; what others left is gone. The descriptor of that file."""
+    while True:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_orphans(folder)
+        with suppress(FileNotFoundError):  # whoever moved out just now took the folder with it
+            return _locked_file(folder, name)
 
 
 def _locked_file(folder: Path, name: str) -> int:

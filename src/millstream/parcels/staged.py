@@ -1,4 +1,4 @@
-"""Weights that are elsewhere, as a mapping: whoever looks at a tensor makes it take them, whoever can take the parcel need not."""
+"""Weights that are elsewhere, as a mapping: who looks at a tensor makes it take them, who can take the parcel need not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millstream.parcels.inbox import Inbox, Taken
 
 
 class StagedWeights(Mapping[str, Tensor]):
-    """Names are known without taking anything. What is taken stays until `release`, or until nobody has this or a tensor of it."""
+    """Names are known without taking anything. What is taken stays until `release`, or until nobody has it any more."""
 
     def __init__(self, parcel: Parcel, inbox: Inbox) -> None:
         """`inbox`: of the node of whoever may look at it."""

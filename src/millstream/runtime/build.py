@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,11 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millstream.algo import advantage_of, credit_for, needs_critic, shaping
 from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
-from millstream.engine import Engine, EngineConfig
+from millstream.engine import EngineConfig
 from millstream.engine.http import HttpEngine
 from millstream.engine.process import ProcessHost
 from millstream.engine.pushes import Pushes
-from millstream.engine.torch import START_S, Host, ThreadHost, TorchEngine
+from millstream.engine.torch import Host, ThreadHost, TorchEngine
 from millstream.engine.vllm import build_vllm
 from millstream.env import Content
 from millstream.env.data import DataSet
@@ -40,7 +40,6 @@ from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.model.where import check_path
 from millstream.runtime.config import ModelConfig, RunConfig, critic_of, server_token
-from millstream.runtime.fleet import Fleet
 from millstream.runtime.pipeline import Algorithm, GroupReward
 from millstream.runtime.stages import Stage, store_tasks
 from millstream.seeds import derive_seed
@@ -52,7 +51,6 @@ from millstream.workers import Launcher
 logger = logging.getLogger(__name__)
 MOST_PROMPTS_CHECKED = 10_000
 MOST_PIECES = 5
-SERVERS = "the engine is made of servers that others have started: engine.http.urls says which"
 MOST_PROMPTS_KEPT = 32_768
 MOST_CHARACTERS_KEPT = 256
 """Of a text that is kept with its tokens."""
@@ -296,35 +294,6 @@ def _torch_engine(
         sink=sink,
         answer_s=config.answer_s,
         name=name,
-    )
-
-
-def build_fleet(
-    config: EngineConfig,
-    model: PreTrainedModel,
-    *,
-    is_queueing: bool,
-    clock: Clock,
-    sink: EventSink,
-    seed: int = 0,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    make: Callable[[str], Engine] | None = None,
-) -> Fleet:
-    """As many engines as the config asks for, behind one router. `make`: whoever makes them elsewhere, in processes."""
-    is_mortal = config.kind == "torch" and (make is not None or has_process(config, model))
-
-    def here(name: str) -> Engine:
-        return build_engine(config, model, clock=clock, sink=sink, name=name, seed=seed, tokenizer=tokenizer)
-
-    return Fleet(
-        make or here,
-        config.replicas,
-        is_queueing=is_queueing,
-        patience_s=max(config.answer_s, START_S),
-        clock=clock,
-        sink=sink,
-        is_lone_replaced=config.kind == "vllm" or is_mortal,
-        why_fixed=SERVERS if config.kind == "http" else "",
     )
 
 

@@ -173,9 +173,10 @@ class RayWorker:
         return f"its process {self.pid} ended: {_why(self._sitting)}"
 
     @property
-    def end(self) -> Future[None]:
-        """Done, in whichever way, when it has ended."""
-        return self._sitting
+    def has_died(self) -> bool:
+        """One that has done its work ends itself, which Ray tells from a death."""
+        error = self._sitting.exception() if self._sitting.done() else None
+        return error is not None and "exit_actor" not in str(error)
 
 
 class Switchboard:

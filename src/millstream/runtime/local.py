@@ -52,7 +52,7 @@ from millstream.events import (
 )
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events, read_history
 from millstream.learner import LearnerConfig, RunCritic, RunLearner
-from millstream.model.adapters import lora_of, merged
+from millstream.model.adapters import lora_of, merged, trained_weights
 from millstream.model.load import load_weights, save_model, set_up_cpu
 from millstream.runtime import build, build_stages, checkpoint, supervised
 from millstream.runtime.build_stages import Staff
@@ -67,7 +67,7 @@ from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.replay import ReplayedLearner
 from millstream.runtime.replay_critic import ReplayedCritic
 from millstream.runtime.router import Router
-from millstream.runtime.site import Site, site_for
+from millstream.runtime.site import Around, Site, build_fleet, site_for
 from millstream.runtime.state import CRITIC_FOLDER
 from millstream.runtime.supervised import Supervised
 from millstream.runtime.waits import Waits
@@ -450,7 +450,14 @@ class _Run:
 
     async def _run(self) -> None:
         prepared = self._prepared
-        opening = prepared.site.open(prepared.model, prepared.tokenizer_for_stops)
+        around = Around(
+            model=prepared.model,
+            tokenizer=prepared.tokenizer_for_stops,
+            folder=self._folder.path,
+            clock=self._clock,
+            sink=self._sink,
+        )
+        opening = prepared.site.open(around)
         await self._waits.on("the run", "a place for its parts", opening, has_deadline=False)  # it has one of its own
         try:
             await self._run_there()
@@ -459,16 +466,12 @@ class _Run:
 
     async def _run_there(self) -> None:
         prepared, config = self._prepared, self._prepared.config
-        site = prepared.site
-        fleet = build.build_fleet(
+        fleet = build_fleet(
+            prepared.site,
             config.engine,
-            prepared.model,
             is_queueing=not config.pipeline.is_in_lockstep,
             clock=self._clock,
             sink=self._sink,
-            seed=config.seed,
-            tokenizer=prepared.tokenizer_for_stops,
-            make=partial(site.make_engine, clock=self._clock, sink=self._sink) if site.is_elsewhere else None,
         )
         evaluator = _Evaluator(prepared, fleet.router, self._clock, self._sink, self._waits)
         replacing = asyncio.create_task(fleet.replace(self._adopt))
@@ -508,6 +511,7 @@ class _Run:
             if self._stopped_by is None:
                 saving = asyncio.to_thread(self._save, learner)
                 await self._waits.on("the run", "the model to be saved", saving)
+                fleet.remember(self._prepared.config.pipeline.steps, trained_weights(self._prepared.model))
         finally:
             await learner.close()
 
@@ -589,7 +593,7 @@ class _Run:
         def make() -> RunLearner:
             return prepared.site.build_learner(prepared.tokenizer, learner=learner, recipe=recipe, num_steps=num_steps)
 
-        if learner.ranks == 1 and not prepared.site.is_elsewhere:
+        if not prepared.site.has_ranks_elsewhere(learner):
             return make()
         return ReplayedLearner(
             make,
@@ -631,6 +635,7 @@ class _Run:
             weights = await self._waits.on("warm-up", "the learner to copy weights", learner.weights())
             await self._waits.on("warm-up", "every engine to load its weights", fleet.load(0, weights))
             load_weights(prepared.model, weights)  # where the learner has changed another copy
+            fleet.remember(0, trained_weights(prepared.model))  # that copy ends with the learner
         finally:
             self._end_grace()
             self._supervised_step = self._supervised.step_kept
@@ -694,7 +699,7 @@ class _Run:
             stages=staff.stages,
             critic=staff.critic,
             proximal=staff.proximal,
-            channel=prepared.site.new_channel(self._version),
+            channel=prepared.site.new_channel(self._version, learner),
             clock=self._clock,
             sink=self._sink,
             waits=self._waits,

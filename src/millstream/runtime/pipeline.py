@@ -28,7 +28,15 @@ from millstream.algo.credit import Credit
 from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.env import Environment
-from millstream.errors import DataError, EngineGone, LagError, MillstreamError, StreamEnded, WeightsError
+from millstream.errors import (
+    DataError,
+    EngineGone,
+    LagError,
+    MillstreamError,
+    StreamEnded,
+    WeightsError,
+    WeightsUnreachable,
+)
 from millstream.events import (
     Event,
     EventSink,
@@ -703,6 +711,11 @@ class Pipeline:
         if not self._has_warned_of_weights:
             self._has_warned_of_weights = True
             self._emit(Warned(at=self._now(), message=f"{owner}: {error}; it tries again, and so does whoever is next"))
+        if isinstance(error, WeightsUnreachable):
+            weights = await self.waits.on(owner, "weights to be staged anew", self._channel.anew())
+            if weights is not None:
+                self._first = None if self._first is None else Publication(self._first.version, weights)
+                return
         version = self._channel.version
         newer = self._pulse.until(lambda: self._channel.version > version)
         with suppress(TimeoutError):

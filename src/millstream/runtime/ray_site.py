@@ -17,22 +17,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from msgspec import structs
+from transformers import PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
-from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.engine.process import plan_of
 from millstream.engine.remote import MODULE, RemoteHost
 from millstream.engine.remote import Setup as EngineSetup
 from millstream.engine.torch import TorchEngine
 from millstream.errors import ClusterError
-from millstream.events import EventSink
-from millstream.learner import LearnerConfig
+from millstream.events import WorkerStarted
+from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.fsdp import Elsewhere, FsdpLearner
 from millstream.learner.orders import Source
 from millstream.model.load import context_length, model_weights
@@ -42,7 +44,9 @@ from millstream.runtime import build
 from millstream.runtime.build_stages import Lasting, Place, Staff, build_remote_staff
 from millstream.runtime.cluster import Cluster, RayWorker
 from millstream.runtime.config import RunConfig
+from millstream.runtime.replay import ReplayedLearner
 from millstream.runtime.resources import placement_of
+from millstream.runtime.site import Around, local_engine
 from millstream.runtime.stages import Stage
 from millstream.store import Store
 from millstream.store.client import StoreClient
@@ -55,8 +59,6 @@ from millstream.workers import Kind, Launcher
 
 class RaySite:
     """See `millstream.runtime.site.Site` for the promises. It launches processes itself, once it is open."""
-
-    is_elsewhere = True
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._resources = config, config.resources
@@ -74,26 +76,39 @@ class RaySite:
         return self._cluster
 
     def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> RayWorker:
-        return self.cluster.launch(kind, module, name=name, descriptors=descriptors)
+        worker = self.cluster.launch(kind, module, name=name, descriptors=descriptors)
+        self._say_started(name, kind, worker.pid, worker.node)
+        return worker
 
-    async def open(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._model, self._tokenizer = model, tokenizer
+    def _say_started(self, worker: str, what: str, pid: int, node: str) -> None:
+        at = self._around.clock.now()
+        self._around.sink.emit(WorkerStarted(at=at, worker=worker, what=what, pid=pid, node=node))
+
+    async def open(self, around: Around) -> None:
+        self._around, self._model = around, around.model
+        self._files = str((around.folder / "weights").absolute())
         config = self._config
         placement = placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
         self._cluster = await asyncio.to_thread(Cluster, config.resources, placement)
-        self._outbox = open_outbox(self._delivery(), node=self.cluster.node, host=self.cluster.host)
-        self._first = await asyncio.to_thread(self._stage, model_weights(model))
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put handlers of its own in the place of the run's
+            with suppress(ValueError):  # only the main thread may handle signals
+                signal.signal(number, signal.getsignal(number))
+        self._outbox = open_outbox(self._delivery(is_of_rank=False), node=self.cluster.node, host=self.cluster.host)
+        self._first = await asyncio.to_thread(self._stage, model_weights(around.model))
 
-    def _delivery(self, files: Path | None = None) -> Delivery:
-        """Over the network only where there is one, on the device only where there is one."""
-        cluster = self.cluster
-        ways: list[Way]
-        match self._resources.weights:
-            case "auto":
-                ways = ["shared"] if cluster.is_on_loopback else ["shared", "broadcast"]
-            case way:
-                ways = [way]
-        return Delivery(ways=tuple(ways), files=None if files is None else str(files))
+    def _delivery(self, *, is_of_rank: bool) -> Delivery:
+        """Over the network only where there is one, and on a device only by who has one: the driver has none."""
+        resources = self._resources
+        ways: tuple[Way, ...]
+        if resources.weights is not None:
+            ways = resources.weights
+        else:
+            is_on_gpu = bool(resources.learner_gpus and resources.engine_gpus and resources.colocate)
+            ways = ("ipc",) if is_on_gpu else ("shared",)
+            ways += () if self.cluster.is_on_loopback else ("broadcast",)
+        if not is_of_rank and "ipc" in ways:
+            ways = tuple(dict.fromkeys("shared" if way == "ipc" else way for way in ways))
+        return Delivery(ways=ways, files=self._files if "files" in ways else None)
 
     def _stage(self, weights: Weights) -> Parcel:
         assert self._outbox is not None
@@ -101,12 +116,19 @@ class RaySite:
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
-    def make_engine(self, name: str, *, clock: Clock, sink: EventSink) -> Engine:
-        config = self._config.engine
+    @property
+    def is_lone_engine_replaced(self) -> bool:
+        return self._config.engine.kind == "torch"
+
+    def has_ranks_elsewhere(self, learner: LearnerConfig) -> bool:
+        return True
+
+    def make_engine(self, name: str) -> Engine:
+        config, around = self._config.engine, self._around
         if config.kind != "torch":
-            return build.build_engine(config, self._model, clock=clock, sink=sink, name=name, seed=self._config.seed)
+            return local_engine(self._config, around, name)
         device = "cuda" if self._resources.engine_gpus else "cpu"
-        plan = plan_of(self._model, config, self._tokenizer, device)
+        plan = plan_of(self._model, config, around.tokenizer, device)
         host = RemoteHost(
             lambda: self.launch("engine", MODULE, name=name),
             EngineSetup(plan=plan, parcel=self._first),
@@ -117,8 +139,8 @@ class RaySite:
             host,
             slots=config.slots,
             max_length=context_length(self._model),
-            clock=clock,
-            sink=sink,
+            clock=around.clock,
+            sink=around.sink,
             answer_s=config.answer_s,
             name=name,
         )
@@ -141,29 +163,37 @@ class RaySite:
                 host=cluster.host,
                 node=cluster.node,
                 first=self._first,
-                delivery=self._delivery(),
+                delivery=self._delivery(is_of_rank=True),
                 device="cuda" if self._resources.learner_gpus else "cpu",
             ),
         )
 
     def build_staff(self, kept: Path | None, lasting: Lasting) -> Staff:
-        cluster = self.cluster
         place = Place(
             launcher=self,
-            open_outbox=lambda: open_outbox(self._delivery(), node=cluster.node, host=cluster.host),
+            open_outbox=self._stage_outbox,
             device="cuda" if self._resources.stage_gpus else "cpu",
             lasting=lasting,
         )
         return build_remote_staff(self._config, self._model, kept, place)
 
+    def _stage_outbox(self) -> Outbox:
+        """Files of one do not lie where another's do."""
+        delivery = self._delivery(is_of_rank=False)
+        if delivery.files is not None:
+            delivery = structs.replace(delivery, files=f"{delivery.files}/stage-{next(self._numbers)}")
+        return open_outbox(delivery, node=self.cluster.node, host=self.cluster.host)
+
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         tasks, capacity = build.store_plan(self._config, stages)
         self._store = await asyncio.to_thread(RayStore, tasks, capacity_rows=capacity)
+        self._say_started("the store's coordinator", "store", self._store.pid, self.cluster.node)
         self._client = await self._store.connect("pipeline")
         return self._client
 
-    def new_channel(self, version: int) -> WeightChannel:
-        return RemoteChannel(version)
+    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
+        """Weights that died with whoever had staged them are staged anew by the learner that took its place."""
+        return RemoteChannel(version, learner.weights_of if isinstance(learner, ReplayedLearner) else None)
 
     async def close(self) -> None:
         """Numbered, since each leans on the next: 1. our line to the store, 2. the store, 3. staged weights, 4. the cluster."""

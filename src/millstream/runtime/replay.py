@@ -155,6 +155,8 @@ class Replayed(Generic[InnerT]):
         self._began_with: Path | None = None
         """The checkpoint, if it did not begin with what `make` gives."""
         self._num_restarts, self._has_warned = 0, False
+        self._turn = asyncio.Lock()
+        """One call at a time: whoever comes while another one is being made waits for it."""
         self._making: asyncio.Future[InnerT] | None = None
         self._loop: tuple[asyncio.AbstractEventLoop, int] | None = None
         self._inner = make()
@@ -198,21 +200,28 @@ class Replayed(Generic[InnerT]):
     # ---- calls, and the book -----------------------------------------------------------------------------------------
 
     async def _do(self, work: Callable[[InnerT], Awaitable[T]]) -> T:
-        while True:
-            try:
-                return await self._answer(work(self._inner))
-            except LearnerGone as error:
-                await self._restart(error)
+        async with self._turn:
+            while True:
+                try:
+                    return await self._answer(work(self._inner))
+                except LearnerGone as error:
+                    await self._restart(error)
 
     def _do_blocking(self, work: Callable[[InnerT], None]) -> None:
-        while True:
-            try:
-                work(self._inner)
-                return
-            except LearnerGone as error:
-                if self._loop is None or self._loop[1] == threading.get_ident():
-                    raise
-                asyncio.run_coroutine_threadsafe(self._restart(error), self._loop[0]).result()
+        if self._loop is None or self._loop[1] == threading.get_ident():
+            work(self._inner)
+            return
+        loop = self._loop[0]
+        asyncio.run_coroutine_threadsafe(self._turn.acquire(), loop).result()
+        try:
+            while True:
+                try:
+                    work(self._inner)
+                    return
+                except LearnerGone as error:
+                    asyncio.run_coroutine_threadsafe(self._restart(error), loop).result()
+        finally:
+            loop.call_soon_threadsafe(self._turn.release)
 
     async def _answer(self, work: Awaitable[T]) -> T:
         limit = asyncio.timeout(self._patience_s)
@@ -324,6 +333,15 @@ class ReplayedLearner(Replayed[RunLearner]):
 
     async def weights(self) -> Weights:
         return await self._do(lambda inner: inner.weights())
+
+    async def weights_of(self, version: int) -> Weights | None:
+        """Of this version, for somebody who could not have them; None where training has gone beyond it. A batch that has made
+        its first step counts as the next version, so what is given is never half of one."""
+
+        async def look(inner: RunLearner) -> Weights | None:
+            return await inner.weights() if self._book.version == version else None
+
+        return await self._do(look)
 
     def save(self, path: Path) -> None:
         self._do_blocking(lambda inner: inner.save(path))

@@ -1,18 +1,17 @@
 """A critic that outlives its process, by the same book as a learner (`runtime.replay`).
 
-What differs: rows are scored while others are learned from, so calls wait for their turn, as they would in the critic; a batch
-begins with the first thing that is told of it; and its part of a checkpoint is in a folder of its own.
+What differs: a batch begins with the first thing that is told of it, and its part of a checkpoint is in a folder of its own.
+Rows may be scored while others are learned from: calls wait for their turn, as they would in the critic.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 
 from millstream.clock import Clock
 from millstream.events import EventSink
-from millstream.learner import RunCritic, Snapshot
+from millstream.learner import RunCritic
 from millstream.runtime.checkpoint import Sealed
 from millstream.runtime.replay import Replayed, Seals, Told
 from millstream.runtime.state import CRITIC_FOLDER
@@ -61,27 +60,20 @@ class ReplayedCritic(Replayed[RunCritic]):
             patience_s=patience_s,
             progress=progress,
         )
-        self._turn, self._is_in_batch = asyncio.Lock(), False
+        self._is_in_batch = False
 
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        async with self._turn:
-            return await self._do(lambda inner: inner.score(rows))
+        return await self._do(lambda inner: inner.score(rows))
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
-        async with self._turn:
-            self._begin_batch()
-            await super().accumulate(rows)
+        self._begin_batch()
+        await super().accumulate(rows)
 
     async def step(self) -> Metrics:
-        async with self._turn:
-            self._begin_batch()
-            metrics = await super().step()
-            self._is_in_batch = False
-            return metrics
-
-    async def snapshot(self) -> Snapshot:
-        async with self._turn:
-            return await super().snapshot()
+        self._begin_batch()
+        metrics = await super().step()
+        self._is_in_batch = False
+        return metrics
 
     def _begin_batch(self) -> None:
         if not self._is_in_batch:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from millstream.errors import ConfigError
 from millstream.workers import Kind
 
-Way = Literal["auto", "shared", "ipc", "broadcast", "files"]
+Way = Literal["shared", "ipc", "broadcast", "files"]
 
 
 class ResourcesConfig(Struct, frozen=True, kw_only=True):
@@ -45,9 +45,10 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
     of their own."""
     spread: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     """How they are put on nodes: on as few as possible, or on as many; strict: only so."""
-    weights: Way = "auto"
-    """How weights reach engines. auto: on one node through the GPU's memory or the host's, to others by a broadcast. files:
-    through the run folder, which all nodes must then see."""
+    weights: tuple[Way, ...] | None = None
+    """The ways by which weights may reach engines, of which each takes the nearest: ipc (in the memory of a GPU that both are
+    on), shared (in the memory of a node), broadcast (to other nodes), files (in the run folder, which all nodes must then see).
+    None: ipc where engines and ranks share GPUs, else shared; and broadcast where there are several nodes."""
     patience_s: float = 300.0
     """How long a process may wait for room on the cluster before that is an error."""
 
@@ -62,6 +63,10 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
             )
         if self.learner_gpus > 1:
             raise ValueError("learner_gpus is at most 1: a rank has one GPU; learner.ranks says how many there are")
+        if self.weights is not None and (not self.weights or len(set(self.weights)) < len(self.weights)):
+            raise ValueError("weights must name at least one way, and each of them once")
+        if self.weights is not None and "ipc" in self.weights and not self.learner_gpus:
+            raise ValueError('weights has "ipc", which is for GPUs, and learner_gpus = 0: use "shared"')
         if self.colocate and not 0 < self.engine_gpus + self.learner_gpus <= 1:
             raise ValueError(
                 "colocate puts an engine and a rank on one GPU: engine_gpus + learner_gpus must be above 0 and at most 1, 0.5 "

@@ -40,7 +40,9 @@ class Seat:
         node = ray.get_runtime_context().get_node_id()
         os.environ[NODE] = node
         os.environ[HOST] = "127.0.0.1" if is_on_loopback else ray.util.get_node_ip_address()
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # `kill -USR1`: what hangs is in Ray's log of this process
+        faulthandler.register(
+            signal.SIGUSR1, all_threads=True
+        )  # `kill -USR1`: what hangs is in Ray's log of this process
         with suppress(PermissionError):  # it leads a group already
             os.setpgid(0, 0)
         line = socket.create_connection((host, port), timeout=CALL_S)

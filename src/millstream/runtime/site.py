@@ -7,38 +7,61 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
-from millstream.engine import Engine
+from millstream.engine import Engine, EngineConfig
+from millstream.engine.torch import START_S
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.runtime import build, build_stages
+from millstream.runtime.build import RunEngine
 from millstream.runtime.build_stages import Lasting, Staff
 from millstream.runtime.config import RunConfig
+from millstream.runtime.fleet import Fleet
 from millstream.runtime.stages import Stage
 from millstream.store import Store
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
 from millstream.workers import Launcher
 
+SERVERS = "the engine is made of servers that others have started: engine.http.urls says which"
+
+
+class Around(NamedTuple):
+    """What a site is told when it is opened."""
+
+    model: PreTrainedModel
+    """What the run starts from."""
+    tokenizer: PreTrainedTokenizerBase | None
+    """For engines that look for text."""
+    folder: Path
+    """The run's."""
+    clock: Clock
+    sink: EventSink
+
 
 class Site(Protocol):
     """Made before it is opened: what is made of it in between may be used afterwards."""
 
-    is_elsewhere: bool
-    """Whether engines, learners and those beside them are processes of a cluster, of which any may die alone."""
     launcher: Launcher | None
     """For processes of environments and rewards. None: they are this machine's."""
 
-    async def open(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """`model`: what the run starts from. `tokenizer`: for engines that look for text."""
+    @property
+    def is_lone_engine_replaced(self) -> bool:
+        """Whether an engine has a process, so that it may die alone."""
         ...
 
-    def make_engine(self, name: str, *, clock: Clock, sink: EventSink) -> Engine:
+    def has_ranks_elsewhere(self, learner: LearnerConfig) -> bool:
+        """Whether this learner has processes, of which one may die alone."""
+        ...
+
+    async def open(self, around: Around) -> None: ...
+
+    def make_engine(self, name: str) -> Engine:
         """May return before it is ready. Called on any thread."""
         ...
 
@@ -55,8 +78,8 @@ class Site(Protocol):
 
     async def open_store(self, stages: Sequence[Stage]) -> Store: ...
 
-    def new_channel(self, version: int) -> WeightChannel:
-        """`version`: that of the weights the engines start with."""
+    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
+        """`version`: that of the weights the engines start with. `learner`: who can be asked for weights again."""
         ...
 
     async def close(self) -> None:
@@ -67,38 +90,68 @@ class Site(Protocol):
 class LocalSite:
     """Everything in this process, or in processes that it starts."""
 
-    is_elsewhere = False
     launcher: Launcher | None = None
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
-    async def open(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._model, self._tokenizer = model, tokenizer
+    async def open(self, around: Around) -> None:
+        self._around = around
 
-    def make_engine(self, name: str, *, clock: Clock, sink: EventSink) -> Engine:
-        config, seed = self._config.engine, self._config.seed
-        return build.build_engine(
-            config, self._model, clock=clock, sink=sink, name=name, seed=seed, tokenizer=self._tokenizer
-        )
+    @property
+    def is_lone_engine_replaced(self) -> bool:
+        config = self._config.engine
+        return config.kind == "vllm" or (config.kind == "torch" and build.has_process(config, self._around.model))
+
+    def has_ranks_elsewhere(self, learner: LearnerConfig) -> bool:
+        return learner.ranks > 1
+
+    def make_engine(self, name: str) -> Engine:
+        return local_engine(self._config, self._around, name)
 
     def build_learner(
         self, tokenizer: PreTrainedTokenizerBase, *, learner: LearnerConfig, recipe: Recipe, num_steps: int | None
     ) -> RunLearner:
         return build.build_learner(
-            self._config, self._model, tokenizer, learner=learner, recipe=recipe, num_steps=num_steps
+            self._config, self._around.model, tokenizer, learner=learner, recipe=recipe, num_steps=num_steps
         )
 
     def build_staff(self, kept: Path | None, lasting: Lasting) -> Staff:
-        return build_stages.build_staff(self._config, self._model, kept)
+        return build_stages.build_staff(self._config, self._around.model, kept)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         return build.build_store(self._config, stages)
 
-    def new_channel(self, version: int) -> WeightChannel:
+    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
         return LocalChannel(version)
 
     async def close(self) -> None: ...
+
+
+def build_fleet(site: Site, config: EngineConfig, *, is_queueing: bool, clock: Clock, sink: EventSink) -> Fleet:
+    """As many engines as the config asks for, wherever they are, behind one router."""
+    return Fleet(
+        site.make_engine,
+        config.replicas,
+        is_queueing=is_queueing,
+        patience_s=max(config.answer_s, START_S),
+        clock=clock,
+        sink=sink,
+        is_lone_replaced=site.is_lone_engine_replaced,
+        why_fixed=SERVERS if config.kind == "http" else "",
+    )
+
+
+def local_engine(config: RunConfig, around: Around, name: str) -> RunEngine:
+    return build.build_engine(
+        config.engine,
+        around.model,
+        clock=around.clock,
+        sink=around.sink,
+        name=name,
+        seed=config.seed,
+        tokenizer=around.tokenizer,
+    )
 
 
 def site_for(config: RunConfig) -> Site:

@@ -27,3 +27,8 @@ class WeightChannel(Protocol):
     async def fetch(self) -> Publication:
         """Verified: raises `WeightsError` if what arrives is not what was published."""
         ...
+
+    async def anew(self) -> Weights | None:
+        """Somebody could not have what was fetched, or what the engines start with: the same, from whoever has it now. None if
+        that is nobody. From here on, `fetch` gives it."""
+        ...

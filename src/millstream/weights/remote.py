@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from millstream.errors import WeightsError
 from millstream.parcels.staged import StagedWeights
 from millstream.types import Weights
 from millstream.weights import Publication
 
+Restage = Callable[[int], Awaitable[Weights | None]]
+
 
 class RemoteChannel:
     """See `millstream.weights.WeightChannel` for the promises. Keeps the newest version only."""
 
-    def __init__(self, version: int = 0) -> None:
-        """`version`: that of the weights the engines start with."""
-        self._first = version
+    def __init__(self, version: int = 0, restage: Restage | None = None) -> None:
+        """`version`: that of the weights the engines start with. `restage` gives a version's weights once more, or None where
+        nobody has them any more."""
+        self._first, self._restage = version, restage
         self._newest: Publication | None = None
 
     @property
@@ -26,16 +31,19 @@ class RemoteChannel:
             raise WeightsError(f"version {version} published after {self.version}: versions only rise")
         self._newest = _staged(Publication(version, weights))
 
-    def replace(self, publication: Publication) -> None:
-        """The newest version, staged anew: whoever staged it first is gone. Raises `WeightsError` if it is another version."""
-        if publication.version != self.version:
-            raise WeightsError(f"version {publication.version} cannot take the place of {self.version}: publish it")
-        self._newest = _staged(publication)
-
     async def fetch(self) -> Publication:
         if self._newest is None:
             raise WeightsError("nothing has been published yet")
         return self._newest
+
+    async def anew(self) -> Weights | None:
+        """Asked for by several, it is staged for each: whoever comes later finds it there, and the rest is taken back."""
+        if self._restage is None:
+            return None
+        weights, version = await self._restage(self.version), self.version
+        if weights is not None and self._newest is not None and self._newest.version == version:
+            self._newest = _staged(Publication(version, weights))
+        return weights
 
 
 def _staged(publication: Publication) -> Publication:
