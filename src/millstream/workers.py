@@ -109,7 +109,7 @@ class LocalLauncher:
     """Everything on this machine."""
 
     def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> LocalWorker:
-        return LocalWorker(module, name, descriptors, is_heard=kind == "learner")
+        return LocalWorker(module, name, descriptors, is_heard=kind in ("learner", "stage"))
 
 
 NODE, HOST = "MILLSTREAM_NODE", "MILLSTREAM_HOST"

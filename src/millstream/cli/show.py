@@ -47,7 +47,7 @@ def alarm(event: Alarm) -> str:
         return f"warning: {event.message}"
     if isinstance(event, LearnerRestarted):
         replayed = f"{event.num_batches_replayed} batches since step {event.from_version} again"
-        return f"the learner was restarted at step {event.to_version}: {event.why}; {replayed}, {event.seconds:.0f} s"
+        return f"{event.who} was restarted at step {event.to_version}: {event.why}; {replayed}, {event.seconds:.0f} s"
     if isinstance(event, ReplicaLeft):
         moved = f"{event.num_moved} requests go on elsewhere" if event.num_left else "no engine is left"
         return f"{event.engine} has left: {event.why}; {moved}"

@@ -224,8 +224,10 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
 
 
 class LearnerRestarted(Event, frozen=True, kw_only=True):
-    """The learner's processes died, and others took their place: from a checkpoint, through all that had been trained since."""
+    """The learner's processes died, or the critic's, and others took their place: from a checkpoint, through all that had been
+    trained since."""
 
+    who: str = "the learner"
     why: str
     from_version: int
     """That of the checkpoint; where there was none yet, that of the weights it had begun with."""

@@ -206,3 +206,15 @@ class Critic(Scorer, Protocol):
     def restore(self, folder: Path) -> None:
         """Go on as if nothing had happened since the snapshot that was written there."""
         ...
+
+
+class RunCritic(Critic, Protocol):
+    """One that a run begins and ends, in a process that may die: then it raises `LearnerGone`."""
+
+    async def ready(self) -> None:
+        """Returns when it can begin, which may take as long as processes take to start."""
+        ...
+
+    async def close(self) -> None:
+        """Let the work in hand come to its end. Nothing of it is left. May be called twice."""
+        ...

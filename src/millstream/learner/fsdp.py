@@ -1,14 +1,13 @@
 """The learner of several ranks: one policy sharded over processes, and the weights of one rank, to float tolerance.
 
 It deals the rows of every micro-batch to the ranks, adds up what they counted, and tells them all to step by it. A rank that
-dies or raises ends the learner with an error that names it (`learner.ranks`): `LearnerGone` if it died.
+dies or raises ends the learner with an error that names it (`learner.crew`): `LearnerGone` if it died.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
+from millstream.learner.crew import CrewSnapshot
 from millstream.learner.orders import (
     Accumulate,
     BeginBatch,
@@ -30,13 +30,13 @@ from millstream.learner.orders import (
     Setup,
     Source,
     Step,
-    Write,
     pack,
 )
 from millstream.learner.packing import deal
 from millstream.learner.rank import Barren, total
 from millstream.learner.ranks import Ranks
 from millstream.learner.torch import save_trained
+from millstream.model.described import described
 from millstream.model.load import check_layers, load_weights, model_weights
 from millstream.model.shared import Layout, SharedWeights, anonymous_memory, layout_of
 from millstream.parcels import Delivery, Parcel
@@ -92,7 +92,7 @@ class FsdpLearner:
             port=0,
             device=model.device.type if elsewhere is None else elsewhere.device,
             dtype=str(model.dtype).removeprefix("torch."),
-            files=_described(model),
+            files=described(model),
             config=config,
             objective=objective,
             temperature=temperature,
@@ -155,7 +155,7 @@ class FsdpLearner:
         for passes, answer in zip(dealt, answers, strict=True):
             own = [row for some in passes for row in some]
             ends = np.cumsum([int(row.loss_mask.sum()) for row in own])
-            parts = np.split(np.frombuffer(answer.logprobs, np.float32), ends[:-1]) if own else []
+            parts = np.split(np.frombuffer(answer.scores, np.float32), ends[:-1]) if own else []
             found |= {id(row): part for row, part in zip(own, parts, strict=True)}
         return [found[id(row)] for row in rows]
 
@@ -186,10 +186,10 @@ class FsdpLearner:
         assert parcel is not None and self._inbox is not None
         return StagedWeights(parcel, self._inbox)
 
-    async def snapshot(self) -> FsdpSnapshot:
+    async def snapshot(self) -> CrewSnapshot:
         number = next(self._snapshots)
         await self._run(lambda: self.ranks.ask(Keep(number)))
-        return FsdpSnapshot(self.ranks, number)
+        return CrewSnapshot(self.ranks, number)
 
     def restore(self, folder: Path) -> None:
         self.ranks.ask(Restore(str(folder.absolute())))
@@ -202,24 +202,6 @@ class FsdpLearner:
         """Let the work in hand come to its end. No process is left."""
         await DaemonThreads("end of ranks", most=1).call(self.ranks.close)
         await self._thread.close()
-
-
-class FsdpSnapshot:
-    """Each rank has its part of it, until it is written."""
-
-    def __init__(self, ranks: Ranks, number: int) -> None:
-        self._ranks, self._number = ranks, number
-
-    def write(self, folder: Path) -> None:
-        for answer in self._ranks.ask(Write(self._number, str(folder.absolute()))):
-            if answer.refused is not None:
-                raise OSError(*answer.refused)
-
-
-def _described(model: PreTrainedModel) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory(prefix="millstream-") as folder:
-        model.config.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def _memory_for(layout: Layout) -> int:

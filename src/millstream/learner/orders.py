@@ -1,4 +1,5 @@
-"""What is said between a learner and its ranks: orders out, answers back. The same in memory and on the wire; no pickle.
+"""What is said to processes that learn or score, a learner's ranks and those who work beside it: orders out, answers back. The
+same in memory and on the wire; no pickle.
 
 Every rank gets the same orders in the same order, each with a number that its answer bears.
 """
@@ -9,13 +10,14 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from millstream.learner import LearnerConfig
+from millstream.learner import CriticConfig, LearnerConfig
 from millstream.learner.optimizer import Stepped
 from millstream.learner.rank import Tally
+from millstream.model.lora import LoraConfig
 from millstream.model.shared import Layout
 from millstream.parcels import Delivery, Parcel
 from millstream.store.blocks import Block, Packing
-from millstream.types import TrainRow
+from millstream.types import Metrics, TrainRow
 
 
 class Source(Struct, frozen=True, kw_only=True):
@@ -57,6 +59,23 @@ class Setup(Struct, frozen=True, kw_only=True):
     """... or weights that may be on another node, to begin with,"""
     delivery: Delivery | None = None
     """and how rank 0 lets others have them."""
+
+
+class StageSetup(Struct, frozen=True, kw_only=True):
+    """The first message to whoever works beside the learner: a scorer, or with `critic` a critic."""
+
+    files: dict[str, bytes]
+    """The model's config, as it is saved."""
+    dtype: str
+    lora: LoraConfig | None
+    device: str
+    parcel: Parcel
+    """The whole model, to begin with."""
+    temperature: float = 1.0
+    """Of a scorer."""
+    critic: CriticConfig | None = None
+    num_steps: int | None = None
+    """Of a critic: over how many its learning rate is planned."""
 
 
 class BeginBatch(Struct, frozen=True, tag=True, array_like=True): ...
@@ -106,7 +125,37 @@ class Restore(Struct, frozen=True, tag=True, array_like=True):
 class Close(Struct, frozen=True, tag=True, array_like=True): ...
 
 
-Order = BeginBatch | Accumulate | Measure | Count | Step | GatherWeights | Keep | Write | Restore | Close
+class Score(Struct, frozen=True, tag=True, array_like=True):
+    """A stage alone: what it says of these rows."""
+
+    rows: bytes
+
+
+class Load(Struct, frozen=True, tag=True, array_like=True):
+    """A scorer alone: what is scored from here on is under these weights."""
+
+    parcel: Parcel
+
+
+class Learn(Struct, frozen=True, tag=True, array_like=True):
+    """A critic alone: its step, by what it has counted itself."""
+
+
+Order = (
+    BeginBatch
+    | Accumulate
+    | Measure
+    | Count
+    | Step
+    | GatherWeights
+    | Keep
+    | Write
+    | Restore
+    | Close
+    | Score
+    | Load
+    | Learn
+)
 
 
 class Numbered(Struct, frozen=True, array_like=True):
@@ -117,21 +166,23 @@ class Numbered(Struct, frozen=True, array_like=True):
 class Answer(Struct, frozen=True, kw_only=True):
     number: int
     tally: Tally | None = None
-    logprobs: bytes = b""
-    """In float32, of the rows' trained tokens, one after the other."""
+    scores: bytes = b""
+    """Log-probabilities, or a critic's values: in float32, of the rows' trained tokens, one after the other."""
+    metrics: Metrics | None = None
+    """Of a critic's step."""
     stepped: Stepped | None = None
     parcel: Parcel | None = None
     """Where gathered weights are to be had."""
     refused: tuple[int, str] | None = None
     """The operating system's number and words for why a snapshot could not be written."""
     error: str | None = None
-    """Why the rank can never go on, if it cannot."""
+    """Why it can never go on, if it cannot."""
     is_own: bool = True
     """Whether the error began here: a rank whose neighbour died says so, too."""
 
 
 READY = 0
-"""The number of the first answer, which no order asked for: the rank is built."""
+"""The number of the first answer, which no order asked for: it is built."""
 COLUMNS = ("tokens", "loss_mask", "logprobs", "advantages", "reference", "proximal", "values", "returns", "label")
 
 

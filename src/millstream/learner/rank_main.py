@@ -1,37 +1,23 @@
-"""A rank in a process of its own, here or on a node of a cluster. See `learner.ranks` for the other end.
-
-It ends with the socket, at once and whatever it is doing: when the parent is gone, nobody needs what it has.
-"""
+"""A rank in a process of its own, here or on a node of a cluster. See `learner.ranks` for the other end."""
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
-import signal
 import socket
 import sys
-import tempfile
-import threading
-import traceback
-from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from millstream import imports
-from millstream.errors import MillstreamError
-from millstream.frames import Frames, frame
 from millstream.learner import optimizer
+from millstream.learner.line import Kept, main, not_for, obey_line
 from millstream.learner.orders import (
-    READY,
     Accumulate,
     Answer,
     BeginBatch,
-    Close,
     Count,
     GatherWeights,
     Keep,
@@ -47,70 +33,29 @@ from millstream.learner.rank import Rank, policies
 from millstream.learner.ranks import LOOPBACK
 from millstream.learner.sharding import join, sharded
 from millstream.learner.state import on_host, read_shards, read_state, write_shards, write_state
-from millstream.model.adapters import add_adapters
-from millstream.model.load import load_weights, new_model, set_up_cpu
+from millstream.model.described import model_from
+from millstream.model.load import load_weights
 from millstream.model.shared import SharedWeights
 from millstream.parcels import Parcel
 from millstream.parcels.inbox import Inbox
 from millstream.parcels.outbox import open_outbox
 from millstream.workers import own_node
 
-MOST_KEPT = 2
-"""Snapshots: one that is being written, and the next."""
-ECHOES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
-
-
-class Line:
-    """The rank's end of the socket. Listens from the beginning, so that the process ends with it."""
-
-    def __init__(self, end: socket.socket, frames: Frames) -> None:
-        self._end, self._frames, self._sending = end, frames, threading.Lock()
-        self.orders: queue.SimpleQueue[Numbered] = queue.SimpleQueue()
-        self.writes: queue.SimpleQueue[Numbered] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, name="orders", daemon=True).start()
-
-    def _listen(self) -> None:
-        decoder = msgspec.msgpack.Decoder(Numbered)
-        while (payloads := self._frames.receive(block=True)) is not None:
-            for payload in payloads:
-                numbered = decoder.decode(payload)
-                (self.writes if isinstance(numbered.order, Write) else self.orders).put(numbered)
-        os._exit(0)
-
-    def send(self, answer: Answer) -> None:
-        with self._sending, suppress(OSError):  # nobody listens any more: the listener ends us
-            self._end.sendall(frame(answer))
-
 
 class Post:
-    """One rank at its work. Orders are carried out one after the other; snapshots are written beside them."""
+    """One rank at its work."""
 
-    def __init__(self, rank: Rank, setup: Setup, line: Line) -> None:
-        self._rank, self._plan, self._line = rank, setup.plan, line
+    def __init__(self, rank: Rank, setup: Setup) -> None:
+        self._rank, self._plan = rank, setup.plan
         self._dtype = getattr(torch, setup.plan.dtype)
-        self._kept: dict[int, optimizer.State] = {}
+        self._kept = Kept[optimizer.State]()
         self._shared = None if setup.layout is None else SharedWeights(setup.memory or 0, setup.layout)
         self._outbox = None if setup.delivery is None else open_outbox(setup.delivery)
         is_alone = setup.plan.num_ranks == 1
         self._files = None if is_alone else dist.new_group(backend="gloo")
         """A group of their own: training has its collectives meanwhile. None: there is one rank."""
 
-    def work(self) -> None:
-        """Until it is told to close."""
-        writes = threading.Thread(target=self._carry_out, args=(self._line.writes,), name="snapshots", daemon=True)
-        writes.start()
-        self._carry_out(self._line.orders)
-
-    def _carry_out(self, orders: queue.SimpleQueue[Numbered]) -> None:
-        while not isinstance((numbered := orders.get()).order, Close):
-            try:
-                answer = self._obey(numbered)
-            except Exception as error:  # the border of the rank: whoever waits must hear of it
-                traceback.print_exc()
-                answer = failed(numbered.number, error)
-            self._line.send(answer)
-
-    def _obey(self, numbered: Numbered) -> Answer:
+    def obey(self, numbered: Numbered) -> Answer:
         number = numbered.number
         match numbered.order:
             case BeginBatch():
@@ -120,7 +65,7 @@ class Post:
                     self._rank.accumulate(unpack(rows))
             case Measure(passes):
                 found = [of_row for rows in passes for of_row in self._rank.logprobs(unpack(rows))]
-                return Answer(number=number, logprobs=b"".join(one.tobytes() for one in found))
+                return Answer(number=number, scores=b"".join(one.tobytes() for one in found))
             case Count():
                 return Answer(number=number, tally=self._rank.tally())
             case Step(counted):
@@ -128,16 +73,13 @@ class Post:
             case GatherWeights(gathering):
                 return Answer(number=number, parcel=self._gather(gathering))
             case Keep(snapshot):
-                self._kept[snapshot] = on_host(self._rank.state())
-                for old in sorted(self._kept)[:-MOST_KEPT]:
-                    del self._kept[old]
+                self._kept.keep(snapshot, on_host(self._rank.state()))
             case Write(snapshot, folder):
-                try:
-                    self._write(self._kept.pop(snapshot), Path(folder))
-                except OSError as error:
-                    return Answer(number=number, refused=(error.errno or 0, error.strerror or str(error)))
+                return self._kept.write(number, snapshot, lambda state: self._write(state, Path(folder)))
             case Restore(folder):
                 self._rank.restore(self._read(Path(folder)))
+            case other:
+                raise not_for("a rank", other)
         return Answer(number=number)
 
     def _write(self, state: optimizer.State, folder: Path) -> None:
@@ -162,23 +104,11 @@ class Post:
         return None
 
 
-def failed(number: int, error: Exception) -> Answer:
-    is_echo = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in ECHOES)
-    said = str(error) if isinstance(error, MillstreamError) else f"{type(error).__name__}: {error}"
-    return Answer(number=number, error=said, is_own=not is_echo)
-
-
 def build(setup: Setup) -> Rank:
     """The model from its config and the weights to begin with; sharded, where there are other ranks."""
     plan = setup.plan
-    with tempfile.TemporaryDirectory(prefix="millstream-") as folder:
-        for name, data in plan.files.items():
-            (Path(folder) / name).write_bytes(data)
-        config = AutoConfig.from_pretrained(folder)
     with torch.device(plan.device if plan.num_ranks == 1 else "cpu"):  # what is sharded begins on the host
-        model = new_model(config, seed=0, dtype=getattr(torch, plan.dtype))
-    if plan.config.lora is not None:
-        add_adapters(model, plan.config.lora, seed=0)
+        model = model_from(plan.files, dtype=plan.dtype, lora=plan.config.lora)
     if setup.layout is not None:
         load_weights(model, SharedWeights(setup.memory or 0, setup.layout).views)
     elif setup.parcel is not None:
@@ -200,32 +130,18 @@ def build(setup: Setup) -> Rank:
     )
 
 
-def work(line: socket.socket) -> None:
-    """The rank: until the socket closes."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    frames = Frames(line)
-    first = frames.first()
-    if first is None:
-        return
-    end = Line(line, frames)
-    setup = msgspec.msgpack.decode(first, type=Setup)
+def begin(setup: Setup) -> Post:
     if setup.plan.rank:  # of a step that is left out every rank would say the same
         logging.getLogger(optimizer.__name__).setLevel(logging.ERROR)
     if setup.plan.host == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    set_up_cpu()
-    try:
-        post = Post(build(setup), setup, end)
-    except Exception as error:  # the border of the rank: whoever waits must hear of it
-        traceback.print_exc()
-        end.send(failed(READY, error))
-    else:
-        end.send(Answer(number=READY))
-        post.work()
+    return Post(build(setup), setup)
+
+
+def work(line: socket.socket) -> None:
+    """The rank: until the socket closes."""
+    obey_line(line, Setup, lambda setup: begin(setup).obey)
 
 
 if __name__ == "__main__":
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, signal.SIG_IGN)  # the parent's to handle; when it ends, the socket closes
-    work(socket.socket(fileno=int(sys.argv[1])))
-    os._exit(0)  # at once: what a process group still holds on to can keep it
+    main(work)

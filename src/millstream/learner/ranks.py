@@ -1,256 +1,50 @@
-"""A learner's ranks as processes, here or on the nodes of a cluster: orders and answers over sockets. No pickle.
-
-Every rank takes part in every order, or none does. So one that dies or raises ends them all, within seconds: the others wait in
-a collective that will never come about. The error names the rank that began it, and what it said last: a `LearnerGone` if a
-process died, a `LearnerError` if a rank refused, which it would do again. No process outlives the learner, or its parent,
-however that ends.
-"""
+"""A learner's ranks: a crew (`learner.crew`) whose processes meet each other, because they share one policy."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
-import threading
-import time
-from collections.abc import Sequence
-from concurrent import futures
-from concurrent.futures import Future
-from contextlib import suppress
-from typing import NamedTuple
 
-import msgspec
 from msgspec import structs
 from torch._C._distributed_c10d import TCPStore
 
-from millstream.errors import LearnerError, LearnerGone, MillstreamError
-from millstream.frames import Frames, frame
-from millstream.learner.orders import READY, Answer, Close, Numbered, Order, Setup
-from millstream.workers import Launcher, Worker
+from millstream.learner.crew import Crew, Job
+from millstream.learner.orders import Setup
+from millstream.workers import Launcher
 
 MODULE = "millstream.learner.rank_main"
 LOOPBACK = "127.0.0.1"
-CLOSE_S = 10.0
-HEARD_S = 1.0
-"""How long, after a rank failed, others may say that it was they who began, or turn out to be dead."""
 
 
-class Failure(NamedTuple):
-    rank: int
-    what: str
-    is_own: bool
-    is_death: bool = False
-    """Its process ended by itself, and not because it had nothing more to do."""
-
-
-class Broken(Exception):
-    """To whoever waits for an answer that will not come."""
-
-
-class Member:
-    """One rank's process, from outside. Orders wait until it is there."""
-
-    def __init__(self, setup: Setup, launcher: Launcher, failures: list[Failure]) -> None:
-        self.rank, self._failures, self._launcher = setup.plan.rank, failures, launcher
-        self._memory = [] if setup.memory is None else [os.dup(setup.memory)]
-        setup = structs.replace(setup, memory=self._memory[0] if self._memory else None)
-        self.worker: Worker | None = None
-        self.is_closing = self._is_gone = self._is_connected = False
-        self._unsent: list[bytes] = [frame(setup)]
-        self._waiting: dict[int, Future[Answer]] = {READY: Future()}
-        self.ready = self._waiting[READY]
-        self._lock = threading.Lock()
-        self._working = threading.Thread(target=self._work, name=f"rank {self.rank} answers", daemon=True)
-        self._working.start()
-
-    def _work(self) -> None:
-        try:
-            worker = self._launcher.launch("learner", MODULE, name=f"rank {self.rank}", descriptors=self._memory)
-        except MillstreamError as error:
-            self._failures.append(Failure(self.rank, str(error), is_own=True, is_death=True))
-            self._give_up()
-            return
-        finally:
-            for descriptor in self._memory:
-                os.close(descriptor)
-        with self._lock:
-            self.worker, is_late = worker, self._is_gone
-        if is_late:
-            worker.kill()
-        self._send_unsent(worker)
-        self._read(worker)
-
-    def _send_unsent(self, worker: Worker) -> None:
-        """From here on `ask` sends by itself: when there is nothing left to be sent before."""
-        while True:
-            with self._lock:
-                messages, self._unsent = self._unsent, []
-                if not messages:
-                    self._is_connected = True
-                    return
-            with suppress(OSError):  # it is gone: the reader says so
-                worker.line.sendall(b"".join(messages))
-
-    def ask(self, numbered: Numbered) -> Future[Answer]:
-        """`Broken` in the future, if no answer will come."""
-        answer: Future[Answer] = Future()
-        with self._lock:
-            if self._is_gone:
-                answer.set_exception(Broken())
-                return answer
-            self._waiting[numbered.number] = answer
-            if self.worker is None or not self._is_connected:
-                self._unsent.append(frame(numbered))
-                return answer
-            with suppress(OSError):  # it is gone: the reader says so
-                self.worker.line.sendall(frame(numbered))
-        return answer
-
-    def _read(self, worker: Worker) -> None:
-        frames, decoder = Frames(worker.line), msgspec.msgpack.Decoder(Answer)
-        while (payloads := frames.receive(block=True)) is not None:
-            for payload in payloads:
-                self._settle(decoder.decode(payload))
-        if not self.is_closing:
-            how = worker.ended(CLOSE_S) or "its process closed its line"
-            self._failures.append(Failure(self.rank, how, is_own=True, is_death=worker.has_died))
-        self._give_up()
-
-    def _settle(self, answer: Answer) -> None:
-        with self._lock:
-            waiting = self._waiting.pop(answer.number)
-        if answer.error is None:
-            waiting.set_result(answer)
-            return
-        self._failures.append(Failure(self.rank, answer.error, answer.is_own))
-        waiting.set_exception(Broken())
-
-    def _give_up(self) -> None:
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-            self._is_gone = True
-        for answer in waiting.values():
-            answer.set_exception(Broken())
-
-    def kill(self) -> None:
-        self.is_closing = True
-        with self._lock:
-            self._is_gone = True
-        if self.worker is None:
-            self._give_up()
-        else:
-            self.worker.kill()
-
-    def end(self, timeout_s: float) -> None:
-        """Returns when there is no process any more; one that does not end by then is killed."""
-        with self._lock:
-            self._is_gone = True
-        if self.worker is None:
-            return
-        if self.worker.ended(timeout_s) is None:
-            self.worker.kill()
-            self.worker.ended(CLOSE_S)
-        self._working.join(CLOSE_S)
-        self.worker.line.close()
-
-
-class Ranks:
-    """Started, but perhaps not yet ready: the first order waits for that. May be called from several threads."""
-
+class Ranks(Crew):
     def __init__(self, setup: Setup, launcher: Launcher, *, host: str = LOOPBACK) -> None:
         """`host`: the address of this machine that all ranks can reach."""
-        self._listener = socket.create_server((host, 0))  # on this address alone; the store by itself would take all
+        listener = socket.create_server((host, 0))  # on this address alone; the store by itself would take all
+        num_ranks, port = setup.plan.num_ranks, listener.getsockname()[1]
         self._store = TCPStore(
             host,
-            port := self._listener.getsockname()[1],
-            setup.plan.num_ranks + 1,
+            port,
+            num_ranks + 1,
             is_master=True,
             wait_for_workers=False,
-            master_listen_fd=self._listener.detach(),
+            master_listen_fd=listener.detach(),
             use_libuv=False,
         )
-        self._failures: list[Failure] = []
-        self._members: list[Member] = []
-        self._numbers = itertools.count(READY + 1)
-        self._lock = threading.Lock()
-        self._error: LearnerError | None = None
-        self._is_ready = False
-        for rank in range(setup.plan.num_ranks):
-            is_here = setup.layout is not None  # else each has a GPU that it alone sees
-            device = f"cuda:{rank}" if setup.plan.device == "cuda" and is_here else setup.plan.device
-            plan = structs.replace(setup.plan, rank=rank, host=host, port=port, device=device)
-            mine = structs.replace(setup, plan=plan, delivery=setup.delivery if rank == 0 else None)
-            self._members.append(Member(mine, launcher, self._failures))
+        setup = structs.replace(setup, plan=structs.replace(setup.plan, host=host, port=port))
+        super().__init__([_job(setup, rank) for rank in range(num_ranks)], launcher, who="the learner")
 
-    @property
-    def pids(self) -> list[int]:
-        """Of those that are there."""
-        return [member.worker.pid for member in self._members if member.worker is not None]
 
-    def wait(self) -> None:
-        """Until all are ready. Raises `LearnerError` as `ask` does."""
-        if not self._is_ready:
-            self._wait([member.ready for member in self._members])
-            self._is_ready = True
-
-    def ask(self, orders: Order | Sequence[Order]) -> list[Answer]:
-        """One order for all, or one for each; their answers, by rank. Raises `LearnerError` if any of them failed: then all
-        are ended, and whatever is asked later fails the same way."""
-        each = orders if isinstance(orders, Sequence) else [orders] * len(self._members)
-        with self._lock:  # all ranks hear of orders in the same order
-            self._raise_if_broken()
-            number = next(self._numbers)
-            answers = [member.ask(Numbered(number, order)) for member, order in zip(self._members, each, strict=True)]
-        self.wait()
-        return self._wait(answers)
-
-    def _wait(self, answers: Sequence[Future[Answer]]) -> list[Answer]:
-        try:
-            for answer in futures.wait(answers, return_when=futures.FIRST_EXCEPTION).done:
-                answer.result()
-        except Broken:
-            self._break()
-        return [answer.result() for answer in answers]
-
-    def _raise_if_broken(self) -> None:
-        if self._error is not None:
-            raise type(self._error)(*self._error.args)
-
-    def _break(self) -> None:
-        deadline = time.monotonic() + HEARD_S
-        while not any(failure.is_death for failure in self._failures) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        with self._lock:
-            self._error = self._error or self._verdict()
-        self.kill()
-        self._raise_if_broken()
-
-    def _verdict(self) -> LearnerError:
-        """A death explains whatever else was said. Where nobody died and nobody refused, they have lost each other."""
-        own = [failure for failure in self._failures if failure.is_own]
-        deaths = [failure for failure in own if failure.is_death]
-        named = next(iter([*deaths, *own, *self._failures]), None)
-        what = "its ranks were ended" if named is None else f"rank {named.rank} of {len(self._members)}: {named.what}"
-        kind = LearnerGone if deaths or not own else LearnerError
-        return kind(f"the learner broke, {what}")
-
-    def kill(self) -> None:
-        for member in self._members:
-            member.kill()
-        for member in self._members:
-            member.end(CLOSE_S)
-
-    def close(self) -> None:
-        """Let the work in hand come to its end, for a while. No process is left."""
-        deadline = time.monotonic() + CLOSE_S
-        if self._lock.acquire(timeout=CLOSE_S):  # a rank that stands still may have stopped reading
-            try:
-                self._error = self._error or LearnerError("the learner is closed")
-                for member in self._members:
-                    member.is_closing = True
-                    member.ask(Numbered(next(self._numbers), Close()))
-            finally:
-                self._lock.release()
-        for member in self._members:
-            member.is_closing = True
-            member.end(max(0.0, deadline - time.monotonic()))
+def _job(setup: Setup, rank: int) -> Job:
+    is_here = setup.layout is not None  # else each has a GPU that it alone sees
+    device = f"cuda:{rank}" if setup.plan.device == "cuda" and is_here else setup.plan.device
+    plan = structs.replace(setup.plan, rank=rank, device=device)
+    memory = None if setup.memory is None else os.dup(setup.memory)
+    delivery = setup.delivery if rank == 0 else None
+    return Job(
+        kind="learner",
+        module=MODULE,
+        name=f"rank {rank}",
+        setup=structs.replace(setup, plan=plan, memory=memory, delivery=delivery),
+        place=f"rank {rank} of {plan.num_ranks}",
+        descriptors=() if memory is None else (memory,),
+    )

@@ -4,6 +4,8 @@ torch."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,22 +13,33 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import ConfigError, ModelError
+from millstream.learner import Critic, CriticConfig, ReferenceConfig, RunCritic, Scorer
 from millstream.learner.critic import TorchCritic
 from millstream.learner.scorer import TorchScorer
+from millstream.learner.stage import RemoteCritic, RemoteScorer, beginning
 from millstream.model.adapters import copy_of, lora_of, merged
 from millstream.model.load import load_model, load_tokenizer
 from millstream.model.where import check_path
+from millstream.parcels.outbox import Outbox
 from millstream.runtime.config import RunConfig, critic_of, reference_of
+from millstream.runtime.replay_critic import ReplayedCritic
 from millstream.runtime.stages import REFERENCE, VALUES, Stage
+from millstream.workers import Launcher
 
 
 class Staff(NamedTuple):
     """Who works beside the learner; nobody, in most runs."""
 
     stages: tuple[Stage, ...] = ()
-    reference: TorchScorer | None = None
-    critic: TorchCritic | None = None
-    proximal: TorchScorer | None = None
+    reference: TorchScorer | RemoteScorer | None = None
+    critic: TorchCritic | ReplayedCritic | None = None
+    proximal: TorchScorer | RemoteScorer | None = None
+
+    async def ready(self) -> None:
+        """Returns when all are there. Those in this process are, from the beginning."""
+        for one in (self.reference, self.critic, self.proximal):
+            if isinstance(one, RemoteScorer | ReplayedCritic):
+                await one.ready()
 
     async def close(self) -> None:
         for one in (self.reference, self.critic, self.proximal):
@@ -70,20 +83,25 @@ def build_staff(config: RunConfig, start: PreTrainedModel, kept: Path | None) ->
     return Staff(build_stages(config, reference, critic), reference, critic, _build_proximal(config, start))
 
 
-def _build_reference(config: RunConfig, start: PreTrainedModel, kept: Path | None) -> TorchScorer | None:
-    table = reference_of(config)
-    if table is None:
-        return None
+def reference_model(config: RunConfig, start: PreTrainedModel, kept: Path | None) -> PreTrainedModel:
+    """A model of its own, on its device."""
+    table = reference_of(config) or ReferenceConfig()
     device = table.device or str(start.device)
     dtype: torch.dtype = start.dtype if table.dtype is None else getattr(torch, table.dtype)
     path = table.path or kept
-    if path is None:  # merged, as it is saved: a life of the run that reads it has the same numbers
-        model = copy.deepcopy(start if lora_of(start) is None else merged(start)).to(device)
-        for parameter in model.parameters():  # and no buffers, as when it is read: positions are computed in float32
-            parameter.data = parameter.data.to(dtype)
-    else:
-        model = load_model(path, device=device, dtype=dtype)
-    return TorchScorer(model, temperature=config.rollout.temperature)
+    if path is not None:
+        return load_model(path, device=device, dtype=dtype)
+    # merged, as it is saved: a life of the run that reads it has the same numbers
+    model = copy.deepcopy(start if lora_of(start) is None else merged(start)).to(device)
+    for parameter in model.parameters():  # and no buffers, as when it is read: positions are computed in float32
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _build_reference(config: RunConfig, start: PreTrainedModel, kept: Path | None) -> TorchScorer | None:
+    if reference_of(config) is None:
+        return None
+    return TorchScorer(reference_model(config, start, kept), temperature=config.rollout.temperature)
 
 
 def _build_critic(config: RunConfig, start: PreTrainedModel) -> TorchCritic | None:
@@ -109,7 +127,50 @@ def _build_proximal(config: RunConfig, start: PreTrainedModel) -> TorchScorer | 
     return TorchScorer(model, temperature=config.rollout.temperature, name="proximal")
 
 
-def build_stages(config: RunConfig, reference: TorchScorer | None, critic: TorchCritic | None) -> tuple[Stage, ...]:
+Lasting = Callable[[Callable[[], RunCritic]], ReplayedCritic]
+
+
+class Place(NamedTuple):
+    """Where those who work beside the learner have processes of their own."""
+
+    launcher: Launcher
+    open_outbox: Callable[[], Outbox]
+    """What each begins with is staged in one of its own, until it has it."""
+    device: str
+    lasting: Lasting
+    """Makes of critics that may die alone one that outlives them."""
+
+
+def build_remote_staff(config: RunConfig, start: PreTrainedModel, kept: Path | None, place: Place) -> Staff:
+    """As `build_staff`; they may not be ready yet. A process that is started again gets what `start` is then: nobody may change
+    it meanwhile."""
+    begin = partial(beginning, open_outbox=place.open_outbox, device=place.device)
+    temperature, table = config.rollout.temperature, critic_of(config)
+    made: dict[str, RemoteScorer] = {}
+    critic: ReplayedCritic | None = None
+    try:
+        if reference_of(config) is not None:
+            setup = partial(begin, partial(reference_model, config, start, kept), temperature=temperature)
+            made["reference"] = RemoteScorer(setup, place.launcher)
+        if config.proximal is not None:
+            setup = partial(begin, lambda: start, temperature=temperature)
+            made["proximal"] = RemoteScorer(setup, place.launcher, name="proximal")
+        if table is not None:
+            setup = partial(begin, partial(_critic_model, table, start), critic=table, num_steps=config.pipeline.steps)
+            critic = place.lasting(partial(RemoteCritic, setup, place.launcher))
+    except BaseException:
+        for one in made.values():
+            one.end()
+        raise
+    reference = made.get("reference")
+    return Staff(build_stages(config, reference, critic), reference, critic, made.get("proximal"))
+
+
+def _critic_model(table: CriticConfig, start: PreTrainedModel) -> PreTrainedModel:
+    return start if table.path is None else load_model(table.path, dtype=start.dtype)
+
+
+def build_stages(config: RunConfig, reference: Scorer | None, critic: Critic | None) -> tuple[Stage, ...]:
     stages: list[Stage] = []
     reference_table, critic_table = reference_of(config), critic_of(config)
     if reference is not None and reference_table is not None:

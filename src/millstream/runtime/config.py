@@ -274,6 +274,12 @@ def _check_resources(config: RunConfig) -> None:
             f'model.device = "{config.model.device}" with runtime = "ray": resources.engine_gpus and learner_gpus say who '
             "has a GPU. Leave model.device out"
         )
+    for key, table in (("reference", config.reference), ("critic", config.critic), ("proximal", config.proximal)):
+        if table is not None and table.device is not None:
+            raise ConfigError(
+                f'{key}.device = "{table.device}" with runtime = "ray": resources.stage_gpus says whether those beside the '
+                f"learner have a GPU. Leave {key}.device out"
+            )
 
 
 def check_run(config: RunConfig) -> None:

@@ -51,7 +51,7 @@ from millstream.events import (
     Warned,
 )
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events, read_history
-from millstream.learner import LearnerConfig, RunLearner
+from millstream.learner import LearnerConfig, RunCritic, RunLearner
 from millstream.model.adapters import lora_of, merged, trained_weights
 from millstream.model.load import load_weights, save_model, set_up_cpu
 from millstream.runtime import build, build_stages, checkpoint, supervised
@@ -65,6 +65,7 @@ from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_com
 from millstream.runtime.garbage import seldom_collected
 from millstream.runtime.pipeline import Parts, Pipeline
 from millstream.runtime.replay import ReplayedLearner
+from millstream.runtime.replay_critic import ReplayedCritic
 from millstream.runtime.router import Router
 from millstream.runtime.site import Around, Site, build_fleet, site_for
 from millstream.runtime.state import CRITIC_FOLDER
@@ -481,24 +482,15 @@ class _Run:
                 await self._begin(fleet, evaluator)
             if self._stopped_by is not None:
                 return
-            staff = await self._waits.on(
-                "the run", "those who work beside the learner", asyncio.to_thread(self._build_staff)
-            )
             self._checkpoints = self._build_checkpoints()
-            learner = self._build_learner(self._checkpoints)
+            building = asyncio.to_thread(self._build_staff, self._checkpoints)
+            staff = await self._waits.on("the run", "those who work beside the learner", building)
             try:
-                await self._waits.on("the run", "the learner to be ready", learner.ready())
-                if self._found is not None:
-                    await self._restore(learner, staff, fleet, self._found)
-                await self._reinforce(learner, staff, fleet, evaluator)
-                if self._stopped_by is not None:
-                    return
-                saving = asyncio.to_thread(self._save, learner)
-                await self._waits.on("the run", "the model to be saved", saving)
-                fleet.remember(config.pipeline.steps, trained_weights(prepared.model))
+                await self._learn(staff, fleet, evaluator, self._checkpoints)
             finally:
-                await learner.close()
                 await staff.close()
+            if self._stopped_by is not None:
+                return
             await evaluator.sampled_and_greedy("after")
             self._is_done = True
         finally:
@@ -506,6 +498,22 @@ class _Run:
             replacing.cancel()
             await prepared.environment.close()
             await fleet.close()
+
+    async def _learn(self, staff: Staff, fleet: Fleet, evaluator: _Evaluator, checkpoints: Checkpoints) -> None:
+        """To the saved model, unless it is stopped before."""
+        learner = self._build_learner(checkpoints)
+        try:
+            await self._waits.on("the run", "those beside the learner to be ready", staff.ready())
+            await self._waits.on("the run", "the learner to be ready", learner.ready())
+            if self._found is not None:
+                await self._restore(learner, staff, fleet, self._found)
+            await self._reinforce(learner, staff, fleet, evaluator)
+            if self._stopped_by is None:
+                saving = asyncio.to_thread(self._save, learner)
+                await self._waits.on("the run", "the model to be saved", saving)
+                fleet.remember(self._prepared.config.pipeline.steps, trained_weights(self._prepared.model))
+        finally:
+            await learner.close()
 
     async def _open(self, control: Control) -> None:
         try:
@@ -546,7 +554,7 @@ class _Run:
         loading = fleet.load(self._version, weights)
         await self._waits.on("the run", f"every engine to load version {self._version}", loading)
 
-    def _build_staff(self) -> Staff:
+    def _build_staff(self, checkpoints: Checkpoints) -> Staff:
         """Before the learner changes the model. What a warm-up has made of it is kept, for a life of the run to come."""
         config, model = self._prepared.config, self._prepared.model
         reference = reference_of(config)
@@ -557,7 +565,19 @@ class _Run:
                 lambda: save_model(whole, self._prepared.tokenizer, self._folder.reference), self._folder.reference
             )
         kept = self._folder.reference if is_kept and self._found is not None else None
-        return build_stages.build_staff(config, model, kept)
+        return self._prepared.site.build_staff(kept, partial(self._lasting_critic, checkpoints))
+
+    def _lasting_critic(self, checkpoints: Checkpoints, make: Callable[[], RunCritic]) -> ReplayedCritic:
+        waits = self._waits
+        return ReplayedCritic(
+            make,
+            checkpoints,
+            clock=self._clock,
+            sink=self._sink,
+            version=self._version,
+            patience_s=SILENT * self._prepared.config.pipeline.deadline_s,
+            progress=lambda: waits.renew("critic", "stage values", "train", "the run"),
+        )
 
     def _build_learner(self, checkpoints: Checkpoints) -> RunLearner:
         config = self._prepared.config

@@ -1,10 +1,11 @@
-"""A run on a Ray cluster: engines, learner ranks, environments, rewards and the store's coordinator are processes that Ray
-places.
+"""A run on a Ray cluster: engines, learner ranks, those beside them, environments, rewards and the store's coordinator are
+processes that Ray places.
 
     driver          the pipeline: admission, router, settling, checkpoints, events
     coordinator     the store's books (`store.ray`), on the driver's node; payloads in shared memory on every node
     engine-0 ...    `engine.remote`, each with its place in the run's placement group
     rank 0 ...      `learner.rank_main`, likewise; rank 0 lets engines have weights (`parcels`)
+    reference ...   `learner.stage_main`: a reference, a critic, a proximal policy, where there is room
     others          environments and rewards that have processes of their own, where there is room
 
 The driver itself needs no GPU. Weights of the start are staged by the driver, all others by rank 0: they never pass through the
@@ -19,8 +20,10 @@ import itertools
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
+from msgspec import structs
 from transformers import PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
@@ -38,6 +41,7 @@ from millstream.model.load import context_length, model_weights
 from millstream.parcels import Delivery, Parcel, Way
 from millstream.parcels.outbox import Outbox, open_outbox
 from millstream.runtime import build
+from millstream.runtime.build_stages import Lasting, Place, Staff, build_remote_staff
 from millstream.runtime.cluster import Cluster, RayWorker
 from millstream.runtime.config import RunConfig
 from millstream.runtime.replay import ReplayedLearner
@@ -163,6 +167,22 @@ class RaySite:
                 device="cuda" if self._resources.learner_gpus else "cpu",
             ),
         )
+
+    def build_staff(self, kept: Path | None, lasting: Lasting) -> Staff:
+        place = Place(
+            launcher=self,
+            open_outbox=self._stage_outbox,
+            device="cuda" if self._resources.stage_gpus else "cpu",
+            lasting=lasting,
+        )
+        return build_remote_staff(self._config, self._model, kept, place)
+
+    def _stage_outbox(self) -> Outbox:
+        """Files of one do not lie where another's do."""
+        delivery = self._delivery(is_of_rank=False)
+        if delivery.files is not None:
+            delivery = structs.replace(delivery, files=f"{delivery.files}/stage-{next(self._numbers)}")
+        return open_outbox(delivery, node=self.cluster.node, host=self.cluster.host)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         tasks, capacity = build.store_plan(self._config, stages)

@@ -18,7 +18,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -37,7 +37,6 @@ BACK_OFF_S = 0.5
 """Before the first restart; twice as long before the next."""
 MOST_BYTES = 256 << 20
 """Of rows in the book: beyond it the next checkpoint is made as soon as it can be."""
-Make = Callable[[], RunLearner]
 InThread = Callable[..., Coroutine[Any, Any, Any]]
 
 
@@ -112,9 +111,23 @@ class Book:
         return True
 
 
-class ReplayedLearner:
-    """See `millstream.learner.Learner` for the promises. `make` gives a learner as it is at the beginning, again and again;
-    `version` is that of its weights, or of the checkpoint that `restore` is given.
+class Replayable(Protocol):
+    """What is common to those who learn: see `millstream.learner`."""
+
+    async def ready(self) -> None: ...
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None: ...
+    async def step(self) -> Metrics: ...
+    async def snapshot(self) -> Snapshot: ...
+    def restore(self, folder: Path) -> None: ...
+    async def close(self) -> None: ...
+
+
+InnerT = TypeVar("InnerT", bound=Replayable)
+
+
+class Replayed(Generic[InnerT]):
+    """Whoever learns, as seen by those who must not notice that it died. `make` gives one as it is at the beginning, again and
+    again; `version` is that of its weights, or of the checkpoint that `restore` is given; `who` it is, in words.
 
     `patience_s`: a call that lasts longer is taken for the silence of a dead one. `progress` is called whenever a replay gets
     on, `on_restarted` with the version at its end: whoever has taken weights out of the old processes may stage them anew.
@@ -122,9 +135,10 @@ class ReplayedLearner:
 
     def __init__(
         self,
-        make: Make,
+        make: Callable[[], InnerT],
         seals: Seals,
         *,
+        who: str = "the learner",
         clock: Clock,
         sink: EventSink,
         version: int = 0,
@@ -134,6 +148,7 @@ class ReplayedLearner:
         in_thread: InThread = asyncio.to_thread,
     ) -> None:
         self._make, self._seals, self._clock, self._sink = make, seals, clock, sink
+        self._who = who
         self._patience_s = None if patience_s == math.inf else patience_s
         self._progress, self._on_restarted, self._in_thread = progress, on_restarted, in_thread
         self._book = Book(version)
@@ -142,12 +157,12 @@ class ReplayedLearner:
         self._num_restarts, self._has_warned = 0, False
         self._turn = asyncio.Lock()
         """One call at a time: whoever comes while another one is being made waits for it."""
-        self._making: asyncio.Future[RunLearner] | None = None
+        self._making: asyncio.Future[InnerT] | None = None
         self._loop: tuple[asyncio.AbstractEventLoop, int] | None = None
         self._inner = make()
 
     @property
-    def inner(self) -> RunLearner:
+    def inner(self) -> InnerT:
         """The one at work."""
         return self._inner
 
@@ -157,11 +172,6 @@ class ReplayedLearner:
         self._loop = asyncio.get_running_loop(), threading.get_ident()
         await self._do(lambda inner: inner.ready())
 
-    async def begin_batch(self) -> None:
-        self._cut(self._seals.version)
-        await self._do(lambda inner: inner.begin_batch())
-        self._write(Told("begin_batch"))
-
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         await self._do(lambda inner: inner.accumulate(rows))
         self._write(Told("accumulate", tuple(rows)))
@@ -170,21 +180,6 @@ class ReplayedLearner:
         metrics: Metrics = await self._do(lambda inner: inner.step())
         self._write(Told("step"))
         return metrics
-
-    async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        return await self._do(lambda inner: inner.logprobs(rows))
-
-    async def weights(self) -> Weights:
-        return await self._do(lambda inner: inner.weights())
-
-    async def weights_of(self, version: int) -> Weights | None:
-        """Of this version, for somebody who could not have them; None where training has gone beyond it. A batch that has made
-        its first step counts as the next version, so what is given is never half of one."""
-
-        async def look(inner: RunLearner) -> Weights | None:
-            return await inner.weights() if self._book.version == version else None
-
-        return await self._do(look)
 
     async def snapshot(self) -> Snapshot:
         """It is lost with the processes that hold it: then its writing fails, and the book stays as it is."""
@@ -196,9 +191,6 @@ class ReplayedLearner:
         self._do_blocking(lambda inner: inner.restore(folder))
         self._book, self._began_with = Book(self._book.since), folder
 
-    def save(self, path: Path) -> None:
-        self._do_blocking(lambda inner: inner.save(path))
-
     async def close(self) -> None:
         """The one at work, and one that was just being made when whoever waited for it was cancelled."""
         made = [] if self._making is None else await asyncio.gather(self._making, return_exceptions=True)
@@ -207,7 +199,7 @@ class ReplayedLearner:
 
     # ---- calls, and the book -----------------------------------------------------------------------------------------
 
-    async def _do(self, work: Callable[[RunLearner], Awaitable[T]]) -> T:
+    async def _do(self, work: Callable[[InnerT], Awaitable[T]]) -> T:
         async with self._turn:
             while True:
                 try:
@@ -215,7 +207,7 @@ class ReplayedLearner:
                 except LearnerGone as error:
                     await self._restart(error)
 
-    def _do_blocking(self, work: Callable[[RunLearner], None]) -> None:
+    def _do_blocking(self, work: Callable[[InnerT], None]) -> None:
         if self._loop is None or self._loop[1] == threading.get_ident():
             work(self._inner)
             return
@@ -239,7 +231,7 @@ class ReplayedLearner:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise LearnerGone(f"the learner has said nothing for {self._patience_s:g} s") from error
+            raise LearnerGone(f"{self._who} has said nothing for {self._patience_s:g} s") from error
 
     def _write(self, told: Told) -> None:
         self._book.write(told)
@@ -275,6 +267,7 @@ class ReplayedLearner:
         self._sink.emit(
             LearnerRestarted(
                 at=self._clock.now(),
+                who=self._who,
                 why=str(why),
                 from_version=book.since,
                 to_version=book.version,
@@ -288,7 +281,7 @@ class ReplayedLearner:
     def _count(self, why: LearnerGone) -> None:
         if self._num_restarts >= MOST:
             raise LearnerError(
-                f"the learner was restarted {self._num_restarts} times, and is gone again: {why}. What kills it is not mended "
+                f"{self._who} was restarted {self._num_restarts} times, and is gone again: {why}. What kills it is not mended "
                 "by a restart: look at the memory of the machine, and at what its processes said last"
             ) from why
         self._num_restarts += 1
@@ -308,10 +301,13 @@ class ReplayedLearner:
             await self._answer(self._tell_again(told))
             self._progress()
 
+    async def _begin_batch_of(self, inner: InnerT) -> None:
+        """What whoever learns must hear when a batch begins: nothing, unless somebody says otherwise."""
+
     async def _tell_again(self, told: Told) -> None:
         match told.what:
             case "begin_batch":
-                await self._inner.begin_batch()
+                await self._begin_batch_of(self._inner)
             case "accumulate":
                 await self._inner.accumulate(told.rows)
             case "step":
@@ -319,6 +315,36 @@ class ReplayedLearner:
 
     def _warn(self, message: str) -> None:
         self._sink.emit(Warned(at=self._clock.now(), message=message))
+
+
+class ReplayedLearner(Replayed[RunLearner]):
+    """See `millstream.learner.Learner` for the promises."""
+
+    async def begin_batch(self) -> None:
+        self._cut(self._seals.version)
+        await self._do(self._begin_batch_of)
+        self._write(Told("begin_batch"))
+
+    async def _begin_batch_of(self, inner: RunLearner) -> None:
+        await inner.begin_batch()
+
+    async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        return await self._do(lambda inner: inner.logprobs(rows))
+
+    async def weights(self) -> Weights:
+        return await self._do(lambda inner: inner.weights())
+
+    async def weights_of(self, version: int) -> Weights | None:
+        """Of this version, for somebody who could not have them; None where training has gone beyond it. A batch that has made
+        its first step counts as the next version, so what is given is never half of one."""
+
+        async def look(inner: RunLearner) -> Weights | None:
+            return await inner.weights() if self._book.version == version else None
+
+        return await self._do(look)
+
+    def save(self, path: Path) -> None:
+        self._do_blocking(lambda inner: inner.save(path))
 
 
 def _num_bytes(told: Told) -> int:

@@ -17,8 +17,9 @@ from millstream.engine import Engine, EngineConfig
 from millstream.engine.torch import START_S
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
-from millstream.runtime import build
+from millstream.runtime import build, build_stages
 from millstream.runtime.build import RunEngine
+from millstream.runtime.build_stages import Lasting, Staff
 from millstream.runtime.config import RunConfig
 from millstream.runtime.fleet import Fleet
 from millstream.runtime.stages import Stage
@@ -70,6 +71,11 @@ class Site(Protocol):
         """Trains what the model is now."""
         ...
 
+    def build_staff(self, kept: Path | None, lasting: Lasting) -> Staff:
+        """Who works beside the learner, with the model as it is now; perhaps not yet ready. `kept`: see
+        `build_stages.build_staff`. `lasting`: makes of critics that may die one that outlives them. Called on a thread."""
+        ...
+
     async def open_store(self, stages: Sequence[Stage]) -> Store: ...
 
     def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
@@ -77,7 +83,7 @@ class Site(Protocol):
         ...
 
     async def close(self) -> None:
-        """Of everything else that was opened. Engines and learners were closed before."""
+        """Of everything else that was opened. Engines, learners and those beside them were closed before."""
         ...
 
 
@@ -109,6 +115,9 @@ class LocalSite:
         return build.build_learner(
             self._config, self._around.model, tokenizer, learner=learner, recipe=recipe, num_steps=num_steps
         )
+
+    def build_staff(self, kept: Path | None, lasting: Lasting) -> Staff:
+        return build_stages.build_staff(self._config, self._around.model, kept)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         return build.build_store(self._config, stages)
