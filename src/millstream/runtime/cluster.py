@@ -41,6 +41,7 @@ LOOPBACK = "127.0.0.1"
 SAY_S = 10.0
 """A process that has waited so long for room is spoken of."""
 HELLO_S = 10.0
+HELLO_BYTES = 4096
 OBJECT_STORE = 128 << 20
 """Of a cluster that is started here: Ray's own store carries next to nothing of ours."""
 
@@ -207,7 +208,7 @@ class Switchboard:
         """Whoever says nothing, or nothing sensible, is not waited for."""
         line.settimeout(HELLO_S)
         try:
-            said = Frames(line).first()
+            said = Frames(line, HELLO_BYTES).first()
             hello = msgspec.msgpack.decode(said or b"", type=Hello)
             expected = self._expected.pop(hello.ticket, None)
         except (msgspec.MsgspecError, OSError):

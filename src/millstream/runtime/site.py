@@ -19,6 +19,7 @@ from millstream.learner import LearnerConfig, RunLearner
 from millstream.runtime import build
 from millstream.runtime.build import RunEngine
 from millstream.runtime.config import RunConfig
+from millstream.runtime.resources import check_installed
 from millstream.runtime.stages import Stage
 from millstream.store import Store
 from millstream.weights import WeightChannel
@@ -132,6 +133,7 @@ def site_for(config: RunConfig) -> Site:
         case "local":
             return LocalSite(config)
         case "ray":
+            check_installed()
             from millstream.runtime.ray_site import RaySite  # Ray is an extra
 
             return RaySite(config)
