@@ -13,11 +13,21 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from millstream.events import CheckpointFailed, CheckpointSealed, Resumed, RunEnded, Stepped, WorkerStarted
+from millstream.events import (
+    CheckpointFailed,
+    CheckpointSealed,
+    ReplicaLeft,
+    Resumed,
+    RunEnded,
+    Stepped,
+    WeightsLoaded,
+    WorkerStarted,
+)
 from millstream.events.sinks import read_history
 from millstream.runtime.checkpoint import steps_in
 from ray_runs import START_S, command, events_of, memory_of, running, stop, tree_of, wait_until_gone
 from runs import assert_clean, resume_command, steps_of, until
+from two_nodes import TwoNodes, may_be_made, two_nodes
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -143,3 +153,51 @@ def test_a_full_disk_at_a_checkpoint_is_said_the_run_goes_on_and_later_ones_are_
     assert "failed: No space left on device; the run goes on" in output
     assert not list((run_dir / "checkpoints").glob(".*")), "nothing half written is left"
     assert_clean(run_dir)
+
+
+CUT_S = 40.0
+
+
+@pytest.mark.skipif(not may_be_made(), reason="only root may make network namespaces")
+def test_a_run_goes_on_with_the_engine_that_it_reaches_when_the_network_between_two_nodes_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than a line may be silent, so that the other node's engine is given up. Until then it has its weights by broadcast:
+    both nodes have an address of their own."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    run_dir = tmp_path / "run"
+    changes = {
+        "resources.address": TwoNodes.address,
+        "resources.learner_cpus": 2,  # more than the other node has: the rank is with the driver
+        "learner.ranks": 1,
+        "engine.replicas": 2,
+        "pipeline.steps": 100_000,
+    }
+    with (
+        two_nodes(head_cpus=3, worker_cpus=1) as nodes,
+        running(nodes.within(nodes.head, command(run_dir, changes))) as process,
+    ):
+        until(lambda: steps_of(run_dir) >= 5, process, START_S)
+        there = {event.worker: event.node for event in events_of(run_dir) if isinstance(event, WorkerStarted)}
+        assert there["engine-0"] != there["engine-1"], "an engine on each node"
+        (far,) = [name for name in ("engine-0", "engine-1") if there[name] != there["rank 0"]]
+        assert any(loaded_by(run_dir, far)), "weights reached the other node"
+        nodes.cut()
+        began, steps = time.monotonic(), steps_of(run_dir)
+        until(lambda: any(isinstance(event, ReplicaLeft) for event in events_of(run_dir)), process, CUT_S)
+        until(lambda: time.monotonic() - began > CUT_S, process)
+        assert steps_of(run_dir) > steps + 3, "the run goes on meanwhile"
+        nodes.mend()
+        steps = steps_of(run_dir)
+        until(lambda: steps_of(run_dir) > steps + 3, process, 60)
+        output = stop(process)
+        assert process.returncode == 128 + signal.SIGTERM, output
+    left = {event.engine for event in events_of(run_dir) if isinstance(event, ReplicaLeft)}
+    assert left == {far}
+    assert_clean(run_dir)
+
+
+def loaded_by(run_dir: Path, engine: str) -> list[int]:
+    """Versions beyond the first that this engine took."""
+    found = [event for event in events_of(run_dir) if isinstance(event, WeightsLoaded) and event.engine == engine]
+    return [event.version for event in found if event.version > 0]
