@@ -99,7 +99,11 @@ class Post:
         """Until it is told to close."""
         writes = threading.Thread(target=self._carry_out, args=(self._line.writes,), name="snapshots", daemon=True)
         writes.start()
-        self._carry_out(self._line.orders)
+        try:
+            self._carry_out(self._line.orders)
+        finally:
+            if self._outbox is not None:
+                self._outbox.close()  # its files are in shared memory, and would stay there
 
     def _carry_out(self, orders: queue.SimpleQueue[Numbered]) -> None:
         while not isinstance((numbered := orders.get()).order, Close):

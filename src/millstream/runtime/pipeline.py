@@ -619,14 +619,12 @@ class Pipeline:
         return result
 
     async def _finish_batch(self, leases: list[Lease], rows: list[TrainRow], metrics: Metrics, began: float) -> None:
-        """The version rises, the rows are done with, the weights go out."""
+        """The version rises, all of that is told at once, the rows are done with, the weights go out."""
         trained = [lease for lease in leases if lease.group_id not in self._settler.vacant]
         await self._abort_overdue()
         version = self.admission.step()
         self._settler.begin_batch()
-        for lease in leases:
-            await self._store.acknowledge(lease)
-            self._settler.vacant.discard(lease.group_id)
+        self._settler.vacant.difference_update(lease.group_id for lease in leases)
         for lease in trained:
             self._leave(lease.group_id, Fate.TRAINED, rewards_of(lease))
         self._emit(
@@ -641,6 +639,8 @@ class Pipeline:
                 metrics=metrics,
             )
         )
+        for lease in leases:  # the store may be far: nobody must see room that is not told of yet
+            await self._store.acknowledge(lease)
         self._prompts = {g: prompt for g, prompt in self._prompts.items() if g in self.admission}
         self._restarts = {g: count for g, count in self._restarts.items() if g in self.admission}
         self._is_held = self._gate is not None and self._after_step is not None
