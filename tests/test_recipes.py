@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from talk import CHATML
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.toml"))}
-NEEDS = {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym"}
+CLUSTER = {path.stem: path for path in sorted((ROOT / "recipes/cluster").glob("*.toml"))}
+NEEDS = {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym", "demo_ray": "ray"}
 """Libraries of the extras that a recipe says it needs."""
 FEW = {
     "data.holdout": 4,
@@ -112,17 +114,78 @@ def test_every_recipe_passes_its_dry_run(name: str, chat_model: Path, gsm8k: Pat
     assert "# checked: " in said and "not checked" not in said
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ray] if NEEDS.get(name) == "ray" else []) for name in RECIPES]
+)
 def test_every_recipe_runs_two_steps_and_passes_the_audit(
     name: str, chat_model: Path, gsm8k: Path, tmp_path: Path
 ) -> None:
     local = at_hand(name, chat_model, gsm8k)
     made = SUPERVISED if name == "sft" else MADE
     few = {**FEW, **(READ if "model.path" in local else made)}
+    if NEEDS.get(name) == "ray":
+        few["engine.process"] = ""  # every engine has one there
     train(name, {**local, **few, "run_dir": tmp_path / "run"}, "--quiet")
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == few["pipeline.steps"]
     report = audit(tmp_path / "run")
     assert report.is_clean and report.checks > 20, report
+
+
+def dry_run(path: Path, changes: dict[str, object]) -> str:
+    overrides = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    result = CliRunner().invoke(app, ["train", str(path), *overrides, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+PLACED = {
+    "one_gpu": "1 learner rank (1 CPU, 0.5 GPU each) and 1 engine (1 CPU, 0.5 GPU each), engine i and rank i on one GPU: "
+    "2 CPU, 1 GPU in all",
+    "eight_gpus": "2 learner ranks (1 CPU, 1 GPU each) and 6 engines (1 CPU, 1 GPU each): 8 CPU, 8 GPU in all, on one node; Ray "
+    "is started here, on loopback",
+    "kuberay": "16 CPU, 16 GPU in all",
+    "ray_up": "16 CPU, 16 GPU in all, on as few nodes as they fit on; the Ray cluster at auto",
+    "slurm": "16 CPU, 16 GPU in all",
+}
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_every_recipe_for_a_cluster_passes_its_dry_run_and_says_what_is_placed_where(
+    name: str, chat_model: Path, gsm8k: Path
+) -> None:
+    """With neither a cluster nor a GPU at hand."""
+    pytest.importorskip("math_verify")
+    said = dry_run(CLUSTER[name], at_hand("gsm8k", chat_model, gsm8k))
+    assert PLACED[name] in said, said
+    is_near = CLUSTER[name].stem in ("one_gpu", "eight_gpus")
+    assert ("weights reach engines by ipc" in said) is (name == "one_gpu")
+    assert (
+        ("on other nodes by broadcast" in said)
+        is ("not checked: whether the cluster has that" in said)
+        is (not is_near)
+    )
+
+
+def test_the_files_that_start_clusters_give_each_recipe_the_gpus_that_it_asks_for() -> None:
+    yaml = pytest.importorskip("yaml")
+    folder = ROOT / "recipes/cluster"
+    config = {name: load(path, RunConfig) for name, path in CLUSTER.items()}
+    asked = {name: one.engine.replicas + one.learner.ranks for name, one in config.items()}
+    (gpus,) = yaml.safe_load((folder / "kuberay.yaml").read_text())["spec"]["workerGroupSpecs"]
+    (container,) = gpus["template"]["spec"]["containers"]
+    assert gpus["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"]) == asked["kuberay"]
+    nodes = yaml.safe_load((folder / "ray_up.yaml").read_text())["provider"]
+    assert 8 * (1 + len(nodes["worker_ips"])) == asked["ray_up"]
+    script = (folder / "slurm.sbatch").read_text()
+    assert subprocess.run(["bash", "-n", str(folder / "slurm.sbatch")]).returncode == 0
+    found = {key: int(script.partition(f"--{key}=")[2].split()[0]) for key in ("nodes", "gpus-per-node")}
+    assert found["nodes"] * found["gpus-per-node"] == asked["slurm"]
+    assert f"RUN={config['slurm'].run_dir}" in script
+
+
+def test_the_documentation_of_clusters_names_every_recipe_and_every_file_for_it() -> None:
+    text = (ROOT / "docs/cluster.md").read_text()
+    assert [path.name for path in (ROOT / "recipes/cluster").iterdir() if f"cluster/{path.name}" not in text] == []
 
 
 def test_gold_solutions_of_gsm8k_earn_all_that_its_recipe_gives(gsm8k: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -25,6 +28,8 @@ from millstream.events import (
 from millstream.events.sinks import MemorySink
 from millstream.runtime.admission import Admission, Place
 from millstream.runtime.state import Standing
+from millstream.store import Saved
+from millstream.store.memory import MemoryStore
 from simulated import Diary, Kept, Outcome, World, check, simulate
 from test_lag_bound import worlds
 
@@ -55,6 +60,54 @@ def test_from_any_checkpoint_of_any_world_nothing_is_lost_nothing_is_doubled_and
 ) -> None:
     try:
         _, outcome = cut_and_resume(world, cut)
+    except MillstreamError as error:
+        assert world.failure > 0 and "in a row failed" in str(error), error
+        assume(False)
+        return
+    check(world, outcome)
+
+
+class FarStore(MemoryStore):
+    """As in another process: what is asked takes a while to get there, and so does the answer. Others are served meanwhile."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._draws = random.Random(0)
+
+    async def _there_and_back(self, asking: Coroutine[Any, Any, Any]) -> Any:
+        await asyncio.sleep(self._draws.random())
+        found = await asking
+        await asyncio.sleep(self._draws.random())
+        return found
+
+    async def put(self, *arguments: Any, **options: Any) -> Sequence[int]:
+        ids: Sequence[int] = await self._there_and_back(super().put(*arguments, **options))
+        return ids
+
+    async def write(self, *arguments: Any, **options: Any) -> None:
+        await self._there_and_back(super().write(*arguments, **options))
+
+    async def close_groups(self, *arguments: Any, **options: Any) -> None:
+        await self._there_and_back(super().close_groups(*arguments, **options))
+
+    async def acknowledge(self, *arguments: Any, **options: Any) -> None:
+        await self._there_and_back(super().acknowledge(*arguments, **options))
+
+    async def drop(self, *arguments: Any, **options: Any) -> None:
+        await self._there_and_back(super().drop(*arguments, **options))
+
+    async def snapshot(self, *arguments: Any, **options: Any) -> Saved:
+        saved: Saved = await self._there_and_back(super().snapshot(*arguments, **options))
+        return saved
+
+
+@settings(max_examples=60)
+@given(world=worlds.filter(lambda world: world.max_lag > 0), cut=st.randoms(use_true_random=False))
+def test_a_checkpoint_is_one_moment_even_of_a_store_that_is_far_away(world: World, cut: random.Random) -> None:
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("simulated.MemoryStore", FarStore)
+            _, outcome = cut_and_resume(world, cut)
     except MillstreamError as error:
         assert world.failure > 0 and "in a row failed" in str(error), error
         assume(False)

@@ -163,9 +163,10 @@ def test_a_view_stays_what_it_was_when_its_rows_are_long_gone(store: SharedStore
     asyncio.run(program())
 
 
-def test_a_stranger_without_the_token_is_turned_away(store: SharedStore) -> None:
+@pytest.mark.parametrize("guess", ["guess", "", "\u00e9"])
+def test_a_stranger_without_the_token_is_turned_away(store: SharedStore, guess: str) -> None:
     async def program() -> None:
-        address = msgspec.structs.replace(store.address, token="guess")
+        address = msgspec.structs.replace(store.address, token=guess)
         with pytest.raises(StoreError, match="token"):
             await StoreClient.connect(address)
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from millstream.env.rewards import Reward
     from millstream.events import EventSink
     from millstream.runtime.evaluate import Measured
+    from millstream.runtime.export import Exported
     from millstream.runtime.folder import RunResult
 
 __version__ = "0.1.0"
@@ -43,12 +44,25 @@ def train(
     return local.train(config, reward=reward, sinks=sinks, name=name)
 
 
-def resume(run_dir: str | Path, *, reward: Reward | None = None, sinks: Sequence[EventSink] = ()) -> RunResult:
+def resume(
+    run_dir: str | Path,
+    *,
+    reward: Reward | None = None,
+    sinks: Sequence[EventSink] = (),
+    changes: Sequence[str] = (),
+) -> RunResult:
     """Go on with a run that was stopped or died, from its newest checkpoint. A `reward` that was passed to `train` is passed
-    again."""
+    again. `changes` of where its parts are, as in `learner.ranks=1`, are kept in the run folder."""
     from millstream.runtime import local
 
-    return local.resume(Path(run_dir), reward=reward, sinks=sinks)
+    return local.resume(Path(run_dir), reward=reward, sinks=sinks, changes=changes)
+
+
+def export(run_dir: str | Path, target: str | Path, *, step: int | None = None) -> Exported:
+    """What a run has trained so far, from a checkpoint of it, as a folder that transformers loads."""
+    from millstream.runtime import export as exporting
+
+    return exporting.export(Path(run_dir), Path(target), step=step)
 
 
 def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
@@ -76,6 +90,7 @@ __all__ = [
     "WarmupConfig",
     "__version__",
     "evaluate",
+    "export",
     "resume",
     "train",
 ]

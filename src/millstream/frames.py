@@ -20,8 +20,9 @@ def frame(message: Any) -> bytes:
 class Frames:
     """Whole messages out of a stream of bytes."""
 
-    def __init__(self, source: socket.socket) -> None:
-        self._source = source
+    def __init__(self, source: socket.socket, most_bytes: int = 0) -> None:
+        """`most_bytes`: of one message, where who is at the other end is not known yet; 0: no bound."""
+        self._source, self._most_bytes = source, most_bytes
         self._buffer = bytearray()
 
     def first(self) -> bytes | None:
@@ -45,7 +46,7 @@ class Frames:
                 return []
             except OSError:
                 return None
-            if not data:
+            if not data or (self._most_bytes and len(self._buffer) + len(data) > self._most_bytes):
                 return None
             self._buffer += data
 

@@ -1,4 +1,4 @@
-"""The commands: train, scale, status, eval, env check, audit, report, trace, init, serve, serve-store. No logic.
+"""The commands: train, scale, status, export, eval, env check, audit, report, trace, init, serve, serve-store. No logic.
 
 Exit code 0, or 1 with a message that says what to type.
 """
@@ -32,7 +32,7 @@ from millstream.events.sinks import read_history
 from millstream.runtime import control, trial_run
 from millstream.runtime.check import check_parts
 from millstream.runtime.config import ModelConfig, RunConfig, check_run
-from millstream.runtime.folder import RunFolder, program, resume_command
+from millstream.runtime.folder import RunFolder, check_changes, program, resume_command
 from millstream.runtime.schedule import PipelineConfig
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def train(
     with said():
         if (path is None) == (resume is None):
             raise ConfigError("type either a config (millstream train RUN.toml) or a run to go on with (--resume RUN)")
-        if resume is not None and overrides:
-            raise ConfigError("--set does not go with --resume: a run goes on with the config it began with")
+        if resume is not None:
+            check_changes(overrides or [])
         if path is not None and path.is_dir():
             raise ConfigError(_not_a_config(path))
         config = configs.load(path or _config_in(resume), RunConfig, overrides or [])
@@ -113,7 +113,7 @@ def train(
             return
         with _shown(config.pipeline, is_quiet=quiet or as_json) as sinks:
             if resume is not None:
-                result = millstream.resume(resume, sinks=sinks)
+                result = millstream.resume(resume, sinks=sinks, changes=overrides or [])
             else:
                 result = millstream.train(config, name=path.stem if path else "run", sinks=sinks)
         if as_json:
@@ -215,6 +215,26 @@ def status(
         else:
             for line in status_lines(found):
                 console.out(line, highlight=False)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, live, dead or done.")],
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must not be there.")],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="Of the checkpoint. Default: the newest one.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write what a run has trained so far as a Hugging Face model, from one of its checkpoints."""
+    with said():
+        found = millstream.export(run_dir, target, step=step)
+        for trouble in found.troubles:
+            errors.out(trouble, highlight=False)
+        if as_json:
+            console.out(msgspec.json.encode(found).decode(), highlight=False)
+        else:
+            console.out(f"the model of {found.what} is in {found.folder}", highlight=False)
 
 
 @app.command(name="audit")

@@ -58,6 +58,11 @@ def alarm(event: Alarm) -> str:
     return f"the checkpoint of step {event.version} failed: {event.message}; the run goes on"
 
 
+def resumed(event: Resumed) -> str:
+    changes = f", with {', '.join(event.changes)}" if event.changes else ""
+    return f"goes on from step {event.version}{changes}"
+
+
 def joined(event: ReplicaJoined) -> str:
     return f"{event.engine} has joined at version {event.version}"
 
@@ -105,7 +110,7 @@ class Lines:
                 if event.sample is not None:
                     self._say(event.at, f"a sample: {sample_line(event.sample)}")
             case Resumed():
-                self._say(event.at, f"goes on from step {event.version}")
+                self._say(event.at, resumed(event))
             case CheckpointFailed() | LearnerRestarted() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
                 self._say(event.at, alarm(event))
             case ReplicaJoined():

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from millstream.cli.show import alarm, joined, sample_line, warmed_words
+from millstream.cli.show import alarm, joined, resumed, sample_line, warmed_words
 from millstream.events import (
     WARMUP,
     CheckpointFailed,
@@ -93,7 +93,7 @@ class View:
                 self._sample = event.sample
             case Resumed():
                 self._phase, self._begun = "reinforcement learning", (event.at, event.version)
-                self._notes.append(f"goes on from step {event.version}")
+                self._notes.append(resumed(event))
                 self._version = event.version
             case CheckpointFailed() | LearnerRestarted() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
                 self._notes.append(alarm(event))

@@ -59,6 +59,8 @@ class Resumed(Event, frozen=True, kw_only=True):
     """The last event that the checkpoint covers; -1 if there was no checkpoint, and all begins anew."""
     digest: str
     """That of the checkpoint, as `CheckpointSealed` told it; empty without one."""
+    changes: tuple[str, ...] = ()
+    """What of the config is another from here on, as it was typed: `learner.ranks=1`."""
 
 
 class GroupAdmitted(Event, frozen=True, kw_only=True):

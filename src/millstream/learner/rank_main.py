@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from millstream import imports
 from millstream.learner import optimizer
-from millstream.learner.line import Kept, main, not_for, obey_line
+from millstream.learner.line import Kept, Obey, main, not_for, obey_line
 from millstream.learner.orders import (
     Accumulate,
     Answer,
@@ -54,6 +55,11 @@ class Post:
         is_alone = setup.plan.num_ranks == 1
         self._files = None if is_alone else dist.new_group(backend="gloo")
         """A group of their own: training has its collectives meanwhile. None: there is one rank."""
+
+    def close(self) -> None:
+        """What it let others have is in shared memory, and would stay there."""
+        if self._outbox is not None:
+            self._outbox.close()
 
     def obey(self, numbered: Numbered) -> Answer:
         number = numbered.number
@@ -140,7 +146,14 @@ def begin(setup: Setup) -> Post:
 
 def work(line: socket.socket) -> None:
     """The rank: until the socket closes."""
-    obey_line(line, Setup, lambda setup: begin(setup).obey)
+    with ExitStack() as at_the_end:
+
+        def begun(setup: Setup) -> Obey:
+            post = begin(setup)
+            at_the_end.callback(post.close)
+            return post.obey
+
+        obey_line(line, Setup, begun)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import pickle
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ def write_state(state: State, folder: Path) -> None:
 def read_state(folder: Path) -> State:
     """Whole tensors, whoever wrote them."""
     return _read_file(folder / STATE) if (folder / STATE).exists() or not _is_sharded(folder) else _read_all(folder)
+
+
+def read_trained(folder: Path) -> dict[str, Tensor]:
+    """What was trained, by the names that it has in the model, as float32; moments are not read."""
+    if (folder / STATE).exists() or not _is_sharded(folder):
+        state = _read_file(folder / STATE, is_mapped=True)
+    else:
+        state = _load(folder, {}, None, kinds=("masters", "buffers", "num_steps_done"))
+    return {**state["masters"], **state["buffers"]}
 
 
 def _read_file(path: Path, *, is_mapped: bool = False) -> State:
@@ -111,7 +121,8 @@ def read_shards(folder: Path, like: dict[str, Tensor], group: Any) -> State:
     return state
 
 
-def _load(folder: Path, like: dict[str, Tensor], group: Any) -> State:
+def _load(folder: Path, like: dict[str, Tensor], group: Any, kinds: Collection[str] | None = None) -> State:
+    """`kinds`: of what is in it, as the first part of its name says. None: all of it."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -119,7 +130,8 @@ def _load(folder: Path, like: dict[str, Tensor], group: Any) -> State:
     try:
         reader = FileSystemReader(folder)
         found = reader.read_metadata().state_dict_metadata
-        values = {key: _room(key, entry, like) for key, entry in found.items()}
+        wanted = {key: entry for key, entry in found.items() if kinds is None or key.partition(":")[0] in kinds}
+        values = {key: _room(key, entry, like) for key, entry in wanted.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one device reads by itself
             load(values, storage_reader=reader, process_group=group, no_dist=not like)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from millstream import imports
@@ -18,6 +19,7 @@ from millstream.env.rewards import check, find
 from millstream.env.sandbox import what_is_contained
 from millstream.errors import ConfigError
 from millstream.model.where import check_path, check_tokenizer
+from millstream.runtime import resources
 from millstream.runtime.config import RunConfig, server_token
 
 
@@ -31,6 +33,7 @@ def check_parts(config: RunConfig) -> list[str]:
         *_checked_algorithm(config),
         *_checked_model(config),
         *_checked_engine(config),
+        *_checked_resources(config),
     ]
 
 
@@ -97,3 +100,16 @@ def _checked_engine(config: RunConfig) -> Iterator[str]:
         raise ConfigError(f"engine.http.folder = {http.folder!r}: {nearest} is no folder that can be written to")
     yield f"checked: weights can be written to {folder}"
     yield f"not checked: the servers at {', '.join(http.urls)}, which the run asks at its start"
+
+
+def _checked_resources(config: RunConfig) -> Iterator[str]:
+    """Neither Ray nor a GPU need be here: a config is often written on another machine than it runs on."""
+    if config.runtime != "ray":
+        return
+    for line in resources.words(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks):
+        yield f"checked: {line}"
+    if find_spec("ray") is None:
+        yield "not checked: Ray, which is not installed here"
+    if config.resources.address != "local":
+        patience = config.resources.patience_s
+        yield f"not checked: whether the cluster has that; the run waits {patience:g} s for it"

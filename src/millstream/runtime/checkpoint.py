@@ -270,6 +270,25 @@ def newest(run_dir: Path, sealed: Collection[str], folder: str = FOLDER) -> tupl
     return found, troubles
 
 
+def look_for(run_dir: Path, folder: str, step: int | None) -> tuple[Found | None, list[str]]:
+    """The newest checkpoint that is whole, or that of a step, and what is wrong with others that were looked at. Touches
+    nothing, so that the run may be alive; one that it removes meanwhile is not whole."""
+    troubles: list[str] = []
+    for path in reversed(_all(run_dir / folder)):
+        if step is not None and path.name != _name(step):
+            continue
+        try:
+            return verify(path), troubles
+        except CheckpointError as error:
+            troubles.append(str(error))
+    return None, troubles
+
+
+def steps_in(run_dir: Path) -> list[int]:
+    """Those of which there are checkpoints, whole or not; the oldest first."""
+    return [int(path.name.removeprefix("step-")) for path in _all(run_dir / FOLDER)]
+
+
 def verify(folder: Path) -> Found:
     """Every byte. Raises `CheckpointError` that names the file that is not as it was written."""
     try:

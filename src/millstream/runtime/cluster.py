@@ -43,6 +43,7 @@ SAY_S = 10.0
 HELLO_S = 10.0
 SPARE_CPUS = 16
 """Of a cluster that is started here, beyond what the machine has: room for engines that are added later. Ray only counts."""
+HELLO_BYTES = 4096
 OBJECT_STORE = 128 << 20
 """Of a cluster that is started here: Ray's own store carries next to nothing of ours."""
 
@@ -209,7 +210,7 @@ class Switchboard:
         """Whoever says nothing, or nothing sensible, is not waited for."""
         line.settimeout(HELLO_S)
         try:
-            said = Frames(line).first()
+            said = Frames(line, HELLO_BYTES).first()
             hello = msgspec.msgpack.decode(said or b"", type=Hello)
             expected = self._expected.pop(hello.ticket, None)
         except (msgspec.MsgspecError, OSError):

@@ -19,6 +19,7 @@ import fcntl
 import shutil
 import sys
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,6 +36,9 @@ from millstream.runtime.config import RunConfig, with_absolute_paths
 
 FINISHED = "finished"
 LOCK = ".lock"
+MAY_CHANGE = ("runtime", "resources", "learner.ranks", "engine.replicas", "engine.process", "model.device")
+"""Keys of a run that may be others when it goes on: of where its parts are, and how many. `engine.process` and `model.device`
+are refused on a cluster, so that a run which has them could never move to one."""
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
@@ -82,12 +86,14 @@ class RunFolder:
         return folder
 
     @classmethod
-    def reopen(cls, path: Path) -> tuple[RunFolder, RunConfig]:
-        """Of a run that was stopped, or died. Raises `ConfigError` if there is nothing to go on with."""
+    def reopen(cls, path: Path, changes: Sequence[str] = ()) -> tuple[RunFolder, RunConfig]:
+        """Of a run that was stopped, or died, with its config and `changes` of it, as in `learner.ranks=1`: of where its parts
+        are, and no others. Raises `ConfigError` if there is nothing to go on with."""
         folder = cls(path)
         if not folder.config.is_file():
             raise ConfigError(f"{path} is not a run folder: it has no config.toml")
-        config = load(folder.config, RunConfig)
+        check_changes(changes)
+        config = load(folder.config, RunConfig, changes)
         if (path / "summary.json").exists():
             raise ConfigError(
                 f"the run in {path} is finished: its model is in {folder.model}. To train that further, in a new run:\n"
@@ -95,6 +101,10 @@ class RunFolder:
             )
         folder.lock()
         return folder, config
+
+    def keep(self, config: RunConfig) -> None:
+        """In place of the config that is there: what a run goes on with is what its folder says."""
+        self._write(self.config.name, to_toml(with_absolute_paths(config)).encode())
 
     def lock(self) -> None:
         """For the life of this process: two must not write to one run."""
@@ -150,6 +160,17 @@ class RunFolder:
     def cannot_write(self, path: Path, error: OSError) -> str:
         found = f"cannot write {path}: {error.strerror}. The run is not lost: mend that, then type"
         return f"{found}\n  {resume_command(self.path)}"
+
+
+def check_changes(changes: Sequence[str]) -> None:
+    """Data, algorithm and seed are what a run is; another value of those is another run."""
+    for change in changes:
+        key = change.partition("=")[0].strip()
+        if key not in MAY_CHANGE and not key.startswith("resources."):
+            raise ConfigError(
+                f"--set {change} does not go with --resume: a run goes on with the config it began with, but for where its "
+                f"parts are ({', '.join(MAY_CHANGE)}, resources.*). For another config, begin another run"
+            )
 
 
 def resume_command(path: Path) -> str:

@@ -147,9 +147,12 @@ def train(
     return _carry_out(prepared, RunFolder.create(prepared.config, name), sinks)
 
 
-def resume(path: Path, *, reward: Reward | None = None, sinks: Sequence[EventSink] = ()) -> RunResult:
-    """Go on with a run that was stopped or died, from its newest checkpoint that is whole."""
-    folder, config = RunFolder.reopen(path)
+def resume(
+    path: Path, *, reward: Reward | None = None, sinks: Sequence[EventSink] = (), changes: Sequence[str] = ()
+) -> RunResult:
+    """Go on with a run that was stopped or died, from its newest checkpoint that is whole. `changes`: see
+    `RunFolder.reopen`."""
+    folder, config = RunFolder.reopen(path, changes)
     if folder.is_finished():  # killed on its last metres: all that is missing is in the events
         return folder.conclude()
     if reward is not None and not was_passed(config.reward):
@@ -168,7 +171,9 @@ def resume(path: Path, *, reward: Reward | None = None, sinks: Sequence[EventSin
     for one in (found, early):
         if one is not None and one.run_state().data_digest != prepared.data_digest:
             raise CheckpointError(f"the data set is not the one that the run in {path} began with: it cannot go on")
-    return _carry_out(prepared, folder, sinks, Before(found=found, life=life, supervised=early))
+    if changes:
+        folder.keep(prepared.config)
+    return _carry_out(prepared, folder, sinks, Before(found, life, early, tuple(changes)))
 
 
 def _carry_out(
@@ -240,6 +245,7 @@ class Before(NamedTuple):
     life: Life
     supervised: Found | None = None
     """A checkpoint of supervised training, where there is none of reinforcement learning."""
+    changes: tuple[str, ...] = ()
 
     @property
     def version(self) -> int:
@@ -361,7 +367,7 @@ class _Run:
         self._grace: asyncio.TimerHandle | None = None
         self._is_done = False
         if before is not None:
-            self._say_resumed()
+            self._say_resumed(before.changes)
         elif prepared.warning:
             sink.emit(Warned(at=self._clock.now(), message=prepared.warning))
 
@@ -779,7 +785,7 @@ class _Run:
             waits=self._waits.counted(),
         )
 
-    def _say_resumed(self) -> None:
+    def _say_resumed(self, changes: tuple[str, ...]) -> None:
         found = self._found
         self._sink.emit(
             Resumed(
@@ -788,6 +794,7 @@ class _Run:
                 version=self._version,
                 from_seq=-1 if found is None else found.manifest.covers_seq,
                 digest="" if found is None else found.digest,
+                changes=changes,
             )
         )
 

@@ -65,7 +65,7 @@ from millstream.runtime.settle import TASK as SETTLE
 from millstream.runtime.settle import Advantage, Doom, Rules, Settler, by_agent, by_member, members_of, rewards_of
 from millstream.runtime.stages import TRAIN, Stage, Surroundings, Updates, run_stage, this_one, train_row
 from millstream.runtime.state import Both, GroupState, Keeper, Ledger, Standing
-from millstream.runtime.waits import Pulse, Waits
+from millstream.runtime.waits import Pulse, Stillness, Waits
 from millstream.store import Lease, Store
 from millstream.types import Fate, Metrics, Sampling, Task, TrainRow, Weights
 from millstream.weights import Publication, WeightChannel
@@ -183,7 +183,7 @@ class Pipeline:
             parts.engines, is_queueing=not config.is_in_lockstep, clock=parts.clock, sink=parts.sink
         )
         self._router.rank_of = self._rank
-        self._pulse = Pulse()
+        self._pulse, self._still = Pulse(), Stillness()
         self._router.on_change = self._pulse.notify
         self._num_loading, self._has_published = 0, False
         self._first = None if first_weights is None else Publication(self._channel.version, first_weights)
@@ -203,6 +203,7 @@ class Pipeline:
             admission=self.admission,
             waits=self.waits,
             pulse=self._pulse,
+            still=self._still,
             leave=self._leave,
             begin_anew=self._begin_anew,
             scored=self._record_scores,
@@ -240,6 +241,7 @@ class Pipeline:
             waits=self.waits,
             emit=self._emit,
             is_vacant=lambda group_id: group_id in self._settler.vacant,
+            still=self._still,
             is_in_lockstep=self._config.is_in_lockstep,
         )
 
@@ -360,6 +362,7 @@ class Pipeline:
             clock=self._parts.clock,
             pulse=self._pulse,
             gate=self._gate,
+            still=self._still,
             config=self._rollout,
             sampling=self._algorithm.sampling,
             seed=self._seed,
@@ -616,14 +619,12 @@ class Pipeline:
         return result
 
     async def _finish_batch(self, leases: list[Lease], rows: list[TrainRow], metrics: Metrics, began: float) -> None:
-        """The version rises, the rows are done with, the weights go out."""
+        """The version rises, all of that is told at once, the rows are done with, the weights go out."""
         trained = [lease for lease in leases if lease.group_id not in self._settler.vacant]
         await self._abort_overdue()
         version = self.admission.step()
         self._settler.begin_batch()
-        for lease in leases:
-            await self._store.acknowledge(lease)
-            self._settler.vacant.discard(lease.group_id)
+        self._settler.vacant.difference_update(lease.group_id for lease in leases)
         for lease in trained:
             self._leave(lease.group_id, Fate.TRAINED, rewards_of(lease))
         self._emit(
@@ -638,6 +639,8 @@ class Pipeline:
                 metrics=metrics,
             )
         )
+        for lease in leases:  # the store may be far: nobody must see room that is not told of yet
+            await self._store.acknowledge(lease)
         self._prompts = {g: prompt for g, prompt in self._prompts.items() if g in self.admission}
         self._restarts = {g: count for g, count in self._restarts.items() if g in self.admission}
         self._is_held = self._gate is not None and self._after_step is not None
@@ -772,11 +775,12 @@ class Pipeline:
         version = self.admission.version
         if self._keeper is None or not self._keeper.is_due(version, is_last=self._is_stopping):
             return
-        began, standing, mark = (
-            self._now(),
-            await self.standing(),
-            self._keeper.mark(),
-        )  # one moment: what follows is not in it
+        began = self._now()
+        await self.waits.on("train", "changes that have begun", self._still.stop())
+        try:
+            standing, mark = await self.standing(), self._keeper.mark()  # one moment: what follows is not in it
+        finally:
+            self._still.go_on()
         snapshot: Snapshot = await self._learn("copy its state", self._learner.snapshot())
         if self._parts.critic is not None:
             copying = self._parts.critic.snapshot()
@@ -809,6 +813,10 @@ class Pipeline:
                 to_do=sorted(to_do - done),
                 restarts=self._restarts.get(group_id, 0),
             )
+        done_with = {
+            g: True for g, group in groups.items() if not group.to_do
+        }  # the store may not have heard of it yet
+        rows = replace(rows, is_closed={**rows.is_closed, **done_with})
         ledger = Ledger(
             version=self.admission.version,
             next_group=self._next_group,

@@ -87,12 +87,13 @@ class Proximal:
         claim = self._around.store.claim(PROXIMAL, choose=partial(this_one, taken.group_id))
         lease: Lease = await self._around.waits.on(OWNER, f"group {taken.group_id}, which train took", claim)
         rows = by_member(lease)
-        if rows:
-            is_needed = taken.is_needed and not self._around.is_vacant(taken.group_id)
-            found = await self._scored([unsettled(row) for row in rows]) if is_needed else _nothing(len(rows))
-            columns = {PROXIMAL: found.scores, PROXIMAL_VERSION: [found.version] * len(rows)}
-            await self._around.store.write([row.row_id for row in rows], columns, overwrite=True)
-        await self._around.store.acknowledge(lease)
+        is_needed = bool(rows) and taken.is_needed and not self._around.is_vacant(taken.group_id)
+        found = await self._scored([unsettled(row) for row in rows]) if is_needed else _nothing(len(rows))
+        columns = {PROXIMAL: found.scores, PROXIMAL_VERSION: [found.version] * len(rows)}
+        async with self._around.still.change():
+            if rows:
+                await self._around.store.write([row.row_id for row in rows], columns, overwrite=True)
+            await self._around.store.acknowledge(lease)
 
     async def _scored(self, rows: Sequence[TrainRow]) -> _Said:
         """Under the weights of the batch's start, and by what they are called."""

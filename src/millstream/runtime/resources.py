@@ -7,6 +7,7 @@ take what is free beside it.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Literal
 
 from msgspec import Struct
@@ -118,6 +119,48 @@ def placement_of(config: ResourcesConfig, *, replicas: int, ranks: int) -> Place
         )
     both = _bundle(config.engine_cpus + config.learner_cpus, _whole(config.engine_gpus + config.learner_gpus))
     return Placement(bundles=[both] * ranks, ranks=list(range(ranks)), engines=list(range(ranks)))
+
+
+def check_installed() -> None:
+    if find_spec("ray") is None:
+        raise ConfigError(
+            'runtime = "ray", and Ray is not installed here: pip install "millstream[ray]", on every node of the cluster'
+        )
+
+
+def words(config: ResourcesConfig, *, replicas: int, ranks: int) -> list[str]:
+    """What is placed where, and how weights get there."""
+    placement = placement_of(config, replicas=replicas, ranks=ranks)
+    engines, learners = (f"{_shares(*config.shares(kind))} each" for kind in ("engine", "learner"))
+    parts = f"{_count(ranks, 'learner rank')} ({learners}) and {_count(replicas, 'engine')} ({engines})"
+    together = ", engine i and rank i on one GPU" if config.colocate else ""
+    where = {
+        "pack": "on as few nodes as they fit on",
+        "spread": "on as many nodes as there are",
+        "strict_pack": "on one node",
+        "strict_spread": "each on a node of its own",
+    }
+    total = _shares(placement.total.get("CPU", 0.0), placement.total.get("GPU", 0.0))
+    place = "Ray is started here, on loopback" if config.address == "local" else f"the Ray cluster at {config.address}"
+    return [
+        f"{parts}{together}: {total} in all, {where[config.spread]}; {place}",
+        f"weights reach engines by {_ways_in_words(config)}",
+    ]
+
+
+def _ways_in_words(config: ResourcesConfig) -> str:
+    if config.weights is not None:
+        return ", ".join(config.weights)
+    near = "ipc" if config.colocate and config.engine_gpus and config.learner_gpus else "shared"
+    return near if config.address == "local" else f"{near}, and on other nodes by broadcast"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _shares(cpus: float, gpus: float) -> str:
+    return ", ".join(f"{share:g} {kind}" for kind, share in (("CPU", cpus), ("GPU", gpus)) if share) or "nothing"
 
 
 def _bundle(cpus: float, gpus: float) -> Bundle:

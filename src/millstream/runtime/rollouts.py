@@ -28,7 +28,7 @@ from millstream.runtime.admission import Place
 from millstream.runtime.episode import Episode
 from millstream.runtime.lockstep import Gate
 from millstream.runtime.router import Router
-from millstream.runtime.waits import Limit, Pulse, Waits
+from millstream.runtime.waits import Limit, Pulse, Stillness, Waits
 from millstream.store import Store
 from millstream.types import Completion, Request, RequestKey, Rollout, Sampling, Task
 
@@ -95,6 +95,7 @@ class Setting(NamedTuple):
     clock: Clock
     pulse: Pulse
     gate: Gate | None
+    still: Stillness
     config: RolloutConfig
     sampling: Sampling
     seed: int
@@ -213,18 +214,20 @@ class Rollouts:
 
     async def _try(self, key: RequestKey, member: _Member, task: Task, place: Place, last: int) -> bool:
         """One attempt, and its rows in the store. False if it failed, which is data and not a crash."""
-        parts = await self._attempt(key, member, task, place, last)
+        parts, seconds = await self._attempt(key, member, task, place, last)
         if not parts:
             return False
         rows = {name: [getattr(part, name) for part in parts] for name in Rollout.__struct_fields__}
-        put = self._set.store.put(key.group_id, rows, versions=min(part.start_version for part in parts))
-        await self._set.waits.on(f"group {key.group_id}", "room in the store", put)
+        async with self._set.still.change():
+            self._record_rollout(parts, seconds)
+            put = self._set.store.put(key.group_id, rows, versions=min(part.start_version for part in parts))
+            await self._set.waits.on(f"group {key.group_id}", "room in the store", put)
         return True
 
     async def _attempt(
         self, key: RequestKey, member: _Member, task: Task, place: Place, last: int
-    ) -> tuple[Rollout, ...]:
-        """One attempt, part by part; nothing if it failed, which is data and not a crash."""
+    ) -> tuple[tuple[Rollout, ...], float]:
+        """One attempt, part by part, and how long it took; no part if it failed, which is data and not a crash."""
         began, limit = self._now(), Limit(self._set.config.timeout_s)
         self._emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
         episode = self._episode(key, member, task, place, limit)
@@ -239,10 +242,9 @@ class Rollouts:
             raise _Aborted
         if isinstance(outcome, Exception):
             self._record_failure(key, outcome, seconds, num_sampled, is_final=key.attempt == last)
-            return ()
+            return (), seconds
         member.is_done = True
-        self._record_rollout(outcome, seconds)
-        return outcome
+        return outcome, seconds
 
     def _episode(self, key: RequestKey, member: _Member, task: Task, place: Place, limit: Limit) -> Episode:
         waits, owner = self._set.waits, owner_of(key)

@@ -23,7 +23,7 @@ from millstream.errors import MillstreamError, RolloutError, StreamEnded
 from millstream.runtime.admission import Admission
 from millstream.runtime.credit import columns_of, do_turns_differ
 from millstream.runtime.state import Ledger
-from millstream.runtime.waits import Pulse, Waits
+from millstream.runtime.waits import Pulse, Stillness, Waits
 from millstream.store import Lease, Row, Store
 from millstream.types import Fate, Floats
 
@@ -74,12 +74,14 @@ class Settler:
         admission: Admission,
         waits: Waits,
         pulse: Pulse,
+        still: Stillness,
         leave: Leave,
         begin_anew: Begin,
         scored: Scored,
     ) -> None:
         self._rules, self._leave, self._begin_anew, self._scored = rules, leave, begin_anew, scored
         self._store, self._admission, self._waits, self._pulse = store, admission, waits, pulse
+        self._still = still
         self._waiting: list[Aside] = []
         self.num_replaced = self.num_failed_in_a_row = 0
         self.num_unsettled = 0
@@ -120,12 +122,14 @@ class Settler:
                     )
                 except StreamEnded:
                     return
-                if lease.group_id in self.condemned:
-                    await self._let_go(lease)
-                elif self._rules.score is not None and lease.rows:
+                if lease.group_id not in self.condemned and self._rules.score is not None and lease.rows:
                     scoring.create_task(self._score_and_settle(lease, self._rules.score, in_order=in_order))
-                else:
-                    await self._settle(lease, rewards_of(lease), self._judge(lease), in_order=in_order)
+                    continue
+                async with self._still.change():
+                    if lease.group_id in self.condemned:
+                        await self._let_go(lease)
+                    else:
+                        await self._settle(lease, rewards_of(lease), self._judge(lease), in_order=in_order)
 
     async def _settle(self, lease: Lease, rewards_G: Rewards, fate: Fate, *, in_order: bool) -> None:
         if fate is Fate.TRAINED:
@@ -161,6 +165,13 @@ class Settler:
             failure = self.last_failure = f"{type(error).__name__}: {error}"
         finally:
             self._scoring.pop(group_id, None)
+        async with self._still.change():
+            await self._settle_scored(lease, extra_G, began, failure, in_order=in_order)
+
+    async def _settle_scored(
+        self, lease: Lease, extra_G: Rewards, began: float, failure: str, *, in_order: bool
+    ) -> None:
+        group_id = lease.group_id
         if group_id in self.condemned:
             await self._let_go(lease)
             return
@@ -203,7 +214,8 @@ class Settler:
             )
             waiting, self._waiting = sorted(self._waiting, key=lambda aside: aside.lease.group_id), []
             for aside in waiting:
-                await self._set_aside(aside)
+                async with self._still.change():
+                    await self._set_aside(aside)
 
     def _judge(self, lease: Lease) -> Fate:
         if len(rewards_of(lease)) < self._rules.min_group_size:

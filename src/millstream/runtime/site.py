@@ -22,6 +22,7 @@ from millstream.runtime.build import RunEngine
 from millstream.runtime.build_stages import Lasting, Staff
 from millstream.runtime.config import RunConfig
 from millstream.runtime.fleet import Fleet
+from millstream.runtime.resources import check_installed
 from millstream.runtime.stages import Stage
 from millstream.store import Store
 from millstream.weights import WeightChannel
@@ -159,6 +160,7 @@ def site_for(config: RunConfig) -> Site:
         case "local":
             return LocalSite(config)
         case "ray":
+            check_installed()
             from millstream.runtime.ray_site import RaySite  # Ray is an extra
 
             return RaySite(config)

@@ -32,7 +32,7 @@ from millstream.learner import Critic, Scorer
 from millstream.learner.packing import Packer
 from millstream.runtime.settle import TASK as SETTLE
 from millstream.runtime.settle import by_member
-from millstream.runtime.waits import Waits
+from millstream.runtime.waits import Stillness, Waits
 from millstream.store import ONE_GROUP, Lease, Reads, Row, Store, Want
 from millstream.types import Floats, Metrics, TrainRow
 
@@ -92,6 +92,7 @@ class Surroundings(NamedTuple):
     emit: Callable[[Event], None]
     is_vacant: Callable[[int], bool]
     """Whether nothing of this group will be trained."""
+    still: Stillness
     is_in_lockstep: bool
 
 
@@ -108,10 +109,11 @@ async def run_stage(stage: Stage, around: Surroundings) -> None:
         except StreamEnded:
             return
         rows = by_member(lease)
-        if rows:
-            scores = await _scored(stage, rows, around)
-            await around.store.write([row.row_id for row in rows], {stage.name: scores})
-        await around.store.acknowledge(lease)
+        scores = await _scored(stage, rows, around) if rows else []
+        async with around.still.change():
+            if rows:
+                await around.store.write([row.row_id for row in rows], {stage.name: scores})
+            await around.store.acknowledge(lease)
 
 
 async def _scored(stage: Stage, rows: Sequence[Row], around: Surroundings) -> list[Floats]:
@@ -197,7 +199,8 @@ class Updates:
         if not self._around.is_vacant(group_id):
             for row in by_member(lease):
                 await self._accumulate(self._packer.add(train_row(row)))
-        await self._around.store.acknowledge(lease)
+        async with self._around.still.change():
+            await self._around.store.acknowledge(lease)
 
     async def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         if rows:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from millstream.clock import Clock
@@ -230,3 +230,37 @@ class Pulse:
             finally:
                 del self._waiting[waiter]
         return value
+
+
+class Stillness:
+    """One moment of what is changed in several steps: here in memory, in the log, and in a store that may be another process.
+
+    Whoever changes it makes all steps that belong together within `change`; between `stop` and `go_on` nobody is in the middle
+    of one. As long as nobody has stopped them, `change` waits for nothing."""
+
+    def __init__(self) -> None:
+        self._pulse, self._num_changing, self._is_stopped = Pulse(), 0, False
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        """Not within another one."""
+        await self._pulse.until(lambda: not self._is_stopped)
+        self._num_changing += 1
+        try:
+            yield
+        finally:
+            self._num_changing -= 1
+            self._pulse.notify()
+
+    async def stop(self) -> None:
+        """Waits for those who are in the middle of a change; nobody else begins. By one at a time."""
+        self._is_stopped = True
+        try:
+            await self._pulse.until(lambda: not self._num_changing)
+        except BaseException:
+            self.go_on()
+            raise
+
+    def go_on(self) -> None:
+        self._is_stopped = False
+        self._pulse.notify()

@@ -197,7 +197,7 @@ class Coordinator:
 
     def _greet(self, line: Frames, number: int, hello: Hello) -> list[Client]:
         """The client, unless it is a stranger."""
-        if not hmac.compare_digest(hello.token, self._token):
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             line.send(Reply(number, Failed("StoreError", "the store's token is another one")))
             assert line.transport is not None
             line.transport.close()

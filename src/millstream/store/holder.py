@@ -22,6 +22,7 @@ from millstream.store.wire import Frames, Hello, Reply, Request, Unlink, Welcome
 MOST_REQUEST_BYTES = 1024
 RETRY_S = 0.05
 FETCH_S = 300.0
+ASK_S = 30.0
 
 
 class Holder:
@@ -36,8 +37,10 @@ class Holder:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request a connection: `token name`, answered by the size and the bytes."""
         try:
-            token, _, name = (await reader.readline()).decode().strip().partition(" ")
-            if not hmac.compare_digest(token, self._token) or not SEGMENT_NAME.fullmatch(name):
+            async with asyncio.timeout(ASK_S):
+                asked = await reader.readline()
+            token, _, name = asked.decode().strip().partition(" ")
+            if not hmac.compare_digest(token.encode(), self._token.encode()) or not SEGMENT_NAME.fullmatch(name):
                 return
             with (self.folder / name).open("rb") as file:
                 writer.write(os.fstat(file.fileno()).st_size.to_bytes(8, "little"))

@@ -163,4 +163,5 @@ def _on(node: str) -> NodeAffinitySchedulingStrategy:
 
 
 def _holder_name(plan: Plan, node: str) -> str:
-    return f"holder {plan.port} {plan.token[:8]} {node}"
+    """Ray shows names to everybody: nothing of the token is in it."""
+    return f"holder {Path(plan.memory).name} {node}"

@@ -1,0 +1,139 @@
+"""What a run has trained so far, as a model for other programs: from any checkpoint, alive, dead or done."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import millstream
+from millstream.cli.main import app
+from millstream.config import load
+from millstream.errors import CheckpointError, ConfigError
+from millstream.events import Resumed
+from millstream.events.sinks import read_events
+from millstream.learner.state import flat, read_trained, write_shards, write_state
+from millstream.runtime.checkpoint import steps_in
+from millstream.runtime.config import RunConfig
+from ray_runs import running, stop
+from runs import assert_clean, command, kill_at, resume_command, start, until
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("done") / "run"
+    (run_dir.parent / "mine.py").write_text("def reward(task, completion):\n    return float(len(completion) % 2)\n")
+    changes: dict[str, object] = {"pipeline.steps": 4, "checkpoint.keep": 3, "data.holdout": 0}
+    changes["reward.0.function"] = (
+        f"{run_dir.parent / 'mine.py'}:reward"  # what it earns differs from the first step on
+    )
+    process = start(command(run_dir, changes))
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    return run_dir
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_newest_checkpoint_of_a_finished_run_is_its_model_and_transformers_loads_it(
+    done: Path, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(app, ["export", str(done), str(tmp_path / "model")])
+    assert result.exit_code == 0 and f"the model of step 4 is in {tmp_path / 'model'}" in result.output, result.output
+    ours, theirs = tensors_of(tmp_path / "model"), tensors_of(done / "model")
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "model")("31524>", return_tensors="pt").input_ids
+    assert torch.isfinite(model(tokens).logits).all()
+    assert not list(tmp_path.glob(".*")), "nothing half written is left"
+
+
+def test_the_checkpoint_of_a_step_is_another_model_and_a_step_without_one_is_refused_with_those_there_are(
+    done: Path, tmp_path: Path
+) -> None:
+    assert millstream.export(done, tmp_path / "two", step=2).step == 2
+    ours, theirs = tensors_of(tmp_path / "two"), tensors_of(done / "model")
+    assert any(not np.array_equal(ours[name], theirs[name]) for name in ours)
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 3; it has those of 0, 2, 4: type --step 4"):
+        millstream.export(done, tmp_path / "three", step=3)
+    with pytest.raises(ConfigError, match="is there already"):
+        millstream.export(done, tmp_path / "two")
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        millstream.export(tmp_path / "two", tmp_path / "four")
+
+
+def test_a_run_at_work_is_exported_from_a_whole_checkpoint_and_does_not_notice(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with running(command(run_dir, {"pipeline.steps": 100_000, "checkpoint.every_steps": 1})) as process:
+        until(lambda: any(steps_in(run_dir)), process)
+        found = millstream.export(run_dir, tmp_path / "model")
+        assert found.step >= 1 and not found.troubles and process.poll() is None
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        stop(process)
+    assert_clean(run_dir)
+
+
+def test_a_spoiled_checkpoint_is_named_left_where_it_is_and_the_one_before_is_exported(
+    done: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(done), str(run_dir)], check=True)
+    newest = run_dir / "checkpoints/step-000004"
+    (newest / "ledger.json").unlink()
+    found = millstream.export(run_dir, tmp_path / "model")
+    assert found.step == 2 and len(found.troubles) == 1 and "step-000004" in found.troubles[0]
+    assert newest.is_dir(), "that is for a resume to set aside"
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* will do: .*step-000004"):
+        millstream.export(run_dir, tmp_path / "four", step=4)
+
+
+def test_what_is_exported_is_the_same_from_one_file_and_from_shards(tmp_path: Path) -> None:
+    state = {
+        "masters": {"a.weight": torch.randn(3, 5), "b": torch.randn(4)},
+        "buffers": {"c": torch.ones(2)},
+        "moments": {"a.weight": {"exp_avg": torch.randn(3, 5), "step": torch.tensor(3.0)}, "b": {}},
+        "num_steps_done": 3,
+    }
+    (tmp_path / "one").mkdir()
+    write_state(state, tmp_path / "one")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        write_shards(state, tmp_path / "many", None)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert any(name.startswith("moments:") for name in flat(state))
+    for folder in (tmp_path / "one", tmp_path / "many"):
+        found = read_trained(folder)
+        assert found.keys() == {"a.weight", "b", "c"}
+        assert all(torch.equal(found[name], {**state["masters"], **state["buffers"]}[name]) for name in found)
+
+
+def test_a_run_goes_on_with_other_numbers_of_parts_and_its_folder_says_so(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    kill_at(run_dir, 2, {"pipeline.steps": 6, "checkpoint.every_steps": 1})
+    changes = ["--set", "engine.replicas=2", "--set", "engine.process="]
+    process = start([*resume_command(run_dir), *changes])
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and ", with engine.replicas=2, engine.process=" in output, output
+    config = load(run_dir / "config.toml", RunConfig)
+    assert config.engine.replicas == 2 and config.engine.process is None
+    resumed = next(event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed))
+    assert resumed.changes == ("engine.replicas=2", "engine.process=")
+    assert_clean(run_dir)
+
+
+@pytest.mark.parametrize(
+    "change", ["algorithm.loss=gspo", "seed=3", "pipeline.steps=9", "engine.slots=2", "resource.x=1"]
+)
+def test_what_a_run_is_does_not_change_when_it_goes_on(done: Path, change: str) -> None:
+    result = CliRunner().invoke(app, ["train", "--resume", str(done), "--set", change])
+    assert result.exit_code == 1 and f"--set {change} does not go with --resume" in result.output, result.output
+    assert "learner.ranks, engine.replicas" in " ".join(result.output.split())
