@@ -174,8 +174,11 @@ class RayWorker:
 
     @property
     def has_died(self) -> bool:
-        """One that has done its work ends itself, which Ray tells from a death."""
-        error = self._sitting.exception() if self._sitting.done() else None
+        """One that has done its work ends itself, which Ray tells from a death. Of a node that is gone Ray hears late: whoever
+        hangs up before that has died."""
+        if not self._sitting.done():
+            return True
+        error = self._sitting.exception()
         return error is not None and "exit_actor" not in str(error)
 
 
@@ -239,7 +242,7 @@ def _words(resources: dict[str, float]) -> str:
 def _why(sitting: Future[None]) -> str:
     """In as few words as Ray allows."""
     error = sitting.exception()
-    said = str(error).replace("\n", " ") if error is not None else ""
-    if "node" in said and ("died" in said or "dead" in said):
+    said = str(error) if error is not None else ""
+    if "its node has died" in said or "node was terminated" in said:
         return "its node is gone"
     return "killed or crashed" if said else "it went"
