@@ -3,7 +3,7 @@
 Victims: an engine, an environment's worker, a reward's worker, the store's coordinator, a learner's rank, the driver, a whole
 node. Moments: while generating, training, publishing, checkpointing: 28 cells, and 20 of a random victim at a random moment.
 One run is hit many times. After each kill the run must train two more steps than it had, whoever was killed must have been
-replaced, and the audit must be clean; when a driver dies, every process of its run must go. At the end of each run: it finishes,
+replaced, and the audit must be clean; when a driver dies, every process of its run must go. At the end of each run it finishes,
 the audit is clean, no process and no shared memory is left.
 
     .venv/bin/python bench/crash_matrix.py [--json] [--out FOLDER] [--seed 0] [--only VICTIM:MOMENT ...]
@@ -38,6 +38,8 @@ from millstream.audit import audit, lines
 VICTIMS = ("engine", "environment", "reward", "coordinator", "learner", "driver", "node")
 MOMENTS = ("generating", "training", "publishing", "checkpointing")
 RANDOM = "random"
+END = "end"
+"""Of a run: it finishes, and leaves nothing behind."""
 NUM_RANDOM = 20
 MOMENT_S = 120.0
 RECOVER_S = 300.0
@@ -281,24 +283,23 @@ def carry_out(plan: Plan, out: Path, done: dict[str, Result], rng: random.Random
 def torment(
     run: Run, cells: Sequence[Cell], out: Path, done: dict[str, Result], rng: random.Random, nodes: Nodes | None
 ) -> None:
-    cell = cells[0]
+    cell, end = cells[0], Cell(END, run.run_dir.name)
     try:
         for cell in cells:
-            keep(out, done, hit(run, cell, rng, nodes))
-        finish(run, [] if nodes is None else nodes.pids)
-        print(f"{run.run_dir.name}: finished, {must_be_clean(run):,} checks clean, nothing left", file=sys.stderr)
-    except Ended as ended:
-        if run.driver.returncode == 0:
-            print(f"{run.run_dir.name}: finished before all its cells were done; another one begins", file=sys.stderr)
-            must_be_clean(run)
-            return
-        keep(out, done, failure(cell, str(ended)))
+            try:
+                keep(out, done, hit(run, cell, rng, nodes))
+            except Ended:
+                if run.driver.returncode != 0:
+                    raise
+                break  # it was over too soon: another one has the other cells
+        cell = end
+        keep(out, done, finished(run, end, [] if nodes is None else nodes.pids))
     except Failed as failed:
         keep(out, done, failure(cell, str(failed)))
 
 
-def finish(run: Run, others: Sequence[int]) -> None:
-    """To its end, which leaves nothing behind."""
+def finished(run: Run, cell: Cell, others: Sequence[int]) -> Result:
+    """Lets it come to its end. Raises `Failed` if that leaves anything behind."""
     own = set(descendants(run.driver.pid))
     run.look(*others)
     weights = weights_of(own | run.seen)
@@ -314,6 +315,8 @@ def finish(run: Run, others: Sequence[int]) -> None:
     left = [name for name in weights if list(Path("/dev/shm").glob(f"millstream-weights-*/{Path(name).name}*"))]
     if left := [*left, *run.shared_memory()]:
         raise Failed(f"left in shared memory: {', '.join(left)}")
+    checks, usual_s = must_be_clean(run), _usual(list(run.books.stepped_at))
+    return Result(cell=cell, is_ok=True, how="finished", seconds=0.0, usual_s=usual_s, replaced_s=0.0, checks=checks)
 
 
 def failure(cell: Cell, why: str) -> Result:
@@ -351,6 +354,9 @@ def table(done: dict[str, Result]) -> str:
     rows += ["", "| random | killed | how it went on |", "|---|---|---|"]
     others = sorted((r for r in done.values() if r.cell.moment == RANDOM), key=lambda r: r.cell.number)
     rows += [f"| {r.cell.number + 1} | {r.cell.victim} | {_shown(r)} |" for r in others]
+    ends = [r for r in done.values() if r.cell.victim == END]
+    rows += ["", f"runs that came to their end: {sum(r.is_ok for r in ends)} of {len(ends)}"]
+    rows += [f"{r.cell.moment}: {r.how}" for r in ends if not r.is_ok]
     return "\n".join(rows)
 
 
