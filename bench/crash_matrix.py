@@ -32,7 +32,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from crash_run import ENGINES, Ended, Failed, Run, descendants, is_alive, weights_of
+from crash_run import ENGINES, SETTINGS, Ended, Failed, Run, descendants, is_alive, weights_of
 from millstream.audit import audit, lines
 
 VICTIMS = ("engine", "environment", "reward", "coordinator", "learner", "driver", "node")
@@ -102,7 +102,7 @@ class Nodes:
     """A Ray cluster of two nodes, of which the second one dies and is replaced. The driver is on the first."""
 
     def __init__(self, folder: str) -> None:
-        os.environ |= {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+        os.environ |= {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", **SETTINGS}
         from ray.cluster_utils import Cluster
 
         import millstream.runtime.cluster  # noqa: F401  Ray on loopback

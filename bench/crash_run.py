@@ -28,6 +28,8 @@ GROUPS = 4
 GROUP_SIZE = 4
 ENGINES = ("engine-0", "engine-1")
 COORDINATOR = "ray::_CoordinatorActor"
+SETTINGS = {"PYTHONUNBUFFERED": "1", "RAY_worker_niceness": "0"}
+"""By itself Ray lets whatever else runs on the machine go first."""
 POLL_S = 0.001
 GONE_S = 60.0
 """For processes to follow a driver that was killed."""
@@ -179,7 +181,7 @@ class Run:
         words = [sys.executable, "-m", "millstream.cli.main", "train", "--quiet"]
         words += ["--resume", str(self.run_dir)] if (self.run_dir / "events.jsonl").exists() else [str(self._config)]
         with self.log.open("ab") as log:
-            self.driver = subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+            self.driver = subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, **SETTINGS})
 
     # ---- what it is doing --------------------------------------------------------------------------------------------
 

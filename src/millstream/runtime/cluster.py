@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +29,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from millstream import folders
 from millstream.errors import ClusterError
 from millstream.frames import Frames
 from millstream.runtime.resources import Placement, ResourcesConfig
@@ -41,6 +41,8 @@ LOOPBACK = "127.0.0.1"
 SAY_S = 10.0
 """A process that has waited so long for room is spoken of."""
 HELLO_S = 10.0
+ORPHANED_S = 10
+"""After a driver that was killed, Ray's own helpers wait so long for the cluster that went with it; by themselves, a minute."""
 OBJECT_STORE = 128 << 20
 """Of a cluster that is started here: Ray's own store carries next to nothing of ours."""
 
@@ -70,7 +72,8 @@ class Cluster:
             return
         options: dict[str, Any] = {"address": self._config.address}
         if self._is_ours:
-            self._folder = tempfile.mkdtemp(prefix="millstream-ray-")
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(ORPHANED_S))
+            self._folder = str(folders.make("millstream-ray-"))
             asked = self._placement.total
             options |= {
                 "num_cpus": max(os.cpu_count() or 1, int(asked.get("CPU", 0)) + 1),
@@ -151,7 +154,7 @@ class Cluster:
             remove_placement_group(self._group)
         if self._is_ours:
             ray.shutdown()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            folders.remove(Path(self._folder))
 
 
 class RayWorker:
