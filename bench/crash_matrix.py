@@ -99,7 +99,8 @@ def plans(seed: int) -> list[Plan]:
 
 
 class Nodes:
-    """A Ray cluster of two nodes, of which the second one dies and is replaced. The driver is on the first."""
+    """A Ray cluster of two nodes, of which the second one dies and is replaced. The driver is on the first. Engines and ranks
+    fill both: what was on a node that died waits for the next one."""
 
     def __init__(self, folder: str) -> None:
         os.environ |= {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", **SETTINGS}
@@ -107,13 +108,13 @@ class Nodes:
 
         import millstream.runtime.cluster  # noqa: F401  Ray on loopback
 
-        self._options = {"num_cpus": 3, "object_store_memory": 100 << 20, "include_dashboard": False}
+        self._options = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
         self._cluster: Any = Cluster(initialize_head=True, head_node_args=self._options)
         self.address: str = self._cluster.address
         self.add()
 
     def add(self) -> None:
-        self._second = self._cluster.add_node(num_cpus=3, object_store_memory=100 << 20)
+        self._second = self._cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
 
     def kill(self) -> list[int]:
         """The second node, all at once. The ids of its processes."""

@@ -47,6 +47,13 @@ OBJECT_STORE = 128 << 20
 """Of a cluster that is started here: Ray's own store carries next to nothing of ours."""
 
 
+NODE_GONE = "its node is gone"
+
+
+class NodeGone(ClusterError):
+    """A node went while a process was started on it."""
+
+
 class Cluster:
     """Blocking: to be opened and closed on a thread."""
 
@@ -121,7 +128,18 @@ class Cluster:
     # ---- processes ---------------------------------------------------------------------------------------------------
 
     def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> RayWorker:
-        """See `millstream.workers.Launcher`."""
+        """See `millstream.workers.Launcher`. Ray hears late that a node is gone, and may have put it there: then it is put
+        elsewhere, which is nobody's failure."""
+        began = time.monotonic()
+        while True:
+            try:
+                return self._launch(kind, module, name)
+            except NodeGone:
+                if time.monotonic() - began >= self._config.patience_s:
+                    raise
+                logger.warning("%s is started again, elsewhere: its node is gone", name)
+
+    def _launch(self, kind: Kind, module: str, name: str) -> RayWorker:
         cpus, gpus = self._config.shares(kind)
         ticket, options = secrets.token_hex(16), self._options(kind, name)
         calling = self._switchboard.expect(ticket)
@@ -130,7 +148,7 @@ class Cluster:
         try:
             self._wait([calling, sitting], f"{name} ({_words({'CPU': cpus, 'GPU': gpus})}) to start")
             if not calling.done() and sitting.done():
-                raise ClusterError(f"{name} ended before it could call: {_why(sitting)}")
+                raise _failure(f"{name} ended before it could call", sitting)
         except BaseException:
             self._switchboard.forget(ticket)
             ray.kill(actor)
@@ -242,10 +260,15 @@ def _words(resources: dict[str, float]) -> str:
     return ", ".join(f"{number:g} {kind}" for kind, number in known.items()) or "nothing"
 
 
+def _failure(what: str, sitting: Future[None]) -> ClusterError:
+    why = _why(sitting)
+    return NodeGone(f"{what}: {why}") if why == NODE_GONE else ClusterError(f"{what}: {why}")
+
+
 def _why(sitting: Future[None]) -> str:
     """In as few words as Ray allows."""
     error = sitting.exception()
     said = str(error) if error is not None else ""
     if "its node has died" in said or "node was terminated" in said:
-        return "its node is gone"
+        return NODE_GONE
     return "killed or crashed" if said else "it went"
