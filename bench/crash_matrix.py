@@ -313,6 +313,7 @@ def finished(run: Run, cell: Cell, others: Sequence[int]) -> Result:
     run.read()
     workers = {psutil.Process(one.pid) for one in run.books.started.values() if is_alive(one.pid)}
     run.must_be_gone(own | workers)
+    run.helpers_must_be_gone()
     left = [name for name in weights if list(Path("/dev/shm").glob(f"millstream-weights-*/{Path(name).name}*"))]
     if left := [*left, *run.shared_memory()]:
         raise Failed(f"left in shared memory: {', '.join(left)}")

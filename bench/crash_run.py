@@ -33,6 +33,9 @@ SETTINGS = {"PYTHONUNBUFFERED": "1", "RAY_worker_niceness": "0"}
 POLL_S = 0.001
 GONE_S = 60.0
 """For processes to follow a driver that was killed."""
+HELPERS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Ray's own, one of each a node: when its other processes are gone, they try for a minute to tell somebody, and end then."""
+HELPERS_S = 120.0
 
 
 class Failed(Exception):
@@ -171,6 +174,7 @@ class Run:
         self._config = run_dir.with_suffix(".toml")
         self._config.write_text(config_of(run_dir, steps=steps, seed=seed, address=address))
         self._offset = 0
+        self._helpers: set[psutil.Process] = set()
         self.nodes: set[str] = set()
         self.seen: set[psutil.Process] = set()
         """All processes that were ever found working for it."""
@@ -263,11 +267,12 @@ class Run:
                 self.kill_driver()
 
     def must_be_gone(self, processes: set[psutil.Process]) -> None:
-        """Raises `Failed` if one of them outlives the driver."""
-        _, alive = psutil.wait_procs(list(processes), timeout=GONE_S)
-        left = [f"{one.pid} {' '.join(_words(one))[:80]}" for one in alive if is_alive(one.pid)]
-        if left:
-            raise Failed(f"still there {GONE_S:.0f} s after the driver had ended: {'; '.join(left)}")
+        """Raises `Failed` if one of them outlives the driver. Ray's helpers are looked for at the run's end."""
+        self._helpers |= {one for one in processes if _words(one)[:1] and _words(one)[0].strip() in HELPERS}
+        _none_alive(processes - self._helpers, GONE_S)
+
+    def helpers_must_be_gone(self) -> None:
+        _none_alive(self._helpers, HELPERS_S)
 
     def shared_memory(self) -> list[str]:
         """What is left of it there: folders that are named after its nodes, and weights of those who had worked for it."""
@@ -278,6 +283,15 @@ class Run:
 
 class Ended(Failed):
     """The run ended by itself."""
+
+
+def _none_alive(processes: set[psutil.Process], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while left := [one for one in processes if is_alive(one.pid)]:
+        if time.monotonic() > deadline:
+            named = "; ".join(f"{one.pid} {' '.join(_words(one)).strip()[:80]}" for one in left)
+            raise Failed(f"still there {timeout_s:.0f} s after the driver had ended: {named}")
+        time.sleep(0.1)
 
 
 def _words(process: psutil.Process) -> list[str]:

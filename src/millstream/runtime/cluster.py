@@ -41,8 +41,6 @@ LOOPBACK = "127.0.0.1"
 SAY_S = 10.0
 """A process that has waited so long for room is spoken of."""
 HELLO_S = 10.0
-ORPHANED_S = 10
-"""After a driver that was killed, Ray's own helpers wait so long for the cluster that went with it; by themselves, a minute."""
 OBJECT_STORE = 128 << 20
 """Of a cluster that is started here: Ray's own store carries next to nothing of ours."""
 
@@ -79,7 +77,6 @@ class Cluster:
             return
         options: dict[str, Any] = {"address": self._config.address}
         if self._is_ours:
-            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(ORPHANED_S))
             self._folder = str(folders.make("millstream-ray-"))
             asked = self._placement.total
             options |= {
