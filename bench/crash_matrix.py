@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -85,14 +85,18 @@ class Plan(Struct, frozen=True):
     has_nodes: bool = False
 
 
-def plans(seed: int) -> list[Plan]:
-    local = [v for v in VICTIMS if v != "node"]
-    found = [Plan(moment, tuple(Cell(victim, moment) for victim in local)) for moment in MOMENTS]
-    found.append(Plan("node", tuple(Cell("node", moment) for moment in MOMENTS), has_nodes=True))
+def plans(seed: int, is_wanted: Callable[[Cell], bool] = lambda cell: True) -> list[Plan]:
+    """The cells that are wanted, in as few runs as can bear them: engines that die too often are not replaced."""
+    local = [victim for victim in VICTIMS if victim != "node"]
+    aimed = [cell for moment in MOMENTS for victim in local if is_wanted(cell := Cell(victim, moment))]
+    found = [Plan("aimed", tuple(aimed[at : at + len(local)])) for at in range(0, len(aimed), len(local))]
     rng, half = random.Random(f"victims {seed}"), NUM_RANDOM // 2
-    on_one = tuple(Cell(rng.choice(local), RANDOM, number) for number in range(half))
-    on_two = tuple(Cell(rng.choice(VICTIMS), RANDOM, number) for number in range(half, NUM_RANDOM))
-    return [*found, Plan("random on one node", on_one), Plan("random on two nodes", on_two, has_nodes=True)]
+    on_one = [Cell(rng.choice(local), RANDOM, number) for number in range(half)]
+    on_two = [Cell(rng.choice(VICTIMS), RANDOM, number) for number in range(half, NUM_RANDOM)]
+    nodes = [Cell("node", moment) for moment in MOMENTS]
+    found.append(Plan("random", tuple(filter(is_wanted, on_one))))
+    found += [Plan("two nodes", tuple(filter(is_wanted, cells)), has_nodes=True) for cells in (nodes, on_two)]
+    return found
 
 
 # ---- two nodes on one machine ----------------------------------------------------------------------------------------------
@@ -392,9 +396,9 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     out = out.absolute()
     done, rng = known(out), random.Random(options.seed)
-    for plan in plans(options.seed):
-        cells = tuple(cell for cell in plan.cells if not options.only or cell.name in options.only)
-        carry_out(Plan(plan.name, cells, plan.has_nodes), out, done, rng, options.seed)
+    only = set(options.only)
+    for plan in plans(options.seed, lambda cell: cell.name not in done and (not only or cell.name in only)):
+        carry_out(plan, out, done, rng, options.seed)
     print(json.dumps(rows_of(done)) if options.json else table(done))
     if any(not result.is_ok for result in done.values()):
         sys.exit("not all went well")

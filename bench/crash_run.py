@@ -268,7 +268,7 @@ class Run:
 
     def must_be_gone(self, processes: set[psutil.Process]) -> None:
         """Raises `Failed` if one of them outlives the driver. Ray's helpers are looked for at the run's end."""
-        self._helpers |= {one for one in processes if _words(one)[:1] and _words(one)[0].strip() in HELPERS}
+        self._helpers |= {one for one in processes if " ".join(_words(one)).strip() in HELPERS}
         _none_alive(processes - self._helpers, GONE_S)
 
     def helpers_must_be_gone(self) -> None:
