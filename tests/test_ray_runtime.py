@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import socket
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,25 @@ def test_a_node_that_is_killed_with_all_that_is_on_it_does_not_end_the_run(tmp_p
     done = survived(Plan("node", (Cell("node", "training"),), has_nodes=True), tmp_path)
     assert "learner restarted" in done["node:training"].how
     assert "engine joined" in done["node:training"].how
+
+
+def test_a_worker_that_hangs_up_has_died_unless_ray_knows_that_its_work_was_done() -> None:
+    from millstream.runtime.cluster import RayWorker
+    from millstream.runtime.seat import Hello
+
+    def worker(ended: str | None) -> RayWorker:
+        sitting: Future[None] = Future()
+        if ended is not None:
+            sitting.set_exception(RuntimeError(ended))
+        return RayWorker(None, sitting, line, Hello(ticket="", pid=7, node="there"))
+
+    with socket.socket() as line:
+        unknown, lost = worker(None), worker("The actor died because its node has died. Node Id: 12")
+        crashed, done = worker("The actor died unexpectedly on node 12"), worker("The actor exited by exit_actor()")
+        assert unknown.ended(0) is None and unknown.has_died
+        assert lost.ended(0) == "its process 7 ended: its node is gone" and lost.has_died
+        assert crashed.ended(0) == "its process 7 ended: killed or crashed" and crashed.has_died
+        assert not done.has_died
 
 
 def test_the_matrix_has_every_victim_at_every_moment_and_twenty_at_random() -> None:
