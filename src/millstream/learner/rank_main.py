@@ -96,10 +96,12 @@ class Post:
         """A group of their own: training has its collectives meanwhile. None: there is one rank."""
 
     def work(self) -> None:
-        """Until it is told to close."""
+        """Until it is told to close. Weights that it let others have are gone then, except with those who have taken them."""
         writes = threading.Thread(target=self._carry_out, args=(self._line.writes,), name="snapshots", daemon=True)
         writes.start()
         self._carry_out(self._line.orders)
+        if self._outbox is not None:
+            self._outbox.close()
 
     def _carry_out(self, orders: queue.SimpleQueue[Numbered]) -> None:
         while not isinstance((numbered := orders.get()).order, Close):
