@@ -9,7 +9,7 @@ TQ := .venv-tq
 VLLM := .venv-vllm
 VERL := .peer-verl
 
-.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs check format bench bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs check format bench crash-matrix bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -56,6 +56,10 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/chaos.py
 	$(BIN)/python bench/frozen_lake.py
 	$(BIN)/python bench/slow_reward.py
+
+# Half an hour to an hour on two cores; it may be stopped, and goes on where it was.
+crash-matrix: $(VENV)/.installed-ray
+	$(BIN)/python bench/crash_matrix.py --out runs/crash-matrix
 
 bench-trl: $(INSTALLED) $(TRL)/.installed
 	$(BIN)/python bench/vs_trl.py

@@ -384,6 +384,18 @@ def test_what_a_killed_outbox_left_is_removed_by_the_next(
         Inbox("a").take(orphan)
 
 
+def test_what_a_killed_outbox_left_goes_with_the_last_one(
+    peers: Callable[[], Peer], folder: Path, new_outbox: NewOutbox
+) -> None:
+    last, killed = new_outbox(), peers()
+    killed.ask("open", folder=str(folder), ways=["shared"])
+    orphan = killed.put(1)
+    killed.kill()
+    assert Path(orphan.path).exists()
+    last.close()
+    assert not folder.exists()
+
+
 def test_whoever_has_a_wrong_token_gets_nothing(new_outbox: NewOutbox) -> None:
     parcel = new_outbox(["broadcast"]).put(1, weights(1))
     with pytest.raises(WeightsUnreachable, match="the token is not that of this outbox"):

@@ -22,7 +22,7 @@ def described(model: PreTrainedModel) -> dict[str, bytes]:
 
 
 def model_from(files: Mapping[str, bytes], *, dtype: str, lora: LoraConfig | None) -> PreTrainedModel:
-    """Where torch makes tensors now, with adapters where it has them. Its weights are random: others are to be loaded into it."""
+    """Where torch makes tensors now, with adapters where it has them. Its weights are random: others are to be loaded."""
     with tempfile.TemporaryDirectory(prefix="millstream-") as folder:
         for name, data in files.items():
             (Path(folder) / name).write_bytes(data)

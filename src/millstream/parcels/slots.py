@@ -2,7 +2,7 @@
 
 A reader has a lock on the file while it looks at it, and the writer takes only files that nobody has a lock on: nothing is
 ever overwritten under a reader. The locks are the kernel's (`flock`), so one who dies gives them back. What a killed writer
-left in the folder is removed by the next one there.
+left in the folder is removed by the next one who comes there, or goes.
 """
 
 from __future__ import annotations
@@ -132,12 +132,13 @@ class Slots:
         return {slot.serial for slot in self._slots}
 
     def close(self) -> None:
-        """No file is left, and no folder, if it is empty."""
+        """No file is left, nor any of writers that were killed; and no folder, if it is empty."""
         for slot in self._slots:
             slot.close()
         self._slots = []
         (self._folder / f"{self.name}{OWNER}").unlink(missing_ok=True)
         os.close(self._owner)
+        _remove_orphans(self._folder)
         with suppress(OSError):
             self._folder.rmdir()
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +29,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from millstream import folders
 from millstream.errors import ClusterError
 from millstream.frames import Frames
 from millstream.runtime.resources import Placement, ResourcesConfig
@@ -46,6 +46,13 @@ SPARE_CPUS = 16
 HELLO_BYTES = 4096
 OBJECT_STORE = 128 << 20
 """Of a cluster that is started here: Ray's own store carries next to nothing of ours."""
+
+
+NODE_GONE = "its node is gone"
+
+
+class NodeGone(ClusterError):
+    """A node went while a process was started on it."""
 
 
 class Cluster:
@@ -73,7 +80,7 @@ class Cluster:
             return
         options: dict[str, Any] = {"address": self._config.address}
         if self._is_ours:
-            self._folder = tempfile.mkdtemp(prefix="millstream-ray-")
+            self._folder = str(folders.make("millstream-ray-"))
             asked = self._placement.total
             options |= {
                 "num_cpus": max(os.cpu_count() or 1, int(asked.get("CPU", 0)) + 1) + SPARE_CPUS,
@@ -121,7 +128,18 @@ class Cluster:
     # ---- processes ---------------------------------------------------------------------------------------------------
 
     def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> RayWorker:
-        """See `millstream.workers.Launcher`."""
+        """See `millstream.workers.Launcher`. Ray hears late that a node is gone, and may have put it there: then it is put
+        elsewhere, which is nobody's failure."""
+        began = time.monotonic()
+        while True:
+            try:
+                return self._launch(kind, module, name)
+            except NodeGone:
+                if time.monotonic() - began >= self._config.patience_s:
+                    raise
+                logger.warning("%s is started again, elsewhere: its node is gone", name)
+
+    def _launch(self, kind: Kind, module: str, name: str) -> RayWorker:
         cpus, gpus = self._config.shares(kind)
         ticket, options = secrets.token_hex(16), self._options(kind, name)
         calling = self._switchboard.expect(ticket)
@@ -130,7 +148,7 @@ class Cluster:
         try:
             self._wait([calling, sitting], f"{name} ({_words({'CPU': cpus, 'GPU': gpus})}) to start")
             if not calling.done() and sitting.done():
-                raise ClusterError(f"{name} ended before it could call: {_why(sitting)}")
+                raise _failure(f"{name} ended before it could call", sitting)
         except BaseException:
             self._switchboard.forget(ticket)
             ray.kill(actor)
@@ -154,7 +172,7 @@ class Cluster:
             remove_placement_group(self._group)
         if self._is_ours:
             ray.shutdown()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            folders.remove(Path(self._folder))
 
 
 class RayWorker:
@@ -177,8 +195,11 @@ class RayWorker:
 
     @property
     def has_died(self) -> bool:
-        """One that has done its work ends itself, which Ray tells from a death."""
-        error = self._sitting.exception() if self._sitting.done() else None
+        """One that has done its work ends itself, which Ray tells from a death. Of a node that is gone Ray hears late: whoever
+        hangs up before that has died."""
+        if not self._sitting.done():
+            return True
+        error = self._sitting.exception()
         return error is not None and "exit_actor" not in str(error)
 
 
@@ -239,10 +260,15 @@ def _words(resources: dict[str, float]) -> str:
     return ", ".join(f"{number:g} {kind}" for kind, number in known.items()) or "nothing"
 
 
+def _failure(what: str, sitting: Future[None]) -> ClusterError:
+    why = _why(sitting)
+    return NodeGone(f"{what}: {why}") if why == NODE_GONE else ClusterError(f"{what}: {why}")
+
+
 def _why(sitting: Future[None]) -> str:
     """In as few words as Ray allows."""
     error = sitting.exception()
-    said = str(error).replace("\n", " ") if error is not None else ""
-    if "node" in said and ("died" in said or "dead" in said):
-        return "its node is gone"
+    said = str(error) if error is not None else ""
+    if "its node has died" in said or "node was terminated" in said:
+        return NODE_GONE
     return "killed or crashed" if said else "it went"

@@ -12,7 +12,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -22,13 +21,15 @@ from types import TracebackType
 import msgspec
 from msgspec import Struct
 
+from millstream import folders
 from millstream.errors import StoreError
 from millstream.store import Reads
 from millstream.store.client import Address, StoreClient
 from millstream.store.coordinator import GRACE_S, Coordinator
 from millstream.store.holder import Holder
-from millstream.store.segments import memory_folder
+from millstream.store.segments import memory_folder, memory_folders
 
+STORES = "millstream-store-"
 START_S = 30.0
 SHORT_LIFE_S = 1.0
 MOST_PAUSE_S = 5.0
@@ -69,7 +70,7 @@ def make_plan(
 ) -> Plan:
     """`folder` is where the journal goes; by default a temporary one."""
     name = secrets.token_hex(6)
-    journal = Path(tempfile.mkdtemp(prefix=f"millstream-store-{name}-")) if folder is None else folder
+    journal = folders.make(STORES, _remove_memory, name=name) if folder is None else folder
     return Plan(
         tasks=dict(tasks),
         capacity_rows=capacity_rows,
@@ -83,6 +84,13 @@ def make_plan(
         is_temporary=folder is None,
         grace_s=grace_s,
     )
+
+
+def _remove_memory(journal: Path) -> None:
+    """Of a store whose owner was killed, and whose coordinator could not tidy up."""
+    name = journal.name.removeprefix(STORES).partition("-")[0]
+    for folder in memory_folders(name):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _free_port(host: str) -> int:
@@ -152,7 +160,7 @@ class SharedStore:
             self._keeping.join(0.1)
         shutil.rmtree(self._plan.memory, ignore_errors=True)
         if self._plan.is_temporary:
-            shutil.rmtree(self._plan.journal, ignore_errors=True)
+            folders.remove(Path(self._plan.journal))
 
     def __enter__(self) -> SharedStore:
         return self

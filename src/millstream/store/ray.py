@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from millstream import folders
 from millstream.errors import StoreError
 from millstream.store import Reads
 from millstream.store.client import GIVE_UP_S, Address, StoreClient
@@ -127,7 +127,7 @@ class RayStore:
                 continue
         Holder(Path(self.plan.memory), "").remove()
         if self.plan.is_temporary:
-            shutil.rmtree(self.plan.journal, ignore_errors=True)
+            folders.remove(Path(self.plan.journal))
 
 
 async def connect(plan: Plan, name: str | None = None) -> StoreClient:

@@ -42,6 +42,12 @@ def memory_folder(store: str, node: str) -> Path:
     return Path(tempfile.gettempdir()) / name
 
 
+def memory_folders(store: str) -> list[Path]:
+    """Those of a store that are on this machine."""
+    places = {SHARED_MEMORY, Path(tempfile.gettempdir())}
+    return [folder for place in places for folder in place.glob(f"millstream-{store}-*")]
+
+
 def size_class(nbytes: int) -> int:
     """The size of the segment for so many bytes."""
     step = max(mmap.PAGESIZE, (1 << max(nbytes - 1, 1).bit_length()) // (2 * STEPS))

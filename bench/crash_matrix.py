@@ -1,0 +1,408 @@
+"""SIGKILL to every kind of process of a run on Ray, at every kind of moment: does it go on, and is nothing lost or done twice?
+
+Victims: an engine, an environment's worker, a reward's worker, the store's coordinator, a learner's rank, the driver, a whole
+node. Moments: while generating, training, publishing, checkpointing: 28 cells, and 20 of a random victim at a random moment.
+One run is hit many times. After each kill the run must train two more steps than it had, whoever was killed must have been
+replaced, and the audit must be clean; when a driver dies, every process of its run must go. At the end of each run it finishes,
+the audit is clean, no process and no shared memory is left.
+
+    .venv/bin/python bench/crash_matrix.py [--json] [--out FOLDER] [--seed 0] [--only VICTIM:MOMENT ...]
+
+Results are appended to FOLDER/cells.jsonl, and cells that are in it are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from crash_run import ENGINES, SETTINGS, Ended, Failed, Run, descendants, is_alive, weights_of
+from millstream.audit import audit, lines
+
+VICTIMS = ("engine", "environment", "reward", "coordinator", "learner", "driver", "node")
+MOMENTS = ("generating", "training", "publishing", "checkpointing")
+RANDOM = "random"
+END = "end"
+"""Of a run: it finishes, and leaves nothing behind."""
+NUM_RANDOM = 20
+MOMENT_S = 120.0
+RECOVER_S = 300.0
+START_S = 240.0
+FINISH_S = 600.0
+STEPS_PER_CELL = 12
+DELAYS = {"generating": 0.2, "training": 0.05, "publishing": 0.01, "checkpointing": 0.01}
+"""At most so long after the moment has begun."""
+RANDOM_S = 6.0
+
+
+class Cell(Struct, frozen=True):
+    victim: str
+    moment: str
+    number: int = 0
+    """Of the random ones."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.victim}:{self.moment}" + (f":{self.number}" if self.moment == RANDOM else "")
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    cell: Cell
+    is_ok: bool
+    how: str
+    """How the run went on, or what was wrong."""
+    seconds: float
+    """From the kill to the next step."""
+    usual_s: float
+    """Between two steps before it."""
+    replaced_s: float
+    """From the kill until it was as before."""
+    checks: int
+    """Of the audit."""
+
+
+class Plan(Struct, frozen=True):
+    """The cells of one run."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    has_nodes: bool = False
+
+
+def plans(seed: int, is_wanted: Callable[[Cell], bool] = lambda cell: True) -> list[Plan]:
+    """The cells that are wanted, in as few runs as can bear them: engines that die too often are not replaced."""
+    local = [victim for victim in VICTIMS if victim != "node"]
+    aimed = [cell for moment in MOMENTS for victim in local if is_wanted(cell := Cell(victim, moment))]
+    found = [Plan("aimed", tuple(aimed[at : at + len(local)])) for at in range(0, len(aimed), len(local))]
+    rng, half = random.Random(f"victims {seed}"), NUM_RANDOM // 2
+    on_one = [Cell(rng.choice(local), RANDOM, number) for number in range(half)]
+    on_two = [Cell(rng.choice(VICTIMS), RANDOM, number) for number in range(half, NUM_RANDOM)]
+    nodes = [Cell("node", moment) for moment in MOMENTS]
+    found.append(Plan("random", tuple(filter(is_wanted, on_one))))
+    found += [Plan("two nodes", tuple(filter(is_wanted, cells)), has_nodes=True) for cells in (nodes, on_two)]
+    return found
+
+
+# ---- two nodes on one machine ----------------------------------------------------------------------------------------------
+
+
+class Nodes:
+    """A Ray cluster of two nodes, of which the second one dies and is replaced. The driver is on the first. Engines and ranks
+    fill both: what was on a node that died waits for the next one."""
+
+    def __init__(self, folder: str) -> None:
+        os.environ |= {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", **SETTINGS}
+        from ray.cluster_utils import Cluster
+
+        import millstream.runtime.cluster  # noqa: F401  Ray on loopback
+
+        self._options = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
+        self._cluster: Any = Cluster(initialize_head=True, head_node_args=self._options)
+        self.address: str = self._cluster.address
+        self.add()
+
+    def add(self) -> None:
+        self._second = self._cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+
+    def kill(self) -> list[int]:
+        """The second node, all at once. The ids of its processes."""
+        infos = [info for some in self._second.all_processes.values() for info in some]
+        pids = [info.process.pid for info in infos]
+        pids += [process.pid for pid in list(pids) for process in descendants(pid)]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._cluster.worker_nodes.discard(self._second)
+        for info in infos:
+            info.process.wait()
+        return pids
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that have started what is on the nodes."""
+        nodes = [self._cluster.head_node, *self._cluster.worker_nodes]
+        return [info.process.pid for node in nodes for some in node.all_processes.values() for info in some]
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+# ---- a kill, and what follows ----------------------------------------------------------------------------------------------
+
+
+def hit(run: Run, cell: Cell, rng: random.Random, nodes: Nodes | None) -> Result:
+    """Wait for the moment, kill, wait until the run is as before. Raises `Failed`, or `Ended` where it was over too soon."""
+    others = [] if nodes is None else nodes.pids
+    run.until(lambda: run.read().num_steps >= 2 and is_whole(run), "all to be there", START_S, 0.02)
+    await_moment(run, cell, rng)
+    books = run.books
+    before, num_steps, counts = books.version, books.num_steps, dict(books.counts)
+    usual_s = _usual(list(books.stepped_at))
+    victim = choose(run, cell, rng, others)
+    run.look(*others)
+    killed_at = time.monotonic()
+    kill(run, cell.victim, victim, nodes)
+    run.until(lambda: run.read().num_steps > num_steps, "the next step", RECOVER_S, 0.005)
+    seconds = run.books.stepped_at[-1] - killed_at
+    run.until(lambda: run.read().version >= before + 2, "two more steps", RECOVER_S, 0.02)
+    run.until(lambda: is_whole(run) and has_new(run, cell.victim, victim, others), "a replacement", RECOVER_S, 0.02)
+    replaced_s = time.monotonic() - killed_at
+    how = in_words(cell.victim, counts, run.books.counts)
+    checks = must_be_clean(run)
+    return Result(
+        cell=cell, is_ok=True, how=how, seconds=seconds, usual_s=usual_s, replaced_s=replaced_s, checks=checks
+    )
+
+
+def is_whole(run: Run) -> bool:
+    """Whether all engines serve."""
+    return run.read().serving == set(ENGINES)
+
+
+def await_moment(run: Run, cell: Cell, rng: random.Random) -> None:
+    if cell.moment == RANDOM:
+        time.sleep(rng.uniform(0, RANDOM_S))
+        run.read()
+        return
+
+    def is_now() -> bool:
+        if not run.is_at(cell.moment):
+            return False
+        time.sleep(rng.uniform(0, DELAYS[cell.moment]))
+        return run.is_at(cell.moment)  # still
+
+    run.until(is_now, f"a moment of {cell.moment}", MOMENT_S)
+
+
+def choose(run: Run, cell: Cell, rng: random.Random, others: Sequence[int]) -> int:
+    """The process to be killed; 0 for a node."""
+    match cell.victim:
+        case "driver":
+            return run.driver.pid
+        case "node":
+            return 0
+        case "coordinator":
+            pid = run.coordinator(*others)
+            if pid is None:
+                raise Failed("there is no coordinator")
+            return pid
+        case what:
+            living = run.living(what)
+            if not living:
+                raise Failed(f"there is no {what} to kill")
+            return rng.choice(living).pid
+
+
+def kill(run: Run, what: str, pid: int, nodes: Nodes | None) -> None:
+    if what == "node":
+        assert nodes is not None
+        nodes.kill()
+        nodes.add()
+    elif what == "driver":
+        own = set(descendants(pid)) | {
+            psutil.Process(one.pid) for one in run.books.started.values() if is_alive(one.pid)
+        }
+        run.kill_driver()
+        run.must_be_gone(own)
+        run.start()
+    else:
+        os.kill(pid, signal.SIGKILL)
+
+
+def has_new(run: Run, what: str, pid: int, others: Sequence[int]) -> bool:
+    """Whether another has the place of the one that was killed. Environments and rewards get one when they need it."""
+    match what:
+        case "coordinator":
+            return run.coordinator(*others) not in (None, pid)
+        case "learner":
+            return len(run.living("learner")) == 2 and not is_alive(pid)
+        case _:
+            return not is_alive(pid)
+
+
+def in_words(what: str, before: dict[str, int], after: dict[str, int]) -> str:
+    """What was said of it in the log, between the kill and the recovery."""
+    told = {
+        "resumed": "resumed",
+        "replica_left": "engine lost",
+        "replica_joined": "engine joined",
+        "learner_restarted": "learner restarted",
+        "rollout_failed": "rollout tried again",
+        "checkpoint_failed": "checkpoint failed",
+        "stalled": "stalls told",
+    }
+    new = {words: after.get(kind, 0) - before.get(kind, 0) for kind, words in told.items()}
+    said = [words if num == 1 else f"{words} ({num})" for words, num in new.items() if num]
+    return ", ".join(said) or "went on"
+
+
+def must_be_clean(run: Run) -> int:
+    report = audit(run.run_dir)
+    if not report.is_clean:
+        raise Failed("the audit: " + " ".join(lines(report)))
+    return report.checks
+
+
+def _usual(times: list[float]) -> float:
+    gaps = [later - at for at, later in itertools.pairwise(times)]
+    return statistics.median(gaps) if gaps else 0.0
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------------
+
+
+def carry_out(plan: Plan, out: Path, done: dict[str, Result], rng: random.Random, seed: int) -> None:
+    """All cells of the plan that are not done, in one run, or in several if it comes to its end before."""
+    attempt = 0
+    while missing := [cell for cell in plan.cells if cell.name not in done]:
+        with ExitStack() as stack:
+            nodes = None
+            if plan.has_nodes:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ms-ray-", ignore_cleanup_errors=True))
+                nodes = Nodes(folder)
+                stack.callback(nodes.close)
+            run_dir = out / f"{plan.name.replace(' ', '-')}-{int(time.time())}"
+            attempt += 1
+            address = None if nodes is None else nodes.address
+            run = Run(run_dir, steps=STEPS_PER_CELL * len(missing) + 10, seed=seed + attempt, address=address)
+            stack.callback(run.end)
+            torment(run, missing, out, done, rng, nodes)
+
+
+def torment(
+    run: Run, cells: Sequence[Cell], out: Path, done: dict[str, Result], rng: random.Random, nodes: Nodes | None
+) -> None:
+    cell, end = cells[0], Cell(END, run.run_dir.name)
+    try:
+        for cell in cells:
+            try:
+                keep(out, done, hit(run, cell, rng, nodes))
+            except Ended:
+                if run.driver.returncode != 0:
+                    raise
+                break  # it was over too soon: another one has the other cells
+        cell = end
+        keep(out, done, finished(run, end, [] if nodes is None else nodes.pids))
+    except Failed as failed:
+        keep(out, done, failure(cell, str(failed)))
+
+
+def finished(run: Run, cell: Cell, others: Sequence[int]) -> Result:
+    """Lets it come to its end. Raises `Failed` if that leaves anything behind."""
+    own = set(descendants(run.driver.pid))
+    run.look(*others)
+    weights = weights_of(own | run.seen)
+    deadline = time.monotonic() + FINISH_S
+    while run.driver.poll() is None and time.monotonic() < deadline:
+        own |= set(descendants(run.driver.pid))
+        time.sleep(0.2)
+    if run.driver.poll() != 0:
+        raise Failed(f"the run did not finish: exit code {run.driver.poll()}: {run.last_words()}")
+    run.read()
+    workers = {psutil.Process(one.pid) for one in run.books.started.values() if is_alive(one.pid)}
+    run.must_be_gone(own | workers)
+    run.helpers_must_be_gone()
+    left = [name for name in weights if list(Path("/dev/shm").glob(f"millstream-weights-*/{Path(name).name}*"))]
+    if left := [*left, *run.shared_memory()]:
+        raise Failed(f"left in shared memory: {', '.join(left)}")
+    checks, usual_s = must_be_clean(run), _usual(list(run.books.stepped_at))
+    return Result(cell=cell, is_ok=True, how="finished", seconds=0.0, usual_s=usual_s, replaced_s=0.0, checks=checks)
+
+
+def failure(cell: Cell, why: str) -> Result:
+    return Result(cell=cell, is_ok=False, how=why, seconds=0.0, usual_s=0.0, replaced_s=0.0, checks=0)
+
+
+def keep(out: Path, done: dict[str, Result], result: Result) -> None:
+    done[result.cell.name] = result
+    with (out / "cells.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(result) + b"\n")
+    sign = "ok" if result.is_ok else "FAILED"
+    print(
+        f"{result.cell.name}: {sign}, {result.how}; next step after {result.seconds:.1f} s (usually {result.usual_s:.1f}), "
+        f"as before after {result.replaced_s:.1f} s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def known(out: Path) -> dict[str, Result]:
+    """Cells that went well before."""
+    path = out / "cells.jsonl"
+    if not path.exists():
+        return {}
+    results = [msgspec.json.decode(line, type=Result) for line in path.read_bytes().splitlines()]
+    return {result.cell.name: result for result in results if result.is_ok}
+
+
+def table(done: dict[str, Result]) -> str:
+    """In Markdown: victim by moment, and a row for each random one."""
+    rows = ["| killed | " + " | ".join(f"while {moment}" for moment in MOMENTS) + " |", "|---" * 5 + "|"]
+    for victim in VICTIMS:
+        cells = [done.get(f"{victim}:{moment}") for moment in MOMENTS]
+        rows.append(f"| {victim} | " + " | ".join(map(_shown, cells)) + " |")
+    rows += ["", "| random | killed | how it went on |", "|---|---|---|"]
+    others = sorted((r for r in done.values() if r.cell.moment == RANDOM), key=lambda r: r.cell.number)
+    rows += [f"| {r.cell.number + 1} | {r.cell.victim} | {_shown(r)} |" for r in others]
+    ends = [r for r in done.values() if r.cell.victim == END]
+    rows += ["", f"runs that came to their end: {sum(r.is_ok for r in ends)} of {len(ends)}"]
+    rows += [f"{r.cell.moment}: {r.how}" for r in ends if not r.is_ok]
+    return "\n".join(rows)
+
+
+def _shown(result: Result | None) -> str:
+    if result is None:
+        return "not run"
+    if not result.is_ok:
+        return f"FAILED: {result.how}"
+    return f"ok, {result.seconds:.1f} s: {result.how}"
+
+
+def rows_of(done: dict[str, Result]) -> list[dict[str, Any]]:
+    """As other benches give them: whether each was survived, and how long training stood still."""
+    rows = []
+    for name, result in done.items():
+        for metric, value in (("survived", int(result.is_ok)), ("seconds_to_next_step", round(result.seconds, 2))):
+            rows.append(
+                {"workload": name, "metric": metric, "ours": value, "peer": "none", "theirs": None, "ratio": None}
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", default=[], metavar="VICTIM:MOMENT")
+    options = parser.parse_args()
+    out = options.out or Path(tempfile.mkdtemp(prefix="millstream-crashes-"))
+    out.mkdir(parents=True, exist_ok=True)
+    out = out.absolute()
+    done, rng = known(out), random.Random(options.seed)
+    only = set(options.only)
+    for plan in plans(options.seed, lambda cell: cell.name not in done and (not only or cell.name in only)):
+        carry_out(plan, out, done, rng, options.seed)
+    print(json.dumps(rows_of(done)) if options.json else table(done))
+    if any(not result.is_ok for result in done.values()):
+        sys.exit("not all went well")
+
+
+if __name__ == "__main__":
+    main()
