@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import millstream.runtime.local  # noqa: F401  imported once, here, and not in every life
+import millstream.runtime.run  # noqa: F401  imported once, here, and not in every life
 from millstream import RunConfig, resume, train
 from millstream.audit import Report, audit, lines
 from millstream.config import load

@@ -23,7 +23,7 @@ from millstream.events import GroupTaken, RunEnded, Span, Warned
 from millstream.events.sinks import MemorySink, read_events
 from millstream.runtime.config import RunConfig, with_absolute_paths
 from millstream.runtime.folder import RunFolder
-from millstream.runtime.local import prepare
+from millstream.runtime.prepare import prepare
 from millstream.runtime.schedule import PipelineConfig
 from millstream.types import Task
 from runs import recipe_in

@@ -34,8 +34,9 @@ from millstream.model.load import model_weights
 from millstream.model.lora import LoraConfig
 from millstream.runtime.build import build_engine
 from millstream.runtime.config import ModelConfig, RunConfig, TinyConfig, check_run
-from millstream.runtime.local import evaluate_model, resume
-from millstream.runtime.local import train as run
+from millstream.runtime.evaluator import evaluate_model
+from millstream.runtime.run import resume
+from millstream.runtime.run import train as run
 from millstream.types import TrainRow
 from runs import ROOT, SETTINGS
 from test_learner import rows

@@ -35,7 +35,8 @@ from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
 from millstream.runtime import build
 from millstream.runtime.config import RunConfig, WarmupConfig, check_run
-from millstream.runtime.local import evaluate_model, resume, train
+from millstream.runtime.evaluator import evaluate_model
+from millstream.runtime.run import resume, train
 from millstream.runtime.supervised import learner_config
 from millstream.runtime.waits import Waits
 from millstream.runtime.warmup import Checks, WarmedUpSoFar, batches, micro_batches, warm_up

@@ -39,9 +39,9 @@ def train(
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` takes
     the place of the one that the config names."""
-    from millstream.runtime import local
+    from millstream.runtime import run
 
-    return local.train(config, reward=reward, sinks=sinks, name=name)
+    return run.train(config, reward=reward, sinks=sinks, name=name)
 
 
 def resume(
@@ -53,9 +53,9 @@ def resume(
 ) -> RunResult:
     """Go on with a run that was stopped or died, from its newest checkpoint. A `reward` that was passed to `train` is passed
     again. `changes` of where its parts are, as in `learner.ranks=1`, are kept in the run folder."""
-    from millstream.runtime import local
+    from millstream.runtime import run
 
-    return local.resume(Path(run_dir), reward=reward, sinks=sinks, changes=changes)
+    return run.resume(Path(run_dir), reward=reward, sinks=sinks, changes=changes)
 
 
 def export(run_dir: str | Path, target: str | Path, *, step: int | None = None) -> Exported:
@@ -67,9 +67,9 @@ def export(run_dir: str | Path, target: str | Path, *, step: int | None = None) 
 
 def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
     """The mean reward of the config's model on its held-out tasks: sampled as in training, and greedy; and what it wrote."""
-    from millstream.runtime import local
+    from millstream.runtime import evaluator
 
-    return local.evaluate_model(config, reward=reward)
+    return evaluator.evaluate_model(config, reward=reward)
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The local runtime: one machine, an engine, a learner thread, and the event loop between them.
+"""One run from beginning to end, wherever its parts are (`runtime.site`).
 
 Steps of a run: data and model, the run folder, supervised training (if asked for), evaluation, reinforcement learning, the
 saved model, evaluation, summary, trace. Whatever ends it, the folder says so: the last event is `RunEnded`, with the name of
@@ -11,7 +11,6 @@ import asyncio
 import logging
 import math
 import os
-import random
 import secrets
 import signal
 import sys
@@ -20,123 +19,55 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
-from msgspec import Struct, structs
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import Any
 
 from millstream.algo.recipe import Recipe
 from millstream.clock import RealClock
-from millstream.engine import Engine, EngineConfig
-from millstream.env.data import DataSet, digest, in_order, read
-from millstream.env.find import find, make_tasks
-from millstream.env.hosted import Environments, check_tasks
-from millstream.env.rewards import Reward, Rewards, passed, was_passed
-from millstream.env.rewards import prepare as prepare_rewards
+from millstream.engine import Engine
+from millstream.env.data import in_order
+from millstream.env.rewards import Reward, was_passed
 from millstream.errors import CheckpointError, ConfigError, MillstreamError, OutputError, Stopped
 from millstream.events import (
     WARMUP,
-    CheckpointSealed,
     Evaluated,
     EventSink,
     Resumed,
     RunEnded,
     RunStarted,
-    Sample,
     Status,
     StopRequested,
-    WarmupSealed,
     Warned,
 )
-from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_events, read_history
+from millstream.events.sinks import JsonlSink, MetricsSink, Tee, read_history
 from millstream.learner import LearnerConfig, RunCritic, RunLearner
 from millstream.model.adapters import lora_of, merged, trained_weights
-from millstream.model.load import load_weights, save_model, set_up_cpu
-from millstream.runtime import build, build_stages, checkpoint, supervised
+from millstream.model.load import load_weights, save_model
+from millstream.runtime import build, checkpoint, supervised
 from millstream.runtime.build_stages import Staff
 from millstream.runtime.checkpoint import Checkpoints, Found, RunState
-from millstream.runtime.config import RunConfig, WarmupConfig, check_run, reference_of
+from millstream.runtime.config import RunConfig, WarmupConfig, reference_of
 from millstream.runtime.control import SOCKET, Answer, Control, Question, Scale, Scaled, now_of
-from millstream.runtime.evaluate import Measured, evaluate
+from millstream.runtime.evaluator import Evaluator, waits_of
 from millstream.runtime.fleet import Fleet
 from millstream.runtime.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.runtime.garbage import seldom_collected
+from millstream.runtime.lives import Before, generators, last_life, restore_generators
 from millstream.runtime.pipeline import Parts, Pipeline
+from millstream.runtime.prepare import Prepared, prepare
 from millstream.runtime.replay import ReplayedLearner
 from millstream.runtime.replay_critic import ReplayedCritic
-from millstream.runtime.router import Router
-from millstream.runtime.site import Around, Site, build_fleet, site_for
+from millstream.runtime.site import Around, build_fleet
 from millstream.runtime.state import CRITIC_FOLDER
 from millstream.runtime.supervised import Supervised
-from millstream.runtime.waits import Waits
 from millstream.runtime.warmup import Script
 from millstream.runtime.watchdog import Watchdog
-from millstream.types import Sampling, Task, Weights
+from millstream.types import Weights
 
 logger = logging.getLogger(__name__)
 STATUS_S = 1.0
 END_S = 5.0
 SILENT = 0.9
 """The share of `pipeline.deadline_s` after which a learner of several ranks that says nothing is taken for dead."""
-
-
-class Prepared(Struct, frozen=True, kw_only=True, eq=False):
-    """Everything that can be wrong with a config, a data set, a reward or a model is found while this is made."""
-
-    config: RunConfig
-    site: Site
-    data: DataSet
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    text: build.Text
-    environment: Environments
-    rewards: Rewards
-    sampling: Sampling
-    data_digest: str
-    warning: str
-    """Empty if there is nothing to warn of."""
-
-    @property
-    def held_out(self) -> tuple[Task, ...]:
-        return self.data.held_out[: self.config.evaluation.tasks]
-
-    @property
-    def tokenizer_for_stops(self) -> PreTrainedTokenizerBase | None:
-        """An engine needs one only if it must look for text."""
-        return self.tokenizer if self.config.rollout.stop else None
-
-
-def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
-    if reward is not None:
-        config = structs.replace(config, reward=passed(reward, config.reward))
-    check_run(config)
-    set_up_cpu()
-    kinds = [find(one) for one in config.environment]
-    data = read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
-    site = site_for(config)
-    of_driver = structs.replace(config.model, device="cpu") if config.runtime == "ray" else config.model
-    model, tokenizer = build.build_model(of_driver, seed=config.seed, lora=config.learner.lora)
-    text = build.Text(tokenizer=tokenizer)
-    rewards = prepare_rewards(config.reward, reward)
-    environment = build.build_environment(kinds, text, rewards, site.launcher)
-    build_stages.check_models(config, tokenizer)
-    check_tasks(environment, data, needs_gold=config.warmup is not None)
-    build.check_lengths(config, model, text, data, environment)
-    return Prepared(
-        config=config,
-        site=site,
-        data=data,
-        model=model,
-        tokenizer=tokenizer,
-        text=text,
-        environment=environment,
-        rewards=rewards,
-        sampling=build.build_sampling(config, model, tokenizer),
-        data_digest=digest(data),
-        warning=build.unknown_text(text, data, environment),
-    )
 
 
 def train(
@@ -160,7 +91,7 @@ def resume(
             f"the run in {path} has its reward from its config.toml, and goes on with that: leave reward= out"
         )
     prepared = prepare(config, reward)
-    life = _last_life(folder)
+    life = last_life(folder)
     found, troubles = checkpoint.newest(path, life.sealed)
     early = None
     if found is None:
@@ -218,126 +149,6 @@ def _accuracies_so_far(folder: RunFolder, before: Before | None) -> Iterator[Eva
             yield event
 
 
-class Life(NamedTuple):
-    """Of the processes before this one."""
-
-    incarnation: int
-    ended_at: float
-    sealed: set[str]
-    """Digests of the checkpoints that they wrote."""
-
-
-def _last_life(folder: RunFolder) -> Life:
-    incarnation, ended_at, sealed = 0, 0.0, set[str]()
-    for event in read_events(folder.events) if folder.events.exists() else ():
-        ended_at = max(ended_at, event.at)
-        if isinstance(event, Resumed):
-            incarnation = event.incarnation
-        elif isinstance(event, CheckpointSealed | WarmupSealed):
-            sealed.add(event.digest)
-    return Life(incarnation, ended_at, sealed)
-
-
-class Before(NamedTuple):
-    """What a resumed run has behind it."""
-
-    found: Found | None
-    life: Life
-    supervised: Found | None = None
-    """A checkpoint of supervised training, where there is none of reinforcement learning."""
-    changes: tuple[str, ...] = ()
-
-    @property
-    def version(self) -> int:
-        return 0 if self.found is None else self.found.manifest.version
-
-
-def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measured:
-    """The config's model on its held-out tasks: sampled, and greedy, on our own engine, whatever the run's was. Leaves no run
-    folder. Draws the random numbers of a run's
-    last evaluation, so that a finished run's model gets its figure again."""
-    learner = structs.replace(config.learner, lora=None)  # new adapters would change nothing
-    prepared = prepare(structs.replace(config, learner=learner), reward)
-    if not prepared.held_out:
-        raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
-    if prepared.warning:
-        logger.warning("%s", prepared.warning)
-
-    async def measure() -> Measured:
-        clock, sink = RealClock(), Tee([])
-        own, stops = _own_engine(config.engine), prepared.tokenizer_for_stops
-        engine = build.build_engine(own, prepared.model, clock=clock, sink=sink, tokenizer=stops)
-        evaluator = _Evaluator(prepared, Router([engine]), clock, sink, _waits(config, clock, sink))
-        try:
-            found = await evaluator.sampled_and_greedy("after")
-        finally:
-            await prepared.environment.close()
-            await engine.close()
-        assert found is not None
-        return found
-
-    return asyncio.run(measure())
-
-
-def _own_engine(config: EngineConfig) -> EngineConfig:
-    """Ours, on a thread, in place of what a run had."""
-    if config.kind == "torch":
-        return structs.replace(config, process=False)
-    return EngineConfig(slots=config.slots, prefill_tokens=config.prefill_tokens, process=False)
-
-
-class _Evaluator:
-    """Evaluations of one run, one at a time."""
-
-    def __init__(self, prepared: Prepared, router: Router, clock: RealClock, sink: EventSink, waits: Waits) -> None:
-        self._prepared, self._router, self._clock, self._sink = prepared, router, clock, sink
-        self._waits = waits
-        self._is_running = False
-
-    async def once(self, name: str, tasks: Sequence[Task], sampling: Sampling) -> tuple[Evaluated, tuple[Sample, ...]]:
-        config = self._prepared.config
-        evaluation = evaluate(
-            name,
-            self._router,
-            self._prepared.environment,
-            tasks,
-            sampling,
-            clock=self._clock,
-            sink=self._sink,
-            waits=self._waits,
-            seed=config.seed,
-            timeout_s=config.rollout.timeout_s,
-            decode=self._prepared.text.decode,
-            max_parts=config.rollout.max_parts,
-        )
-        # its rollouts have their timeouts
-        return await self._waits.on(f"evaluation {name}", "its rollouts", evaluation, has_deadline=False)
-
-    async def sampled_and_greedy(self, when: str) -> Measured | None:
-        """Sampled as in training, and greedy; None without held-out tasks."""
-        tasks, sampling = self._prepared.held_out, self._prepared.sampling
-        if not tasks:
-            return None
-        sampled, samples = await self.once(f"sampled {when}", tasks, sampling)
-        if sampled.num_failed == sampled.num_tasks:
-            raise MillstreamError(f"every rollout of an evaluation failed, the last with {sampled.failure}")
-        greedy, _ = await self.once(f"greedy {when}", tasks, structs.replace(sampling, temperature=0.0))
-        return Measured(accuracy=sampled.accuracy, greedy=greedy.accuracy, samples=samples)
-
-    async def beside(self, version: int) -> None:
-        """While training runs, every so many steps; left out while another is running."""
-        config = self._prepared.config
-        every = config.evaluation.every_steps
-        is_due = every is not None and version % every == 0 and version < config.pipeline.steps
-        if not is_due or self._is_running or not self._prepared.held_out:
-            return
-        self._is_running = True
-        try:
-            await self.once(f"step {version}", self._prepared.held_out, self._prepared.sampling)
-        finally:
-            self._is_running = False
-
-
 class _Run:
     """One life of a run: from its beginning, or from a checkpoint."""
 
@@ -353,7 +164,7 @@ class _Run:
         self._found = None if before is None else before.found
         self._incarnation = 0 if before is None else before.life.incarnation + 1
         self._clock = RealClock(0.0 if before is None else before.life.ended_at)
-        self._waits = _waits(prepared.config, self._clock, sink)
+        self._waits = waits_of(prepared.config, self._clock, sink)
         self._state = None if self._found is None else self._found.run_state()
         self._run_id = secrets.token_hex(8) if self._state is None else self._state.run_id
         self._version = 0 if before is None else before.version
@@ -479,7 +290,7 @@ class _Run:
             clock=self._clock,
             sink=self._sink,
         )
-        evaluator = _Evaluator(prepared, fleet.router, self._clock, self._sink, self._waits)
+        evaluator = Evaluator(prepared, fleet.router, self._clock, self._sink, self._waits)
         replacing = asyncio.create_task(fleet.replace(self._adopt))
         control = Control(self._folder.path, partial(self._carry, fleet))
         try:
@@ -505,7 +316,7 @@ class _Run:
             await prepared.environment.close()
             await fleet.close()
 
-    async def _learn(self, staff: Staff, fleet: Fleet, evaluator: _Evaluator, checkpoints: Checkpoints) -> None:
+    async def _learn(self, staff: Staff, fleet: Fleet, evaluator: Evaluator, checkpoints: Checkpoints) -> None:
         """To the saved model, unless it is stopped before."""
         learner = self._build_learner(checkpoints)
         try:
@@ -540,7 +351,7 @@ class _Run:
     def _adopt(self, engine: Engine) -> bool:
         return self._pipeline is not None and self._pipeline.adopt(engine)
 
-    async def _begin(self, fleet: Fleet, evaluator: _Evaluator) -> None:
+    async def _begin(self, fleet: Fleet, evaluator: Evaluator) -> None:
         """Supervised training, if it is asked for. What comes after "before" is reinforcement, or, without any, that."""
         config = self._prepared.config
         if not config.pipeline.steps:
@@ -621,7 +432,7 @@ class _Run:
         except OSError as error:
             raise OutputError(self._folder.cannot_write(path, error)) from error
 
-    async def _warm_up(self, fleet: Fleet, evaluator: _Evaluator, config: WarmupConfig) -> None:
+    async def _warm_up(self, fleet: Fleet, evaluator: Evaluator, config: WarmupConfig) -> None:
         prepared = self._prepared
         num_steps, found = config.num_steps(len(prepared.data.train)), self._found_supervised
         checkpoints = self._supervised_checkpoints(num_steps)
@@ -665,7 +476,7 @@ class _Run:
         learner: RunLearner,
         checkpoints: Checkpoints,
         fleet: Fleet,
-        evaluator: _Evaluator,
+        evaluator: Evaluator,
         config: WarmupConfig,
     ) -> Supervised:
         prepared, run = self._prepared, self._prepared.config
@@ -695,7 +506,7 @@ class _Run:
         if self._grace is not None:
             self._grace.cancel()
 
-    async def _reinforce(self, learner: RunLearner, staff: Staff, fleet: Fleet, evaluator: _Evaluator) -> None:
+    async def _reinforce(self, learner: RunLearner, staff: Staff, fleet: Fleet, evaluator: Evaluator) -> None:
         prepared, config = self._prepared, self._prepared.config
         parts = Parts(
             engines=fleet.router.engines,
@@ -728,7 +539,7 @@ class _Run:
             first_weights=await self._waits.on("the run", "the learner to copy weights", learner.weights()),
         )
         if self._state is not None:
-            _restore_generators(self._state.generators)
+            restore_generators(self._state.generators)
         fleet.forget()
         try:
             with seldom_collected():
@@ -763,7 +574,7 @@ class _Run:
         return RunState(
             run_id=self._run_id,
             data_digest=self._prepared.data_digest,
-            generators=_generators(),
+            generators=generators(),
         )
 
     async def _watch(self) -> None:
@@ -824,26 +635,3 @@ class _Run:
     def say_ended(self, outcome: str) -> None:
         version = self._version if self._pipeline is None else self._pipeline.admission.version
         self._sink.emit(RunEnded(at=self._clock.now(), outcome=outcome, version=version))
-
-
-def _waits(config: RunConfig, clock: RealClock, sink: EventSink) -> Waits:
-    return Waits(clock=clock, sink=sink, stall_s=config.pipeline.stall_s, deadline_s=config.pipeline.deadline_s)
-
-
-def _generators() -> dict[str, Any]:
-    """The states of the global generators, in plain types."""
-    version, numbers, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state()
-    return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state().tolist(),
-    }
-
-
-def _restore_generators(states: dict[str, Any]) -> None:
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
