@@ -22,7 +22,7 @@ from unittest.mock import patch
 from millstream import RunConfig, train
 from millstream.config import load
 from millstream.events import Event, Stepped
-from millstream.runtime import run
+from millstream.runtime import run as running
 
 ROOT = Path(__file__).parent.parent
 
@@ -88,9 +88,9 @@ def run(steps: int, *, is_kept: bool, seed: int) -> tuple[float, float]:
         ]
         if not is_kept:
             for name in ("JsonlSink", "MetricsSink"):
-                stack.enter_context(patch.object(local, name, Nothing))
-            stack.enter_context(patch.object(run._Run, "_build_checkpoints", lambda self: Never()))
-            stack.enter_context(patch.object(run.RunFolder, "conclude", lambda self: None))
+                stack.enter_context(patch.object(running, name, Nothing))
+            stack.enter_context(patch.object(running._Run, "_build_checkpoints", lambda self: Never()))
+            stack.enter_context(patch.object(running.RunFolder, "conclude", lambda self: None))
         train(load(ROOT / "recipes/demo.toml", RunConfig, changes), sinks=[meter])
     return meter.rates()
 

@@ -30,7 +30,7 @@ from unittest.mock import patch
 from millstream import RunConfig, train
 from millstream.config import load
 from millstream.events import Event, GroupTaken, Stepped
-from millstream.runtime import run
+from millstream.runtime import run as running
 from millstream.runtime.site import LocalSite
 
 ROOT = Path(__file__).parent.parent
@@ -107,12 +107,12 @@ async def _no_status(run: Any) -> None:
 
 def without_supervision(stack: ExitStack) -> None:
     for name in ("JsonlSink", "MetricsSink"):
-        stack.enter_context(patch.object(local, name, Nothing))
-    stack.enter_context(patch.object(local, "Watchdog", Asleep))
-    stack.enter_context(patch.object(run._Run, "_watch", _no_status))
-    stack.enter_context(patch.object(run._Run, "_build_checkpoints", lambda self: Never()))
+        stack.enter_context(patch.object(running, name, Nothing))
+    stack.enter_context(patch.object(running, "Watchdog", Asleep))
+    stack.enter_context(patch.object(running._Run, "_watch", _no_status))
+    stack.enter_context(patch.object(running._Run, "_build_checkpoints", lambda self: Never()))
     stack.enter_context(patch.object(LocalSite, "has_ranks_elsewhere", lambda site, learner: False))
-    stack.enter_context(patch.object(run.RunFolder, "conclude", lambda folder: None))
+    stack.enter_context(patch.object(running.RunFolder, "conclude", lambda folder: None))
 
 
 def one_run(options: argparse.Namespace) -> None:

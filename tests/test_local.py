@@ -336,14 +336,14 @@ from millstream import RunConfig, train
 from millstream.config import load
 from millstream.learner.torch import TorchLearner
 TorchLearner._step = lambda self: time.sleep(1000)
-changes = ["pipeline.deadline_s=1", "run_dir={tmp_path / "run"}", "data.holdout=0", "data.size=64"]
+changes = ["pipeline.deadline_s=5", "run_dir={tmp_path / "run"}", "data.holdout=0", "data.size=64"]
 config = load(Path({DEMO!r}), RunConfig, changes)
 import msgspec
 train(msgspec.structs.replace(config, warmup=None, pipeline=msgspec.structs.replace(config.pipeline, filter_zero_signal=False)))
 """
     )
     out = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
-    assert out.returncode == 1 and "train has waited 1 s for the learner to step" in out.stderr
+    assert out.returncode == 1 and "train has waited 5 s for the learner to step" in out.stderr
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
