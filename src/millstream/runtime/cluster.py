@@ -24,6 +24,9 @@ import msgspec
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # SIGTERM is a run's to handle, in its own words
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray's name for: loopback, if it is not told otherwise
+os.environ.setdefault(
+    "RAY_worker_niceness", "0"
+)  # 15 by Ray's default: whatever else runs would starve engines and ranks
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group

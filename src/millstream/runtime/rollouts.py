@@ -185,38 +185,40 @@ class Rollouts:
         last = member.attempt + self._set.config.retries
         try:
             while not await self._try(
-                RequestKey(group_id=group_id, member=number, attempt=member.attempt), member, task, place, last
+                tasks, RequestKey(group_id=group_id, member=number, attempt=member.attempt), member, task, place, last
             ):
                 if member.attempt == last:
                     break
                 member.attempt += 1
         except _Aborted:
             pass
-        else:
-            self._num_ended[group_id] += member.is_done
-        await self._leave(tasks, group_id, number)
+        await self._leave(group_id, number)
 
-    async def _leave(self, tasks: asyncio.TaskGroup, group_id: int, number: int) -> None:
+    async def _leave(self, group_id: int, number: int) -> None:
         group = self._groups[group_id]
         del group[number]
         self._set.router.rerank(group_id)
         if not group:
             del self._groups[group_id], self._num_ended[group_id]
             await self._close(group_id)
-        elif (
-            not self._is_ending
-            and self._set.is_first_to_finish
-            and self._num_ended[group_id] >= self._set.config.group_size
-        ):
-            self.abort(tasks, group_id, "its group is complete")
         if self._set.gate is not None:  # who else waits, waits for groups
             self._set.pulse.notify()
 
-    async def _try(self, key: RequestKey, member: _Member, task: Task, place: Place, last: int) -> bool:
+    def _count_ended(self, tasks: asyncio.TaskGroup, group_id: int) -> None:
+        """Before its rows are in the store, which may take a while: no other member ends meanwhile that is one too many."""
+        self._num_ended[group_id] += 1
+        is_complete = self._num_ended[group_id] >= self._set.config.group_size
+        if is_complete and self._set.is_first_to_finish and not self._is_ending:
+            self.abort(tasks, group_id, "its group is complete")
+
+    async def _try(
+        self, tasks: asyncio.TaskGroup, key: RequestKey, member: _Member, task: Task, place: Place, last: int
+    ) -> bool:
         """One attempt, and its rows in the store. False if it failed, which is data and not a crash."""
         parts, seconds = await self._attempt(key, member, task, place, last)
         if not parts:
             return False
+        self._count_ended(tasks, key.group_id)
         rows = {name: [getattr(part, name) for part in parts] for name in Rollout.__struct_fields__}
         async with self._set.still.change():
             self._record_rollout(parts, seconds)

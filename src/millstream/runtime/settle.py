@@ -134,6 +134,9 @@ class Settler:
     async def _settle(self, lease: Lease, rewards_G: Rewards, fate: Fate, *, in_order: bool) -> None:
         if fate is Fate.TRAINED:
             await self._write_advantages(lease)
+            if lease.group_id in self.condemned:  # meanwhile
+                await self._let_go(lease)
+                return
             self.settled.add(lease.group_id)
             await self._store.acknowledge(lease)
             await self._settled()
