@@ -39,6 +39,7 @@ from millstream.runtime.fleet import BACK_OFF_S, MOST_REPLACED, SERVED_S, WINDOW
 from millstream.runtime.pipeline import MOST_WEIGHTS_FAILED
 from millstream.runtime.site import Around, LocalSite, build_fleet
 from millstream.sim.engine import SimEngine
+from millstream.types import RequestKey, Weights
 from millstream.weights import Publication
 from millstream.weights.local import LocalChannel
 from runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
@@ -220,6 +221,95 @@ def test_an_engine_that_is_being_made_when_the_run_ends_is_closed_with_the_other
 
     made = asyncio.run(play())
     assert len(made) == 3 and all(engine._is_closed for engine in made)
+
+
+class Picky(SimEngine):
+    """Lives, and cannot have its weights for the first few times."""
+
+    num_refused = 0
+
+    async def load(self, version: int, weights: Weights) -> None:
+        if Picky.num_refused < 1:
+            Picky.num_refused += 1
+            raise WeightsError("they died with whoever had staged them")
+        await super().load(version, weights)
+
+
+def test_a_new_engine_that_cannot_have_its_weights_is_closed_and_another_one_tries() -> None:
+    async def play() -> tuple[list[SimEngine], list[str], list[str]]:
+        sink, made = MemorySink(), list[SimEngine]()
+
+        def make(name: str) -> SimEngine:
+            made.append(SimEngine(name=name) if len(made) < 2 else Picky(name=name))
+            return made[-1]
+
+        fleet = fleet_of(make, 2, sink)
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+        made[0].crash("on purpose")
+        await fleet.load(1, {})
+        await asyncio.sleep(30)
+        replacing.cancel()
+        return made, [engine.name for engine in fleet.router.engines], [event.message for event in sink.of(Warned)]
+
+    Picky.num_refused = 0
+    made, serving, said = run_virtual(play())
+    assert serving == ["engine-1", "engine-0"] and [engine._is_closed for engine in made[2:]] == [True, False]
+    assert said == ["engine-0 could not be replaced: WeightsError: they died with whoever had staged them"]
+
+
+def test_an_engine_that_is_taken_away_while_its_replacement_is_made_does_not_come_back() -> None:
+    async def play() -> tuple[list[str], list[str], bool]:
+        made, may_go_on = list[SimEngine](), asyncio.Event()
+
+        async def in_thread(make: Callable[[str], SimEngine], name: str) -> SimEngine:
+            await may_go_on.wait()
+            return make(name)
+
+        def make(name: str) -> SimEngine:
+            made.append(SimEngine(name=name))
+            return made[-1]
+
+        options = {"is_queueing": True, "patience_s": 5.0, "clock": VirtualClock(), "sink": MemorySink()}
+        fleet = Fleet(make, 2, **options, in_thread=in_thread)  # type: ignore[arg-type]
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+        made[1].crash("on purpose")
+        await fleet.load(1, {})
+        await asyncio.sleep(2 * BACK_OFF_S)
+        await fleet.scale(1)
+        may_go_on.set()
+        await asyncio.sleep(1)
+        replacing.cancel()
+        return fleet.names, [engine.name for engine in fleet.router.engines], made[2]._is_closed
+
+    assert run_virtual(play()) == (["engine-0"], ["engine-0"], True)
+
+
+def test_an_engine_that_is_just_being_taken_away_when_the_run_ends_is_closed() -> None:
+    class Deaf(SimEngine):
+        async def abort(self, key: RequestKey) -> None:
+            await asyncio.sleep(1000)
+
+    async def play() -> bool:
+        made = list[SimEngine]()
+
+        def make(name: str) -> SimEngine:
+            made.append(Deaf(name=name))
+            return made[-1]
+
+        fleet = fleet_of(make, 2, MemorySink())
+        asking = [asyncio.create_task(fleet.router.generate(request(number), floor=0)) for number in range(4)]
+        await asyncio.sleep(0.001)
+        scaling = asyncio.create_task(fleet.scale(1))
+        await asyncio.sleep(0.001)
+        scaling.cancel()
+        await asyncio.gather(scaling, return_exceptions=True)
+        await fleet.close()
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        return made[1]._is_closed
+
+    assert run_virtual(play())
 
 
 # ---- in runs, on the virtual clock -------------------------------------------------------------------------------------

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from millstream import RunConfig
+from millstream.env.data import DataConfig
 from millstream.frames import Frames, frame
+from millstream.model.load import model_weights
+from millstream.parcels.inbox import Inbox
+from millstream.runtime.config import ModelConfig, TinyConfig
 from runs import assert_clean
+from tiny import CONFIGS, make
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -81,3 +93,80 @@ def test_whoever_calls_without_a_ticket_is_hung_up_on_and_a_ticket_is_good_once(
     assert hello.pid == 7
     assert Frames(call(frame(Hello("secret", 8, "n")))).first() is None
     board.close()
+
+
+class Tired:
+    """A listening socket that is out of descriptors for once."""
+
+    def __init__(self, server: socket.socket) -> None:
+        self._server, self.num_asked = server, 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._server.accept()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._server, name)
+
+
+def test_a_switchboard_that_could_not_answer_one_call_answers_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    from millstream.runtime.cluster import Switchboard
+    from millstream.runtime.seat import Hello
+
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda *address, **options: Tired(create(*address, **options)))
+    board = Switchboard("127.0.0.1")
+    coming = board.expect("secret")
+    with socket.create_connection(("127.0.0.1", board.port), timeout=10) as line:
+        line.sendall(frame(Hello("secret", 7, "n")))
+        assert coming.result(10)[1].pid == 7
+    board.close()
+
+
+def test_a_process_whose_work_raises_is_gone_at_once_and_its_log_says_why() -> None:
+    ours, theirs = socket.socketpair()
+    program = "import socket, sys; from millstream.runtime.seat import carry_out; carry_out('no.such.module', socket.socket(fileno=int(sys.argv[1])))"
+    with (
+        theirs,
+        subprocess.Popen(
+            [sys.executable, "-c", f"{program}; import time; time.sleep(600)", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+            process_group=0,
+        ) as process,
+    ):
+        theirs.close()
+        ours.settimeout(60)
+        assert ours.recv(1) == b""
+        assert process.wait(10) != 0 and b"no.such.module" in process.communicate()[1]
+
+
+def test_of_a_cluster_that_is_closed_nothing_is_ended_and_none_is_started_to_look_for_it() -> None:
+    import ray
+
+    from millstream.runtime.cluster import RayWorker
+    from millstream.runtime.seat import Hello
+
+    line, _ = socket.socketpair()
+    RayWorker(object(), Future(), line, Hello(ticket="", pid=7, node="there")).kill()
+    assert not ray.is_initialized()
+
+
+def test_what_engines_begin_with_stays_however_much_they_are_offered_later() -> None:
+    from millstream.runtime.ray_site import RaySite
+
+    site: Any = RaySite(
+        RunConfig(model=ModelConfig(tiny=TinyConfig()), data=DataConfig(toy="sort_digits"), runtime="ray")
+    )
+    site._cluster = SimpleNamespace(node="", host="127.0.0.1", is_on_loopback=True, close=lambda: None)
+    site._model = make(next(iter(CONFIGS)))
+    site._outbox = site._new_outbox()
+    first = site._stage_first()
+    for _ in range(8):  # engines that are replaced while nobody trains, say
+        site._stage(model_weights(site._model))
+    with Inbox("").take(first) as taken:
+        assert torch.equal(taken.weights["model.norm.weight"], model_weights(site._model)["model.norm.weight"])
+    asyncio.run(site.close())
+    assert not Path(first.path).exists()

@@ -12,6 +12,7 @@ from msgspec import structs
 from millstream.config import convert
 from millstream.errors import ConfigError
 from millstream.runtime.config import RunConfig, check_run
+from millstream.runtime.evaluator import evaluate_model
 from millstream.runtime.resources import ResourcesConfig, placement_of
 
 RUN = """
@@ -100,3 +101,11 @@ def test_a_table_that_nobody_would_read_is_refused() -> None:
     with pytest.raises(ConfigError, match='set runtime = "ray", or leave the table out'):
         check_run(structs.replace(elsewhere, runtime="local"))
     check_run(elsewhere)
+
+
+@pytest.mark.timeout(120)
+def test_the_model_of_a_run_on_ray_is_evaluated_on_this_machine_and_rewards_have_their_processes_here() -> None:
+    config = run('[rollout]\nmax_tokens = 2\n[[reward]]\nfunction = "exact_match"\nprocess = true\nworkers = 1\n')
+    small = structs.replace(config, data=structs.replace(config.data, holdout=2))
+    measured = evaluate_model(structs.replace(small, resources=ResourcesConfig(engine_cpus=2.0)))
+    assert 0.0 <= measured.accuracy <= 1.0

@@ -509,6 +509,14 @@ def test_files_of_another_version_are_not_taken(new_outbox: NewOutbox, tmp_path:
         Inbox("b").take(structs.replace(first, folder=second.folder))
 
 
+def test_files_of_two_that_count_alike_do_not_take_each_others_place(new_outbox: NewOutbox, tmp_path: Path) -> None:
+    """A learner that was begun anew counts from 1, as the driver does, and the run folder is the same."""
+    parcel = new_outbox(["files"], files=tmp_path).put(1, weights(1))
+    other = new_outbox(["files"], files=tmp_path).put(1, weights(2))
+    with Inbox("b").take(parcel) as mine, Inbox("b").take(other) as theirs:
+        assert fingerprint(mine.weights) == expected(1) and fingerprint(theirs.weights) == expected(2)
+
+
 def test_where_no_way_leads_the_error_says_what_to_set(new_outbox: NewOutbox) -> None:
     parcel = new_outbox().put(1, weights(1))
     with pytest.raises(WeightsUnreachable, match=r'add "broadcast" to resources\.weights'):

@@ -88,8 +88,10 @@ class ChildHost:
     def _work(self, on_report: OnReport) -> None:
         try:
             child = self._launch()
-        except MillstreamError as error:
-            on_report(Report([], [], broken=str(error)))
+        except Exception as error:  # the border of the thread: whoever waits must hear of it
+            is_ours = isinstance(error, MillstreamError)
+            said = str(error) if is_ours else f"it could not be started: {type(error).__name__}: {error}"
+            on_report(Report([], [], broken=said))
             return
         child.line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
         with self._sending:

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from millstream.engine.child import ChildHost, Launch, SocketLink
 from millstream.engine.process import Plan, batcher_from
-from millstream.engine.torch import OnReport
+from millstream.engine.torch import CLOSED, OnReport
 from millstream.engine.worker import Command, Offer, Report, Worker
 from millstream.errors import WeightsError
 from millstream.frames import Frames, frame
@@ -52,19 +52,30 @@ class RemoteHost(ChildHost):
         self._stage, self._answer_s = stage, answer_s
         self._offers = itertools.count(FIRST_OFFER)
         self._taken: dict[int, queue.SimpleQueue[str | None]] = {}
+        self._gone: str | None = None
 
     def start(self, on_report: OnReport) -> None:
         def hear(report: Report) -> None:
             mine = [one for one in report.done if one[0] >= FIRST_OFFER]
             report.done = [one for one in report.done if one[0] < FIRST_OFFER]
             for number, error in mine:
-                self._taken[number].put(error)
+                if (answer := self._taken.get(number)) is not None:  # else it came too late: nobody waits any more
+                    answer.put(error)
             on_report(report)  # first: whoever is told that its offer failed looks whether the engine lives
             if report.broken is not None:
-                for waiting in list(self._taken.values()):
-                    waiting.put(report.broken)
+                self._end_offers(report.broken)
 
         super().start(hear)
+
+    def join(self) -> None:
+        super().join()
+        self._end_offers(CLOSED)
+
+    def _end_offers(self, why: str) -> None:
+        """Those that wait, and those that come: nobody will answer them."""
+        self._gone = why
+        for answer in list(self._taken.values()):
+            answer.put(why)
 
     def offer(self, weights: Weights) -> None:
         """Returns when they are there, and verified. Raises `WeightsError` where they could not be had."""
@@ -72,6 +83,8 @@ class RemoteHost(ChildHost):
         number, answer = next(self._offers), queue.SimpleQueue[str | None]()
         self._taken[number] = answer
         try:
+            if self._gone is not None:
+                raise WeightsError(self._gone)
             self._send(frame(Offer(number, parcel)))
             error = answer.get(timeout=self._answer_s)
         except queue.Empty:
@@ -131,8 +144,12 @@ def work(line: socket.socket) -> None:
         return
     setup = msgspec.msgpack.decode(first, type=Setup)
     inbox = Inbox(own_node())
-    with inbox.take(setup.parcel) as taken:
-        batcher = batcher_from(setup.plan, taken.weights)
+    try:
+        with inbox.take(setup.parcel) as taken:
+            batcher = batcher_from(setup.plan, taken.weights)
+    except Exception as error:  # the border of the process: whoever waits must hear of it
+        line.sendall(frame(Report([], [], broken=f"it could not begin: {type(error).__name__}: {error}")))
+        return
     link = RemoteLink(line, frames, inbox)
     link.send(Report([], []))  # ready: from here on, silence with work to do is a fault
     Worker(batcher, link).run()

@@ -75,8 +75,10 @@ class Member:
         job = self._job
         try:
             worker = self._launcher.launch(job.kind, job.module, name=job.name, descriptors=job.descriptors)
-        except MillstreamError as error:
-            self._failures.append(Failure(job.place, str(error), is_own=True, is_death=True))
+        except Exception as error:  # the border of the thread: whoever waits must hear of it
+            is_ours = isinstance(error, MillstreamError)
+            said = str(error) if is_ours else f"it could not be started: {type(error).__name__}: {error}"
+            self._failures.append(Failure(job.place, said, is_own=True, is_death=True))
             self._give_up()
             return
         finally:
@@ -101,7 +103,8 @@ class Member:
                 worker.line.sendall(b"".join(messages))
 
     def ask(self, numbered: Numbered) -> Future[Answer]:
-        """`Broken` in the future, if no answer will come."""
+        """`Broken` in the future, if no answer will come. Not for several threads at a time. Blocks for as long as the process
+        does not read: without the lock, so that it can be killed."""
         answer: Future[Answer] = Future()
         with self._lock:
             if self._is_gone:
@@ -111,8 +114,9 @@ class Member:
             if self.worker is None or not self._is_connected:
                 self._unsent.append(frame(numbered))
                 return answer
-            with suppress(OSError):  # it is gone: the reader says so
-                self.worker.line.sendall(frame(numbered))
+            worker = self.worker
+        with suppress(OSError):  # it is gone: the reader says so
+            worker.line.sendall(frame(numbered))
         return answer
 
     def _read(self, worker: Worker) -> None:

@@ -149,7 +149,8 @@ class Outbox:
     def _write(self, version: int, flat: Tensor, layout: Layout) -> str | None:
         if self._files is None or "files" not in self._ways:
             return None
-        folder = self._files.absolute() / f"version-{version:06d}"
+        # others may have theirs beside it, a learner before this one, say, whose numbers were the same
+        folder = self._files.absolute() / f"version-{version:06d}-{self._slots.name}"
         write_weights(folder, version, views_of(flat, layout), None)
         self._folders = [*(one for one in self._folders if one != folder), folder]
         for old in self._folders[:-MOST_FOLDERS]:

@@ -47,6 +47,7 @@ HELLO_S = 10.0
 SPARE_CPUS = 16
 """Of a cluster that is started here, beyond what the machine has: room for engines that are added later. Ray only counts."""
 HELLO_BYTES = 4096
+AGAIN_S = 0.05
 OBJECT_STORE = 128 << 20
 """Of a cluster that is started here: Ray's own store carries next to nothing of ours."""
 
@@ -65,8 +66,8 @@ class Cluster:
         self._config, self._placement = config, placement
         self._is_ours, self._folder = config.address == "local", ""
         self._group: PlacementGroup | None = None
-        self._connect()
         try:
+            self._connect()
             self.node: str = ray.get_runtime_context().get_node_id()
             own: str = ray.util.get_node_ip_address()
             self.is_on_loopback = own == LOOPBACK
@@ -146,15 +147,18 @@ class Cluster:
         cpus, gpus = self._config.shares(kind)
         ticket, options = secrets.token_hex(16), self._options(kind, name)
         calling = self._switchboard.expect(ticket)
-        actor = ray.remote(Seat).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, **options).remote()
-        sitting = actor.sit.remote(module, self.host, self._switchboard.port, ticket, self.is_on_loopback).future()
+        actor: Any = None
         try:
+            actor = ray.remote(Seat).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, **options).remote()
+            sitting = actor.sit.remote(module, self.host, self._switchboard.port, ticket, self.is_on_loopback).future()
             self._wait([calling, sitting], f"{name} ({_words({'CPU': cpus, 'GPU': gpus})}) to start")
             if not calling.done() and sitting.done():
                 raise _failure(f"{name} ended before it could call", sitting)
-        except BaseException:
+        except BaseException as error:
             self._switchboard.forget(ticket)
-            ray.kill(actor)
+            _kill(actor)
+            if isinstance(error, ray.exceptions.RayError):
+                raise ClusterError(f"{name} could not be started: {_last_line(error)}") from error
             raise
         line, hello = calling.result()
         return RayWorker(actor, sitting, line, hello)
@@ -175,6 +179,7 @@ class Cluster:
             remove_placement_group(self._group)
         if self._is_ours:
             ray.shutdown()
+        if self._folder:
             folders.remove(Path(self._folder))
 
 
@@ -188,8 +193,7 @@ class RayWorker:
     def kill(self) -> None:
         with suppress(OSError):
             self.line.shutdown(socket.SHUT_RDWR)  # it hears that, and ends all that it has started
-        with suppress(ValueError, ray.exceptions.RayError):
-            ray.kill(self._actor)
+        _kill(self._actor)
 
     def ended(self, timeout_s: float | None = None) -> str | None:
         if not futures.wait([self._sitting], timeout_s).done:
@@ -213,6 +217,7 @@ class Switchboard:
         self._server = socket.create_server((host, 0), backlog=256)
         self.port: int = self._server.getsockname()[1]
         self._expected: dict[str, Future[tuple[socket.socket, Hello]]] = {}
+        self._is_closed = False
         threading.Thread(target=self._accept, name="switchboard", daemon=True).start()
 
     def expect(self, ticket: str) -> Future[tuple[socket.socket, Hello]]:
@@ -227,7 +232,10 @@ class Switchboard:
             try:
                 line, _ = self._server.accept()
             except OSError:
-                return
+                if self._is_closed:
+                    return
+                time.sleep(AGAIN_S)  # out of descriptors, say, or the caller has gone: others will call
+                continue
             threading.Thread(target=self._answer, args=(line,), name="a call", daemon=True).start()
 
     def _answer(self, line: socket.socket) -> None:
@@ -247,6 +255,7 @@ class Switchboard:
         expected.set_result((line, hello))
 
     def close(self) -> None:
+        self._is_closed = True
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -274,4 +283,18 @@ def _why(sitting: Future[None]) -> str:
     said = str(error) if error is not None else ""
     if "its node has died" in said or "node was terminated" in said:
         return NODE_GONE
+    if isinstance(error, ray.exceptions.RayTaskError):  # it raised: that is told, not where
+        return _last_line(error)
     return "killed or crashed" if said else "it went"
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
+
+
+def _kill(actor: Any) -> None:
+    """Of a cluster that is closed there is nothing left to end: asked for it, Ray would start another one."""
+    if actor is not None and ray.is_initialized():
+        with suppress(ValueError, ray.exceptions.RayError):
+            ray.kill(actor)

@@ -22,6 +22,7 @@ from millstream.runtime import build
 from millstream.runtime.config import RunConfig
 from millstream.runtime.evaluate import Measured, evaluate
 from millstream.runtime.prepare import Prepared, prepare
+from millstream.runtime.resources import ResourcesConfig
 from millstream.runtime.router import Router
 from millstream.runtime.waits import Waits
 from millstream.types import Sampling, Task
@@ -30,11 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate_model(config: RunConfig, *, reward: Reward | None = None) -> Measured:
-    """The config's model on its held-out tasks: sampled, and greedy, on our own engine, whatever the run's was. Leaves no run
-    folder. Draws the random numbers of a run's
-    last evaluation, so that a finished run's model gets its figure again."""
+    """The config's model on its held-out tasks: sampled, and greedy, on this machine and on our own engine, wherever and
+    whatever the run's were. Leaves no run folder. Draws the random numbers of a run's last evaluation, so that a finished
+    run's model gets its figure again."""
     learner = structs.replace(config.learner, lora=None)  # new adapters would change nothing
-    prepared = prepare(structs.replace(config, learner=learner), reward)
+    here = structs.replace(config, runtime="local", resources=ResourcesConfig(), learner=learner)
+    prepared = prepare(here, reward)
     if not prepared.held_out:
         raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
     if prepared.warning:

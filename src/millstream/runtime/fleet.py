@@ -163,8 +163,11 @@ class Fleet:
         making = asyncio.ensure_future(self._in_thread(self._make, name))
         self._making.add(making)
         engine = await asyncio.shield(making)
-        self._engines[name] = engine
         self._making.discard(making)
+        if name not in self._engines:  # somebody has removed it meanwhile
+            await engine.close()
+            return
+        before, self._engines[name] = self._engines[name], engine
         if self._adopt(engine):
             return
         try:
@@ -174,6 +177,10 @@ class Fleet:
             self._warn(f"{name} broke before it could join: {error}")
             self._lose(engine)
             return
+        except Exception:  # it lives, and cannot have its weights: whoever asked for it decides what then
+            self._engines[name] = before
+            await engine.close()
+            raise
         if not self._adopt(engine):  # training may have begun meanwhile
             self.router.join(engine)
 
@@ -223,10 +230,12 @@ class Fleet:
     async def _take_out(self) -> str:
         name = list(self._engines)[-1]
         engine = self._engines.pop(name)
-        if self._serves(name):
-            await self.router.drain(name)
-        if engine is not None:
-            await engine.close()
+        try:
+            if self._serves(name):
+                await self.router.drain(name)
+        finally:  # whoever asked may be gone, and nobody else knows of it any more
+            if engine is not None:
+                await engine.close()
         return name
 
     def _warn(self, message: str) -> None:

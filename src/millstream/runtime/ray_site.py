@@ -10,20 +10,21 @@ processes that Ray places.
 
 The driver itself needs no GPU. Weights of the start are staged by the driver, all others by rank 0: they never pass through the
 driver. Whatever dies is replaced (`runtime.fleet`, `runtime.replay`, Ray for the coordinator); without the driver all of it
-ends, and `millstream resume` goes on from its checkpoint.
+ends, and `millstream train --resume RUN` goes on from its checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 import signal
+import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import msgspec
-from msgspec import structs
 from transformers import PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
@@ -51,6 +52,7 @@ from millstream.runtime.stages import Stage
 from millstream.store import Store
 from millstream.store.client import StoreClient
 from millstream.store.ray import RayStore
+from millstream.threads import DaemonThreads
 from millstream.types import Weights
 from millstream.weights import WeightChannel
 from millstream.weights.remote import RemoteChannel
@@ -67,6 +69,9 @@ class RaySite:
         self._store: RayStore | None = None
         self._client: StoreClient | None = None
         self._outbox: Outbox | None = None
+        self._offers: Outbox | None = None
+        self._staging = threading.Lock()
+        self._files = ""
         self._numbers = itertools.count(1)
 
     @property
@@ -89,12 +94,15 @@ class RaySite:
         self._files = str((around.folder / "weights").absolute())
         config = self._config
         placement = placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
-        self._cluster = await asyncio.to_thread(Cluster, config.resources, placement)
+        waiting = DaemonThreads(
+            "cluster", most=1
+        )  # for room, and perhaps long: whoever is told to stop does not wait for it
+        self._cluster = await waiting.call(lambda: Cluster(config.resources, placement))
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put handlers of its own in the place of the run's
             with suppress(ValueError):  # only the main thread may handle signals
                 signal.signal(number, signal.getsignal(number))
-        self._outbox = open_outbox(self._delivery(is_of_rank=False), node=self.cluster.node, host=self.cluster.host)
-        self._first = await asyncio.to_thread(self._stage, model_weights(around.model))
+        self._outbox = self._new_outbox()
+        self._first = await asyncio.to_thread(self._stage_first)
 
     def _delivery(self, *, is_of_rank: bool) -> Delivery:
         """Over the network only where there is one, and on a device only by who has one: the driver has none."""
@@ -110,9 +118,16 @@ class RaySite:
             ways = tuple(dict.fromkeys("shared" if way == "ipc" else way for way in ways))
         return Delivery(ways=ways, files=self._files if "files" in ways else None)
 
-    def _stage(self, weights: Weights) -> Parcel:
+    def _stage_first(self) -> Parcel:
+        """What engines and ranks begin with. In an outbox of its own: no weights that are offered later take its place."""
         assert self._outbox is not None
-        return self._outbox.put(next(self._numbers), weights.items())
+        return self._outbox.put(next(self._numbers), model_weights(self._model).items())
+
+    def _stage(self, weights: Weights) -> Parcel:
+        """What this process has and an engine is offered."""
+        with self._staging:
+            self._offers = self._offers or self._new_outbox()
+        return self._offers.put(next(self._numbers), weights.items())
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +164,7 @@ class RaySite:
         self, tokenizer: PreTrainedTokenizerBase, *, learner: LearnerConfig, recipe: Recipe, num_steps: int | None
     ) -> FsdpLearner:
         config, cluster = self._config, self.cluster
-        self._first = self._stage(model_weights(self._model))
+        self._first = self._stage_first()
         return FsdpLearner(
             self._model,
             learner,
@@ -171,18 +186,14 @@ class RaySite:
     def build_staff(self, kept: Path | None, lasting: Lasting) -> Staff:
         place = Place(
             launcher=self,
-            open_outbox=self._stage_outbox,
+            open_outbox=self._new_outbox,
             device="cuda" if self._resources.stage_gpus else "cpu",
             lasting=lasting,
         )
         return build_remote_staff(self._config, self._model, kept, place)
 
-    def _stage_outbox(self) -> Outbox:
-        """Files of one do not lie where another's do."""
-        delivery = self._delivery(is_of_rank=False)
-        if delivery.files is not None:
-            delivery = structs.replace(delivery, files=f"{delivery.files}/stage-{next(self._numbers)}")
-        return open_outbox(delivery, node=self.cluster.node, host=self.cluster.host)
+    def _new_outbox(self) -> Outbox:
+        return open_outbox(self._delivery(is_of_rank=False), node=self.cluster.node, host=self.cluster.host)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         tasks, capacity = build.store_plan(self._config, stages)
@@ -196,12 +207,17 @@ class RaySite:
         return RemoteChannel(version, learner.weights_of if isinstance(learner, ReplayedLearner) else None)
 
     async def close(self) -> None:
-        """Numbered, since each leans on the next: 1. our line to the store, 2. the store, 3. staged weights, 4. the cluster."""
-        if self._client is not None:
-            await self._client.close()
-        if self._store is not None:
-            await asyncio.to_thread(self._store.close)
-        if self._outbox is not None:
-            self._outbox.close()
-        if self._cluster is not None:
-            await asyncio.to_thread(self._cluster.close)
+        """Numbered, since each leans on the next, and is closed even where one before it could not be: 1. our line to the
+        store, 2. the store, 3. staged weights, 4. the cluster, 5. files of weights that the dead have left."""
+        async with AsyncExitStack() as closing:
+            if self._files:
+                closing.callback(shutil.rmtree, self._files, ignore_errors=True)
+            if self._cluster is not None:
+                closing.push_async_callback(asyncio.to_thread, self._cluster.close)
+            for outbox in (self._outbox, self._offers):
+                if outbox is not None:
+                    closing.push_async_callback(asyncio.to_thread, outbox.close)
+            if self._store is not None:
+                closing.push_async_callback(asyncio.to_thread, self._store.close)
+            if self._client is not None:
+                closing.push_async_callback(self._client.close)

@@ -275,8 +275,10 @@ class _Run:
             sink=self._sink,
         )
         opening = prepared.site.open(around)
-        await self._waits.on("the run", "a place for its parts", opening, has_deadline=False)  # it has one of its own
-        try:
+        try:  # what is open is closed, even where the rest could not be opened
+            await self._waits.on(
+                "the run", "a place for its parts", opening, has_deadline=False
+            )  # it has one of its own
             await self._run_there()
         finally:
             await prepared.site.close()
@@ -508,11 +510,12 @@ class _Run:
 
     async def _reinforce(self, learner: RunLearner, staff: Staff, fleet: Fleet, evaluator: Evaluator) -> None:
         prepared, config = self._prepared, self._prepared.config
+        opening = prepared.site.open_store(staff.stages)
         parts = Parts(
             engines=fleet.router.engines,
             environment=prepared.environment,
             learner=learner,
-            store=await prepared.site.open_store(staff.stages),
+            store=await self._waits.on("the run", "the store to be open", opening),
             stages=staff.stages,
             critic=staff.critic,
             proximal=staff.proximal,

@@ -11,7 +11,9 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
+import traceback
 from contextlib import suppress
 
 import ray
@@ -50,11 +52,21 @@ class Seat:
         keep_alive(line)
         line.sendall(frame(Hello(ticket, os.getpid(), node)))
         threading.Thread(target=_end_with, args=(line,), name="the line to the run", daemon=True).start()
-        imports.load(f"{module}:work")(line)
+        carry_out(module, line)
         last_resort = threading.Timer(EXIT_S, os._exit, (0,))  # a library may hold on to what it has
         last_resort.daemon = True
         last_resort.start()
         ray.actor.exit_actor()
+
+
+def carry_out(module: str, line: socket.socket) -> None:
+    """Returns when the work is over. Where it raises, the process ends at once: the actor would stay, with its place and with
+    an open line on which nobody says anything."""
+    try:
+        imports.load(f"{module}:work")(line)
+    except BaseException:
+        traceback.print_exc()  # in Ray's log of this process
+        _end()
 
 
 def keep_alive(line: socket.socket) -> None:
@@ -75,6 +87,12 @@ def _end_with(line: socket.socket) -> None:
     hung_up = select.poll()
     hung_up.register(line, getattr(select, "POLLRDHUP", 0x2000) | select.POLLHUP | select.POLLERR)
     hung_up.poll()
+    _end()
+
+
+def _end() -> None:
+    """At once, with every process that it started."""
+    sys.stderr.flush()
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

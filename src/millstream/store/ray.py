@@ -110,8 +110,14 @@ class RayStore:
         self.pid = self.ask_pid()
 
     def ask_pid(self) -> int:
-        """Of the coordinator, once it serves; another after it was started again."""
-        pid: int = ray.get(self.coordinator.pid.remote())
+        """Of the coordinator, once it serves; another after it was started again. Raises `StoreError` if it never does."""
+        try:
+            pid: int = ray.get(self.coordinator.pid.remote(), timeout=2 * START_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise StoreError(
+                f"the store's coordinator did not start within {2 * START_S:g} s: it may end again and again, and Ray's log "
+                "of its process says why"
+            ) from error
         return pid
 
     async def connect(self, name: str | None = None) -> StoreClient:

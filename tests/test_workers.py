@@ -1,0 +1,191 @@
+"""Lines to workers that come late, never come, stop reading or answer when nobody waits any more."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from msgspec import structs
+
+from millstream.engine import EngineConfig
+from millstream.engine.process import plan_of
+from millstream.engine.remote import RemoteHost, Setup, work
+from millstream.engine.worker import Close, Command, Offer, Report
+from millstream.errors import LearnerError, LearnerGone, WeightsError
+from millstream.frames import Frames, frame
+from millstream.learner import crew as crews
+from millstream.learner.crew import Crew, Job
+from millstream.learner.orders import READY, Answer, Keep, Score
+from millstream.model.load import model_weights
+from millstream.parcels import Parcel
+from millstream.parcels.outbox import Outbox
+from millstream.types import Weights
+from millstream.workers import Kind
+from tiny import CONFIGS, make
+
+
+class NearWorker:
+    """A worker without a process: whoever has the other end is it."""
+
+    pid, node = 0, ""
+
+    def __init__(self) -> None:
+        self.line, self.theirs = socket.socketpair()
+        self.is_killed = threading.Event()
+
+    def kill(self) -> None:
+        self.is_killed.set()
+        self.theirs.close()
+
+    def ended(self, timeout_s: float | None = None) -> str | None:
+        return "it was killed" if self.is_killed.wait(timeout_s) else None
+
+    @property
+    def has_died(self) -> bool:
+        return self.is_killed.is_set()
+
+
+class NearLauncher:
+    def __init__(self, launch: Callable[[], NearWorker]) -> None:
+        self._launch = launch
+
+    def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> NearWorker:
+        return self._launch()
+
+
+def no_more_processes() -> NearWorker:
+    raise OSError(11, "Resource temporarily unavailable")
+
+
+def crew_of(launch: Callable[[], NearWorker]) -> Crew:
+    return Crew([Job("learner", "", "rank 0", Keep(0), place="rank 0 of 1")], NearLauncher(launch), who="the learner")
+
+
+@pytest.mark.timeout(20)
+def test_whoever_waits_for_a_process_that_the_machine_refuses_to_start_is_told() -> None:
+    with pytest.raises(LearnerGone, match=r"rank 0 of 1: it could not be started: .*temporarily unavailable"):
+        crew_of(no_more_processes).wait()
+
+
+@pytest.mark.timeout(20)
+def test_a_process_that_has_stopped_reading_in_the_middle_of_an_order_is_ended_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crews, "CLOSE_S", 0.2)
+    worker = NearWorker()
+    crew = crew_of(lambda: worker)
+    worker.theirs.sendall(frame(Answer(number=READY)))
+    crew.wait()
+
+    def ask() -> None:
+        with pytest.raises(LearnerError):
+            crew.ask(Score(bytes(1 << 24)))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    time.sleep(0.2)  # it is in the middle of it
+    closing = threading.Thread(target=crew.close, daemon=True)
+    closing.start()
+    closing.join(5.0)
+    asking.join(5.0)
+    assert not closing.is_alive() and not asking.is_alive() and worker.is_killed.is_set()
+
+
+# ---- engines -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Iterator[Outbox]:
+    outbox = Outbox(tmp_path / "staged", node="", ways=["shared"])
+    yield outbox
+    outbox.close()
+
+
+def setup_of(outbox: Outbox) -> Setup:
+    model = make(next(iter(CONFIGS)))
+    plan = plan_of(model, EngineConfig(slots=2), None, "cpu")
+    return Setup(plan=plan, parcel=outbox.put(0, model_weights(model).items()))
+
+
+class RemoteEngine:
+    """A host, and the other end of its line in the hands of the test."""
+
+    def __init__(self, outbox: Outbox, answer_s: float) -> None:
+        self.worker, self.reports = NearWorker(), queue.SimpleQueue[Report]()
+        self._outbox = outbox
+        self.host = RemoteHost(lambda: self.worker, setup_of(outbox), self._stage, answer_s=answer_s)
+        self.host.start(self.reports.put)
+        self._frames = Frames(self.worker.theirs)
+        assert self._frames.first() is not None
+
+    def _stage(self, weights: Weights) -> Parcel:
+        return self._outbox.put(1, [("w", torch.zeros(4))])
+
+    def next_offer(self) -> Offer:
+        said = self._frames.first()
+        command = msgspec.msgpack.decode(said or b"", type=Command)
+        assert isinstance(command, Offer)
+        return command
+
+    def say(self, report: Report) -> None:
+        self.worker.theirs.sendall(frame(report))
+
+
+@pytest.mark.timeout(20)
+def test_an_answer_to_an_offer_that_comes_when_nobody_waits_any_more_costs_the_engine_nothing(outbox: Outbox) -> None:
+    engine = RemoteEngine(outbox, answer_s=0.1)
+    with pytest.raises(WeightsError, match=r"not taken within 0\.1 s"):
+        engine.host.offer({})
+    engine.say(Report([], [(engine.next_offer().number, None)], is_aside=True))
+    engine.say(Report([], [], running=7))
+    assert [engine.reports.get(timeout=5.0).running for _ in range(2)] == [0, 7]
+    engine.worker.kill()
+
+
+@pytest.mark.timeout(20)
+def test_whoever_waits_for_weights_to_be_taken_is_told_when_the_engine_is_closed(outbox: Outbox) -> None:
+    engine, told = RemoteEngine(outbox, answer_s=600.0), queue.SimpleQueue[str]()
+
+    def offer() -> None:
+        try:
+            engine.host.offer({})
+        except WeightsError as error:
+            told.put(str(error))
+
+    async def close() -> None:
+        engine.host.send(Close())
+        await asyncio.to_thread(engine.host.join)
+
+    threading.Thread(target=offer, daemon=True).start()
+    engine.next_offer()
+    engine.worker.kill()
+    asyncio.run(close())
+    assert told.get(timeout=5.0)
+    with pytest.raises(WeightsError):  # nor is one that comes later kept waiting
+        engine.host.offer({})
+
+
+@pytest.mark.timeout(20)
+def test_an_engine_that_the_machine_refuses_to_start_says_so(outbox: Outbox) -> None:
+    reports = queue.SimpleQueue[Report]()
+    host = RemoteHost(no_more_processes, setup_of(outbox), lambda weights: outbox.put(1, []), answer_s=1.0)
+    host.start(reports.put)
+    assert "Resource temporarily unavailable" in (reports.get(timeout=5.0).broken or "")
+
+
+@pytest.mark.timeout(60)
+def test_an_engine_whose_first_weights_are_not_to_be_had_says_why_before_it_goes(outbox: Outbox) -> None:
+    ours, theirs = socket.socketpair()
+    setup = setup_of(outbox)
+    ours.sendall(frame(structs.replace(setup, parcel=structs.replace(setup.parcel, path="/nowhere"))))
+    work(theirs)
+    report = msgspec.msgpack.decode(Frames(ours).first() or b"", type=Report)
+    assert "it could not begin: WeightsUnreachable" in (report.broken or "")
