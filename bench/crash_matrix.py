@@ -120,18 +120,20 @@ class Nodes:
     def add(self) -> None:
         self._second = self._cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
 
-    def kill(self) -> list[int]:
-        """The second node, all at once. The ids of its processes."""
+    def of_second(self) -> list[int]:
+        """The processes of the second node, those of Ray first."""
+        pids = [info.process.pid for some in self._second.all_processes.values() for info in some]
+        return pids + [process.pid for pid in pids for process in descendants(pid)]
+
+    def kill(self, pids: Sequence[int]) -> None:
+        """The second node, all at once."""
         infos = [info for some in self._second.all_processes.values() for info in some]
-        pids = [info.process.pid for info in infos]
-        pids += [process.pid for pid in list(pids) for process in descendants(pid)]
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._cluster.worker_nodes.discard(self._second)
         for info in infos:
             info.process.wait()
-        return pids
 
     @property
     def pids(self) -> list[int]:
@@ -150,14 +152,17 @@ def hit(run: Run, cell: Cell, rng: random.Random, nodes: Nodes | None) -> Result
     """Wait for the moment, kill, wait until the run is as before. Raises `Failed`, or `Ended` where it was over too soon."""
     others = [] if nodes is None else nodes.pids
     run.until(lambda: run.read().num_steps >= 2 and is_whole(run), "all to be there", START_S, 0.02)
+    run.look(*others)  # whatever takes time comes before the moment, so that it is still there when the signal is sent
+    victim, with_it = choose(run, cell, rng, others), gone_with(run, cell.victim, nodes)
     await_moment(run, cell, rng)
+    while victim and not is_alive(victim):  # an environment's, say, may have ended by itself
+        victim = choose(run, cell, rng, others)
+        await_moment(run, cell, rng)
     books = run.books
     before, num_steps, counts = books.version, books.num_steps, dict(books.counts)
     usual_s = _usual(list(books.stepped_at))
-    victim = choose(run, cell, rng, others)
-    run.look(*others)
     killed_at = time.monotonic()
-    kill(run, cell.victim, victim, nodes)
+    kill(run, cell.victim, victim, nodes, with_it)
     run.until(lambda: run.read().num_steps > num_steps, "the next step", RECOVER_S, 0.005)
     seconds = run.books.stepped_at[-1] - killed_at
     run.until(lambda: run.read().version >= before + 2, "two more steps", RECOVER_S, 0.02)
@@ -209,16 +214,23 @@ def choose(run: Run, cell: Cell, rng: random.Random, others: Sequence[int]) -> i
             return rng.choice(living).pid
 
 
-def kill(run: Run, what: str, pid: int, nodes: Nodes | None) -> None:
+def gone_with(run: Run, what: str, nodes: Nodes | None) -> list[int]:
+    """Who is to be killed with a node, or must go with a driver."""
     if what == "node":
         assert nodes is not None
-        nodes.kill()
+        return nodes.of_second()
+    return [process.pid for process in descendants(run.driver.pid)] if what == "driver" else []
+
+
+def kill(run: Run, what: str, pid: int, nodes: Nodes | None, with_it: Sequence[int]) -> None:
+    if what == "node":
+        assert nodes is not None
+        nodes.kill(with_it)
         nodes.add()
     elif what == "driver":
-        own = set(descendants(pid)) | {
-            psutil.Process(one.pid) for one in run.books.started.values() if is_alive(one.pid)
-        }
         run.kill_driver()
+        pids = {*with_it, *(one.pid for one in run.read().started.values())}
+        own = {psutil.Process(one) for one in pids if is_alive(one)}
         run.must_be_gone(own)
         run.start()
     else:
