@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from millstream import train
 from millstream.config import convert
-from millstream.errors import ConfigError
+from millstream.errors import ClusterError, ConfigError
 from millstream.runtime.config import RunConfig, check_run
 from millstream.runtime.evaluator import evaluate_model
 from millstream.runtime.resources import ResourcesConfig, placement_of
+from millstream.runtime.site import Around, LocalSite
 
 RUN = """
 runtime = "ray"
@@ -70,6 +73,8 @@ def test_shares_of_every_kind_of_process_are_those_of_the_table() -> None:
     [
         ("[resources]\nengine_cpus = -1", "at least 0"),
         ("[resources]\nengine_gpus = 1.5", "must be whole numbers"),
+        ("[resources]\nstage_gpus = 1.5", "must be whole numbers"),
+        ("[resources]\nreward_gpus = 2.5", "must be whole numbers"),
         ("[resources]\nlearner_gpus = 2", "at most 1"),
         ("[resources]\ncolocate = true", "engine_gpus + learner_gpus must be above 0"),
         ('[resources]\nweights = ["ipc"]', "which is for GPUs"),
@@ -109,3 +114,22 @@ def test_the_model_of_a_run_on_ray_is_evaluated_on_this_machine_and_rewards_have
     small = structs.replace(config, data=structs.replace(config.data, holdout=2))
     measured = evaluate_model(structs.replace(small, resources=ResourcesConfig(engine_cpus=2.0)))
     assert 0.0 <= measured.accuracy <= 1.0
+
+
+def test_what_was_opened_of_a_place_is_closed_even_where_the_rest_could_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+
+    async def open_half(site: LocalSite, around: Around) -> None:
+        done.append("opened")
+        raise ClusterError("no room")
+
+    async def close(site: LocalSite) -> None:
+        done.append("closed")
+
+    monkeypatch.setattr(LocalSite, "open", open_half)
+    monkeypatch.setattr(LocalSite, "close", close)
+    with pytest.raises(ClusterError, match="no room"):
+        train(structs.replace(run("[rollout]\nmax_tokens = 2"), runtime="local", run_dir=str(tmp_path / "run")))
+    assert done == ["opened", "closed"]

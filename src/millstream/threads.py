@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Job = tuple[Callable[[], Any], "asyncio.Future[Any]", asyncio.AbstractEventLoop]
 CLOSE_S = 10.0
 
@@ -47,9 +48,13 @@ class DaemonThreads:
     async def close(self) -> None:
         """Let what runs come to its end, for a while: a thread that the end of the program meets inside a library may take
         the program down with it."""
+        self.let_go()
+        await asyncio.to_thread(self._join)
+
+    def let_go(self) -> None:
+        """Threads end when their calls have, and nobody waits for that."""
         for _ in self._threads:
             self._jobs.put(None)
-        await asyncio.to_thread(self._join)
 
     def _join(self) -> None:
         deadline = time.monotonic() + CLOSE_S
@@ -68,6 +73,16 @@ class DaemonThreads:
                 self._num_idle += 1
             with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
                 loop.call_soon_threadsafe(_settle, done, value, error)
+
+
+async def on_a_thread(name: str, function: Callable[[], T]) -> T:
+    """One call on a thread of its own, which ends with it."""
+    threads = DaemonThreads(name, most=1)
+    try:
+        value: T = await threads.call(function)
+        return value
+    finally:
+        threads.let_go()
 
 
 def _settle(done: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:

@@ -24,7 +24,7 @@ from msgspec import Struct
 from millstream.env import Content, Context, Reward
 from millstream.env.config import EnvironmentConfig
 from millstream.errors import ClusterError, EnvironmentFailed, RequestRefused, RolloutError
-from millstream.threads import DaemonThreads
+from millstream.threads import on_a_thread
 from millstream.types import Message, Task
 from millstream.workers import Launcher, Worker
 
@@ -297,14 +297,13 @@ class _Elsewhere:
     """A process of a cluster, with what is asked of one of this machine."""
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self._threads = worker, DaemonThreads("end of an environment", most=1)
+        self.worker = worker
 
     @classmethod
     async def start(cls, launcher: Launcher, name: str) -> _Elsewhere:
         """Whoever is cancelled meanwhile leaves nobody behind: one that comes late is ended when it comes."""
-        threads = DaemonThreads("start of an environment", most=1)
         launch = functools.partial(launcher.launch, "environment", MODULE, name=f"a process for {name}")
-        coming = asyncio.ensure_future(threads.call(launch))
+        coming = asyncio.ensure_future(on_a_thread("start of an environment", launch))
         try:
             return cls(await asyncio.shield(coming))
         except asyncio.CancelledError:
@@ -314,8 +313,7 @@ class _Elsewhere:
             raise NotMade(f"{name} has no process: {error}") from error
 
     async def wait(self) -> str:
-        how: str = await self._threads.call(self.worker.ended)
-        return how
+        return await on_a_thread("end of an environment", self.worker.ended) or "it is gone"
 
     def kill(self) -> None:
         self.worker.kill()

@@ -42,7 +42,7 @@ from millstream.model.shared import Layout, SharedWeights, anonymous_memory, lay
 from millstream.parcels import Delivery, Parcel
 from millstream.parcels.inbox import Inbox
 from millstream.parcels.staged import StagedWeights
-from millstream.threads import DaemonThreads
+from millstream.threads import DaemonThreads, on_a_thread
 from millstream.types import Floats, Metrics, TrainRow, Weights
 from millstream.workers import Launcher, LocalLauncher
 
@@ -200,7 +200,7 @@ class FsdpLearner:
 
     async def close(self) -> None:
         """Let the work in hand come to its end. No process is left."""
-        await DaemonThreads("end of ranks", most=1).call(self.ranks.close)
+        await on_a_thread("end of ranks", self.ranks.close)
         await self._thread.close()
 
 

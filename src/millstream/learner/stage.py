@@ -29,7 +29,7 @@ from millstream.model.load import check_layers, model_weights
 from millstream.parcels import Parcel
 from millstream.parcels.outbox import Outbox
 from millstream.parcels.staged import StagedWeights
-from millstream.threads import DaemonThreads
+from millstream.threads import DaemonThreads, on_a_thread
 from millstream.types import Floats, Metrics, TrainRow, Weights
 from millstream.workers import Launcher
 
@@ -188,7 +188,7 @@ class RemoteScorer:
 
     async def close(self) -> None:
         """Let the work in hand come to its end. No process is left."""
-        await DaemonThreads(f"end of the {self._name}", most=1).call(self.end)
+        await on_a_thread(f"end of the {self._name}", self.end)
         await self._thread.close()
 
     def end(self) -> None:
@@ -242,7 +242,7 @@ class RemoteCritic:
 
     async def close(self) -> None:
         """Let the work in hand come to its end. No process is left."""
-        await DaemonThreads("end of the critic", most=1).call(self._process.close)
+        await on_a_thread("end of the critic", self._process.close)
         await self._thread.close()
 
 

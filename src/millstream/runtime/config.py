@@ -257,7 +257,9 @@ def _check_engine(config: RunConfig) -> None:
 def _check_resources(config: RunConfig) -> None:
     if config.runtime == "local":
         if config.resources != ResourcesConfig():
-            raise ConfigError('a [resources] table, and runtime = "local": set runtime = "ray", or leave the table out')
+            raise ConfigError(
+                'a [resources] table, and runtime = "local": set runtime = "ray", or leave the table out (--set resources=)'
+            )
         return
     placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
     if config.engine.kind == "vllm":

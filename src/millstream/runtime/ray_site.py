@@ -52,7 +52,7 @@ from millstream.runtime.stages import Stage
 from millstream.store import Store
 from millstream.store.client import StoreClient
 from millstream.store.ray import RayStore
-from millstream.threads import DaemonThreads
+from millstream.threads import on_a_thread
 from millstream.types import Weights
 from millstream.weights import WeightChannel
 from millstream.weights.remote import RemoteChannel
@@ -94,10 +94,8 @@ class RaySite:
         self._files = str((around.folder / "weights").absolute())
         config = self._config
         placement = placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
-        waiting = DaemonThreads(
-            "cluster", most=1
-        )  # for room, and perhaps long: whoever is told to stop does not wait for it
-        self._cluster = await waiting.call(lambda: Cluster(config.resources, placement))
+        # it may wait long for room: whoever is told to stop does not wait for that
+        self._cluster = await on_a_thread("cluster", lambda: Cluster(config.resources, placement))
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put handlers of its own in the place of the run's
             with suppress(ValueError):  # only the main thread may handle signals
                 signal.signal(number, signal.getsignal(number))

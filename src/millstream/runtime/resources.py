@@ -58,9 +58,11 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
         more = (self.stage_gpus, self.environment_cpus, self.reward_cpus, self.reward_gpus)
         if min(*shares, *more) < 0 or self.patience_s <= 0:
             raise ValueError("CPUs and GPUs must be at least 0, patience_s above 0")
-        if any(share > 1 and share != int(share) for share in (self.engine_gpus, self.learner_gpus)):
+        gpus = (self.engine_gpus, self.learner_gpus, self.stage_gpus, self.reward_gpus)
+        if any(share > 1 and share != int(share) for share in gpus):
             raise ValueError(
-                "engine_gpus and learner_gpus above 1 must be whole numbers: Ray shares a GPU, not several"
+                "engine_gpus, learner_gpus, stage_gpus and reward_gpus above 1 must be whole numbers: Ray shares a GPU, not "
+                "several"
             )
         if self.learner_gpus > 1:
             raise ValueError("learner_gpus is at most 1: a rank has one GPU; learner.ranks says how many there are")

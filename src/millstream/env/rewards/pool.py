@@ -25,6 +25,7 @@ from msgspec import Struct, structs
 
 from millstream.env.rewards.config import RewardConfig
 from millstream.errors import ClusterError, RewardFailed
+from millstream.threads import on_a_thread
 from millstream.types import Task
 from millstream.workers import Launcher
 
@@ -251,7 +252,8 @@ class Workers:
 
 async def _started(config: RewardConfig, launcher: Launcher | None) -> Worker:
     try:
-        worker = await asyncio.to_thread(Worker, config, launcher)
+        # it may wait long for room on a cluster: nothing else must wait for that
+        worker = await on_a_thread("start of a reward", functools.partial(Worker, config, launcher))
     except ClusterError as error:
         raise RewardFailed(f"reward {config.function}: no worker process: {error}") from error
     return await worker.ready()
