@@ -76,7 +76,7 @@ class DaemonThreads:
 
 
 async def on_a_thread(name: str, function: Callable[[], T]) -> T:
-    """One call on a thread of its own, which ends with it."""
+    """One call on a thread of its own, which ends with it: not for what starts processes that end with their thread."""
     threads = DaemonThreads(name, most=1)
     try:
         value: T = await threads.call(function)

@@ -52,7 +52,7 @@ from millstream.runtime.stages import Stage
 from millstream.store import Store
 from millstream.store.client import StoreClient
 from millstream.store.ray import RayStore
-from millstream.threads import on_a_thread
+from millstream.threads import DaemonThreads
 from millstream.types import Weights
 from millstream.weights import WeightChannel
 from millstream.weights.remote import RemoteChannel
@@ -72,6 +72,8 @@ class RaySite:
         self._offers: Outbox | None = None
         self._staging = threading.Lock()
         self._files = ""
+        self._thread = DaemonThreads("cluster", most=1)
+        """Kept for as long as the cluster: Ray's processes end with the thread that has started them."""
         self._numbers = itertools.count(1)
 
     @property
@@ -95,7 +97,7 @@ class RaySite:
         config = self._config
         placement = placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
         # it may wait long for room: whoever is told to stop does not wait for that
-        self._cluster = await on_a_thread("cluster", lambda: Cluster(config.resources, placement))
+        self._cluster = await self._thread.call(lambda: Cluster(config.resources, placement))
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put handlers of its own in the place of the run's
             with suppress(ValueError):  # only the main thread may handle signals
                 signal.signal(number, signal.getsignal(number))
@@ -211,6 +213,7 @@ class RaySite:
             if self._files:
                 closing.callback(shutil.rmtree, self._files, ignore_errors=True)
             if self._cluster is not None:
+                closing.callback(self._thread.let_go)
                 closing.push_async_callback(asyncio.to_thread, self._cluster.close)
             for outbox in (self._outbox, self._offers):
                 if outbox is not None:
