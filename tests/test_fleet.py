@@ -257,6 +257,29 @@ def test_a_new_engine_that_cannot_have_its_weights_is_closed_and_another_one_tri
     assert said == ["engine-0 could not be replaced: WeightsError: they died with whoever had staged them"]
 
 
+def test_an_engine_that_dies_and_cannot_even_be_closed_is_replaced_all_the_same() -> None:
+    class Stubborn(SimEngine):
+        async def close(self) -> None:
+            raise RuntimeError("no")
+
+    async def play() -> tuple[list[str], list[str]]:
+        sink, made = MemorySink(), list[SimEngine]()
+
+        def make(name: str) -> SimEngine:
+            made.append(Stubborn(name=name) if not made else SimEngine(name=name))
+            return made[-1]
+
+        fleet = fleet_of(make, 2, sink)
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+        made[0].crash("on purpose")
+        await fleet.load(1, {})
+        await asyncio.sleep(30)
+        replacing.cancel()
+        return [engine.name for engine in fleet.router.engines], [event.message for event in sink.of(Warned)]
+
+    assert run_virtual(play()) == (["engine-1", "engine-0"], ["engine-0 could not be closed: RuntimeError: no"])
+
+
 def test_an_engine_that_is_taken_away_while_its_replacement_is_made_does_not_come_back() -> None:
     async def play() -> tuple[list[str], list[str], bool]:
         made, may_go_on = list[SimEngine](), asyncio.Event()

@@ -121,7 +121,10 @@ class Fleet:
 
     async def _replace(self, lost: Engine) -> None:
         name = lost.name
-        await lost.close()
+        try:
+            await lost.close()
+        except Exception as error:  # it is gone anyway: whoever comes after it must come
+            self._warn(f"{name} could not be closed: {type(error).__name__}: {error}")
         while self._engines.get(name) is lost:  # else somebody has removed it, or replaced it
             if not self._may_replace(name):
                 self._give_up(name, f"{name} is not replaced: {MOST_REPLACED} were within {WINDOW_S / 60:.0f} minutes")
