@@ -379,7 +379,7 @@ def test_a_server_that_was_restarted_is_given_the_newest_weights_again(tmp_path:
 
 def test_one_of_several_servers_may_go_and_the_others_take_its_requests_and_the_next_weights(tmp_path: Path) -> None:
     async def program(urls: list[str], stop: Callable[[], None]) -> list[Completion]:
-        engine = http_engine(urls, tmp_path, retries=4, slots=8)
+        engine = http_engine(urls, tmp_path, retries=1, slots=8)  # one failure, and then elsewhere
         try:
             flights = [Flight(engine, request(n, p, max_tokens=60)) for n, p in enumerate(prompts(8))]
             await asyncio.gather(*(flight.until_told(2) for flight in flights))

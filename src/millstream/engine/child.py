@@ -122,6 +122,7 @@ class ChildHost:
                 return
         if self._child.ended(CLOSE_S) is None:
             self._child.kill()
+            self._child.ended(CLOSE_S)  # reaped, where it is this machine's
         self._reader.join(CLOSE_S)
         self._child.line.close()
 

@@ -56,6 +56,8 @@ class Flight(Answer):
         self._on_sampled, self.number, self.rng = on_sampled, number, rng
         self.num_attempts = self.num_failures = 0
         """`num_failures`: in a row, without a new token."""
+        self.failed_at: Server | None = None
+        """Where it failed last."""
         self.task: asyncio.Task[None] | None = None
         self.stream: asyncio.Task[None] | None = None
         self.is_renewing = False
@@ -220,7 +222,7 @@ class HttpEngine:
                         async with self._changing:
                             await self._get_ready()
                         continue
-                    found = self._choose(is_retry=flight.num_failures > 0)
+                    found = self._choose(flight)
                     if isinstance(found, float):
                         await asyncio.sleep(found)
                     else:
@@ -231,14 +233,15 @@ class HttpEngine:
                 self._num_running -= 1
                 self._end_span(is_forced=not self._num_running)
 
-    def _choose(self, *, is_retry: bool) -> Server | float:
-        """The server with the fewest streams that is well; else how long to wait before looking again."""
+    def _choose(self, flight: Flight) -> Server | float:
+        """The server with the fewest streams that is well, and not the one that has just failed the request if there is
+        another; else how long to wait before looking again."""
         now = self._clock.now()
         well = [server for server in self._servers if not server.breaker.wait_s(now)]
         if not well:
             return min(server.breaker.wait_s(now) for server in self._servers)
-        server = min(well, key=lambda one: one.num_streams)
-        return (server.budget.take(now) if is_retry else 0.0) or server
+        server = min(well, key=lambda one: (one is flight.failed_at, one.num_streams))
+        return (server.budget.take(now) if flight.num_failures else 0.0) or server
 
     async def _try(self, flight: Flight, server: Server, work: Coroutine[Any, Any, None]) -> None:
         """One attempt. Cut short by whoever closes the gate; fails the request if there is no attempt left."""
@@ -268,7 +271,7 @@ class HttpEngine:
                 raise wrong
 
     async def _endure(self, flight: Flight, server: Server, trouble: Trouble) -> None:
-        flight.num_failures += 1
+        flight.num_failures, flight.failed_at = flight.num_failures + 1, server
         if server.breaker.failed(self._clock.now()):
             logger.warning("%s: left alone for a while after %s", server.url, trouble)
         if isinstance(trouble, Unreachable | Strange):
