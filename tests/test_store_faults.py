@@ -66,11 +66,13 @@ def read(folder: Path) -> list[tuple[str, list[int], float]]:
 
 async def drain(store: SharedStore) -> tuple[list[int], int, int]:
     """What is left, and how many rows were put and freed in the whole life of the store."""
-    client, left = await store.connect(), list[int]()
+    client, left, until = await store.connect(), list[int](), time.monotonic() + 30
     while True:
         try:
             lease = await client.claim("train", Want(rows=64, patience_s=0.5, deadline_s=2.0))
         except StoreError:
+            if (await client.stats()).leases and time.monotonic() < until:
+                continue  # of the dead, which are given back after their grace; on a busy machine that takes longer
             break
         for key, found in zip(lease["key"], lease["tokens"], strict=True):
             assert np.array_equal(found, cells(key))
