@@ -7,7 +7,9 @@ checkpoint the state is flat, by names such as `moments:exp_avg:model.norm.weigh
 from __future__ import annotations
 
 import errno
+import os
 import pickle
+import shutil
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -20,6 +22,8 @@ from millstream.errors import LearnerError
 from millstream.learner.optimizer import State
 
 STATE = "learner.pt"
+LITTLE_BYTES = 1 << 20
+"""What is left on a disk that is full for anything that a learner writes."""
 SHARDS = ".metadata"
 """The file by which a distributed checkpoint is known; the shards are beside it."""
 
@@ -92,6 +96,9 @@ def write_shards(state: State, folder: Path, group: Any) -> None:
         save(flat(state), storage_writer=FileSystemWriter(folder), process_group=group)
     except CheckpointException as error:
         cause = next((failure for failure, _ in error.failures.values() if isinstance(failure, OSError)), None)
+        is_full = shutil.disk_usage(folder).free < LITTLE_BYTES  # of a short write torch says only where it was
+        if cause is None and is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise OSError(cause.errno if cause else errno.EIO, cause.strerror if cause else str(error)) from error
 
 
