@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from bookkeeping import Never, Nothing
 from millstream import RunConfig, train
 from millstream.config import load
 from millstream.events import Event, GroupTaken, Stepped
@@ -37,20 +38,6 @@ ROOT = Path(__file__).parent.parent
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Nothing:
-    """A file that forgets."""
-
-    last_seq = 0
-
-    def __init__(self, path: Path, **options: Any) -> None: ...
-
-    def emit(self, event: Event) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Asleep:
     """A watchdog that watches nothing."""
 
@@ -59,17 +46,6 @@ class Asleep:
     def start(self) -> None: ...
 
     def stop(self) -> None: ...
-
-
-class Never:
-    """A keeper that keeps nothing."""
-
-    version = None
-
-    def is_due(self, version: int, *, is_last: bool) -> bool:
-        return False
-
-    async def close(self) -> None: ...
 
 
 def processor_s(pid: int) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 HEADER = 4
+T = TypeVar("T")
 
 
 def frame(message: Any) -> bytes:
@@ -29,6 +30,11 @@ class Frames:
         """The next message alone, when it is there. None when the other end is gone."""
         found = self._receive(block=True, most=1)
         return None if found is None else found[0]
+
+    def first_as(self, kind: type[T]) -> T | None:
+        """What a worker is told first."""
+        found = self.first()
+        return None if found is None else msgspec.msgpack.decode(found, type=kind)
 
     def receive(self, *, block: bool) -> list[bytes] | None:
         """The messages that are there; with `block`, at least one. None when the other end is gone."""

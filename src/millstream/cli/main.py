@@ -195,11 +195,7 @@ def scale(
     """Add engines to a run while it goes on, or take some away. Returns when they have joined, or left."""
     with said():
         found = control.ask(run_dir, control.Scale(engines=control.number_of(engines)))
-        if as_json:
-            console.out(msgspec.json.encode(found).decode(), highlight=False)
-        else:
-            for line in scaled_lines(found):
-                console.out(line, highlight=False)
+        _tell(found, scaled_lines(found), as_json=as_json)
 
 
 @app.command()
@@ -210,11 +206,12 @@ def status(
     """Ask a run at work what it is doing: engines, versions, what is in flight, and who waits for what."""
     with said():
         found = control.ask(run_dir, control.Look())
-        if as_json:
-            console.out(msgspec.json.encode(found).decode(), highlight=False)
-        else:
-            for line in status_lines(found):
-                console.out(line, highlight=False)
+        _tell(found, status_lines(found), as_json=as_json)
+
+
+def _tell(found: msgspec.Struct, lines: list[str], *, as_json: bool) -> None:
+    for line in [msgspec.json.encode(found).decode()] if as_json else lines:
+        console.out(line, highlight=False)
 
 
 @app.command()

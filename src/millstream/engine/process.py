@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor
@@ -128,10 +127,9 @@ def work(line: socket.socket) -> None:
     """The worker: until the socket closes."""
     set_up_cpu()
     frames = Frames(line)
-    first = frames.first()
-    if first is None:
+    setup = frames.first_as(Setup)
+    if setup is None:
         return
-    setup = msgspec.msgpack.decode(first, type=Setup)
     shared = SharedWeights(setup.memory, setup.layout)
     link = SocketLink(line, frames, {name: shared.views[name] for name in setup.loaded})
     batcher = batcher_from(setup.plan, shared.views)

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import msgspec
 import torch
 from msgspec import Struct
 
@@ -139,10 +138,9 @@ def work(line: socket.socket) -> None:
     """The worker: until the socket closes."""
     set_up_cpu()
     frames = Frames(line)
-    first = frames.first()
-    if first is None:
+    setup = frames.first_as(Setup)
+    if setup is None:
         return
-    setup = msgspec.msgpack.decode(first, type=Setup)
     inbox = Inbox(own_node())
     try:
         with inbox.take(setup.parcel) as taken:

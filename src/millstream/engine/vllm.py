@@ -27,7 +27,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -256,10 +255,9 @@ class ThreadHost:
 def work(line: socket.socket) -> None:
     """The worker: until the socket closes."""
     frames = Frames(line)
-    first = frames.first()
-    if first is None:
+    plan = frames.first_as(Plan)
+    if plan is None:
         return
-    plan = msgspec.msgpack.decode(first, type=Plan)
     link = SocketLink(line, frames, {})
 
     async def serve() -> None:
