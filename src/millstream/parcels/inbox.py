@@ -110,7 +110,7 @@ class Inbox:
         try:
             _check_all(held.bytes, parcel)
             return Taken(parcel, "shared", views_of(held.bytes, parcel.layout), held.release)
-        except BaseException:
+        except BaseException:  # whatever it is, nobody else has the lock
             held.release()
             raise
 
@@ -127,7 +127,7 @@ class Inbox:
                 held.release()
 
             return Taken(parcel, "ipc", views_of(flat, parcel.layout), let_go)
-        except BaseException:
+        except BaseException:  # as above
             held.release()
             raise
 

@@ -179,7 +179,7 @@ def hold(parcel: Parcel) -> Held:
         if not found.is_whole:
             raise WeightsUnreachable(f"{parcel.path} is half written: whoever wrote it has died")
         return Held(descriptor)
-    except BaseException:
+    except BaseException:  # whatever it is, nobody else has the descriptor, and with it the lock
         os.close(descriptor)
         raise
 

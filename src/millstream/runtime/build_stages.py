@@ -158,7 +158,7 @@ def build_remote_staff(config: RunConfig, start: PreTrainedModel, kept: Path | N
         if table is not None:
             setup = partial(begin, partial(_critic_model, table, start), critic=table, num_steps=config.pipeline.steps)
             critic = place.lasting(partial(RemoteCritic, setup, place.launcher))
-    except BaseException:
+    except BaseException:  # whatever it is, those that were started have no owner
         for one in made.values():
             one.end()
         raise

@@ -74,7 +74,7 @@ class Cluster:
             self.host = own
             self._switchboard = Switchboard(own)
             self._reserve()
-        except BaseException:
+        except BaseException:  # cancelled, say: nobody else would give it back
             self.close()
             raise
 
@@ -154,7 +154,7 @@ class Cluster:
             self._wait([calling, sitting], f"{name} ({_words({'CPU': cpus, 'GPU': gpus})}) to start")
             if not calling.done() and sitting.done():
                 raise _failure(f"{name} ended before it could call", sitting)
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, nobody waits for that process any more
             self._switchboard.forget(ticket)
             _kill(actor)
             if isinstance(error, ray.exceptions.RayError):

@@ -122,7 +122,7 @@ def _carry_out(
     outcome = FINISHED
     try:
         asyncio.run(run.run())
-    except BaseException as error:
+    except BaseException as error:  # the folder says how it ended, whatever ended it
         outcome = type(error).__name__
         if isinstance(error, MillstreamError):
             error.add_note(f"The run folder is {folder.path}. Mend it, and go on:\n  {resume_command(folder.path)}")

@@ -64,7 +64,7 @@ def carry_out(module: str, line: socket.socket) -> None:
     an open line on which nobody says anything."""
     try:
         imports.load(f"{module}:work")(line)
-    except BaseException:
+    except BaseException:  # the border of the process: it ends, and its line with it
         traceback.print_exc()  # in Ray's log of this process
         _end()
 

@@ -257,7 +257,7 @@ class Stillness:
         self._is_stopped = True
         try:
             await self._pulse.until(lambda: not self._num_changing)
-        except BaseException:
+        except BaseException:  # cancelled: whoever changes something must not wait for ever
             self.go_on()
             raise
 
