@@ -6,9 +6,11 @@ One run is hit many times. After each kill the run must train two more steps tha
 replaced, and the audit must be clean; when a driver dies, every process of its run must go. At the end of each run it finishes,
 the audit is clean, no process and no shared memory is left.
 
-    .venv/bin/python bench/crash_matrix.py [--json] [--out FOLDER] [--seed 0] [--only VICTIM:MOMENT ...]
+    .venv/bin/python bench/crash_matrix.py [--json] [--out FOLDER] [--seed 0] [--rounds 1] [--only 'engine:*' ...]
+    .venv/bin/python bench/crash_matrix.py --table FOLDER ...
 
-Results are appended to FOLDER/cells.jsonl, and cells that are in it are not run again.
+Each round has all cells; its random ones have other victims than the last round's. Results are appended to FOLDER/cells.jsonl,
+and cells that went well before are not run again. `--table` runs nothing, and puts what is in several folders into one table.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,8 @@ class Cell(Struct, frozen=True):
     moment: str
     number: int = 0
     """Of the random ones."""
+    seed: int = 0
+    """Of its round."""
 
     @property
     def name(self) -> str:
@@ -77,6 +82,9 @@ class Result(Struct, frozen=True, kw_only=True):
     """Of the audit."""
 
 
+Done = dict[Cell, Result]
+
+
 class Plan(Struct, frozen=True):
     """The cells of one run."""
 
@@ -88,12 +96,12 @@ class Plan(Struct, frozen=True):
 def plans(seed: int, is_wanted: Callable[[Cell], bool] = lambda cell: True) -> list[Plan]:
     """The cells that are wanted, in as few runs as can bear them: engines that die too often are not replaced."""
     local = [victim for victim in VICTIMS if victim != "node"]
-    aimed = [cell for moment in MOMENTS for victim in local if is_wanted(cell := Cell(victim, moment))]
+    aimed = [cell for moment in MOMENTS for victim in local if is_wanted(cell := Cell(victim, moment, seed=seed))]
     found = [Plan("aimed", tuple(aimed[at : at + len(local)])) for at in range(0, len(aimed), len(local))]
     rng, half = random.Random(f"victims {seed}"), NUM_RANDOM // 2
-    on_one = [Cell(rng.choice(local), RANDOM, number) for number in range(half)]
-    on_two = [Cell(rng.choice(VICTIMS), RANDOM, number) for number in range(half, NUM_RANDOM)]
-    nodes = [Cell("node", moment) for moment in MOMENTS]
+    on_one = [Cell(rng.choice(local), RANDOM, number, seed) for number in range(half)]
+    on_two = [Cell(rng.choice(VICTIMS), RANDOM, number, seed) for number in range(half, NUM_RANDOM)]
+    nodes = [Cell("node", moment, seed=seed) for moment in MOMENTS]
     found.append(Plan("random", tuple(filter(is_wanted, on_one))))
     found += [Plan("two nodes", tuple(filter(is_wanted, cells)), has_nodes=True) for cells in (nodes, on_two)]
     return found
@@ -279,10 +287,10 @@ def _usual(times: list[float]) -> float:
 # ---- runs ------------------------------------------------------------------------------------------------------------------
 
 
-def carry_out(plan: Plan, out: Path, done: dict[str, Result], rng: random.Random, seed: int) -> None:
+def carry_out(plan: Plan, out: Path, done: Done, rng: random.Random, seed: int) -> None:
     """All cells of the plan that are not done, in one run, or in several if it comes to its end before."""
     attempt = 0
-    while missing := [cell for cell in plan.cells if cell.name not in done]:
+    while missing := [cell for cell in plan.cells if cell not in done]:
         with ExitStack() as stack:
             nodes = None
             if plan.has_nodes:
@@ -297,10 +305,8 @@ def carry_out(plan: Plan, out: Path, done: dict[str, Result], rng: random.Random
             torment(run, missing, out, done, rng, nodes)
 
 
-def torment(
-    run: Run, cells: Sequence[Cell], out: Path, done: dict[str, Result], rng: random.Random, nodes: Nodes | None
-) -> None:
-    cell, end = cells[0], Cell(END, run.run_dir.name)
+def torment(run: Run, cells: Sequence[Cell], out: Path, done: Done, rng: random.Random, nodes: Nodes | None) -> None:
+    cell, end = cells[0], Cell(END, run.run_dir.name, seed=cells[0].seed)
     try:
         for cell in cells:
             try:
@@ -341,8 +347,8 @@ def failure(cell: Cell, why: str) -> Result:
     return Result(cell=cell, is_ok=False, how=why, seconds=0.0, usual_s=0.0, replaced_s=0.0, checks=0)
 
 
-def keep(out: Path, done: dict[str, Result], result: Result) -> None:
-    done[result.cell.name] = result
+def keep(out: Path, done: Done, result: Result) -> None:
+    done[result.cell] = result
     with (out / "cells.jsonl").open("ab") as file:
         file.write(msgspec.json.encode(result) + b"\n")
     sign = "ok" if result.is_ok else "FAILED"
@@ -354,43 +360,52 @@ def keep(out: Path, done: dict[str, Result], result: Result) -> None:
     )
 
 
-def known(out: Path) -> dict[str, Result]:
-    """Cells that went well before."""
+def known(out: Path) -> list[Result]:
+    """All attempts, those that failed as well."""
     path = out / "cells.jsonl"
     if not path.exists():
-        return {}
-    results = [msgspec.json.decode(line, type=Result) for line in path.read_bytes().splitlines()]
-    return {result.cell.name: result for result in results if result.is_ok}
+        return []
+    return [msgspec.json.decode(line, type=Result) for line in path.read_bytes().splitlines()]
 
 
-def table(done: dict[str, Result]) -> str:
-    """In Markdown: victim by moment, and a row for each random one."""
-    rows = ["| killed | " + " | ".join(f"while {moment}" for moment in MOMENTS) + " |", "|---" * 5 + "|"]
+# ---- what came of it -------------------------------------------------------------------------------------------------------
+
+
+def table(results: Sequence[Result]) -> str:
+    """In Markdown: victim by moment, the random ones by victim, and whatever failed in its own words."""
+    rows = ["| killed | " + " | ".join(f"while {moment}" for moment in MOMENTS) + " | at random |", "|---" * 6 + "|"]
     for victim in VICTIMS:
-        cells = [done.get(f"{victim}:{moment}") for moment in MOMENTS]
-        rows.append(f"| {victim} | " + " | ".join(map(_shown, cells)) + " |")
-    rows += ["", "| random | killed | how it went on |", "|---|---|---|"]
-    others = sorted((r for r in done.values() if r.cell.moment == RANDOM), key=lambda r: r.cell.number)
-    rows += [f"| {r.cell.number + 1} | {r.cell.victim} | {_shown(r)} |" for r in others]
-    ends = [r for r in done.values() if r.cell.victim == END]
-    rows += ["", f"runs that came to their end: {sum(r.is_ok for r in ends)} of {len(ends)}"]
-    rows += [f"{r.cell.moment}: {r.how}" for r in ends if not r.is_ok]
+        of_it = [result for result in results if result.cell.victim == victim]
+        cells = [_shown([result for result in of_it if result.cell.moment == moment]) for moment in (*MOMENTS, RANDOM)]
+        rows.append(f"| {victim} | " + " | ".join(cells) + " |")
+    ends = [result for result in results if result.cell.victim == END]
+    kills = [result for result in results if result.cell.victim != END]
+    checks = max((result.checks for result in results), default=0)
+    rows += [
+        "",
+        f"kills: {sum(r.is_ok for r in kills)} of {len(kills)} survived; at most {checks:,} checks in an audit",
+    ]
+    rows += [f"runs that came to their end and left nothing: {sum(r.is_ok for r in ends)} of {len(ends)}"]
+    rows += [f"{r.cell.name}, seed {r.cell.seed}: {r.how}" for r in results if not r.is_ok]
     return "\n".join(rows)
 
 
-def _shown(result: Result | None) -> str:
-    if result is None:
+def _shown(results: Sequence[Result]) -> str:
+    if not results:
         return "not run"
-    if not result.is_ok:
-        return f"FAILED: {result.how}"
-    return f"ok, {result.seconds:.1f} s: {result.how}"
+    seconds = [result.seconds for result in results if result.is_ok]
+    if not seconds:
+        return f"FAILED, all {len(results)}"
+    spread = f"{min(seconds):.1f} to {max(seconds):.1f} s" if len(seconds) > 1 else f"{seconds[0]:.1f} s"
+    return f"{len(seconds)} of {len(results)}: {spread}"
 
 
-def rows_of(done: dict[str, Result]) -> list[dict[str, Any]]:
+def rows_of(results: Sequence[Result]) -> list[dict[str, Any]]:
     """As other benches give them: whether each was survived, and how long training stood still."""
     rows = []
-    for name, result in done.items():
+    for result in results:
         for metric, value in (("survived", int(result.is_ok)), ("seconds_to_next_step", round(result.seconds, 2))):
+            name = f"{result.cell.name}, seed {result.cell.seed}"
             rows.append(
                 {"workload": name, "metric": metric, "ours": value, "peer": "none", "theirs": None, "ratio": None}
             )
@@ -402,18 +417,31 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", default=[], metavar="VICTIM:MOMENT")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=["*"], metavar="VICTIM:MOMENT")
+    parser.add_argument("--table", nargs="*", type=Path, metavar="FOLDER")
     options = parser.parse_args()
+    folders = options.table or [run_all(options)]
+    results = [result for folder in folders for result in known(folder)]
+    print(json.dumps(rows_of(results)) if options.json else table(results))
+    if any(not result.is_ok for result in results):
+        sys.exit("not all went well")
+
+
+def run_all(options: argparse.Namespace) -> Path:
+    """The folder that has the results."""
     out = options.out or Path(tempfile.mkdtemp(prefix="millstream-crashes-"))
     out.mkdir(parents=True, exist_ok=True)
     out = out.absolute()
-    done, rng = known(out), random.Random(options.seed)
-    only = set(options.only)
-    for plan in plans(options.seed, lambda cell: cell.name not in done and (not only or cell.name in only)):
-        carry_out(plan, out, done, rng, options.seed)
-    print(json.dumps(rows_of(done)) if options.json else table(done))
-    if any(not result.is_ok for result in done.values()):
-        sys.exit("not all went well")
+    done = {result.cell: result for result in known(out) if result.is_ok}
+
+    def is_wanted(cell: Cell) -> bool:
+        return cell not in done and any(fnmatch(cell.name, pattern) for pattern in options.only)
+
+    for seed in range(options.seed, options.seed + options.rounds):
+        for plan in plans(seed, is_wanted):
+            carry_out(plan, out, done, random.Random(f"{plan.name} {seed}"), seed)
+    return out
 
 
 if __name__ == "__main__":

@@ -11,17 +11,17 @@ import pytest
 
 pytest.importorskip("ray")
 
-from crash_matrix import MOMENTS, RANDOM, VICTIMS, Cell, Plan, Result, carry_out, plans
+from crash_matrix import MOMENTS, RANDOM, VICTIMS, Cell, Plan, Result, carry_out, plans, table
 from crash_run import ENGINES, Books
 
 
 def survived(plan: Plan, folder: Path) -> dict[str, Result]:
-    """All cells of a plan, and the end of each run."""
-    done: dict[str, Result] = {}
+    """All cells of a plan, and the end of each run, by name."""
+    done: dict[Cell, Result] = {}
     carry_out(plan, folder, done, random.Random(0), seed=0)
-    failures = {name: result.how for name, result in done.items() if not result.is_ok}
+    failures = {cell.name: result.how for cell, result in done.items() if not result.is_ok}
     assert not failures
-    return done
+    return {cell.name: result for cell, result in done.items()}
 
 
 @pytest.mark.ray
@@ -72,6 +72,19 @@ def test_the_matrix_has_every_victim_at_every_moment_and_twenty_at_random() -> N
     aimed = [(cell.victim, cell.moment) for cell in cells if cell.moment != RANDOM]
     assert sorted(aimed) == sorted((victim, moment) for victim in VICTIMS for moment in MOMENTS)
     assert len({cell.name for cell in cells}) == len(cells) == 48
+
+
+def test_a_table_counts_every_attempt_and_gives_the_reason_of_each_that_failed() -> None:
+    def result(how: str, seconds: float, *, is_ok: bool = True) -> Result:
+        cell = Cell("engine", "training")
+        return Result(
+            cell=cell, is_ok=is_ok, how=how, seconds=seconds, usual_s=1.0, replaced_s=seconds, checks=int(seconds)
+        )
+
+    shown = table([result("went on", 1.0), result("waited in vain", 0.0, is_ok=False), result("went on", 3.0)])
+    assert "| engine | not run | 2 of 3: 1.0 to 3.0 s | not run | not run | not run |" in shown
+    assert "kills: 2 of 3 survived" in shown
+    assert "engine:training, seed 0: waited in vain" in shown
 
 
 def test_moments_are_told_from_events() -> None:
