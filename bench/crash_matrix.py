@@ -128,17 +128,17 @@ class Nodes:
     def add(self) -> None:
         self._second = self._cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
 
-    def of_second(self) -> list[int]:
+    def of_second(self) -> list[psutil.Process]:
         """The processes of the second node, those of Ray first."""
         pids = [info.process.pid for some in self._second.all_processes.values() for info in some]
-        return pids + [process.pid for pid in pids for process in descendants(pid)]
+        return [psutil.Process(pid) for pid in pids] + [process for pid in pids for process in descendants(pid)]
 
-    def kill(self, pids: Sequence[int]) -> None:
+    def kill(self, processes: Sequence[psutil.Process]) -> None:
         """The second node, all at once."""
         infos = [info for some in self._second.all_processes.values() for info in some]
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self._cluster.worker_nodes.discard(self._second)
         for info in infos:
             info.process.wait()
@@ -163,7 +163,7 @@ def hit(run: Run, cell: Cell, rng: random.Random, nodes: Nodes | None) -> Result
     run.look(*others)  # whatever takes time comes before the moment, so that it is still there when the signal is sent
     victim, with_it = choose(run, cell, rng, others), gone_with(run, cell.victim, nodes)
     await_moment(run, cell, rng)
-    while victim and not is_alive(victim):  # an environment's, say, may have ended by itself
+    while victim is not None and not is_alive(victim):  # an environment's, say, may have ended by itself
         victim = choose(run, cell, rng, others)
         await_moment(run, cell, rng)
     books = run.books
@@ -203,57 +203,59 @@ def await_moment(run: Run, cell: Cell, rng: random.Random) -> None:
     run.until(is_now, f"a moment of {cell.moment}", MOMENT_S)
 
 
-def choose(run: Run, cell: Cell, rng: random.Random, others: Sequence[int]) -> int:
-    """The process to be killed; 0 for a node."""
+def choose(run: Run, cell: Cell, rng: random.Random, others: Sequence[int]) -> psutil.Process | None:
+    """The process to be killed; none for a node."""
     match cell.victim:
         case "driver":
-            return run.driver.pid
+            return psutil.Process(run.driver.pid)
         case "node":
-            return 0
+            return None
         case "coordinator":
-            pid = run.coordinator(*others)
-            if pid is None:
+            found = run.coordinator(*others)
+            if found is None:
                 raise Failed("there is no coordinator")
-            return pid
+            return found
         case what:
             living = run.living(what)
             if not living:
                 raise Failed(f"there is no {what} to kill")
-            return rng.choice(living).pid
+            return rng.choice(living).process
 
 
-def gone_with(run: Run, what: str, nodes: Nodes | None) -> list[int]:
+def gone_with(run: Run, what: str, nodes: Nodes | None) -> list[psutil.Process]:
     """Who is to be killed with a node, or must go with a driver."""
     if what == "node":
         assert nodes is not None
         return nodes.of_second()
-    return [process.pid for process in descendants(run.driver.pid)] if what == "driver" else []
+    return descendants(run.driver.pid) if what == "driver" else []
 
 
-def kill(run: Run, what: str, pid: int, nodes: Nodes | None, with_it: Sequence[int]) -> None:
+def kill(
+    run: Run, what: str, victim: psutil.Process | None, nodes: Nodes | None, with_it: Sequence[psutil.Process]
+) -> None:
     if what == "node":
         assert nodes is not None
         nodes.kill(with_it)
         nodes.add()
     elif what == "driver":
         run.kill_driver()
-        pids = {*with_it, *(one.pid for one in run.read().started.values())}
-        own = {psutil.Process(one) for one in pids if is_alive(one)}
-        run.must_be_gone(own)
+        run.must_be_gone({*with_it, *(one.process for one in run.read().started.values())})
         run.start()
-    else:
-        os.kill(pid, signal.SIGKILL)
+    elif victim is not None:
+        os.kill(victim.pid, signal.SIGKILL)
 
 
-def has_new(run: Run, what: str, pid: int, others: Sequence[int]) -> bool:
+def has_new(run: Run, what: str, victim: psutil.Process | None, others: Sequence[int]) -> bool:
     """Whether another has the place of the one that was killed. Environments and rewards get one when they need it."""
+    if victim is not None and is_alive(victim):
+        return False
     match what:
         case "coordinator":
-            return run.coordinator(*others) not in (None, pid)
+            return run.coordinator(*others) is not None
         case "learner":
-            return len(run.living("learner")) == 2 and not is_alive(pid)
+            return len(run.living("learner")) == 2
         case _:
-            return not is_alive(pid)
+            return True
 
 
 def in_words(what: str, before: dict[str, int], after: dict[str, int]) -> str:
@@ -333,8 +335,7 @@ def finished(run: Run, cell: Cell, others: Sequence[int]) -> Result:
     if run.driver.poll() != 0:
         raise Failed(f"the run did not finish: exit code {run.driver.poll()}: {run.last_words()}")
     run.read()
-    workers = {psutil.Process(one.pid) for one in run.books.started.values() if is_alive(one.pid)}
-    run.must_be_gone(own | workers)
+    run.must_be_gone(own | {one.process for one in run.books.started.values()})
     run.helpers_must_be_gone()
     left = [name for name in weights if list(Path("/dev/shm").glob(f"millstream-weights-*/{Path(name).name}*"))]
     if left := [*left, *run.shared_memory()]:

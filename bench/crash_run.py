@@ -101,7 +101,8 @@ every_steps = 1
 class Started(NamedTuple):
     worker: str
     what: str
-    pid: int
+    process: psutil.Process
+    """Which knows when it was started: another one that gets its number later is not taken for it."""
     node: str
 
 
@@ -114,6 +115,7 @@ class Books:
         self.loaded: dict[str, int] = {}
         self.serving: set[str] = set()
         self.started: dict[int, Started] = {}
+        self.nodes: set[str] = set()
         self.stepped_at: deque[float] = deque(maxlen=20)
         self.outcome: str | None = None
         self.counts: dict[str, int] = {}
@@ -125,7 +127,7 @@ class Books:
         self.counts[kind] = self.counts.get(kind, 0) + 1
         match kind:
             case "worker_started":
-                self._start(Started(event["worker"], event["what"], event["pid"], event["node"]))
+                self._start(event["worker"], event["what"], event["pid"], event["node"])
             case "rollout_started":
                 self.in_flight.add((event["group_id"], event["member"]))
             case "rollout_ended" | "rollout_failed" | "rollout_aborted":
@@ -152,13 +154,13 @@ class Books:
             case "warned" | "checkpoint_failed":
                 self.said.append(f"{kind}: {event['message']}")
 
-    def _start(self, started: Started) -> None:
-        self.started[started.pid] = started
-        if (
-            started.what == "engine" and started.worker not in self.loaded
-        ):  # one that replaces another says when it joins
-            self.serving.add(started.worker)
-            self.loaded[started.worker] = 0
+    def _start(self, worker: str, what: str, pid: int, node: str) -> None:
+        with suppress(psutil.Error):  # it may be gone already
+            self.started[pid] = Started(worker, what, psutil.Process(pid), node)
+        self.nodes.add(node)
+        if what == "engine" and worker not in self.loaded:  # one that replaces another says when it joins
+            self.serving.add(worker)
+            self.loaded[worker] = 0
 
     @property
     def is_publishing(self) -> bool:
@@ -175,7 +177,6 @@ class Run:
         self._config.write_text(config_of(run_dir, steps=steps, seed=seed, address=address))
         self._offset = 0
         self._helpers: set[psutil.Process] = set()
-        self.nodes: set[str] = set()
         self.seen: set[psutil.Process] = set()
         """All processes that were ever found working for it."""
         self.start()
@@ -237,20 +238,19 @@ class Run:
     # ---- its processes -----------------------------------------------------------------------------------------------
 
     def living(self, what: str) -> list[Started]:
-        return [one for one in self.read().started.values() if one.what == what and is_alive(one.pid)]
+        return [one for one in self.read().started.values() if one.what == what and is_alive(one.process)]
 
     def look(self, *others: int) -> None:
         """Take down who works for it now: the driver's processes, and those of nodes that it does not know."""
-        self.nodes |= {one.node for one in self.books.started.values()}
         for pid in (self.driver.pid, *others):
             self.seen |= set(descendants(pid))
 
-    def coordinator(self, *others: int) -> int | None:
+    def coordinator(self, *others: int) -> psutil.Process | None:
         for pid in (self.driver.pid, *others):
             for process in descendants(pid):
                 with suppress(psutil.Error):
                     if process.cmdline()[:1] == [COORDINATOR]:
-                        return process.pid
+                        return process
         return None
 
     def kill_driver(self) -> None:
@@ -277,7 +277,9 @@ class Run:
     def shared_memory(self) -> list[str]:
         """What is left of it there: folders that are named after its nodes, and weights of those who had worked for it."""
         return [
-            path.name for path in Path("/dev/shm").glob("millstream-*") if any(node in path.name for node in self.nodes)
+            path.name
+            for path in Path("/dev/shm").glob("millstream-*")
+            if any(node in path.name for node in self.books.nodes)
         ]
 
 
@@ -287,7 +289,7 @@ class Ended(Failed):
 
 def _none_alive(processes: set[psutil.Process], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while left := [one for one in processes if is_alive(one.pid)]:
+    while left := [one for one in processes if is_alive(one)]:
         if time.monotonic() > deadline:
             named = "; ".join(f"{one.pid} {' '.join(_words(one)).strip()[:80]}" for one in left)
             raise Failed(f"still there {timeout_s:.0f} s after the driver had ended: {named}")
@@ -306,9 +308,10 @@ def descendants(pid: int) -> list[psutil.Process]:
     return []
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Itself, not another one with its number."""
     with suppress(psutil.Error):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 

@@ -1188,6 +1188,28 @@ def test_a_checkpoint_that_is_not_sound_does_not_count_as_verified(tmp_path: Pat
     assert report.checkpoints == 3 and report.checkpoints_verified == 2
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_checkpoint_that_the_run_removes_while_it_is_read_is_no_finding(
+    is_replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = resumed_run().write(tmp_path)
+    oldest = min((run_dir / "checkpoints").iterdir())
+    check_files = audit_module.Checkpoint.check_files
+
+    def removed(checkpoint: audit_module.Checkpoint, files: dict[str, Any]) -> None:
+        if checkpoint.path == oldest:
+            oldest.rename(tmp_path / "removed")
+            if is_replaced:
+                oldest.mkdir()
+                (oldest / "manifest.json").write_text("{}")
+        check_files(checkpoint, files)
+
+    monkeypatch.setattr(audit_module.Checkpoint, "check_files", removed)
+    report = audit(run_dir)
+    assert report.is_clean and report.checkpoints == report.checkpoints_verified == 2
+    assert any("was removed by the run" in note for note in report.notes)
+
+
 def a_failure_told_as_an_abort(run: Run) -> None:
     """Nobody was allowed to give that one up: its group was not complete without it, and did not begin anew."""
     seq = run.all(RolloutFailed, is_final=True, group_id=run.of_fate(Fate.FAILED))[-1]

@@ -147,6 +147,13 @@ class Report:
         else:
             self.findings_left_out += 1
 
+    def take(self, part: Report) -> None:
+        """What was found in a part that was looked at by itself."""
+        self.checks += part.checks
+        self.findings_left_out += part.findings_left_out
+        for finding in part.findings:
+            self.blame(finding.rule, finding.message)
+
 
 def audit(run_dir: Path) -> Report:
     """Read a run folder: finished, dead or at work. Never raises for what it finds there."""
@@ -693,15 +700,27 @@ def _read_checkpoints(folder: Path, report: Report) -> list[Checkpoint]:
         if re.fullmatch(r"step-\d+", path.name) is None:
             report.notes.append(f"checkpoints/{path.name} is not a checkpoint by its name: not looked at")
             continue
-        report.checkpoints += 1
+        before, apart = _manifest_of(path), Report(report.run_dir)
         try:
-            found.append(_read_checkpoint(path, report))
+            checkpoint = _read_checkpoint(path, apart)
         except BROKEN as error:
-            if path.is_dir():
-                report.blame("checkpoint", f"checkpoints/{path.name} cannot be read: {_reason(error)}")
-            else:
-                report.notes.append(f"checkpoints/{path.name} was removed by the run while it was read")
+            checkpoint = None
+            apart.blame("checkpoint", f"checkpoints/{path.name} cannot be read: {_reason(error)}")
+        if not path.is_dir() or _manifest_of(path) != before:
+            report.notes.append(f"checkpoints/{path.name} was removed by the run while it was read")
+            continue
+        report.checkpoints += 1
+        report.take(apart)
+        if checkpoint is not None:
+            checkpoint.report = report
+            found.append(checkpoint)
     return found
+
+
+def _manifest_of(path: Path) -> bytes:
+    with suppress(OSError):
+        return (path / "manifest.json").read_bytes()
+    return b""
 
 
 def _read_checkpoint(path: Path, report: Report) -> Checkpoint:
