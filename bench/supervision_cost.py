@@ -154,13 +154,13 @@ def main() -> None:
         "ours": round(ours, 3),
         "peer": "no supervision, log, checkpoints",
         "theirs": round(theirs, 3),
-        "ratio": round(ours / theirs, 4),
-        "ratios": [round(ratio, 4) for ratio in ratios],
+        "ratio": round(theirs / ours, 4),
+        "costs": [round(ratio, 4) for ratio in ratios],
     }
     if options.json:
         print(json.dumps([row]))
         return
-    print(f"{row['metric']}: on {ours:.3f}, off {theirs:.3f}, {ours / theirs:.3f}x; of neighbours {row['ratios']}")
+    print(f"{row['metric']}: on {ours:.3f}, off {theirs:.3f}, {ours / theirs:.3f}x; of neighbours {row['costs']}")
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ def children_of(pid: int) -> list[int]:
 
 def test_an_engine_that_stops_answering_is_replaced_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(command(run_dir, {"engine.process": "true", "engine.answer_s": 8, "pipeline.steps": 30}))
+    process = start(command(run_dir, {"engine.process": "true", "engine.answer_s": 4, "pipeline.steps": 12}))
     until(lambda: steps_of(run_dir) >= 3, process)
     (engine,) = children_of(process.pid)
     subprocess.run(["kill", "-STOP", str(engine)], check=True)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
-    assert "engine has left: engine broke: it has said nothing for 8 s while" in " ".join(output.split()), output
+    assert "engine has left: engine broke: it has said nothing for 4 s while" in " ".join(output.split()), output
     assert not Path(f"/proc/{engine}").exists(), "the stopped process was not left behind"
     *_, last = read_events(run_dir / "events.jsonl")
     assert isinstance(last, RunEnded) and last.outcome == "finished"
@@ -142,7 +142,7 @@ def test_sigterm_to_the_whole_process_group_is_a_clean_stop_too(tmp_path: Path) 
 
 def test_a_run_that_was_suspended_with_the_machine_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(command(run_dir, {"pipeline.steps": 150, "pipeline.stall_s": 1, "pipeline.deadline_s": 3}))
+    process = start(command(run_dir, {"pipeline.steps": 60, "pipeline.stall_s": 1, "pipeline.deadline_s": 3}))
     until(lambda: steps_of(run_dir) >= 2, process)
     process.send_signal(signal.SIGSTOP)
     time.sleep(5)

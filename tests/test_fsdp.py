@@ -155,6 +155,7 @@ def test_two_ranks_give_the_weights_and_the_metrics_of_one_after_ten_steps(one: 
     assert_alike(two.metrics, one.metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_four_ranks_give_the_weights_and_the_metrics_of_one_after_ten_steps(case: Case, four: Path) -> None:
     learner, found = one_learner(case), torch.load(four / f"{case.name}.pt")
@@ -177,14 +178,23 @@ def test_every_option_gives_the_weights_of_one_on_any_number_of_ranks(
         assert_alike(found["metrics"], metrics, within=0.05 if case.dtype == "bfloat16" else 1e-4)
 
 
-def test_what_two_or_four_ranks_wrote_is_read_by_one(one: Trained, two: Trained, four: Path) -> None:
-    for folder in (two.halfway, four / "shards"):
-        learner = one_learner(CASE)
-        learner.restore(folder)
-        assert_alike(asyncio.run(train(learner, CASE, REST)), one.metrics[WRITTEN_AFTER:])
-        assert_same(CASE, masters_of(learner), one.masters)
+def must_be_read_by_one(folder: Path, one: Trained) -> None:
+    learner = one_learner(CASE)
+    learner.restore(folder)
+    assert_alike(asyncio.run(train(learner, CASE, REST)), one.metrics[WRITTEN_AFTER:])
+    assert_same(CASE, masters_of(learner), one.masters)
 
 
+def test_what_two_ranks_wrote_is_read_by_one(one: Trained, two: Trained) -> None:
+    must_be_read_by_one(two.halfway, one)
+
+
+@pytest.mark.slow
+def test_what_four_ranks_wrote_is_read_by_one(one: Trained, four: Path) -> None:
+    must_be_read_by_one(four / "shards", one)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["one", "two"])
 def test_what_one_or_two_ranks_wrote_is_read_by_four(writer: str, one: Trained, four: Path) -> None:
     found = torch.load(four / f"from {writer}.pt")

@@ -336,7 +336,7 @@ from millstream import RunConfig, train
 from millstream.config import load
 from millstream.learner.torch import TorchLearner
 TorchLearner._step = lambda self: time.sleep(1000)
-changes = ["pipeline.deadline_s=5", "run_dir={tmp_path / "run"}", "data.holdout=0", "data.size=64"]
+changes = ["pipeline.deadline_s=5", "run_dir={tmp_path / "run"}", "data.holdout=0", "data.size=64", "engine.process=false"]
 config = load(Path({DEMO!r}), RunConfig, changes)
 import msgspec
 train(msgspec.structs.replace(config, warmup=None, pipeline=msgspec.structs.replace(config.pipeline, filter_zero_signal=False)))

@@ -560,6 +560,7 @@ def test_ranks_that_stand_still_are_killed_and_others_go_on() -> None:
     assert event.why == "the learner has said nothing for 20 s"
 
 
+@pytest.mark.slow
 def test_a_run_whose_rank_is_killed_goes_to_its_end_and_its_audit_is_clean(tmp_path: Path) -> None:
     """A whole run with two ranks, and two more after the kill: most of its time is that of interpreters that import torch."""
     run_dir = tmp_path / "run"

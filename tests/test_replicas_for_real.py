@@ -102,6 +102,7 @@ def test_a_replica_that_is_drained_or_killed_in_the_middle_changes_no_answer() -
             assert max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)) < 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_survives_the_death_of_one_of_its_replicas(tmp_path: Path) -> None:
     """A whole run, in processes: most of its time is that of three interpreters that import torch."""
     run_dir = tmp_path / "run"

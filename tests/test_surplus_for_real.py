@@ -20,7 +20,14 @@ FIRST_TO_FINISH: dict[str, object] = {
 BEGIN_ANEW: dict[str, object] = {"pipeline.overdue": '"restart"', "pipeline.steps": 16, "rollout.max_tokens": 48}
 
 
-@pytest.mark.parametrize("changes", [FIRST_TO_FINISH, {**FIRST_TO_FINISH, "pipeline.max_lag": 0}, BEGIN_ANEW])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        FIRST_TO_FINISH,
+        pytest.param({**FIRST_TO_FINISH, "pipeline.max_lag": 0}, marks=pytest.mark.slow),
+        BEGIN_ANEW,
+    ],
+)
 def test_a_run_that_aborts_is_killed_goes_on_and_its_books_are_in_order(
     changes: dict[str, object], tmp_path: Path
 ) -> None:
