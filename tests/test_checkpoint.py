@@ -27,7 +27,7 @@ from millstream.runtime.checkpoint import CheckpointConfig, Checkpoints, RunStat
 from millstream.runtime.folder import RunFolder
 from millstream.runtime.state import Ledger, Standing
 from millstream.store import Row, Saved, codec
-from runs import assert_clean, command, kill_at, resume, resume_command, start, steps_of, until
+from runs import assert_clean, command, kill_at, resume, start, steps_of, until
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import socket
 import subprocess
 import sys
-from concurrent.futures import Future
+import tempfile
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +155,78 @@ def test_of_a_cluster_that_is_closed_nothing_is_ended_and_none_is_started_to_loo
     line, _ = socket.socketpair()
     RayWorker(object(), Future(), line, Hello(ticket="", pid=7, node="there")).kill()
     assert not ray.is_initialized()
+
+
+def test_a_stop_while_a_cluster_is_being_opened_waits_for_it_and_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    from millstream.runtime import ray_site
+
+    begun, told = threading.Event(), list[str]()
+
+    class Slow:
+        def __init__(self, resources: Any, placement: Any, stopping: threading.Event) -> None:
+            begun.set()
+            told.append("stopped" if stopping.wait(10) else "not told")
+
+        def close(self) -> None:
+            told.append("closed")
+
+    monkeypatch.setattr(ray_site, "Cluster", Slow)
+    config = RunConfig(model=ModelConfig(tiny=TinyConfig()), data=DataConfig(toy="sort_digits", size=8), runtime="ray")
+    site: Any = ray_site.RaySite(config)
+
+    async def program() -> None:
+        opening = asyncio.create_task(site.open(SimpleNamespace(model=None, folder=Path("nowhere"))))
+        await asyncio.to_thread(begun.wait, 10)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await site.close()
+
+    asyncio.run(program())
+    assert told == ["stopped", "closed"]
+
+
+def test_a_run_waits_for_nodes_that_are_still_joining_but_not_longer_than_its_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In Ray's own way of several nodes on one machine; the second one joins while the first reservation waits."""
+    import threading
+
+    import ray
+    from ray.cluster_utils import Cluster as Nodes
+
+    from millstream.errors import ClusterError
+    from millstream.runtime.cluster import Cluster
+    from millstream.runtime.resources import ResourcesConfig, placement_of
+
+    folder = tempfile.mkdtemp(prefix="ms-")  # a short name: Ray's sockets are in it
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    memory = 100 << 20
+    nodes = Nodes(
+        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": memory, "include_dashboard": False}
+    )
+    try:
+        impatient = ResourcesConfig(address=nodes.address, patience_s=1.0)
+        placement = placement_of(impatient, replicas=1, ranks=2)
+        with pytest.raises(ClusterError, match="too small: engines and ranks need 3 CPU, and it has 1 CPU"):
+            Cluster(impatient, placement, threading.Event())
+        patient = ResourcesConfig(address=nodes.address, patience_s=60.0)
+        with ThreadPoolExecutor(1) as thread:
+            opening = thread.submit(lambda: Cluster(patient, placement, threading.Event()))
+            assert not futures.wait([opening], 2.0).done, "it waits"
+            nodes.add_node(num_cpus=2, object_store_memory=memory)
+            opening.result(60).close()
+        stopping = threading.Event()
+        threading.Timer(1.0, stopping.set).start()
+        with pytest.raises(ClusterError, match="told to stop while waiting for all of 9 CPU"):
+            Cluster(ResourcesConfig(address=nodes.address), placement_of(impatient, replicas=1, ranks=8), stopping)
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_what_engines_begin_with_stays_however_much_they_are_offered_later() -> None:

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
@@ -41,6 +41,7 @@ from millstream.workers import Kind
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
+TICK_S = 0.2
 SAY_S = 10.0
 """A process that has waited so long for room is spoken of."""
 HELLO_S = 10.0
@@ -55,15 +56,19 @@ OBJECT_STORE = 128 << 20
 NODE_GONE = "its node is gone"
 
 
+class NoRoom(ClusterError):
+    """The patience for it has run out."""
+
+
 class NodeGone(ClusterError):
     """A node went while a process was started on it."""
 
 
 class Cluster:
-    """Blocking: to be opened and closed on a thread."""
+    """Blocking: to be opened and closed on a thread. Whatever it waits for, it raises soon after `stopping` is set."""
 
-    def __init__(self, config: ResourcesConfig, placement: Placement) -> None:
-        self._config, self._placement = config, placement
+    def __init__(self, config: ResourcesConfig, placement: Placement, stopping: threading.Event) -> None:
+        self._config, self._placement, self._stopping = config, placement, stopping
         self._is_ours, self._folder = config.address == "local", ""
         self._group: PlacementGroup | None = None
         try:
@@ -74,7 +79,7 @@ class Cluster:
             self.host = own
             self._switchboard = Switchboard(own)
             self._reserve()
-        except BaseException:  # cancelled, say: nobody else would give it back
+        except BaseException:  # whatever it was, nobody else would give it back
             self.close()
             raise
 
@@ -102,32 +107,53 @@ class Cluster:
             ) from error
 
     def _reserve(self) -> None:
-        """All that engines and ranks need, or an error that says what is lacking."""
-        asked, there = self._placement.total, ray.cluster_resources()
-        lacking = [kind for kind, number in asked.items() if there.get(kind, 0.0) < number]
-        if lacking:
-            raise ClusterError(
-                "the cluster is too small: engines and ranks need "
-                f"{_words(asked)}, and it has {_words({kind: there.get(kind, 0.0) for kind in asked})}. Set engine.replicas or "
-                "learner.ranks lower, or give each less (resources.engine_cpus, ...)"
-            )
-        strategy = self._config.spread.upper()
-        self._group = placement_group(self._placement.bundles, strategy=strategy)
+        """All that engines and ranks need. Nodes may still be joining, and some join only when somebody waits for room: it
+        waits for them, but not for more than this machine has."""
+        asked = self._placement.total
+        if self._is_ours and self._lacks(asked):
+            raise self._too_small(asked)
+        if self._lacks(asked):
+            logger.warning("the cluster has %s: waiting for nodes to join", _words(self._of_cluster(asked)))
+        self._group = placement_group(self._placement.bundles, strategy=self._config.spread.upper())
         ready = self._group.ready().future()
-        self._wait([ready], f"all of {_words(asked)}, for engines and ranks")
+        try:
+            self._wait([ready], f"all of {_words(asked)}, for engines and ranks")
+        except NoRoom as error:
+            if self._lacks(asked):
+                raise self._too_small(asked) from error
+            raise
         ready.result()
+
+    def _of_cluster(self, asked: Mapping[str, float]) -> dict[str, float]:
+        there = ray.cluster_resources()
+        return {kind: there.get(kind, 0.0) for kind in asked}
+
+    def _lacks(self, asked: Mapping[str, float]) -> bool:
+        there = self._of_cluster(asked)
+        return any(there[kind] < number for kind, number in asked.items())
+
+    def _too_small(self, asked: Mapping[str, float]) -> ClusterError:
+        return ClusterError(
+            "the cluster is too small: engines and ranks need "
+            f"{_words(asked)}, and it has {_words(self._of_cluster(asked))}. Set engine.replicas or learner.ranks lower, or "
+            "give each less (resources.engine_cpus, ...)"
+        )
 
     def _wait(self, coming: Sequence[Future[Any]], what: str) -> None:
         """For the first of them. What it waits for is said after a while, and past the patience it is an error."""
-        began = time.monotonic()
-        patience = self._config.patience_s
-        while not futures.wait(coming, timeout=min(SAY_S, patience), return_when=futures.FIRST_COMPLETED).done:
-            waited, free = time.monotonic() - began, _words(ray.available_resources())
-            if waited >= patience:
-                raise ClusterError(
-                    f"waited {waited:.0f} s for {what}, and the cluster has {free} free; resources.patience_s sets the limit"
+        began = said = time.monotonic()
+        while not futures.wait(coming, timeout=TICK_S, return_when=futures.FIRST_COMPLETED).done:
+            now = time.monotonic()
+            if self._stopping.is_set():
+                raise ClusterError(f"told to stop while waiting for {what}")
+            if now - began >= self._config.patience_s:
+                raise NoRoom(
+                    f"waited {now - began:.0f} s for {what}, and the cluster has {_words(ray.available_resources())} free; "
+                    "resources.patience_s sets the limit"
                 )
-            logger.warning("waiting for %s: %.0f s so far; the cluster has %s free", what, waited, free)
+            if now - said >= SAY_S:
+                free, said = _words(ray.available_resources()), now
+                logger.warning("waiting for %s: %.0f s so far; the cluster has %s free", what, now - began, free)
 
     # ---- processes ---------------------------------------------------------------------------------------------------
 
@@ -267,7 +293,7 @@ def _number_in(name: str) -> int:
     return int(last) if last.isdigit() else 0
 
 
-def _words(resources: dict[str, float]) -> str:
+def _words(resources: Mapping[str, float]) -> str:
     known = {kind: number for kind, number in resources.items() if kind in ("CPU", "GPU")}
     return ", ".join(f"{number:g} {kind}" for kind, number in known.items()) or "nothing"
 

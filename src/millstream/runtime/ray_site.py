@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import shutil
 import signal
 import threading
@@ -46,7 +47,7 @@ from millstream.runtime.build_stages import Lasting, Place, Staff, build_remote_
 from millstream.runtime.cluster import Cluster, RayWorker
 from millstream.runtime.config import RunConfig
 from millstream.runtime.replay import ReplayedLearner
-from millstream.runtime.resources import placement_of
+from millstream.runtime.resources import Placement, placement_of
 from millstream.runtime.site import Around, local_engine
 from millstream.runtime.stages import Stage
 from millstream.store import Store
@@ -57,6 +58,10 @@ from millstream.types import Weights
 from millstream.weights import WeightChannel
 from millstream.weights.remote import RemoteChannel
 from millstream.workers import Kind, Launcher
+
+logger = logging.getLogger(__name__)
+OPENING_S = 30.0
+"""For Ray to be reached or started, when nobody wants it any more."""
 
 
 class RaySite:
@@ -72,6 +77,8 @@ class RaySite:
         self._offers: Outbox | None = None
         self._staging = threading.Lock()
         self._files = ""
+        self._stopping, self._opened = threading.Event(), threading.Event()
+        self._opened.set()
         self._thread = DaemonThreads("cluster", most=1)
         """Kept for as long as the cluster: Ray's processes end with the thread that has started them."""
         self._numbers = itertools.count(1)
@@ -96,13 +103,20 @@ class RaySite:
         self._files = str((around.folder / "weights").absolute())
         config = self._config
         placement = placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
-        # it may wait long for room: whoever is told to stop does not wait for that
-        self._cluster = await self._thread.call(lambda: Cluster(config.resources, placement))
+        self._opened.clear()
+        await self._thread.call(lambda: self._open_cluster(placement))
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put handlers of its own in the place of the run's
             with suppress(ValueError):  # only the main thread may handle signals
                 signal.signal(number, signal.getsignal(number))
         self._outbox = self._new_outbox()
         self._first = await asyncio.to_thread(self._stage_first)
+
+    def _open_cluster(self, placement: Placement) -> None:
+        """Whoever is told to stop does not wait for room: the call goes on without its caller, but not for long."""
+        try:
+            self._cluster = Cluster(self._resources, placement, self._stopping)
+        finally:
+            self._opened.set()
 
     def _delivery(self, *, is_of_rank: bool) -> Delivery:
         """Over the network only where there is one, and on a device only by who has one: the driver has none."""
@@ -208,12 +222,16 @@ class RaySite:
 
     async def close(self) -> None:
         """Numbered, since each leans on the next, and is closed even where one before it could not be: 1. our line to the
-        store, 2. the store, 3. staged weights, 4. the cluster, 5. files of weights that the dead have left."""
+        store, 2. the store, 3. staged weights, 4. the cluster, 5. files of weights that the dead have left. A cluster that is
+        still being opened is waited for: it would be nobody's."""
+        self._stopping.set()
+        if not await asyncio.to_thread(self._opened.wait, OPENING_S):
+            logger.warning("Ray is still being reached or started after %.0f s: it is left alone", OPENING_S)
         async with AsyncExitStack() as closing:
             if self._files:
                 closing.callback(shutil.rmtree, self._files, ignore_errors=True)
+            closing.callback(self._thread.let_go)
             if self._cluster is not None:
-                closing.callback(self._thread.let_go)
                 closing.push_async_callback(asyncio.to_thread, self._cluster.close)
             for outbox in (self._outbox, self._offers):
                 if outbox is not None:
