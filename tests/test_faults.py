@@ -117,7 +117,7 @@ def test_a_full_disk_ends_with_what_could_not_be_written_and_what_to_type(tmp_pa
 
 
 def test_events_that_find_no_room_wait_in_memory_and_are_written_when_there_is_some(tmp_path: Path) -> None:
-    full = LineFile(Path("/dev/full"))
+    full = LineFile(Path("/dev/full"), bytes)
     full.append(b"one\n")
     with pytest.raises(OSError, match="No space left"):
         full.flush()

@@ -411,7 +411,8 @@ _decoder = msgspec.json.Decoder(AnyEvent)
 
 
 class EventSink(Protocol):
-    """Takes events in the order they happen. May be called from any thread; must not block for long; never raises."""
+    """Takes events in the order they happen. May be called from any thread; must not block for long; never raises. Nobody
+    changes an event, or what is in it, once it was emitted: it may be written later."""
 
     def emit(self, event: Event) -> None: ...
 

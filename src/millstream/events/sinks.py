@@ -7,9 +7,9 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -19,6 +19,7 @@ from millstream.events.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 E_ = TypeVar("E_", bound=Event)
+T = TypeVar("T")
 TAIL = 1 << 20
 CLOSE_S = 5.0
 
@@ -39,17 +40,21 @@ class MemorySink:
         return b"\n".join(map(encode, self.events))
 
 
-class LineFile:
-    """Appends lines. They reach the operating system within `FLUSH_S`, or at once with `flush`: a write a line would hand the
-    interpreter to another thread a thousand times a second. A full disk loses nothing: lines wait in memory for room."""
+class LineFile(Generic[T]):
+    """Appends lines, each made of what was appended by `line_of`, later and many at a time: on the thread that appends, among
+    all that it does, it would take several times as long. Lines reach the operating system within `FLUSH_S`, or at once with
+    `flush`: a write a line would hand the interpreter to another thread a thousand times a second. A full disk loses nothing:
+    lines wait in memory for room."""
 
     FLUSH_S = 0.1
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, line_of: Callable[[T], bytes]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = path.open("ab", buffering=0)
-        self._lines: list[bytes] = []
-        self.append = self._lines.append
+        self._line_of = line_of
+        self._items: list[T] = []
+        self.append = self._items.append
+        self._unwritten = b""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._has_trouble = False
@@ -59,15 +64,11 @@ class LineFile:
     def flush(self) -> None:
         """Raises `OSError` if the disk is full; the next flush tries again."""
         with self._lock:
-            count = len(self._lines)  # others go on appending to the same list meanwhile
-            data = memoryview(b"".join(self._lines[:count]))
-            while data:
-                try:
-                    data = data[self._file.write(data) :]
-                except OSError:  # a disk that fills up takes a part and then refuses
-                    self._lines[:count] = [bytes(data)]
-                    raise
-            del self._lines[:count]
+            count = len(self._items)  # others go on appending to the same list meanwhile
+            self._unwritten += b"".join(map(self._line_of, self._items[:count]))
+            del self._items[:count]
+            while self._unwritten:  # a disk that fills up takes a part and then refuses
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def sync(self) -> None:
         """Everything so far is on the disk, whatever happens to the machine."""
@@ -101,8 +102,8 @@ class JsonlSink:
     written to its end, and counts on."""
 
     def __init__(self, path: Path) -> None:
-        self._next = _mend(path)
-        file = LineFile(path)
+        self._next = self._next_written = _mend(path)
+        file = LineFile(path, self._line_of)
         self._append, self.sync, self.close = file.append, file.sync, file.close
 
     @property
@@ -112,8 +113,14 @@ class JsonlSink:
 
     def emit(self, event: Event) -> None:
         """Called by one thread at a time (`Tee` sees to it)."""
-        self._append(b'{"seq":%d,%b\n' % (self._next, encode(event)[1:]))
+        self._append(event)
         self._next += 1
+
+    def _line_of(self, event: Event) -> bytes:
+        """Called once for each, in their order."""
+        line = b'{"seq":%d,%b\n' % (self._next_written, encode(event)[1:])
+        self._next_written += 1
+        return line
 
 
 def _mend(path: Path) -> int:
@@ -150,14 +157,18 @@ class MetricsSink:
             new = path.with_suffix(".new")
             new.write_bytes(b"".join(kept))
             new.replace(path)
-        self._file = LineFile(path)
+        self._file = LineFile(path, _json_line)
         self._metrics = StepMetrics()
         self.sync, self.close = self._file.sync, self._file.close
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
         if row is not None:
-            self._file.append(json.dumps(row).encode() + b"\n")
+            self._file.append(row)
+
+
+def _json_line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
 
 
 class Tee:
