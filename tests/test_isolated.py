@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
@@ -18,7 +20,7 @@ import pytest
 from millstream import RunConfig
 from millstream.clock import run_virtual
 from millstream.config import convert
-from millstream.env import Context
+from millstream.env import Context, isolated
 from millstream.env.config import EnvironmentConfig
 from millstream.env.find import find
 from millstream.env.hosted import Environments, Hosted
@@ -513,3 +515,29 @@ def test_messages_cross_the_border_as_messages(tmp_path: Path) -> None:
             return float(reward)  # type: ignore[arg-type]
 
     assert asyncio.run(program()) == 1.0
+
+
+def test_a_process_of_a_cluster_that_is_not_heard_of_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a node that is cut off, the cluster says late that a process there is gone."""
+    ours, theirs = socket.socketpair()
+    said, killed = threading.Event(), list[bool]()
+
+    class Silent:
+        line, pid, node, has_died = ours, 7, "there", False
+
+        def kill(self) -> None:
+            killed.append(True)
+
+        def ended(self, timeout_s: float | None = None) -> str | None:
+            said.wait(30)
+            return "it is gone"
+
+    async def program() -> None:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        await isolated._Worker("far", isolated._Elsewhere(Silent()), reader, writer).kill()
+        assert killed and not said.is_set()
+        said.set()
+
+    monkeypatch.setattr(isolated, "GONE_S", 0.05)
+    with theirs:
+        asyncio.run(asyncio.wait_for(program(), 10))

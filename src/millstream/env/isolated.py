@@ -34,6 +34,8 @@ MOST_BYTES = 64 << 20
 """Of one message: more is no message."""
 START_S = 60.0
 PATIENCE_S = 30.0
+GONE_S = 5.0
+"""For a cluster to say that a process which was killed is gone: of a node that nobody reaches it says so late."""
 MODULE = "millstream.env.isolated_worker"
 
 
@@ -261,15 +263,19 @@ class _Worker:
         return f"the process of {self._name} was killed by signal {-code} ({signal.Signals(-code).name})"
 
     async def kill(self) -> None:
-        """With everything that it started, and reaped."""
+        """With everything that it started, and reaped. One of a cluster that is not heard of is left to the cluster."""
         self.is_sound = False
+        limit_s: float | None = None
         if isinstance(self._process, _Elsewhere):
             self._process.kill()
+            limit_s = GONE_S
         else:
             with suppress(ProcessLookupError, PermissionError):  # of its group, nobody may be left
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._writer.close()
-        await asyncio.shield(self._exit)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await asyncio.shield(self._exit)
 
 
 async def _started_here() -> tuple[asyncio.subprocess.Process, socket.socket]:
