@@ -22,6 +22,7 @@ from millstream.events import EventSink, Warned
 from millstream.runtime.router import Router
 from millstream.runtime.waits import Pulse
 from millstream.types import Weights
+from millstream.workers import engine_names
 
 MOST_REPLACED = 5
 """Of one name, within `WINDOW_S`: where more die there is a fault that a new process does not mend."""
@@ -62,8 +63,7 @@ class Fleet:
         self._make, self._clock, self._sink, self._in_thread = make, clock, sink, in_thread
         self._patience_s, self._is_lone_replaced = patience_s, is_lone_replaced
         self._why_fixed = why_fixed or ("" if is_queueing else IN_LOCKSTEP)
-        names = ["engine"] if num == 1 else [f"engine-{number}" for number in range(num)]
-        engines = [make(name) for name in names]
+        engines = [make(name) for name in engine_names(num)]
         self._engines: dict[str, Engine | None] = {engine.name: engine for engine in engines}
         """The newest of each name, None while the first is made. A name leaves when its engine is removed, or given up."""
         self.router = Router(engines, is_queueing=is_queueing, clock=clock, sink=sink)
