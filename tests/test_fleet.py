@@ -95,7 +95,7 @@ def lose_often(num: int, pause_s: float, name: str = "engine-1") -> tuple[list[f
 def test_engines_that_die_are_replaced_after_longer_and_longer_pauses_within_a_budget_and_the_rest_is_said() -> None:
     delays, said, num_left = lose_often(MOST_REPLACED + 1, pause_s=40.0)
     assert delays == pytest.approx([BACK_OFF_S * 2**number for number in range(MOST_REPLACED)])
-    assert said == ["engine-1 is not replaced: 5 were within 10 minutes"] and num_left == 1
+    assert said == ["engine-1 is not replaced: 5 were, and served for less than 10 minutes in all"] and num_left == 1
 
 
 def test_one_that_has_served_for_a_while_is_replaced_at_once_and_the_budget_is_for_a_stretch_of_time() -> None:
@@ -124,6 +124,73 @@ def test_an_engine_that_cannot_be_made_is_tried_again_and_the_others_do_not_wait
     adopted, said = run_virtual(play())
     assert adopted == ["engine-1", "engine-0"]
     assert said == ["engine-0 could not be replaced: RuntimeError: out of memory"] * 2
+
+
+class Homeless(SimEngine):
+    """Waits for room for a long time, finds none, and breaks. `of_two` makes it, but for the two that there are first."""
+
+    async def resume(self) -> None:
+        if not self.is_gone:
+            await asyncio.sleep(300)
+            self.crash("no room")
+        await super().resume()
+
+    async def load(self, version: int, weights: Weights) -> None:
+        await self.resume()
+
+    @staticmethod
+    def of_two(made: list[SimEngine]) -> Callable[[str], SimEngine]:
+        def make(name: str) -> SimEngine:
+            made.append(SimEngine(name=name) if len(made) < 2 else Homeless(name=name))
+            return made[-1]
+
+        return make
+
+
+def adopting(fleet: Fleet) -> Callable[[Any], bool]:
+    """Takes engines in as training does, and says no more of one that breaks than training says."""
+    tasks = set[asyncio.Task[None]]()
+
+    async def take_in(engine: Any) -> None:
+        try:
+            await engine.load(1, {})
+        except EngineError:
+            fleet.router.on_lost(engine)
+        else:
+            fleet.router.join(engine)
+
+    def adopt(engine: Any) -> bool:
+        tasks.add(asyncio.create_task(take_in(engine)))
+        return True
+
+    return adopt
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_replacements_that_never_serve_run_out_of_budget_however_long_each_takes(
+    is_training: bool, is_loaded: bool
+) -> None:
+    async def play() -> tuple[int, list[str], list[str], float]:
+        sink, made = MemorySink(), list[SimEngine]()
+        fleet = fleet_of(Homeless.of_two(made), 2, sink)
+        replacing = asyncio.create_task(fleet.replace(adopting(fleet) if is_training else lambda engine: False))
+        made[0].crash("on purpose")
+        if is_loaded:
+            await fleet.load(1, {})
+        else:
+            fleet.router.lose(made[0], EngineError("found dead"))
+        while "engine-0" in fleet.names:
+            await asyncio.sleep(1)
+        replacing.cancel()
+        said = [event.message for event in sink.of(Warned)]
+        return len(made) - 2, fleet.names, said, asyncio.get_running_loop().time()
+
+    num_replaced, names, said, seconds = run_virtual(play())
+    assert num_replaced == MOST_REPLACED and names == ["engine-1"]
+    assert said[-1] == "engine-0 is not replaced: 5 were, and served for less than 10 minutes in all"
+    pauses = sum(BACK_OFF_S * 2**number for number in range(MOST_REPLACED))
+    assert seconds == pytest.approx(MOST_REPLACED * 300 + pauses, abs=2), "to wait for a start is no service"
 
 
 @pytest.mark.parametrize("is_lone_replaced", [True, False])
@@ -470,6 +537,55 @@ def test_at_any_moment_of_any_world_engines_may_come_go_and_die(
     check(world, simulated(world, play))
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_new_engine_that_never_serves_is_the_end_of_that_scale_and_the_next_one_is_carried_out(
+    is_training: bool,
+) -> None:
+    async def play() -> tuple[str, float, list[SimEngine], list[str]]:
+        sink, made = MemorySink(), list[SimEngine]()
+        fleet = fleet_of(Homeless.of_two(made), 2, sink)
+        replacing = asyncio.create_task(fleet.replace(adopting(fleet) if is_training else lambda engine: False))
+        with pytest.raises(EngineError) as raised:
+            await fleet.scale(4)
+        seconds = asyncio.get_running_loop().time()
+        assert fleet.names == ["engine-0", "engine-1"] and await fleet.scale(1) == ([], ["engine-1"])
+        await asyncio.sleep(10_000)
+        replacing.cancel()
+        return str(raised.value), seconds, made, [event.message for event in sink.of(Warned)]
+
+    error, seconds, made, said = run_virtual(play())
+    assert error == (
+        "engine-2 could not be started: engine-2 broke: no room. It is not tried again, and the run goes on with engine-0, "
+        "engine-1: ask for fewer engines, or make room for more and ask again"
+    )
+    assert seconds == pytest.approx(300), "nor is another one tried, which would fail as well"
+    assert len(made) == 3 and made[2]._is_closed and "engine-2 could not be started: engine-2 broke: no room" in said
+
+
+def test_engines_that_training_has_taken_in_and_not_seen_join_are_replaced_or_given_up_when_it_is_over() -> None:
+    async def play() -> tuple[list[str], bool, str]:
+        yard, is_over = Yard(), False
+        fleet = fleet_of(yard.make, 2, MemorySink())
+        replacing = asyncio.create_task(fleet.replace(lambda engine: not is_over))
+        yard.made[0].crash("on purpose")
+        fleet.router.lose(yard.made[0], EngineError("found dead"))
+        scaling = asyncio.create_task(fleet.scale(3))
+        await asyncio.sleep(10)
+        assert len(yard.made) == 4 and not scaling.done()
+        is_over = True
+        fleet.take_back()
+        with pytest.raises(EngineError) as raised:
+            await scaling
+        await asyncio.sleep(10)
+        replacing.cancel()
+        serving = [engine.name for engine in fleet.router.engines]
+        return serving, all(engine._is_closed for engine in yard.made[2:4]), str(raised.value)
+
+    serving, are_closed, error = run_virtual(play())
+    assert serving == ["engine-1", "engine-0"] and are_closed
+    assert error.startswith("engine-2 could not be started: training was over before it could join. ")
+
+
 def test_what_cannot_be_scaled_is_refused_and_says_why(tmp_path: Path) -> None:
     async def play() -> None:
         yard = Yard(fails=lambda number: number == 4)
@@ -508,6 +624,8 @@ async def served(folder: Path, ask: Callable[[], Any]) -> Any:
     async def carry(question: control.Question) -> control.Answer:
         if isinstance(question, Scale) and question.engines == 13:
             raise ConfigError("not thirteen")
+        if isinstance(question, Scale) and question.engines == 14:
+            raise EngineError("engine-3 could not be started: no room")
         now = Now(version=1, engines=[], requests_waiting=0, groups_in_flight=0, budget=0, rows_in_store=0, waits=[])
         return Scaled(joined=["a"], left=[], engines=["a"]) if isinstance(question, Scale) else now
 
@@ -555,6 +673,12 @@ def test_whatever_comes_through_the_socket_is_refused_and_the_next_is_answered(t
         assert control.ask(folder, Look()).version == 1
 
     asyncio.run(served(folder, ask))
+
+
+def test_whoever_asks_for_engines_that_cannot_be_started_is_told_why_and_it_is_an_error(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path / "run")
+    result = asyncio.run(served(folder, lambda: CliRunner().invoke(app, ["scale", str(folder), "engines=14"])))
+    assert result.exit_code == 1 and "engine-3 could not be started: no room" in result.output
 
 
 def test_a_run_that_is_not_there_is_said_to_be_not_there(tmp_path: Path) -> None:

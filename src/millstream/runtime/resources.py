@@ -108,7 +108,7 @@ class Placement(Struct, frozen=True, kw_only=True):
         return {kind: sum(bundle.get(kind, 0.0) for bundle in self.bundles) for kind in sorted(kinds)}
 
     def bundle_of(self, kind: Kind, name: str) -> int | None:
-        """What is reserved under this name, for whoever bears it now. None: nothing is, as for an engine that is added later."""
+        """What is reserved under this name, for whoever bears it now. None: nothing, as for engines that are added later."""
         match kind:
             case "engine":
                 return dict(zip(engine_names(len(self.engines)), self.engines, strict=True)).get(name)

@@ -547,6 +547,8 @@ class _Run:
         try:
             with seldom_collected():
                 await self._pipeline.run()
+            if self._stopped_by is None:
+                fleet.take_back()
             if parts.channel.version > self._version:
                 fleet.remember(*await parts.channel.fetch())
         finally:
