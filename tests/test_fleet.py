@@ -22,25 +22,28 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from millstream import RunConfig, train
+from millstream import RunConfig, resume, train
 from millstream.cli.main import app
 from millstream.clock import VirtualClock, run_virtual
 from millstream.config import load
 from millstream.engine import EngineConfig
 from millstream.engine.http_config import HttpConfig
 from millstream.errors import ConfigError, EngineError, MillstreamError, WeightsError
-from millstream.events import ReplicaJoined, ReplicaLeft, RunEnded, Warned, WeightsLoaded
+from millstream.events import Evaluated, ReplicaJoined, ReplicaLeft, RunEnded, Warned, WeightsLoaded
 from millstream.events.sinks import MemorySink, read_events
 from millstream.frames import frame
-from millstream.runtime import control
+from millstream.runtime import control, run
 from millstream.runtime.config import ModelConfig, TinyConfig
 from millstream.runtime.control import Control, Look, Now, Refused, Scale, Scaled
+from millstream.runtime.evaluator import Evaluator
 from millstream.runtime.fleet import BACK_OFF_S, MOST_REPLACED, SERVED_S, WINDOW_S, Fleet
 from millstream.runtime.pipeline import MOST_WEIGHTS_FAILED
 from millstream.runtime.site import Around, LocalSite, build_fleet
+from millstream.sim.draws import constant
 from millstream.sim.engine import SimEngine
 from millstream.types import RequestKey, Weights
 from millstream.weights import Publication
+from millstream.weights.first import WithFirst
 from millstream.weights.local import LocalChannel
 from runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
 from simulated import OnFleet, World, check, fleet_of, simulate
@@ -241,26 +244,65 @@ def test_where_the_only_engine_dies_too_often_whoever_waits_is_told_at_once_and_
     assert run_virtual(play()) == pytest.approx(31, abs=1), "the pauses, and no patience after them"
 
 
-def test_an_engine_that_comes_while_nobody_trains_gets_what_was_loaded_last() -> None:
+def test_an_engine_that_comes_while_nobody_trains_gets_what_was_loaded_last_or_what_training_has() -> None:
     async def play() -> list[int]:
-        yard = Yard()
-        fleet = fleet_of(yard.make, 2, MemorySink())
+        yard, found = Yard(), list[int]()
+        fleet, channel = fleet_of(yard.make, 2, MemorySink()), WithFirst(LocalChannel(3), {})
         replacing = asyncio.create_task(fleet.replace(lambda engine: False))
-        await fleet.load(3, {})
-        found = []
-        for forgotten in (False, True):
-            yard.newest("engine-0").crash("on purpose")
-            if forgotten:
-                fleet.forget()
-            with pytest.raises(EngineError):
-                await yard.newest("engine-0").load(4, {})
+
+        async def lose() -> None:
             fleet.router.lose(yard.newest("engine-0"), EngineError("found dead"))
             await asyncio.sleep(10)
             found.append(yard.newest("engine-0").version)
+
+        await lose()
+        await fleet.load(2, {})
+        await lose()
+        fleet.follow(channel.fetch)
+        await lose()
+        await channel.publish(4, {"number": 4})
+        await lose()
         replacing.cancel()
         return found
 
-    assert run_virtual(play()) == [3, 0]
+    assert run_virtual(play()) == [0, 2, 3, 4]
+
+
+def test_an_engine_that_is_just_about_to_join_when_others_are_loaded_joins_with_that() -> None:
+    async def play() -> list[int]:
+        made, sink = list[SimEngine](), MemorySink()
+
+        def make(name: str) -> SimEngine:
+            made.append(SimEngine(name=name, load_s=constant(5.0)))
+            return made[-1]
+
+        fleet = fleet_of(make, 2, sink)
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+        await fleet.load(1, {})
+        fleet.router.lose(made[0], EngineError("found dead"))
+        await asyncio.sleep(2 * BACK_OFF_S)
+        await fleet.load(2, {})
+        await asyncio.sleep(10)
+        replacing.cancel()
+        return [event.version for event in sink.of(ReplicaJoined)]
+
+    assert run_virtual(play()) == [2]
+
+
+def test_what_engines_began_with_is_had_until_something_is_published_and_no_longer() -> None:
+    class Stagers(LocalChannel):
+        async def anew(self) -> Weights | None:
+            return {"number": 7.5}
+
+    async def play() -> None:
+        channel = WithFirst(Stagers(7), first)
+        assert await channel.fetch() == (7, first) and channel.version == 7
+        assert await channel.anew() == {"number": 7.5} and await channel.fetch() == (7, {"number": 7.5})
+        await channel.publish(8, {"number": 8})
+        assert await channel.fetch() == (8, {"number": 8}) and channel.version == 8 and channel._first is None
+
+    first = {"number": 7}
+    asyncio.run(play())
 
 
 def test_an_engine_that_is_being_made_when_the_run_ends_is_closed_with_the_others() -> None:
@@ -740,6 +782,51 @@ def test_a_run_at_work_is_scaled_up_and_down_and_its_audit_is_clean(tmp_path: Pa
     assert [event.engine for event in events if isinstance(event, ReplicaLeft)] == ["engine-1", "engine-0"]
     assert_clean(run_dir)
     assert not (run_dir / "control.sock").exists()
+
+
+def test_an_engine_that_is_lost_while_the_model_of_a_resumed_run_is_saved_comes_back_with_the_last_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed in its last evaluation: nothing is published any more."""
+    changes = {"pipeline.steps": 2, "data.holdout": 8, "engine.replicas": 2, "run_dir": tmp_path / "run"}
+    config = load(recipe_in(tmp_path), RunConfig, [f"{key}={value}" for key, value in (SETTINGS | changes).items()])
+
+    async def killed(evaluator: Evaluator, when: str) -> None:
+        if when == "after":
+            raise EngineError("killed")
+
+    with monkeypatch.context() as patched, pytest.raises(EngineError, match="killed"):
+        patched.setattr(Evaluator, "sampled_and_greedy", killed)
+        train(config)
+    sink, fleets, loop, has_joined = MemorySink(), list[Fleet](), list[Any](), threading.Event()
+
+    def build(*arguments: Any, **options: Any) -> Fleet:
+        loop.append(asyncio.get_running_loop())
+        fleets.append(build_fleet(*arguments, **options))
+        return fleets[0]
+
+    def lose() -> None:
+        router, on_joined = fleets[0].router, fleets[0].router.on_joined
+
+        def joined(engine: Any) -> None:
+            on_joined(engine)
+            has_joined.set()
+
+        router.on_joined = joined
+        router.lose(router.engines[0], EngineError("found dead"))
+
+    save = run._Run._save
+
+    def save_slowly(one: Any, learner: Any) -> None:
+        loop[0].call_soon_threadsafe(lose)
+        assert has_joined.wait(60)
+        save(one, learner)
+
+    monkeypatch.setattr(run, "build_fleet", build)
+    monkeypatch.setattr(run._Run, "_save", save_slowly)
+    resume(tmp_path / "run", sinks=[sink])
+    assert [event.version for event in sink.of(ReplicaJoined)] == [2]
+    assert {event.name: event.version for event in sink.of(Evaluated)} == {"sampled after": 2, "greedy after": 2}
 
 
 def test_a_run_whose_only_engine_is_killed_goes_on_with_another(tmp_path: Path) -> None:

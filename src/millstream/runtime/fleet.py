@@ -6,14 +6,15 @@ What it was asked goes on elsewhere, or waits for it. Where an engine stands alo
 is nothing that could die by itself: the run ends with its error. One that is added and never comes to serve is not replaced:
 whoever asked for it is told why.
 
-Whoever trains takes new engines in (`Adopt`). While nobody does, they get what was loaded last, or serve as they were made.
+Whoever trains takes new engines in (`Adopt`). While nobody does, none joins without what was loaded last; where nothing was,
+they serve as they were made.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from millstream.clock import Clock
@@ -22,6 +23,7 @@ from millstream.errors import ConfigError, EngineError, EngineGone, MillstreamEr
 from millstream.events import EventSink, Warned
 from millstream.runtime.router import Router
 from millstream.types import Weights
+from millstream.weights import Publication
 from millstream.workers import engine_names
 
 MOST_REPLACED = 5
@@ -38,6 +40,7 @@ IN_LOCKSTEP = (
 Make = Callable[[str], Engine]
 Adopt = Callable[[Engine], bool]
 """Whether it is taken in."""
+Newest = Callable[[], Awaitable[Publication]]
 InThread = Callable[..., Coroutine[Any, Any, Any]]
 
 
@@ -114,7 +117,7 @@ class Fleet:
         """By name: until the first engine of it has joined, or is lost."""
         self._adopted: set[Engine] = set()
         """Those whom training has taken in, and who do not serve yet."""
-        self._loaded: tuple[int, Weights] | None = None
+        self._newest: Newest | None = None
         self._making: set[asyncio.Future[Engine]] = set()
         self._adopt: Adopt = lambda engine: False
 
@@ -165,11 +168,17 @@ class Fleet:
 
     def remember(self, version: int, weights: Weights) -> None:
         """What an engine gets that comes while nobody trains. They must not be changed afterwards."""
-        self._loaded = version, weights
+        newest = Publication(version, weights)
 
-    def forget(self) -> None:
-        """Whoever trains has the weights from now on."""
-        self._loaded = None
+        async def remembered() -> Publication:
+            return newest
+
+        self._newest = remembered
+
+    def follow(self, newest: Newest) -> None:
+        """Whoever trains has the weights from now on: `newest` gives them, and is asked for an engine that nobody takes in any
+        more. Nothing else is kept here."""
+        self._newest = newest
 
     # ---- replaced ----------------------------------------------------------------------------------------------------
 
@@ -228,10 +237,7 @@ class Fleet:
         if self._hand_over(engine):
             return
         try:
-            if self._loaded is not None:
-                await engine.load(*self._loaded)
-            else:
-                await engine.resume()  # it answers when it has started: until then it serves nobody
+            await self._catch_up(engine)
         except EngineGone as error:
             self._warn(f"{name} broke before it could join: {error}")
             self._lose(engine, str(error))
@@ -242,6 +248,14 @@ class Fleet:
             raise
         if not self._hand_over(engine):  # training may have begun meanwhile
             self.router.join(engine)
+
+    async def _catch_up(self, engine: Engine) -> None:
+        """Returns when it has started, and has what was loaded last."""
+        await engine.resume()  # it answers as soon as it has started
+        had: Newest | None = None
+        while self._newest is not None and self._newest is not had:
+            had = self._newest
+            await engine.load(*await had())
 
     def _hand_over(self, engine: Engine) -> bool:
         """Whether training takes it in."""
