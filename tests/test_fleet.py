@@ -22,25 +22,28 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from millstream import RunConfig, train
+from millstream import RunConfig, resume, train
 from millstream.cli.main import app
 from millstream.clock import VirtualClock, run_virtual
 from millstream.config import load
 from millstream.engine import EngineConfig
 from millstream.engine.http_config import HttpConfig
 from millstream.errors import ConfigError, EngineError, MillstreamError, WeightsError
-from millstream.events import ReplicaJoined, ReplicaLeft, RunEnded, Warned, WeightsLoaded
+from millstream.events import Evaluated, ReplicaJoined, ReplicaLeft, RunEnded, Warned, WeightsLoaded
 from millstream.events.sinks import MemorySink, read_events
 from millstream.frames import frame
-from millstream.runtime import control
+from millstream.runtime import control, run
 from millstream.runtime.config import ModelConfig, TinyConfig
 from millstream.runtime.control import Control, Look, Now, Refused, Scale, Scaled
+from millstream.runtime.evaluator import Evaluator
 from millstream.runtime.fleet import BACK_OFF_S, MOST_REPLACED, SERVED_S, WINDOW_S, Fleet
 from millstream.runtime.pipeline import MOST_WEIGHTS_FAILED
 from millstream.runtime.site import Around, LocalSite, build_fleet
+from millstream.sim.draws import constant
 from millstream.sim.engine import SimEngine
 from millstream.types import RequestKey, Weights
 from millstream.weights import Publication
+from millstream.weights.first import WithFirst
 from millstream.weights.local import LocalChannel
 from runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
 from simulated import OnFleet, World, check, fleet_of, simulate
@@ -95,7 +98,7 @@ def lose_often(num: int, pause_s: float, name: str = "engine-1") -> tuple[list[f
 def test_engines_that_die_are_replaced_after_longer_and_longer_pauses_within_a_budget_and_the_rest_is_said() -> None:
     delays, said, num_left = lose_often(MOST_REPLACED + 1, pause_s=40.0)
     assert delays == pytest.approx([BACK_OFF_S * 2**number for number in range(MOST_REPLACED)])
-    assert said == ["engine-1 is not replaced: 5 were within 10 minutes"] and num_left == 1
+    assert said == ["engine-1 is not replaced: 5 were, and served for less than 10 minutes in all"] and num_left == 1
 
 
 def test_one_that_has_served_for_a_while_is_replaced_at_once_and_the_budget_is_for_a_stretch_of_time() -> None:
@@ -124,6 +127,73 @@ def test_an_engine_that_cannot_be_made_is_tried_again_and_the_others_do_not_wait
     adopted, said = run_virtual(play())
     assert adopted == ["engine-1", "engine-0"]
     assert said == ["engine-0 could not be replaced: RuntimeError: out of memory"] * 2
+
+
+class Homeless(SimEngine):
+    """Waits for room for a long time, finds none, and breaks. `of_two` makes it, but for the two that there are first."""
+
+    async def resume(self) -> None:
+        if not self.is_gone:
+            await asyncio.sleep(300)
+            self.crash("no room")
+        await super().resume()
+
+    async def load(self, version: int, weights: Weights) -> None:
+        await self.resume()
+
+    @staticmethod
+    def of_two(made: list[SimEngine]) -> Callable[[str], SimEngine]:
+        def make(name: str) -> SimEngine:
+            made.append(SimEngine(name=name) if len(made) < 2 else Homeless(name=name))
+            return made[-1]
+
+        return make
+
+
+def adopting(fleet: Fleet) -> Callable[[Any], bool]:
+    """Takes engines in as training does, and says no more of one that breaks than training says."""
+    tasks = set[asyncio.Task[None]]()
+
+    async def take_in(engine: Any) -> None:
+        try:
+            await engine.load(1, {})
+        except EngineError:
+            fleet.router.on_lost(engine)
+        else:
+            fleet.router.join(engine)
+
+    def adopt(engine: Any) -> bool:
+        tasks.add(asyncio.create_task(take_in(engine)))
+        return True
+
+    return adopt
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_replacements_that_never_serve_run_out_of_budget_however_long_each_takes(
+    is_training: bool, is_loaded: bool
+) -> None:
+    async def play() -> tuple[int, list[str], list[str], float]:
+        sink, made = MemorySink(), list[SimEngine]()
+        fleet = fleet_of(Homeless.of_two(made), 2, sink)
+        replacing = asyncio.create_task(fleet.replace(adopting(fleet) if is_training else lambda engine: False))
+        made[0].crash("on purpose")
+        if is_loaded:
+            await fleet.load(1, {})
+        else:
+            fleet.router.lose(made[0], EngineError("found dead"))
+        while "engine-0" in fleet.names:
+            await asyncio.sleep(1)
+        replacing.cancel()
+        said = [event.message for event in sink.of(Warned)]
+        return len(made) - 2, fleet.names, said, asyncio.get_running_loop().time()
+
+    num_replaced, names, said, seconds = run_virtual(play())
+    assert num_replaced == MOST_REPLACED and names == ["engine-1"]
+    assert said[-1] == "engine-0 is not replaced: 5 were, and served for less than 10 minutes in all"
+    pauses = sum(BACK_OFF_S * 2**number for number in range(MOST_REPLACED))
+    assert seconds == pytest.approx(MOST_REPLACED * 300 + pauses, abs=2), "to wait for a start is no service"
 
 
 @pytest.mark.parametrize("is_lone_replaced", [True, False])
@@ -174,26 +244,65 @@ def test_where_the_only_engine_dies_too_often_whoever_waits_is_told_at_once_and_
     assert run_virtual(play()) == pytest.approx(31, abs=1), "the pauses, and no patience after them"
 
 
-def test_an_engine_that_comes_while_nobody_trains_gets_what_was_loaded_last() -> None:
+def test_an_engine_that_comes_while_nobody_trains_gets_what_was_loaded_last_or_what_training_has() -> None:
     async def play() -> list[int]:
-        yard = Yard()
-        fleet = fleet_of(yard.make, 2, MemorySink())
+        yard, found = Yard(), list[int]()
+        fleet, channel = fleet_of(yard.make, 2, MemorySink()), WithFirst(LocalChannel(3), {})
         replacing = asyncio.create_task(fleet.replace(lambda engine: False))
-        await fleet.load(3, {})
-        found = []
-        for forgotten in (False, True):
-            yard.newest("engine-0").crash("on purpose")
-            if forgotten:
-                fleet.forget()
-            with pytest.raises(EngineError):
-                await yard.newest("engine-0").load(4, {})
+
+        async def lose() -> None:
             fleet.router.lose(yard.newest("engine-0"), EngineError("found dead"))
             await asyncio.sleep(10)
             found.append(yard.newest("engine-0").version)
+
+        await lose()
+        await fleet.load(2, {})
+        await lose()
+        fleet.follow(channel.fetch)
+        await lose()
+        await channel.publish(4, {"number": 4})
+        await lose()
         replacing.cancel()
         return found
 
-    assert run_virtual(play()) == [3, 0]
+    assert run_virtual(play()) == [0, 2, 3, 4]
+
+
+def test_an_engine_that_is_just_about_to_join_when_others_are_loaded_joins_with_that() -> None:
+    async def play() -> list[int]:
+        made, sink = list[SimEngine](), MemorySink()
+
+        def make(name: str) -> SimEngine:
+            made.append(SimEngine(name=name, load_s=constant(5.0)))
+            return made[-1]
+
+        fleet = fleet_of(make, 2, sink)
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+        await fleet.load(1, {})
+        fleet.router.lose(made[0], EngineError("found dead"))
+        await asyncio.sleep(2 * BACK_OFF_S)
+        await fleet.load(2, {})
+        await asyncio.sleep(10)
+        replacing.cancel()
+        return [event.version for event in sink.of(ReplicaJoined)]
+
+    assert run_virtual(play()) == [2]
+
+
+def test_what_engines_began_with_is_had_until_something_is_published_and_no_longer() -> None:
+    class Stagers(LocalChannel):
+        async def anew(self) -> Weights | None:
+            return {"number": 7.5}
+
+    async def play() -> None:
+        channel = WithFirst(Stagers(7), first)
+        assert await channel.fetch() == (7, first) and channel.version == 7
+        assert await channel.anew() == {"number": 7.5} and await channel.fetch() == (7, {"number": 7.5})
+        await channel.publish(8, {"number": 8})
+        assert await channel.fetch() == (8, {"number": 8}) and channel.version == 8 and channel._first is None
+
+    first = {"number": 7}
+    asyncio.run(play())
 
 
 def test_an_engine_that_is_being_made_when_the_run_ends_is_closed_with_the_others() -> None:
@@ -470,6 +579,55 @@ def test_at_any_moment_of_any_world_engines_may_come_go_and_die(
     check(world, simulated(world, play))
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_new_engine_that_never_serves_is_the_end_of_that_scale_and_the_next_one_is_carried_out(
+    is_training: bool,
+) -> None:
+    async def play() -> tuple[str, float, list[SimEngine], list[str]]:
+        sink, made = MemorySink(), list[SimEngine]()
+        fleet = fleet_of(Homeless.of_two(made), 2, sink)
+        replacing = asyncio.create_task(fleet.replace(adopting(fleet) if is_training else lambda engine: False))
+        with pytest.raises(EngineError) as raised:
+            await fleet.scale(4)
+        seconds = asyncio.get_running_loop().time()
+        assert fleet.names == ["engine-0", "engine-1"] and await fleet.scale(1) == ([], ["engine-1"])
+        await asyncio.sleep(10_000)
+        replacing.cancel()
+        return str(raised.value), seconds, made, [event.message for event in sink.of(Warned)]
+
+    error, seconds, made, said = run_virtual(play())
+    assert error == (
+        "engine-2 could not be started: engine-2 broke: no room. It is not tried again, and the run goes on with engine-0, "
+        "engine-1: ask for fewer engines, or make room for more and ask again"
+    )
+    assert seconds == pytest.approx(300), "nor is another one tried, which would fail as well"
+    assert len(made) == 3 and made[2]._is_closed and "engine-2 could not be started: engine-2 broke: no room" in said
+
+
+def test_engines_that_training_has_taken_in_and_not_seen_join_are_replaced_or_given_up_when_it_is_over() -> None:
+    async def play() -> tuple[list[str], bool, str]:
+        yard, is_over = Yard(), False
+        fleet = fleet_of(yard.make, 2, MemorySink())
+        replacing = asyncio.create_task(fleet.replace(lambda engine: not is_over))
+        yard.made[0].crash("on purpose")
+        fleet.router.lose(yard.made[0], EngineError("found dead"))
+        scaling = asyncio.create_task(fleet.scale(3))
+        await asyncio.sleep(10)
+        assert len(yard.made) == 4 and not scaling.done()
+        is_over = True
+        fleet.take_back()
+        with pytest.raises(EngineError) as raised:
+            await scaling
+        await asyncio.sleep(10)
+        replacing.cancel()
+        serving = [engine.name for engine in fleet.router.engines]
+        return serving, all(engine._is_closed for engine in yard.made[2:4]), str(raised.value)
+
+    serving, are_closed, error = run_virtual(play())
+    assert serving == ["engine-1", "engine-0"] and are_closed
+    assert error.startswith("engine-2 could not be started: training was over before it could join. ")
+
+
 def test_what_cannot_be_scaled_is_refused_and_says_why(tmp_path: Path) -> None:
     async def play() -> None:
         yard = Yard(fails=lambda number: number == 4)
@@ -508,6 +666,8 @@ async def served(folder: Path, ask: Callable[[], Any]) -> Any:
     async def carry(question: control.Question) -> control.Answer:
         if isinstance(question, Scale) and question.engines == 13:
             raise ConfigError("not thirteen")
+        if isinstance(question, Scale) and question.engines == 14:
+            raise EngineError("engine-3 could not be started: no room")
         now = Now(version=1, engines=[], requests_waiting=0, groups_in_flight=0, budget=0, rows_in_store=0, waits=[])
         return Scaled(joined=["a"], left=[], engines=["a"]) if isinstance(question, Scale) else now
 
@@ -555,6 +715,12 @@ def test_whatever_comes_through_the_socket_is_refused_and_the_next_is_answered(t
         assert control.ask(folder, Look()).version == 1
 
     asyncio.run(served(folder, ask))
+
+
+def test_whoever_asks_for_engines_that_cannot_be_started_is_told_why_and_it_is_an_error(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path / "run")
+    result = asyncio.run(served(folder, lambda: CliRunner().invoke(app, ["scale", str(folder), "engines=14"])))
+    assert result.exit_code == 1 and "engine-3 could not be started: no room" in result.output
 
 
 def test_a_run_that_is_not_there_is_said_to_be_not_there(tmp_path: Path) -> None:
@@ -616,6 +782,51 @@ def test_a_run_at_work_is_scaled_up_and_down_and_its_audit_is_clean(tmp_path: Pa
     assert [event.engine for event in events if isinstance(event, ReplicaLeft)] == ["engine-1", "engine-0"]
     assert_clean(run_dir)
     assert not (run_dir / "control.sock").exists()
+
+
+def test_an_engine_that_is_lost_while_the_model_of_a_resumed_run_is_saved_comes_back_with_the_last_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed in its last evaluation: nothing is published any more."""
+    changes = {"pipeline.steps": 2, "data.holdout": 8, "engine.replicas": 2, "run_dir": tmp_path / "run"}
+    config = load(recipe_in(tmp_path), RunConfig, [f"{key}={value}" for key, value in (SETTINGS | changes).items()])
+
+    async def killed(evaluator: Evaluator, when: str) -> None:
+        if when == "after":
+            raise EngineError("killed")
+
+    with monkeypatch.context() as patched, pytest.raises(EngineError, match="killed"):
+        patched.setattr(Evaluator, "sampled_and_greedy", killed)
+        train(config)
+    sink, fleets, loop, has_joined = MemorySink(), list[Fleet](), list[Any](), threading.Event()
+
+    def build(*arguments: Any, **options: Any) -> Fleet:
+        loop.append(asyncio.get_running_loop())
+        fleets.append(build_fleet(*arguments, **options))
+        return fleets[0]
+
+    def lose() -> None:
+        router, on_joined = fleets[0].router, fleets[0].router.on_joined
+
+        def joined(engine: Any) -> None:
+            on_joined(engine)
+            has_joined.set()
+
+        router.on_joined = joined
+        router.lose(router.engines[0], EngineError("found dead"))
+
+    save = run._Run._save
+
+    def save_slowly(one: Any, learner: Any) -> None:
+        loop[0].call_soon_threadsafe(lose)
+        assert has_joined.wait(60)
+        save(one, learner)
+
+    monkeypatch.setattr(run, "build_fleet", build)
+    monkeypatch.setattr(run._Run, "_save", save_slowly)
+    resume(tmp_path / "run", sinks=[sink])
+    assert [event.version for event in sink.of(ReplicaJoined)] == [2]
+    assert {event.name: event.version for event in sink.of(Evaluated)} == {"sampled after": 2, "greedy after": 2}
 
 
 def test_a_run_whose_only_engine_is_killed_goes_on_with_another(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
 
+from millstream.cli.main import app
 from millstream.events import (
     CheckpointFailed,
     CheckpointSealed,
@@ -104,6 +106,28 @@ def test_a_run_goes_on_elsewhere_with_other_numbers_of_parts(
     assert f"with {', '.join(changes)}" in output
     steps = [event.version for event in read_history(run_dir / "events.jsonl") if isinstance(event, Stepped)]
     assert steps == list(range(1, STEPS + 1))
+
+
+def test_a_run_is_scaled_up_and_down_and_beyond_the_room_of_its_cluster_it_is_told_so(tmp_path: Path) -> None:
+    """The cluster that is started has 16 CPUs more than the run needs."""
+    run_dir, parts = tmp_path / "run", {"learner.ranks": 1, "resources.engine_cpus": 10, "resources.patience_s": 30}
+    with running(command(run_dir, {"pipeline.steps": 100000, **parts})) as process:
+        until(lambda: steps_of(run_dir) >= 2, process, START_S)
+
+        def scale(num: int) -> Result:
+            return CliRunner().invoke(app, ["scale", str(run_dir), f"engines={num}"])
+
+        said = scale(2)
+        assert said.exit_code == 0 and "engine-0 has joined\nengines: engine, engine-0\n" in said.output, said.output
+        said = scale(3)
+        assert said.exit_code == 1 and "waited 30 s for engine-1 (10 CPU, 0 GPU) to start" in said.output, said.output
+        assert "the run goes on with engine, engine-0: ask for fewer engines" in said.output
+        said = scale(1)
+        assert said.exit_code == 0 and "engine-0 has left\nengines: engine\n" in said.output, said.output
+        num_steps = steps_of(run_dir)
+        until(lambda: steps_of(run_dir) >= num_steps + 2, process)
+        stop(process)
+    assert_clean(run_dir)
 
 
 def test_a_local_run_goes_on_under_ray(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 import socket
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ pytest.importorskip("ray")
 
 from crash_matrix import MOMENTS, RANDOM, VICTIMS, Cell, Plan, Result, carry_out, plans, table
 from crash_run import ENGINES, Books
+from millstream.runtime.resources import ResourcesConfig, placement_of
 
 
 def survived(plan: Plan, folder: Path) -> dict[str, Result]:
@@ -65,6 +67,19 @@ def test_a_worker_that_hangs_up_has_died_unless_ray_knows_that_its_work_was_done
         assert lost.ended(0) == "its process 7 ended: its node is gone" and lost.has_died
         assert crashed.ended(0) == "its process 7 ended: killed or crashed" and crashed.has_died
         assert not done.has_died
+
+
+def test_an_engine_that_is_added_is_placed_freely_and_one_that_is_replaced_keeps_its_bundle() -> None:
+    from millstream.runtime.cluster import Cluster
+
+    cluster: Any = Cluster.__new__(Cluster)
+    cluster._group = object()
+    cluster._placement = placement_of(ResourcesConfig(), replicas=1, ranks=2)
+    for _ in range(2):
+        strategy = cluster._options("engine", "engine")["scheduling_strategy"]
+        assert strategy.placement_group_bundle_index == 2 and strategy.placement_group is cluster._group
+    assert cluster._options("learner", "rank 1")["scheduling_strategy"].placement_group_bundle_index == 1
+    assert cluster._options("engine", "engine-0") == cluster._options("stage", "reference") == {}
 
 
 def test_the_matrix_has_every_victim_at_every_moment_and_twenty_at_random() -> None:

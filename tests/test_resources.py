@@ -17,6 +17,7 @@ from millstream.runtime.config import RunConfig, check_run
 from millstream.runtime.evaluator import evaluate_model
 from millstream.runtime.resources import ResourcesConfig, placement_of
 from millstream.runtime.site import Around, LocalSite
+from millstream.workers import engine_names, rank_name
 
 RUN = """
 runtime = "ray"
@@ -58,6 +59,16 @@ def test_an_engine_and_a_rank_that_share_a_gpu_are_in_one_bundle() -> None:
     assert placement.engines == placement.ranks == [0, 1]
     assert placement.bundles == [{"CPU": 3.0, "GPU": 1.0}] * 2
     assert placement.total == {"CPU": 6.0, "GPU": 2.0}
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_bundle_is_its_name_s_and_whoever_bears_a_name_that_nothing_is_reserved_for_has_none(replicas: int) -> None:
+    placement = placement_of(ResourcesConfig(), replicas=replicas, ranks=2)
+    assert [placement.bundle_of("engine", name) for name in engine_names(replicas)] == placement.engines
+    assert [placement.bundle_of("learner", rank_name(number)) for number in range(2)] == placement.ranks
+    assert placement.bundle_of("engine", f"engine-{replicas}") is None
+    assert placement.bundle_of("learner", rank_name(2)) is placement.bundle_of("stage", "rank 0") is None
+    assert (placement.bundle_of("engine", "engine-0") is None) == (replicas == 1), "that one is called engine"
 
 
 def test_shares_of_every_kind_of_process_are_those_of_the_table() -> None:

@@ -25,6 +25,15 @@ MOST_LINES = 20
 HEARD_S = 1.0
 
 
+def engine_names(num: int) -> list[str]:
+    """Of the engines that a run begins with."""
+    return ["engine"] if num == 1 else [f"engine-{number}" for number in range(num)]
+
+
+def rank_name(number: int) -> str:
+    return f"rank {number}"
+
+
 class Worker(Protocol):
     """A process, from our side."""
 

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from millstream.learner.crew import Crew, Job
 from millstream.learner.orders import Setup
-from millstream.workers import Launcher
+from millstream.workers import Launcher, rank_name
 
 MODULE = "millstream.learner.rank_main"
 LOOPBACK = "127.0.0.1"
@@ -43,7 +43,7 @@ def _job(setup: Setup, rank: int) -> Job:
     return Job(
         kind="learner",
         module=MODULE,
-        name=f"rank {rank}",
+        name=rank_name(rank),
         setup=structs.replace(setup, plan=plan, memory=memory, delivery=delivery),
         place=f"rank {rank} of {plan.num_ranks}",
         descriptors=() if memory is None else (memory,),

@@ -191,11 +191,10 @@ class Cluster:
 
     def _options(self, kind: Kind, name: str) -> dict[str, Any]:
         """Engines and ranks have a bundle of the group; one that was added later takes what is free."""
-        number = _number_in(name)
-        own = {"engine": self._placement.engines, "learner": self._placement.ranks}.get(kind, [])
-        if self._group is None or number >= len(own):
+        bundle = self._placement.bundle_of(kind, name)
+        if self._group is None or bundle is None:
             return {}
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=own[number])
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return {"scheduling_strategy": strategy}
 
     def close(self) -> None:
@@ -285,12 +284,6 @@ class Switchboard:
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
-
-
-def _number_in(name: str) -> int:
-    """engine-1 is number 1, rank 1 as well; a name without a number is the only one."""
-    last = name.replace("-", " ").split()[-1]
-    return int(last) if last.isdigit() else 0
 
 
 def _words(resources: Mapping[str, float]) -> str:

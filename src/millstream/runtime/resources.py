@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec import Struct
 
 from millstream.errors import ConfigError
-from millstream.workers import Kind
+from millstream.workers import Kind, engine_names, rank_name
 
 Way = Literal["shared", "ipc", "broadcast", "files"]
 
@@ -106,6 +106,16 @@ class Placement(Struct, frozen=True, kw_only=True):
     def total(self) -> Bundle:
         kinds = {kind for bundle in self.bundles for kind in bundle}
         return {kind: sum(bundle.get(kind, 0.0) for bundle in self.bundles) for kind in sorted(kinds)}
+
+    def bundle_of(self, kind: Kind, name: str) -> int | None:
+        """What is reserved under this name, for whoever bears it now. None: nothing, as for engines that are added later."""
+        match kind:
+            case "engine":
+                return dict(zip(engine_names(len(self.engines)), self.engines, strict=True)).get(name)
+            case "learner":
+                return {rank_name(number): bundle for number, bundle in enumerate(self.ranks)}.get(name)
+            case _:
+                return None
 
 
 def placement_of(config: ResourcesConfig, *, replicas: int, ranks: int) -> Placement:

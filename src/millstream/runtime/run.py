@@ -62,6 +62,7 @@ from millstream.runtime.supervised import Supervised
 from millstream.runtime.warmup import Script
 from millstream.runtime.watchdog import Watchdog
 from millstream.types import Weights
+from millstream.weights.first import WithFirst
 
 logger = logging.getLogger(__name__)
 STATUS_S = 1.0
@@ -330,7 +331,8 @@ class _Run:
             if self._stopped_by is None:
                 saving = asyncio.to_thread(self._save, learner)
                 await self._waits.on("the run", "the model to be saved", saving)
-                fleet.remember(self._prepared.config.pipeline.steps, trained_weights(self._prepared.model))
+                assert self._pipeline is not None
+                fleet.remember(self._pipeline.admission.version, trained_weights(self._prepared.model))
         finally:
             await learner.close()
 
@@ -510,6 +512,8 @@ class _Run:
 
     async def _reinforce(self, learner: RunLearner, staff: Staff, fleet: Fleet, evaluator: Evaluator) -> None:
         prepared, config = self._prepared, self._prepared.config
+        first = self._waits.on("the run", "the learner to copy weights", learner.weights())
+        channel = WithFirst(prepared.site.new_channel(self._version, learner), await first)
         opening = prepared.site.open_store(staff.stages)
         parts = Parts(
             engines=fleet.router.engines,
@@ -519,7 +523,7 @@ class _Run:
             stages=staff.stages,
             critic=staff.critic,
             proximal=staff.proximal,
-            channel=prepared.site.new_channel(self._version, learner),
+            channel=channel,
             clock=self._clock,
             sink=self._sink,
             waits=self._waits,
@@ -539,16 +543,16 @@ class _Run:
             resumed=None if self._found is None else self._found.standing(),
             incarnation=self._incarnation,
             router=fleet.router,
-            first_weights=await self._waits.on("the run", "the learner to copy weights", learner.weights()),
+            first_weights=(await channel.fetch()).weights,
         )
         if self._state is not None:
             restore_generators(self._state.generators)
-        fleet.forget()
+        fleet.follow(channel.fetch)
         try:
             with seldom_collected():
                 await self._pipeline.run()
-            if parts.channel.version > self._version:
-                fleet.remember(*await parts.channel.fetch())
+            if self._stopped_by is None:
+                fleet.take_back()
         finally:
             self._end_grace()
             await self._waits.on("the run", "the last checkpoint to be written", self._checkpoints.close())
