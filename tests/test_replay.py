@@ -29,8 +29,9 @@ from millstream.learner.fsdp import FsdpLearner
 from millstream.runtime import build, replay
 from millstream.runtime.checkpoint import CheckpointConfig, Checkpoints, RunState, Sealed
 from millstream.runtime.replay import MOST, Book, ReplayedLearner, Told
-from millstream.runtime.state import Ledger, Standing
-from millstream.sim.learner import SimLearner, SimSnapshot
+from millstream.runtime.replay_critic import ReplayedCritic
+from millstream.runtime.state import Both, Ledger, Standing
+from millstream.sim.learner import SimCritic, SimLearner, SimSnapshot
 from millstream.store import Saved
 from millstream.types import Floats, Metrics, TrainRow, Weights
 from rank_cases import CASES, STEPS, batch, row, train
@@ -434,6 +435,91 @@ def test_checkpoints_that_are_hurried_are_due_at_once_and_one_whose_ranks_die_co
         await checkpoints.close()
 
     asyncio.run(program())
+
+
+async def bereft(checkpoints: Checkpoints, learner: ReplayedLearner | ReplayedCritic, die: Callable[[], None]) -> None:
+    """Trains a batch, seals it, begins another one, whereupon the book forgets the first; then the checkpoint is moved, and
+    whoever learns dies."""
+    begin = learner.begin_batch if isinstance(learner, ReplayedLearner) else learner.ready
+    await learner.ready()
+    await begin()
+    await learner.accumulate(rows_of(5))
+    await learner.step()
+    snapshot = await learner.snapshot()
+    is_critic = isinstance(learner, ReplayedCritic)
+    await checkpoints.keep(standing(1), 0, Both(SimSnapshot(0), snapshot) if is_critic else snapshot, 0.0)
+    sealed = await checkpoints.newest_sealed()
+    assert sealed is not None
+    await begin()
+    await learner.accumulate(rows_of(6))
+    sealed.folder.rename(sealed.folder.with_name("moved"))
+    die()
+    with pytest.raises(LearnerError, match=r"checkpoints/step-000001(/critic)? is not there any more") as error:
+        await learner.step()
+    assert not isinstance(error.value, LearnerGone)
+
+
+class MortalCritic(SimCritic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_dead = False
+
+    async def ready(self) -> None: ...
+    async def close(self) -> None: ...
+
+    async def step(self) -> Metrics:
+        if self.is_dead:
+            raise LearnerGone("the critic broke, on purpose")
+        return await super().step()
+
+
+@pytest.mark.parametrize("who", ["learner", "critic"])
+def test_without_the_checkpoint_that_the_book_goes_on_from_nobody_is_begun_anew(tmp_path: Path, who: str) -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(MortalCritic() if who == "critic" else MortalLearner(Fates({})))
+        return made[-1]
+
+    async def program() -> None:
+        sink = MemorySink()
+        checkpoints = checkpoints_in(tmp_path, sink, CheckpointConfig())
+        kind = ReplayedCritic if who == "critic" else ReplayedLearner
+        await bereft(
+            checkpoints,
+            kind(make, checkpoints, clock=RealClock(), sink=sink),
+            lambda: setattr(made[0], "is_dead", True),
+        )
+        await checkpoints.close()
+        assert len(made) == 1 and not sink.of(LearnerRestarted)
+
+    asyncio.run(program())
+
+
+def test_while_the_book_has_all_of_it_a_checkpoint_that_was_moved_is_not_missed(tmp_path: Path) -> None:
+    made = list[MortalLearner]()
+
+    async def program() -> None:
+        sink = MemorySink()
+        checkpoints = checkpoints_in(tmp_path, sink, CheckpointConfig())
+
+        def make() -> MortalLearner:
+            made.append(MortalLearner(Fates({})))
+            return made[-1]
+
+        learner = ReplayedLearner(make, checkpoints, clock=RealClock(), sink=sink)
+        await checkpoints.keep(standing(0), 0, await learner.snapshot(), 0.0)
+        sealed = await checkpoints.newest_sealed()
+        assert sealed is not None
+        await learner.begin_batch()
+        await learner.accumulate(rows_of(5))
+        sealed.folder.rename(tmp_path / "moved")
+        made[0].is_dead = True
+        await learner.step()
+        await checkpoints.close()
+
+    asyncio.run(program())
+    assert made[1].heard == [("begin_batch", ()), ("accumulate", ("row 5",)), ("step", ())]
 
 
 def standing(version: int) -> Standing:

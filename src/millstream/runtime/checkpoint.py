@@ -182,12 +182,10 @@ class Checkpoints:
         return self._written
 
     async def newest_sealed(self) -> Sealed | None:
-        """Waits until the one that is being written is sealed, or has failed."""
+        """Waits until the one that is being written is sealed, or has failed. Nobody has looked whether it is still there."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
-        if self._written is None or not (folder := self._folder / _name(self._written)).is_dir():
-            return None
-        return Sealed(self._written, folder)
+        return None if self._written is None else Sealed(self._written, self._folder / _name(self._written))
 
     async def _try(self, standing: Standing, mark: int, snapshot: Snapshot, state: RunState, held_s: float) -> None:
         version = standing.ledger.version
