@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from millstream.errors import CheckpointError, ConfigError
 from millstream.events import Resumed
 from millstream.events.sinks import read_events
 from millstream.learner.state import flat, read_trained, write_shards, write_state
+from millstream.runtime import checkpoint
 from millstream.runtime.checkpoint import steps_in
 from millstream.runtime.config import RunConfig
 from ray_runs import running, stop
@@ -114,6 +116,51 @@ def test_what_is_exported_is_the_same_from_one_file_and_from_shards(tmp_path: Pa
         found = read_trained(folder)
         assert found.keys() == {"a.weight", "b", "c"}
         assert all(torch.equal(found[name], {**state["masters"], **state["buffers"]}[name]) for name in found)
+
+
+def at_work(monkeypatch: pytest.MonkeyPatch, run_dir: Path, removes: list[int], seals: list[int]) -> None:
+    """A run that goes on while its checkpoints are read: with every file that is begun one more is removed, or sealed."""
+    folder, digest = run_dir / "checkpoints", checkpoint._sha256
+
+    def meanwhile(path: Path) -> str:
+        if seals:
+            new, old = folder / f"step-{seals.pop(0):06d}", max(folder.glob("step-*"))
+            subprocess.run(["cp", "-r", str(old), str(new)], check=True)
+            manifest = json.loads((new / "manifest.json").read_text())
+            (new / "manifest.json").write_text(json.dumps({**manifest, "version": int(new.name[5:])}))
+        if removes:
+            checkpoint._remove(folder / f"step-{removes.pop(0):06d}")
+        return digest(path)
+
+    monkeypatch.setattr(checkpoint, "_sha256", meanwhile)
+
+
+@pytest.mark.parametrize("step", [None, 4, 2])
+def test_a_checkpoint_that_the_run_removes_while_it_is_verified_gives_way_to_those_that_are_there_then(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None
+) -> None:
+    run_dir = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(done), str(run_dir)], check=True)
+    at_work(monkeypatch, run_dir, removes=[4 if step is None else step], seals=[6])
+    if step is None:
+        found = millstream.export(run_dir, tmp_path / "model")
+        assert found.step == 6 and not found.troubles
+    else:
+        there = ", ".join(str(one) for one in (0, 2, 4, 6) if one != step)
+        with pytest.raises(ConfigError, match=rf"no checkpoint of step {step}; it has those of {there}: type --step 6"):
+            millstream.export(run_dir, tmp_path / "model", step=step)
+
+
+def test_a_run_that_removes_one_checkpoint_after_the_other_is_not_read_for_ever(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(done), str(run_dir)], check=True)
+    at_work(monkeypatch, run_dir, removes=[4, *range(6, 100)], seals=list(range(6, 100)))
+    with pytest.raises(
+        CheckpointError, match=r"removed step-000004, step-000006, .* while they were read.*checkpoint\.keep"
+    ):
+        millstream.export(run_dir, tmp_path / "model")
 
 
 def test_a_run_goes_on_with_other_numbers_of_parts_and_its_folder_says_so(tmp_path: Path) -> None:
