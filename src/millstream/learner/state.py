@@ -131,11 +131,12 @@ def read_shards(folder: Path, like: dict[str, Tensor], group: Any) -> State:
 def _load(folder: Path, like: dict[str, Tensor], group: Any, kinds: Collection[str] | None = None) -> State:
     """`kinds`: of what is in it, as the first part of its name says. None: all of it."""
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    from millstream.learner.shards import Reader
+
     try:
-        reader = FileSystemReader(folder)
+        reader = Reader(folder)
         found = reader.read_metadata().state_dict_metadata
         wanted = {key: entry for key, entry in found.items() if kinds is None or key.partition(":")[0] in kinds}
         values = {key: _room(key, entry, like) for key, entry in wanted.items()}
