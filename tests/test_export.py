@@ -112,7 +112,8 @@ def test_what_is_exported_is_the_same_from_one_file_and_from_shards(tmp_path: Pa
         "moments": {"a.weight": {"exp_avg": torch.randn(3, 5), "step": torch.tensor(3.0)}, "b": {}},
         "num_steps_done": 3,
     }
-    (tmp_path / "one").mkdir()
+    for name in ("one", "many"):
+        (tmp_path / name).mkdir()
     write_state(state, tmp_path / "one")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

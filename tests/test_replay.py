@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,7 +29,10 @@ from millstream.config import load
 from millstream.errors import InvariantError, LearnerError, LearnerGone, MillstreamError
 from millstream.events import CheckpointFailed, LearnerRestarted, RunEnded, Warned
 from millstream.events.sinks import MemorySink, read_events
+from millstream.learner.crew import CrewSnapshot
 from millstream.learner.fsdp import FsdpLearner
+from millstream.learner.orders import Answer, Write
+from millstream.learner.seen import files_in
 from millstream.runtime import build, replay
 from millstream.runtime.checkpoint import CheckpointConfig, Checkpoints, RunState, Sealed
 from millstream.runtime.replay import MOST, Book, ReplayedLearner, Told
@@ -437,6 +444,47 @@ def test_checkpoints_that_are_hurried_are_due_at_once_and_one_whose_ranks_die_co
     asyncio.run(program())
 
 
+class FarCrew:
+    """Two ranks, and the second one is on a node that has a disk of its own where the run folder should be."""
+
+    members = ("rank 0 of 2", "rank 1 of 2 on node far")
+
+    def __init__(self, disk: Path, sizes: tuple[int, int]) -> None:
+        self._disk, self._sizes = disk, sizes
+        """How many bytes of the second one's file are here, and there."""
+
+    def ask(self, order: Write) -> list[Answer]:
+        here, (num_here, num_there) = Path(order.folder), self._sizes
+        (here / "__0_0.distcp").write_bytes(b"1234")
+        there = self._disk / here.name
+        there.mkdir()
+        (there / "__1_0.distcp").write_bytes(bytes(num_there))
+        if num_here:
+            (here / "__1_0.distcp").write_bytes(bytes(num_here))
+        return [Answer(number=1, files=files_in(folder)) for folder in (here, there)]
+
+
+@pytest.mark.parametrize(("sizes", "found"), [((0, 7), "is not there"), ((5, 7), "has 5 bytes"), ((7, 7), "")])
+def test_a_checkpoint_is_sealed_only_if_all_that_was_written_elsewhere_is_seen_here(
+    tmp_path: Path, sizes: tuple[int, int], found: str
+) -> None:
+    async def program() -> list[CheckpointFailed]:
+        sink = MemorySink()
+        checkpoints = checkpoints_in(tmp_path, sink, CheckpointConfig(keep=1))
+        await checkpoints.keep(standing(0), 0, SimSnapshot(3), 0.0)
+        crew: Any = FarCrew(tmp_path, sizes)
+        await checkpoints.keep(standing(1), 0, CrewSnapshot(crew, 0), 0.0)
+        await checkpoints.close()
+        return sink.of(CheckpointFailed)
+
+    failed = asyncio.run(program())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-00000{int(not found)}"]
+    if found:
+        (event,) = failed
+        assert event.message.startswith("rank 1 of 2 on node far wrote 7 bytes of ") and "__1_0.distcp" in event.message
+        assert f"here it {found}: the run folder must be on a disk that the driver and all nodes with" in event.message
+
+
 async def bereft(checkpoints: Checkpoints, learner: ReplayedLearner | ReplayedCritic, die: Callable[[], None]) -> None:
     """Trains a batch, seals it, begins another one, whereupon the book forgets the first; then the checkpoint is moved, and
     whoever learns dies."""
@@ -624,6 +672,57 @@ def test_ranks_that_are_killed_in_any_call_leave_the_weights_of_an_undisturbed_l
     assert all("its process ended with exit code -9" in one.why for one in restarts)
     (failed,) = sink.of(CheckpointFailed)
     assert failed.version == 4 and (tmp_path / "model/model.safetensors").exists()
+
+
+OWN_DISK = ["unshare", "-rm", "sh", "-ce", 'mount -t tmpfs none "$1"; mkdir -p "$2"; shift 2; exec "$@"', "own disk"]
+"""Begins a process that has a disk of its own, with one folder, where others have the first path."""
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, run_dir: Path, with_folder: Path) -> None:
+    """The second process that is started from here on has a disk of its own in place of the run folder."""
+    started, begin = itertools.count(), subprocess.Popen
+
+    def start_one(words: list[str], **more: Any) -> Any:
+        return begin([*OWN_DISK, str(run_dir), str(with_folder), *words] if next(started) == 1 else words, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", start_one)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not shutil.which("unshare")
+    or subprocess.run([*OWN_DISK, "/mnt", "/mnt/one", "true"], capture_output=True).returncode != 0,
+    reason="mounts are not allowed here",
+)
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        (".", r"has no folder .*\.step-000001\.tmp"),
+        (".step-000001.tmp", r"rank 1 of 2 wrote \d+ bytes of .*__1_0\.distcp"),
+    ],
+    ids=["that has nothing", "that has a folder of the same name"],
+)
+def test_a_rank_with_a_disk_of_its_own_costs_the_checkpoint_and_not_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, said: str
+) -> None:
+    async def program() -> list[CheckpointFailed]:
+        sink = MemorySink()
+        checkpoints = checkpoints_in(tmp_path, sink, CheckpointConfig(keep=1))
+        await checkpoints.keep(standing(0), 0, SimSnapshot(0), 0.0)
+        learner = two_ranks()
+        try:
+            await learner.ready()
+            await checkpoints.keep(standing(1), 0, await learner.snapshot(), 0.0)
+            await checkpoints.close()
+            await learner.weights()
+        finally:
+            await learner.close()
+        return sink.of(CheckpointFailed)
+
+    elsewhere(monkeypatch, tmp_path, tmp_path / "checkpoints" / folder)
+    (event,) = asyncio.run(program())
+    assert re.search(said + ".*: the run folder must be on a disk that", event.message), event.message
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000"]
 
 
 @pytest.mark.slow

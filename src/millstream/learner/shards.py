@@ -1,7 +1,8 @@
 """The files of torch's distributed checkpoints: what torch itself would do with them that we must not.
 
 Guarantees. Reading one runs nothing that is in it: torch unpickles `.metadata` without limits, and here it may name what a
-learner's state is described with and nothing else.
+learner's state is described with and nothing else. Writing one never makes its folder: torch would make it on every node, and
+shards on a disk that only their own rank sees would pass for a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _metadata_fn, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _metadata_fn, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
@@ -21,6 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
+
+from millstream.learner.seen import look_for_folder
 
 CLASSES: tuple[type, ...] = (
     Metadata,
@@ -70,3 +74,10 @@ class Reader(FileSystemReader):
         if type(metadata) is not Metadata or any(type(one) is not TensorStorageMetadata for one in described):
             raise pickle.UnpicklingError(f"{_metadata_fn} describes something else than tensors")
         return metadata
+
+
+class Writer(FileSystemWriter):
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """What is raised here is raised in every rank."""
+        look_for_folder(Path(self.path))
+        return super().prepare_local_plan(plan)
