@@ -147,6 +147,7 @@ def go_through(cases: list[Case], folder: Path, mesh: Any) -> None:
         metrics += train_rank(rank, case, range(WRITTEN_AFTER, STEPS))
         save(rank, folder / f"{case.name}.pt", metrics)
         if case is CASES[0]:
+            (folder / "shards").mkdir(exist_ok=True)
             write_shards(kept, folder / "shards", None)
     for before in sorted((folder / "before").iterdir()):
         rank = _rank(CASES[0], mesh)

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import pickle
+import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import millstream
 from millstream.cli.main import app
 from millstream.config import load
-from millstream.errors import CheckpointError, ConfigError
+from millstream.errors import CheckpointError, ConfigError, LearnerError
 from millstream.events import Resumed
 from millstream.events.sinks import read_events
-from millstream.learner.state import flat, read_trained, write_shards, write_state
+from millstream.learner.state import flat, read_state, read_trained, write_shards, write_state
+from millstream.runtime import checkpoint
 from millstream.runtime.checkpoint import steps_in
 from millstream.runtime.config import RunConfig
 from ray_runs import running, stop
@@ -102,7 +112,8 @@ def test_what_is_exported_is_the_same_from_one_file_and_from_shards(tmp_path: Pa
         "moments": {"a.weight": {"exp_avg": torch.randn(3, 5), "step": torch.tensor(3.0)}, "b": {}},
         "num_steps_done": 3,
     }
-    (tmp_path / "one").mkdir()
+    for name in ("one", "many"):
+        (tmp_path / name).mkdir()
     write_state(state, tmp_path / "one")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -114,6 +125,113 @@ def test_what_is_exported_is_the_same_from_one_file_and_from_shards(tmp_path: Pa
         found = read_trained(folder)
         assert found.keys() == {"a.weight", "b", "c"}
         assert all(torch.equal(found[name], {**state["masters"], **state["buffers"]}[name]) for name in found)
+
+
+class Harmful:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self._trace}",)
+
+
+def forged(folder: Path, kind: str, trace: Path) -> None:
+    """Shards in place of the learner's file, with something harmful among them; the manifest is right."""
+    harm = pickle.dumps(Harmful(trace))
+    (folder / "learner.pt").unlink()
+    if kind == "the description":
+        (folder / ".metadata").write_bytes(harm)
+    else:  # torch loads what it describes as bytes without limits
+        bytes_of: Any = BytesStorageMetadata()
+        bytes_of.size, bytes_of.properties = torch.Size([1]), TensorProperties()
+        stored = {MetadataIndex("masters:a"): _StorageInfo("__0_0.distcp", 0, len(harm))}
+        (folder / "__0_0.distcp").write_bytes(harm)
+        (folder / ".metadata").write_bytes(pickle.dumps(Metadata({"masters:a": bytes_of}, storage_data=stored)))
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in folder.iterdir()
+        if path.name != "manifest.json"
+    }
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("the description", "posix.system"),
+        ("what it describes", "torch.distributed.checkpoint.metadata.BytesStorageMetadata"),
+    ],
+)
+def test_what_is_read_of_somebody_elses_shards_runs_nothing_and_is_refused_by_name(
+    done: Path, tmp_path: Path, kind: str, named: str
+) -> None:
+    run_dir, trace = tmp_path / "run", tmp_path / "harm"
+    subprocess.run(["cp", "-r", str(done), str(run_dir)], check=True)
+    forged(run_dir / "checkpoints/step-000004", kind, trace)
+    for read in (
+        lambda: millstream.export(run_dir, tmp_path / "model"),
+        lambda: read_state(run_dir / "checkpoints/step-000004"),
+    ):
+        with pytest.raises(
+            LearnerError, match=rf"\.metadata asks for {re.escape(named)}, of which no learner's state is made"
+        ):
+            read()
+    assert not trace.exists() and not (tmp_path / "model").exists()
+
+
+def test_a_description_that_is_no_pickle_at_all_is_refused(tmp_path: Path) -> None:
+    for data in (b"", b"not a pickle", pickle.dumps([1]), pickle.dumps({})):
+        (tmp_path / ".metadata").write_bytes(data)
+        with pytest.raises(LearnerError, match="cannot read the learner's state in"):
+            read_state(tmp_path)
+
+
+def at_work(monkeypatch: pytest.MonkeyPatch, run_dir: Path, removes: list[int], seals: list[int]) -> None:
+    """A run that goes on while its checkpoints are read: with every file that is begun one more is removed, or sealed."""
+    folder, digest = run_dir / "checkpoints", checkpoint._sha256
+
+    def meanwhile(path: Path) -> str:
+        if seals:
+            new, old = folder / f"step-{seals.pop(0):06d}", max(folder.glob("step-*"))
+            subprocess.run(["cp", "-r", str(old), str(new)], check=True)
+            manifest = json.loads((new / "manifest.json").read_text())
+            (new / "manifest.json").write_text(json.dumps({**manifest, "version": int(new.name[5:])}))
+        if removes:
+            checkpoint._remove(folder / f"step-{removes.pop(0):06d}")
+        return digest(path)
+
+    monkeypatch.setattr(checkpoint, "_sha256", meanwhile)
+
+
+@pytest.mark.parametrize("step", [None, 4, 2])
+def test_a_checkpoint_that_the_run_removes_while_it_is_verified_gives_way_to_those_that_are_there_then(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None
+) -> None:
+    run_dir = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(done), str(run_dir)], check=True)
+    at_work(monkeypatch, run_dir, removes=[4 if step is None else step], seals=[6])
+    if step is None:
+        found = millstream.export(run_dir, tmp_path / "model")
+        assert found.step == 6 and not found.troubles
+    else:
+        there = ", ".join(str(one) for one in (0, 2, 4, 6) if one != step)
+        with pytest.raises(ConfigError, match=rf"no checkpoint of step {step}; it has those of {there}: type --step 6"):
+            millstream.export(run_dir, tmp_path / "model", step=step)
+
+
+def test_a_run_that_removes_one_checkpoint_after_the_other_is_not_read_for_ever(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(done), str(run_dir)], check=True)
+    at_work(monkeypatch, run_dir, removes=[4, *range(6, 100)], seals=list(range(6, 100)))
+    with pytest.raises(
+        CheckpointError, match=r"removed step-000004, step-000006, .* while they were read.*checkpoint\.keep"
+    ):
+        millstream.export(run_dir, tmp_path / "model")
 
 
 def test_a_run_goes_on_with_other_numbers_of_parts_and_its_folder_says_so(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from millstream.events import Resumed
 from millstream.events.sinks import read_events
 from millstream.learner import Learner, LearnerConfig
 from millstream.learner.fsdp import FsdpLearner
-from millstream.learner.orders import pack, unpack
+from millstream.learner.orders import Keep, Write, pack, unpack
 from millstream.learner.packing import deal
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.torch import TorchLearner
@@ -323,10 +323,21 @@ def test_a_snapshot_that_cannot_be_written_costs_itself_alone(
     two: Trained, two_learner: FsdpLearner, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    snapshot = asyncio.run(two_learner.snapshot())
-    with pytest.raises(OSError):
-        snapshot.write(tmp_path / "file")
+    for folder in (tmp_path / "file", tmp_path / "nowhere"):
+        snapshot = asyncio.run(two_learner.snapshot())
+        with pytest.raises(OSError, match=f"has no folder {folder}: the run folder must be on a disk that"):
+            snapshot.write(folder)
+    assert not (tmp_path / "nowhere").exists(), "one that only its own rank sees would pass for a checkpoint"
     assert asyncio.run(train(two_learner, CASE, range(1)))
+
+
+def test_every_rank_says_which_files_it_sees_where_it_has_written(
+    two: Trained, two_learner: FsdpLearner, tmp_path: Path
+) -> None:
+    two_learner.ranks.ask(Keep(1000))
+    for answer in two_learner.ranks.ask(Write(1000, str(tmp_path))):
+        assert answer.files == {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+        assert answer.files.keys() >= {".metadata", "__0_0.distcp", "__1_0.distcp"}
 
 
 def is_alive(pid: int) -> bool:

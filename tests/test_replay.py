@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,12 +29,16 @@ from millstream.config import load
 from millstream.errors import InvariantError, LearnerError, LearnerGone, MillstreamError
 from millstream.events import CheckpointFailed, LearnerRestarted, RunEnded, Warned
 from millstream.events.sinks import MemorySink, read_events
+from millstream.learner.crew import CrewSnapshot
 from millstream.learner.fsdp import FsdpLearner
+from millstream.learner.orders import Answer, Write
+from millstream.learner.seen import files_in
 from millstream.runtime import build, replay
 from millstream.runtime.checkpoint import CheckpointConfig, Checkpoints, RunState, Sealed
 from millstream.runtime.replay import MOST, Book, ReplayedLearner, Told
-from millstream.runtime.state import Ledger, Standing
-from millstream.sim.learner import SimLearner, SimSnapshot
+from millstream.runtime.replay_critic import ReplayedCritic
+from millstream.runtime.state import Both, Ledger, Standing
+from millstream.sim.learner import SimCritic, SimLearner, SimSnapshot
 from millstream.store import Saved
 from millstream.types import Floats, Metrics, TrainRow, Weights
 from rank_cases import CASES, STEPS, batch, row, train
@@ -436,6 +444,132 @@ def test_checkpoints_that_are_hurried_are_due_at_once_and_one_whose_ranks_die_co
     asyncio.run(program())
 
 
+class FarCrew:
+    """Two ranks, and the second one is on a node that has a disk of its own where the run folder should be."""
+
+    members = ("rank 0 of 2", "rank 1 of 2 on node far")
+
+    def __init__(self, disk: Path, sizes: tuple[int, int]) -> None:
+        self._disk, self._sizes = disk, sizes
+        """How many bytes of the second one's file are here, and there."""
+
+    def ask(self, order: Write) -> list[Answer]:
+        here, (num_here, num_there) = Path(order.folder), self._sizes
+        (here / "__0_0.distcp").write_bytes(b"1234")
+        there = self._disk / here.name
+        there.mkdir()
+        (there / "__1_0.distcp").write_bytes(bytes(num_there))
+        if num_here:
+            (here / "__1_0.distcp").write_bytes(bytes(num_here))
+        return [Answer(number=1, files=files_in(folder)) for folder in (here, there)]
+
+
+@pytest.mark.parametrize(("sizes", "found"), [((0, 7), "is not there"), ((5, 7), "has 5 bytes"), ((7, 7), "")])
+def test_a_checkpoint_is_sealed_only_if_all_that_was_written_elsewhere_is_seen_here(
+    tmp_path: Path, sizes: tuple[int, int], found: str
+) -> None:
+    async def program() -> list[CheckpointFailed]:
+        sink = MemorySink()
+        checkpoints = checkpoints_in(tmp_path, sink, CheckpointConfig(keep=1))
+        await checkpoints.keep(standing(0), 0, SimSnapshot(3), 0.0)
+        crew: Any = FarCrew(tmp_path, sizes)
+        await checkpoints.keep(standing(1), 0, CrewSnapshot(crew, 0), 0.0)
+        await checkpoints.close()
+        return sink.of(CheckpointFailed)
+
+    failed = asyncio.run(program())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-00000{int(not found)}"]
+    if found:
+        (event,) = failed
+        assert event.message.startswith("rank 1 of 2 on node far wrote 7 bytes of ") and "__1_0.distcp" in event.message
+        assert f"here it {found}: the run folder must be on a disk that the driver and all nodes with" in event.message
+
+
+async def bereft(checkpoints: Checkpoints, learner: ReplayedLearner | ReplayedCritic, die: Callable[[], None]) -> None:
+    """Trains a batch, seals it, begins another one, whereupon the book forgets the first; then the checkpoint is moved, and
+    whoever learns dies."""
+    begin = learner.begin_batch if isinstance(learner, ReplayedLearner) else learner.ready
+    await learner.ready()
+    await begin()
+    await learner.accumulate(rows_of(5))
+    await learner.step()
+    snapshot = await learner.snapshot()
+    is_critic = isinstance(learner, ReplayedCritic)
+    await checkpoints.keep(standing(1), 0, Both(SimSnapshot(0), snapshot) if is_critic else snapshot, 0.0)
+    sealed = await checkpoints.newest_sealed()
+    assert sealed is not None
+    await begin()
+    await learner.accumulate(rows_of(6))
+    sealed.folder.rename(sealed.folder.with_name("moved"))
+    die()
+    with pytest.raises(LearnerError, match=r"checkpoints/step-000001(/critic)? is not there any more") as error:
+        await learner.step()
+    assert not isinstance(error.value, LearnerGone)
+
+
+class MortalCritic(SimCritic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_dead = False
+
+    async def ready(self) -> None: ...
+    async def close(self) -> None: ...
+
+    async def step(self) -> Metrics:
+        if self.is_dead:
+            raise LearnerGone("the critic broke, on purpose")
+        return await super().step()
+
+
+@pytest.mark.parametrize("who", ["learner", "critic"])
+def test_without_the_checkpoint_that_the_book_goes_on_from_nobody_is_begun_anew(tmp_path: Path, who: str) -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(MortalCritic() if who == "critic" else MortalLearner(Fates({})))
+        return made[-1]
+
+    async def program() -> None:
+        sink = MemorySink()
+        checkpoints = checkpoints_in(tmp_path, sink, CheckpointConfig())
+        kind = ReplayedCritic if who == "critic" else ReplayedLearner
+        await bereft(
+            checkpoints,
+            kind(make, checkpoints, clock=RealClock(), sink=sink),
+            lambda: setattr(made[0], "is_dead", True),
+        )
+        await checkpoints.close()
+        assert len(made) == 1 and not sink.of(LearnerRestarted)
+
+    asyncio.run(program())
+
+
+def test_while_the_book_has_all_of_it_a_checkpoint_that_was_moved_is_not_missed(tmp_path: Path) -> None:
+    made = list[MortalLearner]()
+
+    async def program() -> None:
+        sink = MemorySink()
+        checkpoints = checkpoints_in(tmp_path, sink, CheckpointConfig())
+
+        def make() -> MortalLearner:
+            made.append(MortalLearner(Fates({})))
+            return made[-1]
+
+        learner = ReplayedLearner(make, checkpoints, clock=RealClock(), sink=sink)
+        await checkpoints.keep(standing(0), 0, await learner.snapshot(), 0.0)
+        sealed = await checkpoints.newest_sealed()
+        assert sealed is not None
+        await learner.begin_batch()
+        await learner.accumulate(rows_of(5))
+        sealed.folder.rename(tmp_path / "moved")
+        made[0].is_dead = True
+        await learner.step()
+        await checkpoints.close()
+
+    asyncio.run(program())
+    assert made[1].heard == [("begin_batch", ()), ("accumulate", ("row 5",)), ("step", ())]
+
+
 def standing(version: int) -> Standing:
     ledger = Ledger(version=version, next_group=0, groups={}, vacant=[], num_replaced=0, num_failed_in_a_row=0)
     return Standing(ledger, Saved(rows=(), is_closed={}, acknowledged={}))
@@ -538,6 +672,57 @@ def test_ranks_that_are_killed_in_any_call_leave_the_weights_of_an_undisturbed_l
     assert all("its process ended with exit code -9" in one.why for one in restarts)
     (failed,) = sink.of(CheckpointFailed)
     assert failed.version == 4 and (tmp_path / "model/model.safetensors").exists()
+
+
+OWN_DISK = ["unshare", "-rm", "sh", "-ce", 'mount -t tmpfs none "$1"; mkdir -p "$2"; shift 2; exec "$@"', "own disk"]
+"""Begins a process that has a disk of its own, with one folder, where others have the first path."""
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, run_dir: Path, with_folder: Path) -> None:
+    """The second process that is started from here on has a disk of its own in place of the run folder."""
+    started, begin = itertools.count(), subprocess.Popen
+
+    def start_one(words: list[str], **more: Any) -> Any:
+        return begin([*OWN_DISK, str(run_dir), str(with_folder), *words] if next(started) == 1 else words, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", start_one)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not shutil.which("unshare")
+    or subprocess.run([*OWN_DISK, "/mnt", "/mnt/one", "true"], capture_output=True).returncode != 0,
+    reason="mounts are not allowed here",
+)
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        (".", r"has no folder .*\.step-000001\.tmp"),
+        (".step-000001.tmp", r"rank 1 of 2 wrote \d+ bytes of .*__1_0\.distcp"),
+    ],
+    ids=["that has nothing", "that has a folder of the same name"],
+)
+def test_a_rank_with_a_disk_of_its_own_costs_the_checkpoint_and_not_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, said: str
+) -> None:
+    async def program() -> list[CheckpointFailed]:
+        sink = MemorySink()
+        checkpoints = checkpoints_in(tmp_path, sink, CheckpointConfig(keep=1))
+        await checkpoints.keep(standing(0), 0, SimSnapshot(0), 0.0)
+        learner = two_ranks()
+        try:
+            await learner.ready()
+            await checkpoints.keep(standing(1), 0, await learner.snapshot(), 0.0)
+            await checkpoints.close()
+            await learner.weights()
+        finally:
+            await learner.close()
+        return sink.of(CheckpointFailed)
+
+    elsewhere(monkeypatch, tmp_path, tmp_path / "checkpoints" / folder)
+    (event,) = asyncio.run(program())
+    assert re.search(said + ".*: the run folder must be on a disk that", event.message), event.message
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000"]
 
 
 @pytest.mark.slow

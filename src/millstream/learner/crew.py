@@ -24,6 +24,7 @@ from msgspec import Struct
 from millstream.errors import LearnerError, LearnerGone, MillstreamError
 from millstream.frames import Frames, frame
 from millstream.learner.orders import READY, Answer, Close, Numbered, Order, Write
+from millstream.learner.seen import look_for_files
 from millstream.workers import Kind, Launcher, Worker
 
 CLOSE_S = 10.0
@@ -70,6 +71,11 @@ class Member:
         self._lock = threading.Lock()
         self._working = threading.Thread(target=self._work, name=f"{job.name} answers", daemon=True)
         self._working.start()
+
+    def who(self, all_of_them: str) -> str:
+        """And on which node it is, where nodes have names."""
+        node = "" if self.worker is None else self.worker.node
+        return (self._job.place or all_of_them) + (f" on node {node}" if node else "")
 
     def _work(self) -> None:
         job = self._job
@@ -185,6 +191,11 @@ class Crew:
         """Of those that are there."""
         return [member.worker.pid for member in self._members if member.worker is not None]
 
+    @property
+    def members(self) -> list[str]:
+        """Who and where each of them is, in words."""
+        return [member.who(self._who) for member in self._members]
+
     def wait(self) -> None:
         """Until all are ready. Raises as `ask` does."""
         if not self._is_ready:
@@ -267,6 +278,9 @@ class CrewSnapshot:
         self._crew, self._number = crew, number
 
     def write(self, folder: Path) -> None:
-        for answer in self._crew.ask(Write(self._number, str(folder.absolute()))):
+        answers = self._crew.ask(Write(self._number, str(folder.absolute())))
+        for answer in answers:
             if answer.refused is not None:
                 raise OSError(*answer.refused)
+        written = [answer.files for answer in answers]
+        look_for_files(folder, dict(zip(self._crew.members, written, strict=True)))

@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from msgspec import Struct
 from millstream.errors import LearnerError, MillstreamError
 from millstream.frames import Frames, frame
 from millstream.learner.orders import READY, Answer, Close, Numbered, Order, Write
+from millstream.learner.seen import files_in
 from millstream.model.load import set_up_cpu
 
 MOST_KEPT = 2
@@ -82,13 +84,13 @@ class Kept(Generic[T]):
         for old in sorted(self._kept)[:-MOST_KEPT]:
             del self._kept[old]
 
-    def write(self, number: int, snapshot: int, write: Callable[[T], None]) -> Answer:
+    def write(self, number: int, snapshot: int, folder: Path, write: Callable[[T, Path], None]) -> Answer:
         """The answer to the order of this number. A disk that refuses leaves all else as it was."""
         try:
-            write(self._kept.pop(snapshot))
+            write(self._kept.pop(snapshot), folder)
+            return Answer(number=number, files=files_in(folder))
         except OSError as error:
             return Answer(number=number, refused=(error.errno or 0, error.strerror or str(error)))
-        return Answer(number=number)
 
 
 def failed(number: int, error: Exception) -> Answer:

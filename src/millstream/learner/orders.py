@@ -173,6 +173,8 @@ class Answer(Struct, frozen=True, kw_only=True):
     stepped: Stepped | None = None
     parcel: Parcel | None = None
     """Where gathered weights are to be had."""
+    files: dict[str, int] = {}
+    """Of a snapshot that is written: what this process sees in its folder, sizes by name."""
     refused: tuple[int, str] | None = None
     """The operating system's number and words for why a snapshot could not be written."""
     error: str | None = None

@@ -81,7 +81,7 @@ class Post:
             case Keep(snapshot):
                 self._kept.keep(snapshot, on_host(self._rank.state()))
             case Write(snapshot, folder):
-                return self._kept.write(number, snapshot, lambda state: self._write(state, Path(folder)))
+                return self._kept.write(number, snapshot, Path(folder), self._write)
             case Restore(folder):
                 self._rank.restore(self._read(Path(folder)))
             case other:

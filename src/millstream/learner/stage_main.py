@@ -67,7 +67,7 @@ class CriticPost:
             case Keep(snapshot):
                 self._kept.keep(snapshot, self._runner.run(self._critic.snapshot()))
             case Write(snapshot, folder):
-                return self._kept.write(number, snapshot, lambda kept: kept.write(Path(folder)))
+                return self._kept.write(number, snapshot, Path(folder), TorchSnapshot.write)
             case Restore(folder):
                 self._critic.restore(Path(folder))
             case other:

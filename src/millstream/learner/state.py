@@ -20,6 +20,7 @@ from torch import Tensor
 
 from millstream.errors import LearnerError
 from millstream.learner.optimizer import State
+from millstream.learner.seen import look_for_folder
 
 STATE = "learner.pt"
 LITTLE_BYTES = 1 << 20
@@ -36,6 +37,7 @@ def on_host(value: Any) -> Any:
 
 
 def write_state(state: State, folder: Path) -> None:
+    look_for_folder(folder)
     with (folder / STATE).open("wb") as file:  # a file of ours: its errors say what is wrong
         torch.save(state, file)
 
@@ -89,15 +91,15 @@ def _unflat(values: dict[str, Tensor]) -> State:
 def write_shards(state: State, folder: Path, group: Any) -> None:
     """Called by all ranks of the group at once; each writes what it has. Raises `OSError`, in all of them."""
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    from millstream.learner.shards import Writer
+
     try:
-        save(flat(state), storage_writer=FileSystemWriter(folder), process_group=group)
+        save(flat(state), storage_writer=Writer(folder), process_group=group)
     except CheckpointException as error:
         cause = next((failure for failure, _ in error.failures.values() if isinstance(failure, OSError)), None)
-        is_full = shutil.disk_usage(folder).free < LITTLE_BYTES  # of a short write torch says only where it was
-        if cause is None and is_full:
+        if cause is None and shutil.disk_usage(folder).free < LITTLE_BYTES:  # torch says only where a short write was
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         raise OSError(cause.errno if cause else errno.EIO, cause.strerror if cause else str(error)) from error
 
@@ -131,11 +133,12 @@ def read_shards(folder: Path, like: dict[str, Tensor], group: Any) -> State:
 def _load(folder: Path, like: dict[str, Tensor], group: Any, kinds: Collection[str] | None = None) -> State:
     """`kinds`: of what is in it, as the first part of its name says. None: all of it."""
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    from millstream.learner.shards import Reader
+
     try:
-        reader = FileSystemReader(folder)
+        reader = Reader(folder)
         found = reader.read_metadata().state_dict_metadata
         wanted = {key: entry for key, entry in found.items() if kinds is None or key.partition(":")[0] in kinds}
         values = {key: _room(key, entry, like) for key, entry in wanted.items()}

@@ -40,6 +40,8 @@ FOLDER = "checkpoints"
 WARMUP_FOLDER = "warmup"
 """Those of supervised training; gone when the run is over."""
 MANIFEST, LEDGER, ROWS, RUN = "manifest.json", "ledger.json", "rows.msgpack", "run.json"
+TRIES = 3
+"""Of checkpoints that a run at work removes while they are read."""
 MOST_HELD = 0.01
 """The share of the time that training may stand still for checkpoints: where one takes long, they are made less often."""
 
@@ -182,12 +184,10 @@ class Checkpoints:
         return self._written
 
     async def newest_sealed(self) -> Sealed | None:
-        """Waits until the one that is being written is sealed, or has failed."""
+        """Waits until the one that is being written is sealed, or has failed. Nobody has looked whether it is still there."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
-        if self._written is None or not (folder := self._folder / _name(self._written)).is_dir():
-            return None
-        return Sealed(self._written, folder)
+        return None if self._written is None else Sealed(self._written, self._folder / _name(self._written))
 
     async def _try(self, standing: Standing, mark: int, snapshot: Snapshot, state: RunState, held_s: float) -> None:
         version = standing.ledger.version
@@ -272,16 +272,27 @@ def newest(run_dir: Path, sealed: Collection[str], folder: str = FOLDER) -> tupl
 
 def look_for(run_dir: Path, folder: str, step: int | None) -> tuple[Found | None, list[str]]:
     """The newest checkpoint that is whole, or that of a step, and what is wrong with others that were looked at. Touches
-    nothing, so that the run may be alive; one that it removes meanwhile is not whole."""
+    nothing, so that the run may be alive: one that it removes meanwhile is none, and there may be a newer one then. Raises
+    `CheckpointError` where it removes one after the other."""
     troubles: list[str] = []
-    for path in reversed(_all(run_dir / folder)):
-        if step is not None and path.name != _name(step):
-            continue
+    looked_at: list[str] = []
+    while len(looked_at) - len(troubles) < TRIES:
+        there = [path for path in _all(run_dir / folder) if step is None or path.name == _name(step)]
+        path = next((path for path in reversed(there) if path.name not in looked_at), None)
+        if path is None:
+            return None, troubles
+        looked_at.append(path.name)
         try:
             return verify(path), troubles
-        except CheckpointError as error:
-            troubles.append(str(error))
-    return None, troubles
+        except (CheckpointError, OutputError) as error:
+            if path.exists():
+                if isinstance(error, OutputError):
+                    raise
+                troubles.append(str(error))
+    raise CheckpointError(
+        f"the run in {run_dir} removed {', '.join(looked_at)} while they were read. Try again, or let it keep more of them: "
+        "checkpoint.keep"
+    )
 
 
 def steps_in(run_dir: Path) -> list[int]:

@@ -49,7 +49,7 @@ class Seals(Protocol):
         ...
 
     async def newest_sealed(self) -> Sealed | None:
-        """Waits for the one that is being written, if any, to be sealed or to fail."""
+        """Waits for the one that is being written, if any, to be sealed or to fail. Somebody may have moved its folder."""
         ...
 
     def hurry(self) -> None:
@@ -152,6 +152,8 @@ class Replayed(Generic[InnerT]):
         self._patience_s = None if patience_s == math.inf else patience_s
         self._progress, self._on_restarted, self._in_thread = progress, on_restarted, in_thread
         self._book = Book(version)
+        self._began_at = version
+        """What the book went back to when nothing was cut from it yet."""
         self._began_with: Path | None = None
         """The checkpoint, if it did not begin with what `make` gives."""
         self._num_restarts, self._has_warned = 0, False
@@ -287,9 +289,7 @@ class Replayed(Generic[InnerT]):
         self._num_restarts += 1
 
     async def _begin_anew(self) -> None:
-        sealed = await self._seals.newest_sealed()
-        self._cut(None if sealed is None else sealed.version)
-        folder = self._began_with if sealed is None else sealed.folder
+        folder = await self._beginning()
         self._making = asyncio.ensure_future(self._in_thread(self._make))
         self._inner = await asyncio.shield(self._making)
         self._making = None
@@ -300,6 +300,21 @@ class Replayed(Generic[InnerT]):
         for told in self._book:
             await self._answer(self._tell_again(told))
             self._progress()
+
+    async def _beginning(self) -> Path | None:
+        """The checkpoint that the book goes on from; None: what `make` gives. Raises `LearnerError` if it is not there: without
+        what the book has forgotten, the weights would be those of another run."""
+        sealed = await self._seals.newest_sealed()
+        if sealed is not None and sealed.folder.is_dir():
+            self._cut(sealed.version)
+            return sealed.folder
+        if self._book.since == self._began_at:
+            return self._began_with
+        what = f"a checkpoint of version {self._book.since}" if sealed is None else str(sealed.folder)
+        raise LearnerError(
+            f"{self._who} has to be begun anew, and {what} is not there any more, without which nobody knows what was trained "
+            "before it: bring it back and resume the run, or resume it from the checkpoint before"
+        )
 
     async def _begin_batch_of(self, inner: InnerT) -> None:
         """What whoever learns must hear when a batch begins: nothing, unless somebody says otherwise."""
