@@ -577,3 +577,21 @@ def test_a_channel_of_parcels_only_rises_and_takes_the_same_version_staged_anew(
 
     outbox = new_outbox()
     asyncio.run(go())
+
+
+def test_what_is_published_while_an_older_version_is_staged_anew_stays_what_it_is(new_outbox: NewOutbox) -> None:
+    async def go() -> None:
+        outbox, inbox = new_outbox(), Inbox("a")
+
+        async def restage(version: int) -> StagedWeights:
+            staged = StagedWeights(outbox.put(version, weights(version)), inbox)
+            await channel.publish(5, StagedWeights(outbox.put(5, weights(5)), inbox))
+            return staged
+
+        channel = RemoteChannel(3, restage)
+        await channel.publish(4, StagedWeights(outbox.put(4, weights(4)), inbox))
+        await channel.anew()
+        found = await channel.fetch()
+        assert found.version == 5 and fingerprint(found.weights) == expected(5)
+
+    asyncio.run(go())
