@@ -15,13 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from millstream import RunConfig
+from millstream.engine import EngineConfig
 from millstream.env.data import DataConfig
 from millstream.frames import Frames, frame
+from millstream.learner import LearnerConfig
 from millstream.model.load import model_weights
 from millstream.parcels.inbox import Inbox
 from millstream.runtime.config import ModelConfig, TinyConfig
+from millstream.runtime.resources import ResourcesConfig
 from runs import assert_clean
 from tiny import CONFIGS, make
 
@@ -154,13 +158,34 @@ def test_of_a_cluster_that_is_closed_nothing_is_ended_and_none_is_started_to_loo
     assert not ray.is_initialized()
 
 
-def test_what_engines_begin_with_stays_however_much_they_are_offered_later() -> None:
+def site_of(config: RunConfig, **cluster: Any) -> Any:
+    """A site whose cluster is this process alone."""
     from millstream.runtime.ray_site import RaySite
 
-    site: Any = RaySite(
-        RunConfig(model=ModelConfig(tiny=TinyConfig()), data=DataConfig(toy="sort_digits"), runtime="ray")
+    site: Any = RaySite(config)
+    alone = {"node": "", "host": "127.0.0.1", "is_on_loopback": True, "close": lambda: None}
+    site._cluster = SimpleNamespace(**alone | cluster)
+    return site
+
+
+CONFIG = RunConfig(model=ModelConfig(tiny=TinyConfig()), data=DataConfig(toy="sort_digits"), runtime="ray")
+
+
+def test_engines_beside_other_ranks_than_the_first_have_a_way_to_its_weights() -> None:
+    shared_gpus = ResourcesConfig(colocate=True, engine_gpus=0.5, learner_gpus=0.5)
+    two = structs.replace(
+        CONFIG, resources=shared_gpus, learner=LearnerConfig(ranks=2), engine=EngineConfig(replicas=2)
     )
-    site._cluster = SimpleNamespace(node="", host="127.0.0.1", is_on_loopback=True, close=lambda: None)
+    site = site_of(two)
+    assert site._delivery(is_of_rank=True).ways == ("ipc", "shared")
+    assert site._delivery(is_of_rank=False).ways == ("shared",)
+    alone = site_of(structs.replace(CONFIG, resources=shared_gpus))
+    assert alone._delivery(is_of_rank=True).ways == ("ipc",)
+    assert site_of(two, is_on_loopback=False)._delivery(is_of_rank=True).ways == ("ipc", "shared", "broadcast")
+
+
+def test_what_engines_begin_with_stays_however_much_they_are_offered_later() -> None:
+    site = site_of(CONFIG)
     site._model = make(next(iter(CONFIGS)))
     site._outbox = site._new_outbox()
     first = site._stage_first()

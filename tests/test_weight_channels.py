@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from millstream.errors import WeightsError, WeightsSuperseded, WeightsUnreachable
-from millstream.parcels import Way
+from millstream.parcels import Handle, Way
+from millstream.parcels.device import DeviceBuffer
 from millstream.parcels.inbox import Inbox
 from millstream.parcels.outbox import Outbox
 from millstream.parcels.slots import HEADER_BYTES
@@ -542,6 +543,53 @@ def test_an_outbox_that_cannot_work_is_refused(options: dict[str, Any], says: st
 def test_device_memory_is_refused_where_there_is_no_gpu(folder: Path) -> None:
     with pytest.raises(WeightsError, match="torch sees no GPU here"):
         Outbox(folder, node="a", ways=["ipc"])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that an outbox has, and that nobody else sees: Ray shows each process its own."""
+    memory = Handle(
+        gpu="GPU-0",
+        memory=b"",
+        num_bytes=0,
+        offset=0,
+        counter=b"",
+        counter_offset=0,
+        event=b"",
+        is_event_waited_for=False,
+    )
+    monkeypatch.setattr(DeviceBuffer, "handle", lambda buffer: memory)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_whoever_does_not_see_the_gpu_takes_weights_from_the_memory_of_the_node(
+    new_outbox: NewOutbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox = new_outbox(["ipc", "shared"], device=torch.device("cpu"))
+    with Inbox("a").take(outbox.put(1, weights(1))) as taken:
+        assert taken.way == "shared" and fingerprint(taken.weights) == expected(1)
+    assert not caplog.records, "nothing has failed: that is no way of its"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_whoever_does_not_see_the_only_gpu_that_weights_are_on_is_told_what_to_set(new_outbox: NewOutbox) -> None:
+    parcel = new_outbox(["ipc"], device=torch.device("cpu")).put(1, weights(1))
+    with pytest.raises(WeightsUnreachable, match=r'staged on GPU GPU-0 .* add "shared" to resources\.weights'):
+        Inbox("a").take(parcel)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_where_several_take_weights_of_a_gpu_some_may_lag_behind_and_the_next_put_does_not_fail(
+    new_outbox: NewOutbox,
+) -> None:
+    outbox = new_outbox(["ipc", "shared"], device=torch.device("cpu"))
+    taken = [Inbox("a").take(outbox.put(version, weights(version))) for version in range(3)]
+    with Inbox("a").take(outbox.put(3, weights(3))) as newest:
+        assert fingerprint(newest.weights) == expected(3)
+    for version, one in enumerate(taken):
+        assert fingerprint(one.weights) == expected(version)
+        one.release()
 
 
 def test_staged_weights_are_taken_when_somebody_looks_at_one(new_outbox: NewOutbox) -> None:

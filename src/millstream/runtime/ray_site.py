@@ -44,7 +44,7 @@ from millstream.parcels.outbox import Outbox, open_outbox
 from millstream.runtime import build
 from millstream.runtime.build_stages import Lasting, Place, Staff, build_remote_staff
 from millstream.runtime.cluster import Cluster, RayWorker
-from millstream.runtime.config import RunConfig
+from millstream.runtime.config import RunConfig, weight_ways
 from millstream.runtime.replay import ReplayedLearner
 from millstream.runtime.resources import placement_of
 from millstream.runtime.site import Around, local_engine
@@ -106,14 +106,7 @@ class RaySite:
 
     def _delivery(self, *, is_of_rank: bool) -> Delivery:
         """Over the network only where there is one, and on a device only by who has one: the driver has none."""
-        resources = self._resources
-        ways: tuple[Way, ...]
-        if resources.weights is not None:
-            ways = resources.weights
-        else:
-            is_on_gpu = bool(resources.learner_gpus and resources.engine_gpus and resources.colocate)
-            ways = ("ipc",) if is_on_gpu else ("shared",)
-            ways += () if self.cluster.is_on_loopback else ("broadcast",)
+        ways: tuple[Way, ...] = weight_ways(self._config, is_one_node=self.cluster.is_on_loopback)
         if not is_of_rank and "ipc" in ways:
             ways = tuple(dict.fromkeys("shared" if way == "ipc" else way for way in ways))
         return Delivery(ways=ways, files=self._files if "files" in ways else None)
