@@ -26,7 +26,8 @@ from millstream.parcels import Handle, Way
 from millstream.parcels.device import DeviceBuffer
 from millstream.parcels.inbox import Inbox
 from millstream.parcels.outbox import Outbox
-from millstream.parcels.slots import HEADER_BYTES
+from millstream.parcels.shelf import Shelf
+from millstream.parcels.slots import HEADER_BYTES, OWNER
 from millstream.parcels.staged import StagedWeights
 from millstream.store.segments import memory_folder
 from millstream.weights.remote import RemoteChannel
@@ -600,6 +601,39 @@ def test_staged_weights_are_taken_when_somebody_looks_at_one(new_outbox: NewOutb
     assert fingerprint(staged) == expected(1)
     staged.release()
     assert not staged.is_taken
+
+
+def test_what_has_not_changed_is_staged_once_and_what_has_takes_the_place_of_what_was_there(
+    new_outbox: NewOutbox, folder: Path
+) -> None:
+    def num_staged() -> int:
+        return sum(path.suffix != OWNER for path in folder.iterdir())
+
+    shelf = Shelf(lambda: new_outbox(["shared", "broadcast"]))
+    first = shelf.put(dict(weights(1)))
+    assert shelf.put(dict(weights(1))) == first and num_staged() == 1
+    with Inbox("a").take(first) as old:
+        second = shelf.put(dict(weights(2)))
+        assert num_staged() == 1 and fingerprint(old.weights) == expected(1)
+    with Inbox("b").take(second) as taken:
+        assert fingerprint(taken.weights) == expected(2)
+    with pytest.raises(WeightsUnreachable, match="was closed"):
+        Inbox("a").take(first)
+    Path(second.path).unlink()
+    with Inbox("a").take(shelf.put(dict(weights(2)))) as taken:
+        assert taken.way == "shared" and fingerprint(taken.weights) == expected(2)
+    shelf.close()
+    assert not folder.exists()
+
+
+def test_where_there_is_no_room_for_what_has_changed_what_was_there_stays(new_outbox: NewOutbox, folder: Path) -> None:
+    shelf = Shelf(new_outbox)
+    first = shelf.put(dict(weights(1)))
+    with pytest.raises(WeightsError, match="no weights to put"):
+        shelf.put({})
+    with Inbox("a").take(first) as taken:
+        assert fingerprint(taken.weights) == expected(1)
+    assert shelf.put(dict(weights(1))) == first
 
 
 def test_a_channel_of_parcels_only_rises_and_takes_the_same_version_staged_anew(new_outbox: NewOutbox) -> None:
