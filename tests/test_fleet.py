@@ -28,7 +28,7 @@ from millstream.clock import VirtualClock, run_virtual
 from millstream.config import load
 from millstream.engine import EngineConfig
 from millstream.engine.http_config import HttpConfig
-from millstream.errors import ConfigError, EngineError, MillstreamError, WeightsError, WeightsUnreachable
+from millstream.errors import ConfigError, EngineError, MillstreamError, StallError, WeightsError, WeightsUnreachable
 from millstream.events import ReplicaJoined, ReplicaLeft, RunEnded, Warned, WeightsLoaded
 from millstream.events.sinks import MemorySink, read_events
 from millstream.frames import frame
@@ -455,8 +455,37 @@ def test_a_replacement_that_can_never_have_its_weights_is_given_up_and_the_run_g
     outcome = simulate(world, on_fleet=play)
     check(world, outcome)
     said = [event.message for event in outcome.sink.of(Warned)]
-    assert any("engine-1 could not be given weights 6 times in a row: engine-1 sees nobody" in one for one in said)
+    assert any("engine-1 does not get its weights: engine-1 sees nobody" in one for one in said)
     assert len(outcome.engines) > 3 and outcome.engines[2]._is_closed
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_a_replacement_that_does_not_come_in_time_ends_the_run_only_where_no_other_engine_serves(
+    num_engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, original = set[SimEngine](), SimEngine.load
+
+    async def load(self: SimEngine, version: int, weights: Weights) -> None:
+        if self not in first:
+            await asyncio.sleep(1000)  # a cluster looks for room
+        await original(self, version, weights)
+
+    async def play(fleet: Fleet) -> None:
+        engines: list[Any] = list(fleet._engines.values())
+        first.update(engines)
+        await asyncio.sleep(0.05)
+        engines[-1].crash("on purpose")
+
+    monkeypatch.setattr(SimEngine, "load", load)
+    world = World(num_engines=num_engines, deadline_s=20.0, **SLOW)  # type: ignore[arg-type]
+    if num_engines == 1:
+        with pytest.raises(StallError, match="has waited 20 s for"):
+            simulate(world, on_fleet=play)
+        return
+    outcome = simulate(world, on_fleet=play)
+    check(world, outcome)
+    said = [event.message for event in outcome.sink.of(Warned)]
+    assert any("sync of engine-1 has waited 20 s for engine-1 to load version" in one for one in said)
 
 
 def test_an_engine_that_no_weights_reach_any_more_is_lost_and_the_run_goes_on_with_the_others(
@@ -474,7 +503,7 @@ def test_an_engine_that_no_weights_reach_any_more_is_lost_and_the_run_goes_on_wi
     outcome = simulate(world, on_fleet=play)
     check(world, outcome)
     (left,) = outcome.sink.of(ReplicaLeft)
-    assert left.engine == "engine-0" and "could not be given weights 6 times in a row" in left.why
+    assert left.engine == "engine-0" and "does not get its weights: engine-0 sees nobody" in left.why
     assert [event.engine for event in outcome.sink.of(ReplicaJoined)] == ["engine-0"]
 
 

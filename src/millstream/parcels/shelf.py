@@ -1,5 +1,5 @@
-"""One version of what a process has, for whoever comes and asks for it: staged once, for as long as it does not change, and with
-nothing of before kept beside it."""
+"""One version of what a process has, for whoever comes for it: staged once, for as long as it does not change, and with nothing
+of before kept beside it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -33,6 +33,7 @@ from millstream.errors import (
     EngineGone,
     LagError,
     MillstreamError,
+    StallError,
     StreamEnded,
     WeightsError,
     WeightsUnreachable,
@@ -708,14 +709,9 @@ class Pipeline:
 
     async def _wait_for_weights(self, engine: Engine, owner: str, error: WeightsError, num_failed: int) -> None:
         """Weights that did not arrive (others came after them, or whoever sent them died) are not the end: a newer version may
-        do, or the same a little later. If the error comes again and again, the engine is as good as gone (`EngineGone`), and
-        whether another takes its place is for whoever replaces engines to say; where no other serves, raises the error."""
+        do, or the same a little later. If the error comes again and again, that is the end of this engine (`_give_up`)."""
         if num_failed > MOST_WEIGHTS_FAILED:
-            if all(one is engine for one in self._router.engines):
-                raise error
-            raise EngineGone(
-                f"{engine.name} could not be given weights {num_failed} times in a row: {error}"
-            ) from error
+            self._give_up(engine, error)
         if not self._has_warned_of_weights:
             self._has_warned_of_weights = True
             self._emit(Warned(at=self._now(), message=f"{owner}: {error}; it tries again, and so does whoever is next"))
@@ -730,6 +726,13 @@ class Pipeline:
         with suppress(TimeoutError):
             async with asyncio.timeout(WEIGHTS_S * 2 ** (num_failed - 1)):
                 await self.waits.on(owner, "weights that arrive", newer)
+
+    def _give_up(self, engine: Engine, error: WeightsError | StallError) -> NoReturn:
+        """An engine that does not get its weights is as good as gone (`EngineGone`), and whether another takes its place is for
+        whoever replaces engines to say. Where no other serves, the run cannot go on: raises the error."""
+        if all(one is engine for one in self._router.engines):
+            raise error
+        raise EngineGone(f"{engine.name} does not get its weights: {error}") from error
 
     def adopt(self, engine: Engine) -> bool:
         """An engine that came while the run goes on takes part as soon as it has the newest weights. False: it does not."""
@@ -754,6 +757,7 @@ class Pipeline:
         await self.sync(engine)
 
     async def _load_until_it_has(self, engine: Engine, owner: str) -> None:
+        """It may be on its way still, and a cluster may take longer to find room for it than anybody else may wait."""
         num_failed = 0
         while True:
             try:
@@ -762,6 +766,8 @@ class Pipeline:
             except WeightsError as error:
                 num_failed += 1
                 await self._wait_for_weights(engine, owner, error, num_failed)
+            except StallError as error:
+                self._give_up(engine, error)
 
     async def _load(self, engine: Engine, owner: str) -> None:
         if self._first is not None and self._first.version == self._channel.version:

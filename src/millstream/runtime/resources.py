@@ -131,8 +131,8 @@ def ways_of(config: ResourcesConfig, *, ranks: int, has_proximal: bool, is_one_n
     is_one_gpu = is_on_gpu and ranks == 1 and not has_proximal
     if config.weights == ("ipc",) and not is_one_gpu:
         raise ConfigError(
-            'resources.weights = ["ipc"] is for processes on the GPU of rank 0 alone: one engine, with resources.colocate = true, '
-            'learner.ranks = 1 and no [proximal] table. Others need a way, too: add "shared", or leave resources.weights out'
+            'resources.weights = ["ipc"] is for processes on the GPU of rank 0 alone: one engine, with resources.colocate = '
+            'true, learner.ranks = 1 and no [proximal] table. Others need a way, too: add "shared", or leave it out'
         )
     if config.weights is not None:
         return config.weights
