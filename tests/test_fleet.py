@@ -28,7 +28,7 @@ from millstream.clock import VirtualClock, run_virtual
 from millstream.config import load
 from millstream.engine import EngineConfig
 from millstream.engine.http_config import HttpConfig
-from millstream.errors import ConfigError, EngineError, MillstreamError, WeightsError
+from millstream.errors import ConfigError, EngineError, MillstreamError, StallError, WeightsError, WeightsUnreachable
 from millstream.events import Evaluated, ReplicaJoined, ReplicaLeft, RunEnded, Warned, WeightsLoaded
 from millstream.events.sinks import MemorySink, read_events
 from millstream.frames import frame
@@ -530,6 +530,124 @@ def test_weights_that_never_arrive_end_the_run_with_their_own_error(monkeypatch:
     with pytest.raises(WeightsError, match="superseded"):
         simulate(World(num_engines=1))
     assert MOST_WEIGHTS_FAILED == 5
+
+
+def unreachable(monkeypatch: pytest.MonkeyPatch, is_cut_off: Callable[[SimEngine], bool]) -> None:
+    """Engines that live and are asked, and to which no weights lead."""
+    original = SimEngine.load
+
+    async def load(self: SimEngine, version: int, weights: Weights) -> None:
+        if is_cut_off(self):
+            raise WeightsUnreachable(f"{self.name} sees nobody who has version {version}")
+        await original(self, version, weights)
+
+    monkeypatch.setattr(SimEngine, "load", load)
+
+
+SLOW = {"steps": 30, "train_token_s": 0.02}
+"""A run that is not over before an engine is given up."""
+
+
+def test_a_replacement_that_can_never_have_its_weights_is_given_up_and_the_run_goes_on_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = set[SimEngine]()
+
+    async def play(fleet: Fleet) -> None:
+        engines: list[Any] = list(fleet._engines.values())
+        first.update(engines)
+        await asyncio.sleep(0.05)
+        engines[1].crash("on purpose")
+
+    unreachable(monkeypatch, lambda engine: engine not in first)
+    world = World(num_engines=2, **SLOW)  # type: ignore[arg-type]
+    outcome = simulate(world, on_fleet=play)
+    check(world, outcome)
+    said = [event.message for event in outcome.sink.of(Warned)]
+    assert any("engine-1 does not get its weights: engine-1 sees nobody" in one for one in said)
+    assert len(outcome.engines) > 3 and outcome.engines[2]._is_closed
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_a_replacement_that_does_not_come_in_time_ends_the_run_only_where_no_other_engine_serves(
+    num_engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, original = set[SimEngine](), SimEngine.load
+
+    async def load(self: SimEngine, version: int, weights: Weights) -> None:
+        if self not in first:
+            await asyncio.sleep(1000)  # a cluster looks for room
+        await original(self, version, weights)
+
+    async def play(fleet: Fleet) -> None:
+        engines: list[Any] = list(fleet._engines.values())
+        first.update(engines)
+        await asyncio.sleep(0.05)
+        engines[-1].crash("on purpose")
+
+    monkeypatch.setattr(SimEngine, "load", load)
+    world = World(num_engines=num_engines, deadline_s=20.0, **SLOW)  # type: ignore[arg-type]
+    if num_engines == 1:
+        with pytest.raises(StallError, match="has waited 20 s for"):
+            simulate(world, on_fleet=play)
+        return
+    outcome = simulate(world, on_fleet=play)
+    check(world, outcome)
+    said = [event.message for event in outcome.sink.of(Warned)]
+    assert any("sync of engine-1 has waited 20 s for engine-1 to load version" in one for one in said)
+
+
+def test_an_engine_that_no_weights_reach_any_more_is_lost_and_the_run_goes_on_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut_off = set[SimEngine]()
+
+    async def play(fleet: Fleet) -> None:
+        await asyncio.sleep(0.05)
+        engines: list[Any] = list(fleet._engines.values())
+        cut_off.add(engines[0])
+
+    unreachable(monkeypatch, cut_off.__contains__)
+    world = World(num_engines=2, **SLOW)  # type: ignore[arg-type]
+    outcome = simulate(world, on_fleet=play)
+    check(world, outcome)
+    (left,) = outcome.sink.of(ReplicaLeft)
+    assert left.engine == "engine-0" and "does not get its weights: engine-0 sees nobody" in left.why
+    assert [event.engine for event in outcome.sink.of(ReplicaJoined)] == ["engine-0"]
+
+
+def test_where_no_other_engine_serves_weights_that_never_arrive_end_the_run_with_their_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unreachable(monkeypatch, lambda engine: True)
+    for num_engines in (1, 2):
+        with pytest.raises(WeightsUnreachable, match="sees nobody who has version"):
+            simulate(World(num_engines=num_engines), on_fleet=crashes([0.05], random.Random(0)))
+
+
+def test_weights_that_cannot_be_reached_are_staged_anew_and_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead, anew = {3}, list[int]()
+    newest = [0]
+
+    async def restage(channel: LocalChannel) -> Weights:
+        anew.append(channel.version)
+        dead.clear()
+        return {}
+
+    def is_cut_off(engine: SimEngine) -> bool:
+        return newest[0] in dead
+
+    async def fetch(channel: LocalChannel) -> Publication:
+        newest[0] = channel.version
+        return await original(channel)
+
+    original = LocalChannel.fetch
+    monkeypatch.setattr(LocalChannel, "fetch", fetch)
+    monkeypatch.setattr(LocalChannel, "anew", restage)
+    plain = simulate(World(num_engines=1))
+    unreachable(monkeypatch, is_cut_off)
+    outcome = simulate(World(num_engines=1))
+    assert anew == [3] and outcome.seconds == plain.seconds
 
 
 # ---- added and taken away ----------------------------------------------------------------------------------------------

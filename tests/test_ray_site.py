@@ -18,13 +18,20 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from millstream import RunConfig
+from millstream.algo.recipe import Recipe
+from millstream.engine import EngineConfig
 from millstream.env.data import DataConfig
 from millstream.frames import Frames, frame
+from millstream.learner import LearnerConfig
 from millstream.model.load import model_weights
+from millstream.parcels import Parcel
 from millstream.parcels.inbox import Inbox
+from millstream.parcels.slots import OWNER
 from millstream.runtime.config import ModelConfig, TinyConfig
+from millstream.runtime.resources import ResourcesConfig
 from runs import assert_clean
 from tiny import CONFIGS, make
 
@@ -229,19 +236,72 @@ def test_a_run_waits_for_nodes_that_are_still_joining_but_not_longer_than_its_pa
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_what_engines_begin_with_stays_however_much_they_are_offered_later() -> None:
+def site_of(config: RunConfig, **cluster: Any) -> Any:
+    """A site whose cluster is this process alone."""
     from millstream.runtime.ray_site import RaySite
 
-    site: Any = RaySite(
-        RunConfig(model=ModelConfig(tiny=TinyConfig()), data=DataConfig(toy="sort_digits"), runtime="ray")
+    site: Any = RaySite(config)
+    alone = {"node": "", "host": "127.0.0.1", "is_on_loopback": True, "close": lambda: None}
+    site._cluster = SimpleNamespace(**alone | cluster)
+    return site
+
+
+CONFIG = RunConfig(model=ModelConfig(tiny=TinyConfig()), data=DataConfig(toy="sort_digits"), runtime="ray")
+
+
+def test_engines_beside_other_ranks_than_the_first_have_a_way_to_its_weights() -> None:
+    shared_gpus = ResourcesConfig(colocate=True, engine_gpus=0.5, learner_gpus=0.5)
+    two = structs.replace(
+        CONFIG, resources=shared_gpus, learner=LearnerConfig(ranks=2), engine=EngineConfig(replicas=2)
     )
-    site._cluster = SimpleNamespace(node="", host="127.0.0.1", is_on_loopback=True, close=lambda: None)
+    site = site_of(two)
+    assert site._delivery(is_of_rank=True).ways == ("ipc", "shared")
+    assert site._delivery(is_of_rank=False).ways == ("shared",)
+    alone = site_of(structs.replace(CONFIG, resources=shared_gpus))
+    assert alone._delivery(is_of_rank=True).ways == ("ipc",)
+    assert site_of(two, is_on_loopback=False)._delivery(is_of_rank=True).ways == ("ipc", "shared", "broadcast")
+
+
+def test_what_engines_begin_with_stays_however_much_they_are_offered_later() -> None:
+    site = site_of(CONFIG)
     site._model = make(next(iter(CONFIGS)))
-    site._outbox = site._new_outbox()
     first = site._stage_first()
     for _ in range(8):  # engines that are replaced while nobody trains, say
-        site._stage(model_weights(site._model))
+        site._offers.put(model_weights(site._model))
     with Inbox("").take(first) as taken:
         assert torch.equal(taken.weights["model.norm.weight"], model_weights(site._model)["model.norm.weight"])
     asyncio.run(site.close())
     assert not Path(first.path).exists()
+
+
+def test_what_a_run_begins_with_is_one_version_in_shared_memory_however_many_learners_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from millstream.parcels import outbox
+    from millstream.runtime import ray_site
+
+    def build() -> Parcel:
+        options = {"learner": CONFIG.learner, "recipe": Recipe(algorithm=None), "num_steps": 1}
+        first: Parcel = site.build_learner(None, **options)["elsewhere"].first
+        return first
+
+    def num_staged() -> int:
+        return sum(path.suffix != OWNER for path in tmp_path.iterdir())
+
+    monkeypatch.setattr(outbox, "memory_folder", lambda: tmp_path)
+    monkeypatch.setattr(ray_site, "FsdpLearner", lambda *parts, **options: options)
+    site = site_of(CONFIG)
+    site._model = make(next(iter(CONFIGS)))
+    site._first = site._stage_first()  # as `open` does
+    assert build() == build() == site._first and num_staged() == 1
+    with torch.no_grad():
+        site._model.get_parameter("model.norm.weight").add_(1.0)  # a warm-up
+    warm = build()
+    assert warm == build() == site._first and num_staged() == 1
+    with Inbox("").take(warm) as taken:
+        assert torch.equal(taken.weights["model.norm.weight"], site._model.get_parameter("model.norm.weight"))
+    for _ in range(3):
+        site._offers.put(model_weights(site._model))
+    assert num_staged() == 2
+    asyncio.run(site.close())
+    assert not tmp_path.exists() or num_staged() == 0

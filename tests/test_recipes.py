@@ -160,7 +160,7 @@ def test_every_recipe_for_a_cluster_passes_its_dry_run_and_says_what_is_placed_w
     is_near = CLUSTER[name].stem in ("one_gpu", "eight_gpus")
     assert ("weights reach engines by ipc" in said) is (name == "one_gpu")
     assert (
-        ("on other nodes by broadcast" in said)
+        ("shared on its node, broadcast to other nodes" in said)
         is ("not checked: whether the cluster has that" in said)
         is (not is_near)
     )

@@ -13,7 +13,8 @@ from msgspec import structs
 from millstream import train
 from millstream.config import convert
 from millstream.errors import ClusterError, ConfigError
-from millstream.runtime.config import RunConfig, check_run
+from millstream.runtime.check import check_parts
+from millstream.runtime.config import RunConfig, check_run, weight_ways
 from millstream.runtime.evaluator import evaluate_model
 from millstream.runtime.resources import ResourcesConfig, placement_of
 from millstream.runtime.site import Around, LocalSite
@@ -29,6 +30,8 @@ holdout = 0
 [algorithm]
 loss = "ppo"
 """
+COLOCATED = "[resources]\ncolocate = true\nengine_gpus = 0.5\nlearner_gpus = 0.5"
+TWO = "[engine]\nreplicas = 2\n[learner]\nranks = 2"
 
 
 def run(text: str) -> RunConfig:
@@ -105,11 +108,38 @@ def test_a_table_that_cannot_be_meant_is_refused_in_words(text: str, says: str) 
         ("[resources]\ncolocate = true\nengine_gpus = 0.5\nlearner_gpus = 0.5\n[engine]\nreplicas = 2", "replicas = 1"),
         ('[engine]\nkind = "vllm"', 'engine.kind = "vllm" with runtime = "ray"'),
         ("[engine]\nprocess = true", "Leave engine.process out"),
+        (f'{COLOCATED}\nweights = ["ipc"]\n{TWO}', 'add "shared"'),
+        ('[resources]\nengine_gpus = 1\nlearner_gpus = 1\nweights = ["ipc"]', 'add "shared"'),
     ],
 )
 def test_combinations_that_do_not_go_together_are_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_run(run(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "ways", "said"),
+    [
+        ("", ("shared",), "shared"),
+        (COLOCATED, ("ipc",), "ipc"),
+        (f'{COLOCATED}\nweights = ["ipc"]', ("ipc",), "ipc"),
+        (f"{COLOCATED}\n{TWO}", ("ipc", "shared"), "ipc on the GPU of rank 0, shared on its node"),
+        (f'{COLOCATED}\nweights = ["broadcast"]\n{TWO}', ("broadcast",), "broadcast"),
+    ],
+)
+def test_weights_have_a_way_to_every_engine_on_whichever_gpu_it_is_and_a_dry_run_says_which(
+    text: str, ways: tuple[str, ...], said: str
+) -> None:
+    config = run(text)
+    check_run(config)
+    assert weight_ways(config, is_one_node=True) == ways
+    assert f"checked: weights reach engines by {said}" in check_parts(config)
+
+
+def test_a_proximal_policy_beside_the_learner_is_on_no_gpu_of_its_and_over_nodes_everything_is_on_the_host() -> None:
+    beside = run(f"{COLOCATED}\n[learner]\nmini_batches = 2\n[proximal]")
+    assert weight_ways(beside, is_one_node=True) == ("ipc", "shared")
+    assert weight_ways(run(COLOCATED), is_one_node=False) == ("ipc", "shared", "broadcast")
 
 
 def test_a_table_that_nobody_would_read_is_refused() -> None:

@@ -22,10 +22,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from millstream.errors import WeightsError, WeightsSuperseded, WeightsUnreachable
-from millstream.parcels import Way
+from millstream.parcels import Handle, Way
+from millstream.parcels.device import DeviceBuffer
 from millstream.parcels.inbox import Inbox
 from millstream.parcels.outbox import Outbox
-from millstream.parcels.slots import HEADER_BYTES
+from millstream.parcels.shelf import Shelf
+from millstream.parcels.slots import HEADER_BYTES, OWNER
 from millstream.parcels.staged import StagedWeights
 from millstream.store.segments import memory_folder
 from millstream.weights.remote import RemoteChannel
@@ -544,6 +546,53 @@ def test_device_memory_is_refused_where_there_is_no_gpu(folder: Path) -> None:
         Outbox(folder, node="a", ways=["ipc"])
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that an outbox has, and that nobody else sees: Ray shows each process its own."""
+    memory = Handle(
+        gpu="GPU-0",
+        memory=b"",
+        num_bytes=0,
+        offset=0,
+        counter=b"",
+        counter_offset=0,
+        event=b"",
+        is_event_waited_for=False,
+    )
+    monkeypatch.setattr(DeviceBuffer, "handle", lambda buffer: memory)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_whoever_does_not_see_the_gpu_takes_weights_from_the_memory_of_the_node(
+    new_outbox: NewOutbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox = new_outbox(["ipc", "shared"], device=torch.device("cpu"))
+    with Inbox("a").take(outbox.put(1, weights(1))) as taken:
+        assert taken.way == "shared" and fingerprint(taken.weights) == expected(1)
+    assert not caplog.records, "nothing has failed: that is no way of its"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_whoever_does_not_see_the_only_gpu_that_weights_are_on_is_told_what_to_set(new_outbox: NewOutbox) -> None:
+    parcel = new_outbox(["ipc"], device=torch.device("cpu")).put(1, weights(1))
+    with pytest.raises(WeightsUnreachable, match=r'staged on GPU GPU-0 .* add "shared" to resources\.weights'):
+        Inbox("a").take(parcel)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_where_several_take_weights_of_a_gpu_some_may_lag_behind_and_the_next_put_does_not_fail(
+    new_outbox: NewOutbox,
+) -> None:
+    outbox = new_outbox(["ipc", "shared"], device=torch.device("cpu"))
+    taken = [Inbox("a").take(outbox.put(version, weights(version))) for version in range(3)]
+    with Inbox("a").take(outbox.put(3, weights(3))) as newest:
+        assert fingerprint(newest.weights) == expected(3)
+    for version, one in enumerate(taken):
+        assert fingerprint(one.weights) == expected(version)
+        one.release()
+
+
 def test_staged_weights_are_taken_when_somebody_looks_at_one(new_outbox: NewOutbox) -> None:
     staged = StagedWeights(new_outbox().put(1, weights(1)), Inbox("a"))
     assert list(staged) == [name for name, _ in weights(1)] and len(staged) == 7
@@ -552,6 +601,39 @@ def test_staged_weights_are_taken_when_somebody_looks_at_one(new_outbox: NewOutb
     assert fingerprint(staged) == expected(1)
     staged.release()
     assert not staged.is_taken
+
+
+def test_what_has_not_changed_is_staged_once_and_what_has_takes_the_place_of_what_was_there(
+    new_outbox: NewOutbox, folder: Path
+) -> None:
+    def num_staged() -> int:
+        return sum(path.suffix != OWNER for path in folder.iterdir())
+
+    shelf = Shelf(lambda: new_outbox(["shared", "broadcast"]))
+    first = shelf.put(dict(weights(1)))
+    assert shelf.put(dict(weights(1))) == first and num_staged() == 1
+    with Inbox("a").take(first) as old:
+        second = shelf.put(dict(weights(2)))
+        assert num_staged() == 1 and fingerprint(old.weights) == expected(1)
+    with Inbox("b").take(second) as taken:
+        assert fingerprint(taken.weights) == expected(2)
+    with pytest.raises(WeightsUnreachable, match="was closed"):
+        Inbox("a").take(first)
+    Path(second.path).unlink()
+    with Inbox("a").take(shelf.put(dict(weights(2)))) as taken:
+        assert taken.way == "shared" and fingerprint(taken.weights) == expected(2)
+    shelf.close()
+    assert not folder.exists()
+
+
+def test_where_there_is_no_room_for_what_has_changed_what_was_there_stays(new_outbox: NewOutbox, folder: Path) -> None:
+    shelf = Shelf(new_outbox)
+    first = shelf.put(dict(weights(1)))
+    with pytest.raises(WeightsError, match="no weights to put"):
+        shelf.put({})
+    with Inbox("a").take(first) as taken:
+        assert fingerprint(taken.weights) == expected(1)
+    assert shelf.put(dict(weights(1))) == first
 
 
 def test_a_channel_of_parcels_only_rises_and_takes_the_same_version_staged_anew(new_outbox: NewOutbox) -> None:
@@ -576,4 +658,22 @@ def test_a_channel_of_parcels_only_rises_and_takes_the_same_version_staged_anew(
         assert fingerprint(found.weights) == expected(4)
 
     outbox = new_outbox()
+    asyncio.run(go())
+
+
+def test_what_is_published_while_an_older_version_is_staged_anew_stays_what_it_is(new_outbox: NewOutbox) -> None:
+    async def go() -> None:
+        outbox, inbox = new_outbox(), Inbox("a")
+
+        async def restage(version: int) -> StagedWeights:
+            staged = StagedWeights(outbox.put(version, weights(version)), inbox)
+            await channel.publish(5, StagedWeights(outbox.put(5, weights(5)), inbox))
+            return staged
+
+        channel = RemoteChannel(3, restage)
+        await channel.publish(4, StagedWeights(outbox.put(4, weights(4)), inbox))
+        await channel.anew()
+        found = await channel.fetch()
+        assert found.version == 5 and fingerprint(found.weights) == expected(5)
+
     asyncio.run(go())

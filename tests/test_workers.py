@@ -15,19 +15,21 @@ import pytest
 import torch
 from msgspec import structs
 
-from millstream.engine import EngineConfig
+from millstream.engine import EngineConfig, remote
 from millstream.engine.process import plan_of
 from millstream.engine.remote import RemoteHost, Setup, work
 from millstream.engine.worker import Close, Command, Offer, Report
 from millstream.env.isolated import _Elsewhere
-from millstream.errors import LearnerError, LearnerGone, WeightsError
+from millstream.errors import LearnerError, LearnerGone, WeightsError, WeightsSuperseded, WeightsUnreachable
 from millstream.frames import Frames, frame
 from millstream.learner import crew as crews
 from millstream.learner.crew import Crew, Job
 from millstream.learner.orders import READY, Answer, Keep, Score
 from millstream.model.load import model_weights
 from millstream.parcels import Parcel
+from millstream.parcels.inbox import Inbox
 from millstream.parcels.outbox import Outbox
+from millstream.parcels.staged import StagedWeights
 from millstream.types import Weights
 from millstream.workers import Kind
 from tiny import CONFIGS, make
@@ -119,16 +121,29 @@ def setup_of(outbox: Outbox) -> Setup:
 class RemoteEngine:
     """A host, and the other end of its line in the hands of the test."""
 
-    def __init__(self, outbox: Outbox, answer_s: float) -> None:
+    def __init__(self, outbox: Outbox, answer_s: float, *, comes_after_s: float = 0.0) -> None:
         self.worker, self.reports = NearWorker(), queue.SimpleQueue[Report]()
-        self._outbox = outbox
-        self.host = RemoteHost(lambda: self.worker, setup_of(outbox), self._stage, answer_s=answer_s)
+        self._outbox, self._comes_after_s = outbox, comes_after_s
+        self.host = RemoteHost(self._launch, setup_of(outbox), self._stage, answer_s=answer_s)
         self.host.start(self.reports.put)
         self._frames = Frames(self.worker.theirs)
-        assert self._frames.first() is not None
+        assert comes_after_s or self.hears_its_setup()
+
+    def _launch(self) -> NearWorker:
+        time.sleep(self._comes_after_s)
+        return self.worker
+
+    def hears_its_setup(self) -> bool:
+        return self._frames.first() is not None
 
     def _stage(self, weights: Weights) -> Parcel:
         return self._outbox.put(1, [("w", torch.zeros(4))])
+
+    def begin(self) -> RemoteEngine:
+        """Its first word: it is ready."""
+        self.say(Report([], []))
+        self.reports.get(timeout=5.0)
+        return self
 
     def next_offer(self) -> Offer:
         said = self._frames.first()
@@ -142,7 +157,7 @@ class RemoteEngine:
 
 @pytest.mark.timeout(20)
 def test_an_answer_to_an_offer_that_comes_when_nobody_waits_any_more_costs_the_engine_nothing(outbox: Outbox) -> None:
-    engine = RemoteEngine(outbox, answer_s=0.1)
+    engine = RemoteEngine(outbox, answer_s=0.1).begin()
     with pytest.raises(WeightsError, match=r"not taken within 0\.1 s"):
         engine.host.offer({})
     engine.say(Report([], [(engine.next_offer().number, None)], is_aside=True))
@@ -153,7 +168,7 @@ def test_an_answer_to_an_offer_that_comes_when_nobody_waits_any_more_costs_the_e
 
 @pytest.mark.timeout(20)
 def test_whoever_waits_for_weights_to_be_taken_is_told_when_the_engine_is_closed(outbox: Outbox) -> None:
-    engine, told = RemoteEngine(outbox, answer_s=600.0), queue.SimpleQueue[str]()
+    engine, told = RemoteEngine(outbox, answer_s=600.0).begin(), queue.SimpleQueue[str]()
 
     def offer() -> None:
         try:
@@ -180,6 +195,61 @@ def test_an_engine_that_the_machine_refuses_to_start_says_so(outbox: Outbox) -> 
     host = RemoteHost(no_more_processes, setup_of(outbox), lambda weights: outbox.put(1, []), answer_s=1.0)
     host.start(reports.put)
     assert "Resource temporarily unavailable" in (reports.get(timeout=5.0).broken or "")
+
+
+@pytest.mark.timeout(20)
+def test_how_long_an_engine_takes_to_come_and_to_begin_is_not_held_against_what_it_is_offered(outbox: Outbox) -> None:
+    engine = RemoteEngine(outbox, answer_s=0.2, comes_after_s=0.5)
+    offering = threading.Thread(target=engine.host.offer, args=({},), daemon=True)
+    offering.start()
+    assert engine.hears_its_setup()
+    time.sleep(0.5)  # it builds its model
+    assert offering.is_alive()
+    engine.begin()
+    engine.say(Report([], [(engine.next_offer().number, None)], is_aside=True))
+    offering.join(5.0)
+    assert not offering.is_alive()
+    engine.worker.kill()
+
+
+@pytest.mark.timeout(20)
+def test_an_engine_that_comes_and_never_begins_is_given_up(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "START_S", 0.3)
+    engine = RemoteEngine(outbox, answer_s=0.1)
+    with pytest.raises(WeightsError, match=r"it has said nothing in the 0\.3 s since its process was started"):
+        engine.host.offer({})
+    assert "since its process was started" in (engine.reports.get(timeout=5.0).broken or "")
+    engine.worker.kill()
+
+
+@pytest.mark.timeout(20)
+def test_weights_that_are_offered_to_an_engine_that_cannot_be_started_are_not_waited_for(outbox: Outbox) -> None:
+    def refuse() -> NearWorker:
+        time.sleep(0.3)
+        raise OSError(11, "Resource temporarily unavailable")
+
+    host = RemoteHost(refuse, setup_of(outbox), lambda weights: outbox.put(1, []), answer_s=600.0)
+    host.start(lambda report: None)
+    with pytest.raises(WeightsError, match="Resource temporarily unavailable"):
+        host.offer({})
+
+
+@pytest.mark.timeout(60)
+def test_weights_that_died_with_whoever_had_staged_them_are_told_from_others_that_are_superseded(
+    outbox: Outbox, tmp_path: Path
+) -> None:
+    worker = NearWorker()
+    threading.Thread(target=work, args=(worker.theirs,), daemon=True).start()
+    host = RemoteHost(lambda: worker, setup_of(outbox), lambda weights: outbox.put(1, []), answer_s=30.0)
+    host.start(lambda report: None)
+    rank = Outbox(tmp_path / "rank", node="", ways=["shared"])
+    parcels = [rank.put(version, [("w", torch.zeros(4))]) for version in range(3)]
+    with pytest.raises(WeightsSuperseded, match="version 0 is superseded by version 2"):
+        host.offer(StagedWeights(parcels[0], Inbox("")))
+    rank.close()
+    with pytest.raises(WeightsUnreachable, match="was closed"):
+        host.offer(StagedWeights(parcels[2], Inbox("")))
+    worker.kill()
 
 
 @pytest.mark.timeout(60)

@@ -18,21 +18,24 @@ from msgspec import Struct
 
 from millstream.engine.child import ChildHost, Launch, SocketLink
 from millstream.engine.process import Plan, batcher_from
-from millstream.engine.torch import CLOSED, OnReport
+from millstream.engine.torch import CLOSED, START_S, OnReport
 from millstream.engine.worker import Command, Offer, Report, Worker
-from millstream.errors import WeightsError
+from millstream.errors import WeightsError, WeightsSuperseded, WeightsUnreachable
 from millstream.frames import Frames, frame
 from millstream.model.load import set_up_cpu
 from millstream.parcels import Parcel
 from millstream.parcels.inbox import Inbox, Taken
 from millstream.parcels.staged import StagedWeights
 from millstream.types import Weights
+from millstream.workers import Worker as Process
 from millstream.workers import own_node
 
 MODULE = "millstream.engine.remote"
 FIRST_OFFER = 1 << 40
 """Offers have numbers of their own: what is done of them is heard here, and nowhere else."""
 Stage = Callable[[Weights], Parcel]
+KINDS = {kind.__name__: kind for kind in (WeightsError, WeightsSuperseded, WeightsUnreachable)}
+"""Of errors that go over the line by name: whoever waits for weights goes on by what kind of error it is."""
 
 
 class Setup(Struct, frozen=True, kw_only=True):
@@ -50,21 +53,29 @@ class RemoteHost(ChildHost):
         super().__init__(launch, setup)
         self._stage, self._answer_s = stage, answer_s
         self._offers = itertools.count(FIRST_OFFER)
-        self._taken: dict[int, queue.SimpleQueue[str | None]] = {}
+        self._taken: dict[int, queue.SimpleQueue[WeightsError | None]] = {}
         self._gone: str | None = None
+        self._has_come, self._has_begun = threading.Event(), threading.Event()
+        """Whether its process is there, and whether it has said its first word. Both are set, too, when it never will."""
 
     def start(self, on_report: OnReport) -> None:
         def hear(report: Report) -> None:
+            self._has_begun.set()
             mine = [one for one in report.done if one[0] >= FIRST_OFFER]
             report.done = [one for one in report.done if one[0] < FIRST_OFFER]
             for number, error in mine:
                 if (answer := self._taken.get(number)) is not None:  # else it came too late: nobody waits any more
-                    answer.put(error)
+                    answer.put(None if error is None else KINDS.get(report.kind, WeightsError)(error))
             on_report(report)  # first: whoever is told that its offer failed looks whether the engine lives
             if report.broken is not None:
                 self._end_offers(report.broken)
 
+        self._hear = hear
         super().start(hear)
+
+    def _read(self, child: Process, on_report: OnReport) -> None:
+        self._has_come.set()
+        super()._read(child, on_report)
 
     def join(self) -> None:
         super().join()
@@ -73,25 +84,42 @@ class RemoteHost(ChildHost):
     def _end_offers(self, why: str) -> None:
         """Those that wait, and those that come: nobody will answer them."""
         self._gone = why
+        self._has_come.set()
+        self._has_begun.set()
         for answer in list(self._taken.values()):
-            answer.put(why)
+            answer.put(WeightsError(why))
 
     def offer(self, weights: Weights) -> None:
-        """Returns when they are there, and verified. Raises `WeightsError` where they could not be had."""
+        """Returns when they are there, and verified. Raises `WeightsError` where they could not be had, of the kind that it is
+        there. How long it takes a cluster to find room, or an engine to begin, counts for nothing: both have limits of their
+        own."""
+        self._wait_until_begun()
         parcel = weights.parcel if isinstance(weights, StagedWeights) else self._stage(weights)
-        number, answer = next(self._offers), queue.SimpleQueue[str | None]()
+        number, answer = next(self._offers), queue.SimpleQueue[WeightsError | None]()
         self._taken[number] = answer
         try:
-            if self._gone is not None:
-                raise WeightsError(self._gone)
+            self._raise_if_gone()
             self._send(frame(Offer(number, parcel)))
             error = answer.get(timeout=self._answer_s)
         except queue.Empty:
-            raise WeightsError(f"weights were offered and not taken within {self._answer_s:g} s") from None
+            raise WeightsUnreachable(f"weights were offered and not taken within {self._answer_s:g} s") from None
         finally:
             del self._taken[number]
         if error is not None:
-            raise WeightsError(error)
+            raise error
+
+    def _wait_until_begun(self) -> None:
+        """The launcher bounds the time until its process is there. One that says nothing from then on is given up. Raises
+        `WeightsError` if it is gone."""
+        self._has_come.wait()
+        limit_s = max(self._answer_s, START_S)
+        if not self._has_begun.wait(limit_s):
+            self._hear(Report([], [], broken=f"it has said nothing in the {limit_s:g} s since its process was started"))
+        self._raise_if_gone()
+
+    def _raise_if_gone(self) -> None:
+        if self._gone is not None:
+            raise WeightsError(self._gone)
 
 
 class RemoteLink(SocketLink):
@@ -120,7 +148,8 @@ class RemoteLink(SocketLink):
             try:
                 taken: Taken = self._inbox.take(offer.parcel)
             except WeightsError as error:
-                self.send(Report([], [(offer.number, str(error))], is_aside=True))
+                report = Report([], [(offer.number, str(error))], is_aside=True, kind=type(error).__name__)
+                self.send(report)
                 continue
             self._taken.callback(taken.release)
             self._loaded = taken.weights

@@ -81,6 +81,8 @@ class Report(Struct, array_like=True):
     """All three as in `EngineStats`."""
     is_aside: bool = False
     """Whether it is about an `Offer` alone, and says nothing of the work."""
+    kind: str = ""
+    """Of an `Offer` whose weights could not be had: the name of the error's class."""
 
 
 class Link(Protocol):

@@ -71,9 +71,18 @@ def gpu_of(number: int) -> str:
     return str(torch.cuda.get_device_properties(number).uuid)
 
 
+def is_seen(gpu: str) -> bool:
+    """Whether this process may use it. Ray shows each process its own GPUs, and no other."""
+    return gpu in _seen()
+
+
+def _seen() -> list[str]:
+    return [gpu_of(number) for number in range(torch.cuda.device_count())]
+
+
 def _number_of(gpu: str) -> int:
     """Its number in this process."""
-    seen = [gpu_of(number) for number in range(torch.cuda.device_count())]
+    seen = _seen()
     if gpu not in seen:
         raise WeightsUnreachable(f"GPU {gpu} is not among those that this process sees ({', '.join(seen) or 'none'})")
     return seen.index(gpu)

@@ -20,7 +20,7 @@ from millstream.errors import WeightsError, WeightsUnreachable
 from millstream.model.exported import read_weights
 from millstream.model.shared import layout_of, views_of
 from millstream.parcels import WAYS, Parcel, Way
-from millstream.parcels.device import open_handle
+from millstream.parcels.device import is_seen, open_handle
 from millstream.parcels.digests import check, spans
 from millstream.parcels.receiver import receive
 from millstream.parcels.rounds import Backend
@@ -78,6 +78,11 @@ class Inbox:
             raise WeightsUnreachable(
                 f"version {parcel.version} of node {parcel.node} was not to be had; " + "; ".join(failures)
             )
+        if parcel.node == self.node and parcel.ipc is not None:
+            raise WeightsUnreachable(
+                f"version {parcel.version} is staged on GPU {parcel.ipc.gpu} for those who see it, and this process does not: "
+                'add "shared" to resources.weights'
+            )
         raise WeightsUnreachable(
             f"version {parcel.version} is staged on node {parcel.node} for its own processes, and this is node {self.node}: "
             'add "broadcast" to resources.weights, or "files" with a folder that both nodes see'
@@ -87,7 +92,7 @@ class Inbox:
         """Those that are open to this process, the nearest first."""
         is_here = parcel.node == self.node
         is_open: dict[Way, bool] = {
-            "ipc": is_here and parcel.ipc is not None and torch.cuda.is_available(),
+            "ipc": is_here and parcel.ipc is not None and is_seen(parcel.ipc.gpu),
             "shared": is_here and parcel.is_shared,
             "broadcast": parcel.sender is not None,
             "files": parcel.folder is not None,

@@ -33,7 +33,8 @@ from millstream.workers import own_host, own_node
 
 MOST_SLOTS = 4
 MOST_BUFFERS = 2
-"""On a device, where memory is dear."""
+"""On a device, where memory is dear, and for one receiver on it. Several receivers, by several ways, may have as many slots as
+on the host, rather than that a put fails."""
 MOST_FOLDERS = 2
 BUCKET_BYTES = 64 << 20
 
@@ -72,7 +73,7 @@ class Outbox:
         self._node, self._ways, self._files, self._bucket_bytes = node, tuple(ways), files, bucket_bytes
         self._device = device or torch.device("cuda")
         self._is_on_host = bool({"shared", "broadcast"} & set(ways)) or "ipc" not in ways
-        self._slots = Slots(folder, most=MOST_BUFFERS if "ipc" in ways else MOST_SLOTS)
+        self._slots = Slots(folder, most=MOST_BUFFERS if set(ways) == {"ipc"} else MOST_SLOTS)
         self._buffers: dict[Path, DeviceBuffer] = {}
         self._folders: list[Path] = []
         self._parcels: dict[int, Parcel] = {}

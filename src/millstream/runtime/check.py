@@ -106,8 +106,13 @@ def _checked_resources(config: RunConfig) -> Iterator[str]:
     """Neither Ray nor a GPU need be here: a config is often written on another machine than it runs on."""
     if config.runtime != "ray":
         return
-    for line in resources.words(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks):
-        yield f"checked: {line}"
+    said = resources.words(
+        config.resources,
+        replicas=config.engine.replicas,
+        ranks=config.learner.ranks,
+        has_proximal=config.proximal is not None,
+    )
+    yield from (f"checked: {line}" for line in said)
     if find_spec("ray") is None:
         yield "not checked: Ray, which is not installed here"
     if config.resources.address != "local":

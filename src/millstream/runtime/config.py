@@ -20,7 +20,7 @@ from millstream.errors import ConfigError
 from millstream.learner import CriticConfig, LearnerConfig, ProximalConfig, ReferenceConfig
 from millstream.model.lora import check_lora
 from millstream.runtime.checkpoint import CheckpointConfig
-from millstream.runtime.resources import ResourcesConfig, placement_of
+from millstream.runtime.resources import ResourcesConfig, Way, placement_of, ways_of
 from millstream.runtime.rollouts import RolloutConfig
 from millstream.runtime.schedule import PipelineConfig
 
@@ -254,6 +254,12 @@ def _check_engine(config: RunConfig) -> None:
         )
 
 
+def weight_ways(config: RunConfig, *, is_one_node: bool) -> tuple[Way, ...]:
+    """See `resources.ways_of`."""
+    ranks, has_proximal = config.learner.ranks, config.proximal is not None
+    return ways_of(config.resources, ranks=ranks, has_proximal=has_proximal, is_one_node=is_one_node)
+
+
 def _check_resources(config: RunConfig) -> None:
     if config.runtime == "local":
         if config.resources != ResourcesConfig():
@@ -262,6 +268,7 @@ def _check_resources(config: RunConfig) -> None:
             )
         return
     placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
+    weight_ways(config, is_one_node=config.resources.address == "local")
     if config.engine.kind == "vllm":
         raise ConfigError(
             'engine.kind = "vllm" with runtime = "ray": start vLLM\'s servers yourself and set engine.kind = "http", or set '

@@ -17,7 +17,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -33,6 +33,7 @@ from millstream.errors import (
     EngineGone,
     LagError,
     MillstreamError,
+    StallError,
     StreamEnded,
     WeightsError,
     WeightsUnreachable,
@@ -74,7 +75,7 @@ T = TypeVar("T")
 WEIGHTS_S = 1.0
 """After weights that did not arrive; twice as long after the next."""
 MOST_WEIGHTS_FAILED = 5
-"""In a row, to one engine: then the run ends with the error."""
+"""In a row, to one engine: then it is given up, or, where no other serves, the run ends with the error."""
 AfterStep = Callable[[int], Coroutine[Any, Any, None]]
 """Called with every new version; beside training, or, when that is synchronous, between two steps."""
 GroupReward = Callable[[Task, Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
@@ -695,7 +696,7 @@ class Pipeline:
                     self._num_loading -= 1
                     self._pulse.notify()
                 if num_failed:
-                    await self._wait_for_weights(owner, late, num_failed)
+                    await self._wait_for_weights(engine, owner, late, num_failed)
         except EngineGone as error:
             self._router.lose(engine, error)
 
@@ -706,11 +707,11 @@ class Pipeline:
     def _serves(self, engine: Engine) -> bool:
         return engine in self._router.engines
 
-    async def _wait_for_weights(self, owner: str, error: WeightsError, num_failed: int) -> None:
+    async def _wait_for_weights(self, engine: Engine, owner: str, error: WeightsError, num_failed: int) -> None:
         """Weights that did not arrive (others came after them, or whoever sent them died) are not the end: a newer version may
-        do, or the same a little later. Raises the error if it comes again and again."""
+        do, or the same a little later. If the error comes again and again, that is the end of this engine (`_give_up`)."""
         if num_failed > MOST_WEIGHTS_FAILED:
-            raise error
+            self._give_up(engine, error)
         if not self._has_warned_of_weights:
             self._has_warned_of_weights = True
             self._emit(Warned(at=self._now(), message=f"{owner}: {error}; it tries again, and so does whoever is next"))
@@ -718,12 +719,20 @@ class Pipeline:
             weights = await self.waits.on(owner, "weights to be staged anew", self._channel.anew())
             if weights is not None:
                 self._first = None if self._first is None else Publication(self._first.version, weights)
-                return
+                if num_failed == 1:  # else it was not for want of weights, and the way to them needs time
+                    return
         version = self._channel.version
         newer = self._pulse.until(lambda: self._channel.version > version)
         with suppress(TimeoutError):
             async with asyncio.timeout(WEIGHTS_S * 2 ** (num_failed - 1)):
                 await self.waits.on(owner, "weights that arrive", newer)
+
+    def _give_up(self, engine: Engine, error: WeightsError | StallError) -> NoReturn:
+        """An engine that does not get its weights is as good as gone (`EngineGone`), and whether another takes its place is for
+        whoever replaces engines to say. Where no other serves, the run cannot go on: raises the error."""
+        if all(one is engine for one in self._router.engines):
+            raise error
+        raise EngineGone(f"{engine.name} does not get its weights: {error}") from error
 
     def adopt(self, engine: Engine) -> bool:
         """An engine that came while the run goes on takes part as soon as it has the newest weights. False: it does not."""
@@ -735,22 +744,30 @@ class Pipeline:
     async def _take_in(self, engine: Engine) -> None:
         """Waits for weights that it can be sure of: what the run began with, or what is published. Then it is one of many.
         Until then it serves nobody, and takes nobody's turn to load."""
-        owner, num_failed = f"sync of {engine.name}", 0
+        owner = f"sync of {engine.name}"
         has_weights = self._pulse.until(lambda: self._has_published or self._first is not None)
         await self.waits.on(owner, "a version to be published", has_weights, has_deadline=False, has_alarm=False)
+        try:
+            await self._load_until_it_has(engine, owner)
+        except EngineGone as error:
+            self._emit(Warned(at=self._now(), message=f"{engine.name} broke before it could join: {error}"))
+            self._router.on_lost(engine)
+            return
+        self._router.join(engine)
+        await self.sync(engine)
+
+    async def _load_until_it_has(self, engine: Engine, owner: str) -> None:
+        """It may be on its way still, and a cluster may take longer to find room for it than anybody else may wait."""
+        num_failed = 0
         while True:
             try:
                 await self._load(engine, owner)
-                break
+                return
             except WeightsError as error:
                 num_failed += 1
-                await self._wait_for_weights(owner, error, num_failed)
-            except EngineGone as error:
-                self._emit(Warned(at=self._now(), message=f"{engine.name} broke before it could join: {error}"))
-                self._router.on_lost(engine)
-                return
-        self._router.join(engine)
-        await self.sync(engine)
+                await self._wait_for_weights(engine, owner, error, num_failed)
+            except StallError as error:
+                self._give_up(engine, error)
 
     async def _load(self, engine: Engine, owner: str) -> None:
         if self._first is not None and self._first.version == self._channel.version:

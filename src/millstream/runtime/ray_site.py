@@ -16,7 +16,6 @@ ends, and `millstream train --resume RUN` goes on from its checkpoint.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import shutil
 import signal
@@ -42,10 +41,11 @@ from millstream.learner.orders import Source
 from millstream.model.load import context_length, model_weights
 from millstream.parcels import Delivery, Parcel, Way
 from millstream.parcels.outbox import Outbox, open_outbox
+from millstream.parcels.shelf import Shelf
 from millstream.runtime import build
 from millstream.runtime.build_stages import Lasting, Place, Staff, build_remote_staff
 from millstream.runtime.cluster import Cluster, RayWorker
-from millstream.runtime.config import RunConfig
+from millstream.runtime.config import RunConfig, weight_ways
 from millstream.runtime.replay import ReplayedLearner
 from millstream.runtime.resources import Placement, placement_of
 from millstream.runtime.site import Around, local_engine
@@ -54,7 +54,6 @@ from millstream.store import Store
 from millstream.store.client import StoreClient
 from millstream.store.ray import RayStore
 from millstream.threads import DaemonThreads
-from millstream.types import Weights
 from millstream.weights import WeightChannel
 from millstream.weights.remote import RemoteChannel
 from millstream.workers import Kind, Launcher
@@ -73,15 +72,14 @@ class RaySite:
         self._cluster: Cluster | None = None
         self._store: RayStore | None = None
         self._client: StoreClient | None = None
-        self._outbox: Outbox | None = None
-        self._offers: Outbox | None = None
-        self._staging = threading.Lock()
+        self._beginning, self._offers = Shelf(self._new_outbox), Shelf(self._new_outbox)
+        """What engines and ranks begin with, and what this process has and an engine is offered: apart, so that neither takes
+        the other's place."""
         self._files = ""
         self._stopping, self._opened = threading.Event(), threading.Event()
         self._opened.set()
         self._thread = DaemonThreads("cluster", most=1)
         """Kept for as long as the cluster: Ray's processes end with the thread that has started them."""
-        self._numbers = itertools.count(1)
 
     @property
     def cluster(self) -> Cluster:
@@ -108,7 +106,6 @@ class RaySite:
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put handlers of its own in the place of the run's
             with suppress(ValueError):  # only the main thread may handle signals
                 signal.signal(number, signal.getsignal(number))
-        self._outbox = self._new_outbox()
         self._first = await asyncio.to_thread(self._stage_first)
 
     def _open_cluster(self, placement: Placement) -> None:
@@ -120,28 +117,14 @@ class RaySite:
 
     def _delivery(self, *, is_of_rank: bool) -> Delivery:
         """Over the network only where there is one, and on a device only by who has one: the driver has none."""
-        resources = self._resources
-        ways: tuple[Way, ...]
-        if resources.weights is not None:
-            ways = resources.weights
-        else:
-            is_on_gpu = bool(resources.learner_gpus and resources.engine_gpus and resources.colocate)
-            ways = ("ipc",) if is_on_gpu else ("shared",)
-            ways += () if self.cluster.is_on_loopback else ("broadcast",)
+        ways: tuple[Way, ...] = weight_ways(self._config, is_one_node=self.cluster.is_on_loopback)
         if not is_of_rank and "ipc" in ways:
             ways = tuple(dict.fromkeys("shared" if way == "ipc" else way for way in ways))
         return Delivery(ways=ways, files=self._files if "files" in ways else None)
 
     def _stage_first(self) -> Parcel:
-        """What engines and ranks begin with. In an outbox of its own: no weights that are offered later take its place."""
-        assert self._outbox is not None
-        return self._outbox.put(next(self._numbers), model_weights(self._model).items())
-
-    def _stage(self, weights: Weights) -> Parcel:
-        """What this process has and an engine is offered."""
-        with self._staging:
-            self._offers = self._offers or self._new_outbox()
-        return self._offers.put(next(self._numbers), weights.items())
+        """What the model is now."""
+        return self._beginning.put(model_weights(self._model))
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +144,7 @@ class RaySite:
         host = RemoteHost(
             lambda: self.launch("engine", MODULE, name=name),
             EngineSetup(plan=plan, parcel=self._first),
-            self._stage,
+            self._offers.put,
             answer_s=config.answer_s,
         )
         return TorchEngine(
@@ -233,9 +216,8 @@ class RaySite:
             closing.callback(self._thread.let_go)
             if self._cluster is not None:
                 closing.push_async_callback(asyncio.to_thread, self._cluster.close)
-            for outbox in (self._outbox, self._offers):
-                if outbox is not None:
-                    closing.push_async_callback(asyncio.to_thread, outbox.close)
+            for shelf in (self._beginning, self._offers):
+                closing.push_async_callback(asyncio.to_thread, shelf.close)
             if self._store is not None:
                 closing.push_async_callback(asyncio.to_thread, self._store.close)
             if self._client is not None:

@@ -130,8 +130,7 @@ class Replayed(Generic[InnerT]):
     again; `version` is that of its weights, or of the checkpoint that `restore` is given; `who` it is, in words.
 
     `patience_s`: a call that lasts longer is taken for the silence of a dead one. `progress` is called whenever a replay gets
-    on, `on_restarted` with the version at its end: whoever has taken weights out of the old processes may stage them anew.
-    `save` and `restore` must not be called on the event loop's thread once it is ready: they may have to wait for it."""
+    on. `save` and `restore` must not be called on the event loop's thread once it is ready: they may have to wait for it."""
 
     def __init__(
         self,
@@ -144,13 +143,12 @@ class Replayed(Generic[InnerT]):
         version: int = 0,
         patience_s: float = math.inf,
         progress: Callable[[], None] = lambda: None,
-        on_restarted: Callable[[int], None] = lambda version: None,
         in_thread: InThread = asyncio.to_thread,
     ) -> None:
         self._make, self._seals, self._clock, self._sink = make, seals, clock, sink
         self._who = who
         self._patience_s = None if patience_s == math.inf else patience_s
-        self._progress, self._on_restarted, self._in_thread = progress, on_restarted, in_thread
+        self._progress, self._in_thread = progress, in_thread
         self._book = Book(version)
         self._began_at = version
         """What the book went back to when nothing was cut from it yet."""
@@ -278,7 +276,6 @@ class Replayed(Generic[InnerT]):
                 seconds=self._clock.now() - began,
             )
         )
-        self._on_restarted(book.version)
 
     def _count(self, why: LearnerGone) -> None:
         if self._num_restarts >= MOST:

@@ -49,7 +49,7 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
     weights: tuple[Way, ...] | None = None
     """The ways by which weights may reach engines, of which each takes the nearest: ipc (in the memory of a GPU that both are
     on), shared (in the memory of a node), broadcast (to other nodes), files (in the run folder, which all nodes must then see).
-    None: ipc where engines and ranks share GPUs, else shared; and broadcast where there are several nodes."""
+    None: ipc where engines and ranks share GPUs, and shared unless all are on one; broadcast where there are several nodes."""
     patience_s: float = 300.0
     """How long a process may wait for room on the cluster before that is an error."""
 
@@ -133,6 +133,27 @@ def placement_of(config: ResourcesConfig, *, replicas: int, ranks: int) -> Place
     return Placement(bundles=[both] * ranks, ranks=list(range(ranks)), engines=list(range(ranks)))
 
 
+def ways_of(config: ResourcesConfig, *, ranks: int, has_proximal: bool, is_one_node: bool) -> tuple[Way, ...]:
+    """By which rank 0 lets others have weights. A copy in the memory of its GPU alone does only where nobody who takes them is
+    elsewhere: one rank with its engine, and no proximal policy beside them. Raises `ConfigError` where the config asks for that
+    alone, and it does not."""
+    is_on_gpu = bool(config.colocate and config.learner_gpus and config.engine_gpus)
+    is_one_gpu = is_on_gpu and ranks == 1 and not has_proximal
+    if config.weights == ("ipc",) and not is_one_gpu:
+        raise ConfigError(
+            'resources.weights = ["ipc"] is for processes on the GPU of rank 0 alone: one engine, with resources.colocate = '
+            'true, learner.ranks = 1 and no [proximal] table. Others need a way, too: add "shared", or leave it out'
+        )
+    if config.weights is not None:
+        return config.weights
+    ways: list[Way] = ["ipc"] if is_on_gpu else []
+    if not (is_one_gpu and is_one_node):
+        ways.append("shared")
+    if not is_one_node:
+        ways.append("broadcast")
+    return tuple(ways)
+
+
 def check_installed() -> None:
     if find_spec("ray") is None:
         raise ConfigError(
@@ -140,7 +161,7 @@ def check_installed() -> None:
         )
 
 
-def words(config: ResourcesConfig, *, replicas: int, ranks: int) -> list[str]:
+def words(config: ResourcesConfig, *, replicas: int, ranks: int, has_proximal: bool) -> list[str]:
     """What is placed where, and how weights get there."""
     placement = placement_of(config, replicas=replicas, ranks=ranks)
     engines, learners = (f"{_shares(*config.shares(kind))} each" for kind in ("engine", "learner"))
@@ -154,17 +175,23 @@ def words(config: ResourcesConfig, *, replicas: int, ranks: int) -> list[str]:
     }
     total = _shares(placement.total.get("CPU", 0.0), placement.total.get("GPU", 0.0))
     place = "Ray is started here, on loopback" if config.address == "local" else f"the Ray cluster at {config.address}"
+    ways = ways_of(config, ranks=ranks, has_proximal=has_proximal, is_one_node=config.address == "local")
     return [
         f"{parts}{together}: {total} in all, {where[config.spread]}; {place}",
-        f"weights reach engines by {_ways_in_words(config)}",
+        f"weights reach engines by {_ways_in_words(ways)}",
     ]
 
 
-def _ways_in_words(config: ResourcesConfig) -> str:
-    if config.weights is not None:
-        return ", ".join(config.weights)
-    near = "ipc" if config.colocate and config.engine_gpus and config.learner_gpus else "shared"
-    return near if config.address == "local" else f"{near}, and on other nodes by broadcast"
+def _ways_in_words(ways: tuple[Way, ...]) -> str:
+    if len(ways) == 1:
+        return ways[0]
+    where = {
+        "ipc": "on the GPU of rank 0",
+        "shared": "on its node",
+        "broadcast": "to other nodes",
+        "files": "through the run folder",
+    }
+    return ", ".join(f"{way} {where[way]}" for way in ways)
 
 
 def _count(number: int, what: str) -> str:

@@ -26,7 +26,7 @@ from millstream.clock import RealClock
 from millstream.engine import Engine
 from millstream.env.data import in_order
 from millstream.env.rewards import Reward, was_passed
-from millstream.errors import CheckpointError, ConfigError, MillstreamError, OutputError, Stopped
+from millstream.errors import CheckpointError, ConfigError, MillstreamError, OutputError, Stopped, StoreError
 from millstream.events import (
     WARMUP,
     Evaluated,
@@ -587,7 +587,8 @@ class _Run:
     async def _watch(self) -> None:
         """Says about once a second what the run is doing."""
         while True:
-            self._sink.emit(await self._pipeline.status() if self._pipeline is not None else self._status())
+            with suppress(StoreError):  # it is being closed: what is said next, if anything, says so
+                self._sink.emit(await self._pipeline.status() if self._pipeline is not None else self._status())
             await asyncio.sleep(STATUS_S)
 
     def _status(self) -> Status:

@@ -40,7 +40,8 @@ class RemoteChannel:
         """Asked for by several, it is staged for each: whoever comes later finds it there, and the rest is taken back."""
         if self._restage is None:
             return None
-        weights, version = await self._restage(self.version), self.version
+        version = self.version  # what is published meanwhile is another
+        weights = await self._restage(version)
         if weights is not None and self._newest is not None and self._newest.version == version:
             self._newest = _staged(Publication(version, weights))
         return weights
