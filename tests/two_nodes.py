@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 HEAD, WORKER = "10.213.0.1", "10.213.0.2"
 PORT = 6399
 MEMORY = 100 << 20
+REACHED_S = 30.0
 
 
 def ip(words: str) -> None:
@@ -47,12 +49,23 @@ class TwoNodes:
         common = ["--object-store-memory", str(MEMORY), "--disable-usage-stats"]
         head = ["--head", "--port", str(PORT), "--include-dashboard=false", "--temp-dir", self._folder]
         self._ray(self.head, [*head, f"--node-ip-address={HEAD}", "--num-cpus", str(head_cpus), *common])
+        self._until_reached()
         joining = [f"--address={self.address}", f"--node-ip-address={WORKER}", "--num-cpus", str(worker_cpus)]
         self._ray(self.worker, [*joining, *common])
 
+    def _until_reached(self) -> None:
+        """A switch that was just made may lose what comes first."""
+        program = f"import socket; socket.create_connection({(HEAD, PORT)!r}, 2).close()"
+        deadline = time.monotonic() + REACHED_S
+        words = self.within(self.worker, [sys.executable, "-c", program])
+        while (tried := subprocess.run(words, capture_output=True, text=True)).returncode:
+            assert time.monotonic() < deadline, tried.stderr
+            time.sleep(0.2)
+
     def _ray(self, space: str, words: list[str]) -> None:
         ray = [str(Path(sys.executable).with_name("ray")), "start", *words]
-        subprocess.run(self.within(space, ray), check=True, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(self.within(space, ray), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
 
     def within(self, space: str, words: list[str]) -> list[str]:
         return ["ip", "netns", "exec", space, *words]
