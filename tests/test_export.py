@@ -239,6 +239,7 @@ def test_a_run_that_removes_one_checkpoint_after_the_other_is_not_read_for_ever(
         millstream.export(run_dir, tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_parts_and_its_folder_says_so(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     kill_at(run_dir, 2, {"pipeline.steps": 6, "checkpoint.every_steps": 1})

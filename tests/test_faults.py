@@ -140,6 +140,7 @@ def test_sigterm_to_the_whole_process_group_is_a_clean_stop_too(tmp_path: Path) 
     assert last.version >= 3
 
 
+@pytest.mark.slow
 def test_a_run_that_was_suspended_with_the_machine_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(command(run_dir, {"pipeline.steps": 60, "pipeline.stall_s": 1, "pipeline.deadline_s": 3}))
