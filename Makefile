@@ -14,9 +14,9 @@ VERL := .peer-verl
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
 
-# Two at a time: most tests are one thread.
+# Three at a time: most tests are one thread, and some wait.
 test: $(INSTALLED)
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 3 --dist loadfile
 
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -m slow
