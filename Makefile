@@ -29,11 +29,11 @@ test-ray: $(VENV)/.installed-ray
 
 # vLLM pins what it needs: it has an environment of its own. Five minutes, most of them starts of vLLM.
 test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py
+	$(VLLM)/bin/python -m pytest -m vllm tests/engine/test_vllm.py
 
 # The environments of other libraries; without them their tests are skipped.
 test-envs: $(VENV)/.installed-envs
-	$(BIN)/pytest tests/test_adapters.py
+	$(BIN)/pytest tests/env/test_adapters.py
 
 example: $(INSTALLED)
 	$(BIN)/python examples/one_file.py

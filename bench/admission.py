@@ -18,16 +18,16 @@ from millstream.algo.advantages import grpo
 from millstream.clock import VirtualClock, run_virtual
 from millstream.events import GroupTaken
 from millstream.events.sinks import MemorySink
-from millstream.runtime.admission import full_budget
-from millstream.runtime.pipeline import (
+from millstream.pipeline.admission import full_budget
+from millstream.pipeline.pipeline import (
     Algorithm,
     Parts,
     Pipeline,
 )
-from millstream.runtime.rollouts import RolloutConfig
-from millstream.runtime.schedule import PipelineConfig
-from millstream.runtime.stages import store_tasks
-from millstream.runtime.waits import Waits
+from millstream.pipeline.rollouts import RolloutConfig
+from millstream.pipeline.schedule import PipelineConfig
+from millstream.pipeline.stages import store_tasks
+from millstream.pipeline.waits import Waits
 from millstream.sim.draws import lognormal
 from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment

@@ -22,7 +22,7 @@ from unittest.mock import patch
 from millstream import RunConfig, train
 from millstream.config import load
 from millstream.events import Event, Stepped
-from millstream.runtime import run as running
+from millstream.run import run as running
 
 ROOT = Path(__file__).parent.parent
 

@@ -32,7 +32,7 @@ from millstream import (
     TinyConfig,
 )
 from millstream.env import Step
-from millstream.env.frozen_lake import FrozenLake
+from millstream.env.games.frozen_lake import FrozenLake
 from millstream.seeds import derive_seed
 from millstream.types import Task
 
@@ -83,7 +83,7 @@ def config(run_dir: Path, *, steps: int, groups: int) -> RunConfig:
 
 def run(run_dir: Path, *, steps: int, groups: int) -> dict[str, Any]:
     from millstream import train
-    from millstream.audit import audit
+    from millstream.audit.audit import audit
     from millstream.events import RolloutEnded, RolloutFailed
     from millstream.events.bias import bias_report
     from millstream.events.sinks import read_history

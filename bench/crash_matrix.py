@@ -36,7 +36,7 @@ import psutil
 from msgspec import Struct
 
 from crash_run import ENGINES, SETTINGS, Ended, Failed, Run, descendants, is_alive, weights_of
-from millstream.audit import audit, lines
+from millstream.audit.audit import audit, lines
 
 VICTIMS = ("engine", "environment", "reward", "coordinator", "learner", "driver", "node")
 MOMENTS = ("generating", "training", "publishing", "checkpointing")
@@ -118,7 +118,7 @@ class Nodes:
         os.environ |= {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", **SETTINGS}
         from ray.cluster_utils import Cluster
 
-        import millstream.runtime.cluster  # noqa: F401  Ray on loopback
+        import millstream.cluster.driver  # noqa: F401  Ray on loopback
 
         self._options = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
         self._cluster: Any = Cluster(initialize_head=True, head_node_args=self._options)

@@ -55,7 +55,7 @@ ENGINES = {
     "transformers": "transformers continuous batching",
 }
 CONTEXT = 4608
-MOST_S = 45.0
+MAX_S = 45.0
 """Past so many seconds a load is not repeated."""
 
 
@@ -93,7 +93,7 @@ def ours(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int)
     from millstream.engine import EngineConfig
     from millstream.events.sinks import MemorySink
     from millstream.model.load import new_model, set_up_cpu
-    from millstream.runtime.build import build_engine
+    from millstream.run.build import build_engine
     from millstream.types import Request, RequestKey, Sampling
 
     is_gpu = torch.cuda.is_available()
@@ -236,7 +236,7 @@ def transformers(shape: Shape, tell: Callable[..., None], loads: list[str], repe
                 seconds = time.perf_counter() - start
                 assert sum(len(out.generated_tokens) for out in outs.values()) == sum(work.lengths)
                 tell(load, seconds, [])
-                if seconds > MOST_S:
+                if seconds > MAX_S:
                     break
 
 

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from millstream import RunConfig, train
-from millstream.audit import audit
+from millstream.audit.audit import audit
 from millstream.config import load
-from millstream.runtime.folder import RunResult
+from millstream.run.folder import RunResult
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes/frozen_lake.toml"

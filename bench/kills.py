@@ -24,9 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import millstream.runtime.run  # noqa: F401  imported once, here, and not in every life
+import millstream.run.run  # noqa: F401  imported once, here, and not in every life
 from millstream import RunConfig, resume, train
-from millstream.audit import Report, audit, lines
+from millstream.audit.audit import Report, audit, lines
 from millstream.config import load
 
 ROOT = Path(__file__).parent.parent

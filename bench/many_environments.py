@@ -23,16 +23,16 @@ from millstream.clock import VirtualClock, run_virtual
 from millstream.engine import EngineStats, OnSampled
 from millstream.env import Context
 from millstream.events import Event, Stepped
-from millstream.runtime.garbage import seldom_collected
-from millstream.runtime.pipeline import (
+from millstream.pipeline.pipeline import (
     Algorithm,
     Parts,
     Pipeline,
 )
-from millstream.runtime.rollouts import RolloutConfig
-from millstream.runtime.schedule import PipelineConfig
-from millstream.runtime.stages import store_tasks
-from millstream.runtime.waits import Waits
+from millstream.pipeline.rollouts import RolloutConfig
+from millstream.pipeline.schedule import PipelineConfig
+from millstream.pipeline.stages import store_tasks
+from millstream.pipeline.waits import Waits
+from millstream.run.garbage import seldom_collected
 from millstream.sim.learner import SimLearner
 from millstream.store.memory import MemoryStore
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task, Weights

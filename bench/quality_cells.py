@@ -35,7 +35,7 @@ from millstream import (
     evaluate,
     train,
 )
-from millstream.audit import audit
+from millstream.audit.audit import audit
 from millstream.events import Event, GroupAdmitted, GroupTaken, RolloutEnded, Stepped, WarmedUp
 from millstream.events.sinks import read_events
 
@@ -246,7 +246,7 @@ def _curve(
 def _model_of(config: RunConfig, checkpoint: Path, cell: Cell) -> Path:
     """The checkpoint's weights as a model that can be loaded."""
     from millstream.algo.recipe import Recipe
-    from millstream.runtime import build
+    from millstream.run import build
 
     if not checkpoint.is_dir():
         raise SystemExit(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BEGIN, END = "<!-- made by bench/quality.py: begin -->", "<!-- made by bench/quality.py: end -->"
-LEAST_FORCED = 0.95
+MIN_FORCED = 0.95
 LAST_POINTS = 2
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """The 97.5% quantiles, from one degree of freedom on. For more than there are here the last one is taken: a little too wide."""
@@ -70,9 +70,9 @@ def read_finished(folder: Path) -> Finished:
     for cell, result in whole.items():
         if (samples := result.curve[-1].samples) != expected:
             raise SystemExit(f"{cell}: {samples} rollouts were trained, and {expected} in the others. Did some fail?")
-        if result.forced_share < LEAST_FORCED:
+        if result.forced_share < MIN_FORCED:
             raise SystemExit(
-                f"{cell}: {result.forced_share:.1%} of its groups have the lag {cell.max_lag}, where {LEAST_FORCED:.0%} are "
+                f"{cell}: {result.forced_share:.1%} of its groups have the lag {cell.max_lag}, where {MIN_FORCED:.0%} are "
                 f"expected (found: {result.lags}). Was the machine busy? Take its line out of the results and run it again"
             )
     return Finished(settings=settings, results=whole, seeds=seeds)

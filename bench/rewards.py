@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from millstream.env.rewards import RewardConfig, Scorer, prepare
-from millstream.env.sandbox import WALLS, Sandbox, SandboxBroken, what_is_contained
+from millstream.env.sandbox.sandbox import WALLS, Sandbox, SandboxBroken, what_is_contained
 from millstream.types import Task
 
 TASK = Task(id="1", prompt="2+2=", answer="4")

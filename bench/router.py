@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from millstream.clock import run_virtual
-from millstream.runtime.router import Router
+from millstream.serving.router import Router
 from millstream.sim.draws import Draw, lognormal, uniform
 from millstream.sim.engine import H200, Costs, SimEngine
 from millstream.types import Completion, Request, RequestKey, Sampling

@@ -28,17 +28,17 @@ from millstream.algo.advantages import grpo, has_signal
 from millstream.clock import VirtualClock, run_virtual
 from millstream.engine import Engine
 from millstream.events.sinks import MemorySink
-from millstream.runtime.episode import Episode
-from millstream.runtime.pipeline import (
+from millstream.pipeline.episode import Episode
+from millstream.pipeline.pipeline import (
     Algorithm,
     Parts,
     Pipeline,
 )
-from millstream.runtime.rollouts import RolloutConfig
-from millstream.runtime.router import Router
-from millstream.runtime.schedule import PipelineConfig
-from millstream.runtime.stages import store_tasks
-from millstream.runtime.waits import Waits
+from millstream.pipeline.rollouts import RolloutConfig
+from millstream.pipeline.schedule import PipelineConfig
+from millstream.pipeline.stages import store_tasks
+from millstream.pipeline.waits import Waits
+from millstream.serving.router import Router
 from millstream.sim.draws import Draw, at_most, constant, lognormal, mixture, pareto, truncated_normal, uniform
 from millstream.sim.engine import H200, H200_KV_TOKENS, SimEngine
 from millstream.sim.environment import SimEnvironment, Success, by_prompt

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from millstream import RunConfig, train
 from millstream.config import load
-from millstream.runtime.folder import RunResult
+from millstream.run.folder import RunResult
 
 ROOT = Path(__file__).parent.parent
 

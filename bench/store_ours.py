@@ -12,11 +12,11 @@ from typing import Any
 
 import ray
 
+from millstream.cluster.store import RayStore, connect
 from millstream.errors import StreamEnded
 from millstream.store import Reads, Want
 from millstream.store.client import StoreClient
 from millstream.store.host import Plan
-from millstream.store.ray import RayStore, connect
 from store_workloads import Columns, checksum_of, private_bytes, run
 
 TASKS = {"all": Reads((), by_group=False)}

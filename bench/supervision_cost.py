@@ -31,8 +31,8 @@ from bookkeeping import Never, Nothing
 from millstream import RunConfig, train
 from millstream.config import load
 from millstream.events import Event, GroupTaken, Stepped
-from millstream.runtime import run as running
-from millstream.runtime.site import LocalSite
+from millstream.run import run as running
+from millstream.run.backend import LocalBackend
 
 ROOT = Path(__file__).parent.parent
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -87,7 +87,7 @@ def without_supervision(stack: ExitStack) -> None:
     stack.enter_context(patch.object(running, "Watchdog", Asleep))
     stack.enter_context(patch.object(running._Run, "_watch", _no_status))
     stack.enter_context(patch.object(running._Run, "_build_checkpoints", lambda self: Never()))
-    stack.enter_context(patch.object(LocalSite, "has_ranks_elsewhere", lambda site, learner: False))
+    stack.enter_context(patch.object(LocalBackend, "has_ranks_elsewhere", lambda site, learner: False))
     stack.enter_context(patch.object(running.RunFolder, "conclude", lambda folder: None))
 
 

@@ -23,7 +23,7 @@ from millstream.clock import RealClock
 from millstream.engine import EngineConfig, OnUpdate
 from millstream.events.sinks import MemorySink
 from millstream.model.load import new_model, set_up_cpu
-from millstream.runtime.build import build_engine
+from millstream.run.build import build_engine
 from millstream.types import Request, RequestKey, Sampled, Sampling
 
 SWAPS = 5

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig
-from millstream.engine.vllm_config import VllmConfig
+from millstream.engine.vllm.config import VllmConfig
 from millstream.events.sinks import MemorySink
 from millstream.model.load import new_model, set_up_cpu
-from millstream.runtime.build import build_engine
+from millstream.run.build import build_engine
 from millstream.types import Completion, Request, RequestKey, Sampling
 
 SIZES: dict[str, dict[str, Any]] = {

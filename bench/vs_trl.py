@@ -29,18 +29,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from millstream.runtime import local
 from msgspec import Struct, structs
 from safetensors.torch import load_file
 
 from millstream import DataConfig, EvaluationConfig, ModelConfig, RunConfig, train
 from millstream.clock import RealClock
 from millstream.config import load
-from millstream.env import toy
 from millstream.env.data import in_order, read
+from millstream.env.games import toy
 from millstream.env.rewards import exact_match
 from millstream.events import Event, GroupAdmitted, RolloutEnded, Stepped
 from millstream.events.sinks import Tee
-from millstream.runtime import build, local
+from millstream.run import build
 from millstream.seeds import derive_seed
 from millstream.types import Completion, Request, RequestKey, Task, Weights
 from millstream.weights.local import LocalChannel

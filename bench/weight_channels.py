@@ -26,10 +26,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from millstream.parcels import Parcel, Way
-from millstream.parcels.inbox import Inbox
-from millstream.parcels.outbox import Outbox
 from millstream.store.segments import memory_folder
+from millstream.weights.transfer import Way, WeightsRef
+from millstream.weights.transfer.fetcher import WeightsFetcher
+from millstream.weights.transfer.publisher import WeightsPublisher
 
 TENSOR_BYTES = 4 << 20
 NOT_COUNTED, REPEAT = 2, 5
@@ -78,8 +78,8 @@ class Receiver:
 
 
 def receive(num_bytes: int) -> None:
-    own, inbox = model(num_bytes), Inbox("there")
-    near = Inbox("here")
+    own, inbox = model(num_bytes), WeightsFetcher("there")
+    near = WeightsFetcher("here")
 
     def load(found: dict[str, Tensor]) -> None:
         for name, tensor in found.items():
@@ -90,7 +90,7 @@ def receive(num_bytes: int) -> None:
         what, argument = line.split()
         match what:
             case "shared" | "broadcast" | "files":
-                parcel = msgspec.msgpack.decode(bytes.fromhex(argument), type=Parcel)
+                parcel = msgspec.msgpack.decode(bytes.fromhex(argument), type=WeightsRef)
                 with (near if what == "shared" else inbox).take(parcel) as taken:
                     assert taken.way == what
                     load(taken.weights)
@@ -105,7 +105,7 @@ def receive(num_bytes: int) -> None:
 
 
 def ours(way: Way, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path) -> float:
-    outbox = Outbox(memory / "slots", node="here", ways=[way], files=disk)
+    outbox = WeightsPublisher(memory / "slots", node="here", ways=[way], files=disk)
 
     def send(version: int) -> None:
         receiver(way, msgspec.msgpack.encode(outbox.put(version, weights.items())).hex())

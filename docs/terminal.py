@@ -12,7 +12,7 @@ from millstream.cli.view import View
 from millstream.config import load
 from millstream.events import Stepped
 from millstream.events.sinks import read_events
-from millstream.runtime.config import RunConfig
+from millstream.run.config import RunConfig
 
 SHARE = 0.6
 

@@ -106,7 +106,7 @@ class Learner:
         return [row[:] for row in self.weights]
 
 
-# ---- the admission rule (runtime/admission.py) ---------------------------------------------------------------------------
+# ---- the admission rule (pipeline/admission.py) ---------------------------------------------------------------------------
 class Admission:
     """For every d >= version: outstanding groups with deadline <= d number at most (d - version + 1) B - taken."""
 
@@ -125,7 +125,7 @@ class Admission:
         return self.holds([d for n, d in self.deadlines.items() if n != number], self.taken + 1)
 
 
-# ---- the pipeline (runtime/pipeline.py): feed -> roll out -> settle -> train -> sync -------------------------------------
+# ---- the pipeline (pipeline/pipeline.py): feed -> roll out -> settle -> train -> sync -------------------------------------
 async def run(steps: int, groups_per_step: int, group_size: int, max_lag: int, seed: int = 0) -> None:
     start_weights = [[0.0] * VOCABULARY for _ in range(VOCABULARY * LENGTH)]
     engine, learner = Engine(start_weights), Learner(start_weights, learning_rate=60.0)

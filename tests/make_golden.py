@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from millstream.sim.draws import uniform
-from simulated import World, simulate
-from test_pipeline import GOLDEN
+from support.simulated import World, simulate
+
+GOLDEN = Path(__file__).parent / "golden"
 
 if __name__ == "__main__":
     for max_lag in (0, 0.5, 2):

@@ -19,17 +19,17 @@ from millstream.env.data import DataConfig
 from millstream.env.rewards import RewardConfig
 from millstream.errors import MillstreamError
 from millstream.learner import LearnerConfig
-from millstream.runtime.checkpoint import CheckpointConfig
-from millstream.runtime.config import EvaluationConfig, ModelConfig, RunConfig, TinyConfig, WarmupConfig
-from millstream.runtime.rollouts import RolloutConfig
-from millstream.runtime.schedule import PipelineConfig
+from millstream.pipeline.rollouts import RolloutConfig
+from millstream.pipeline.schedule import PipelineConfig
+from millstream.run.checkpoint import CheckpointConfig
+from millstream.run.config import EvaluationConfig, ModelConfig, RunConfig, TinyConfig, WarmupConfig
 
 if TYPE_CHECKING:
     from millstream.env.rewards import Reward
     from millstream.events import EventSink
-    from millstream.runtime.evaluate import Measured
-    from millstream.runtime.export import Exported
-    from millstream.runtime.folder import RunResult
+    from millstream.run.evaluate import Measured
+    from millstream.run.export import Exported
+    from millstream.run.folder import RunResult
 
 __version__ = "0.1.0"
 
@@ -39,7 +39,7 @@ def train(
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` takes
     the place of the one that the config names."""
-    from millstream.runtime import run
+    from millstream.run import run
 
     return run.train(config, reward=reward, sinks=sinks, name=name)
 
@@ -53,21 +53,21 @@ def resume(
 ) -> RunResult:
     """Go on with a run that was stopped or died, from its newest checkpoint. A `reward` that was passed to `train` is passed
     again. `changes` of where its parts are, as in `learner.ranks=1`, are kept in the run folder."""
-    from millstream.runtime import run
+    from millstream.run import run
 
     return run.resume(Path(run_dir), reward=reward, sinks=sinks, changes=changes)
 
 
 def export(run_dir: str | Path, target: str | Path, *, step: int | None = None) -> Exported:
     """What a run has trained so far, from a checkpoint of it, as a folder that transformers loads."""
-    from millstream.runtime import export as exporting
+    from millstream.run import export as exporting
 
     return exporting.export(Path(run_dir), Path(target), step=step)
 
 
 def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
     """The mean reward of the config's model on its held-out tasks: sampled as in training, and greedy; and what it wrote."""
-    from millstream.runtime import evaluator
+    from millstream.run import evaluator
 
     return evaluator.evaluate_model(config, reward=reward)
 

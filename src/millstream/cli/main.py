@@ -19,8 +19,8 @@ from rich.console import Console
 
 import millstream
 from millstream import config as configs
-from millstream.audit import audit
-from millstream.audit import lines as audit_lines
+from millstream.audit.audit import audit
+from millstream.audit.audit import lines as audit_lines
 from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text, scaled_lines, status_lines
 from millstream.cli.template import TEMPLATE
 from millstream.cli.view import View
@@ -29,14 +29,15 @@ from millstream.errors import ConfigError, MillstreamError, Stopped
 from millstream.events import EventSink
 from millstream.events.bias import bias_report
 from millstream.events.sinks import read_history
-from millstream.runtime import control, trial_run
-from millstream.runtime.check import check_parts
-from millstream.runtime.config import ModelConfig, RunConfig, check_run
-from millstream.runtime.folder import RunFolder, check_changes, program, resume_command
-from millstream.runtime.schedule import PipelineConfig
+from millstream.pipeline.schedule import PipelineConfig
+from millstream.run import control
+from millstream.run import env_check_run as trial_run
+from millstream.run.check import check_parts
+from millstream.run.config import ModelConfig, RunConfig, check_run
+from millstream.run.folder import RunFolder, check_changes, program, resume_command
 
 if TYPE_CHECKING:
-    from millstream.runtime.folder import RunResult
+    from millstream.run.folder import RunResult
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 console, errors = Console(), Console(stderr=True)
@@ -398,7 +399,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API has it: completions, chats, streams, and sessions that become rollouts."""
     with said():
-        from millstream.serve import model, openai
+        from millstream.serve.openai import model
+        from millstream.serve.openai import service as openai
 
         chosen = model.ServedConfig(
             name=name or path,
@@ -438,7 +440,7 @@ def serve_store(
 ) -> None:
     """Serve a store over HTTP: prompts, experience and notice of new weights, for programs in any language."""
     with said():
-        from millstream.serve import store
+        from millstream.serve.store import service as store
 
         store.run(
             tasks or [],

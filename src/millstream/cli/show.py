@@ -32,8 +32,8 @@ from millstream.events.metrics import StepMetrics
 from millstream.events.summary import Summary
 
 if TYPE_CHECKING:
-    from millstream.runtime.control import Now, Scaled
-    from millstream.runtime.folder import RunResult
+    from millstream.run.control import Now, Scaled
+    from millstream.run.folder import RunResult
 
 
 NEXT_LINE = "\n" + 12 * " "
@@ -84,7 +84,8 @@ class Lines:
     EVERY_S = 5.0
 
     def __init__(self, console: Console, *, num_steps: int) -> None:
-        self._console, self._num_steps = console, num_steps
+        self._console = console
+        self._num_steps = num_steps
         self._metrics = StepMetrics()
         self._shown_at = self._counted_at = float("-inf")
         self._repeats: Counter[str] = Counter()

@@ -49,7 +49,8 @@ class View:
     """An event sink that draws. Use as a context manager."""
 
     def __init__(self, console: Console, *, num_steps: int, max_lag: float) -> None:
-        self._num_steps, self._lag_bound = num_steps, math.ceil(max_lag)
+        self._num_steps = num_steps
+        self._lag_bound = math.ceil(max_lag)
         self._metrics = StepMetrics()
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._rewards: list[float] = []
@@ -62,7 +63,9 @@ class View:
         self._begun: tuple[float, int] | None = None
         self._failure = ""
         self._phase = "loading the model and the data"
-        self._version, self._now, self._num_failed = 0, 0.0, 0
+        self._version = 0
+        self._now = 0.0
+        self._num_failed = 0
         self._live = Live(self, console=console, refresh_per_second=4, transient=False)
 
     def __enter__(self) -> View:
@@ -77,9 +80,11 @@ class View:
         row = self._metrics.add(event)
         match event:
             case WarmedUp():
-                self._phase, self._warmed = f"supervised training: step {warmed_words(event)}", event
+                self._phase = f"supervised training: step {warmed_words(event)}"
+                self._warmed = event
             case RunStarted():
-                self._phase, self._begun = "reinforcement learning", (event.at, 0)
+                self._phase = "reinforcement learning"
+                self._begun = (event.at, 0)
             case Stepped() if row is not None:
                 self._version = event.version
                 self._recent.append(row)
@@ -92,7 +97,8 @@ class View:
                 self._accuracies.append(f"{event.name} {event.accuracy:.3f}")
                 self._sample = event.sample
             case Resumed():
-                self._phase, self._begun = "reinforcement learning", (event.at, event.version)
+                self._phase = "reinforcement learning"
+                self._begun = (event.at, event.version)
                 self._notes.append(resumed(event))
                 self._version = event.version
             case CheckpointFailed() | LearnerRestarted() | ReplicaLeft() | Stalled() | StopRequested() | Warned():

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from msgspec import Struct
 
-from millstream.engine.http_config import HttpConfig
-from millstream.engine.vllm_config import VllmConfig
+from millstream.engine.http.config import HttpConfig
+from millstream.engine.vllm.config import VllmConfig
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 OnSampled = Callable[[Sampled], None]

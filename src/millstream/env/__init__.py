@@ -2,7 +2,7 @@
 
 An environment is a coroutine function of its own: as many of them run at once as there are rollouts, and none waits for
 another. What it raises is recorded as a failed rollout and retried; it never stops the run. There are three ways to write one
-(`env.find`): a class with `reset` and `step`, a coroutine function of a `Context`, or the name of one that is built in.
+(`env.resolve`): a class with `reset` and `step`, a coroutine function of a `Context`, or the name of one that is built in.
 """
 
 from __future__ import annotations

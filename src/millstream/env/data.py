@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from millstream.env import toy
+from millstream.env.games import toy
 from millstream.errors import DataError
 from millstream.seeds import derive_seed
 from millstream.types import Message, Task

@@ -59,8 +59,11 @@ class Conversation:
 
     def __init__(self, context: Context, text: Text, *, thinking: str = "keep", agent: int = 0) -> None:
         self._first = self._context = context
-        self.task, self.seed, self.text = context.task, context.seed, text
-        self._is_dropping, self._agent = thinking == "drop", agent
+        self.task = context.task
+        self.seed = context.seed
+        self.text = text
+        self._is_dropping = thinking == "drop"
+        self._agent = agent
         self._shown: list[int] = []
         """The sequence as it stands, sampled and not."""
         self._messages: list[Message] = []
@@ -125,5 +128,6 @@ class Conversation:
         tokens = self.text.encode(self.text.render(self._messages))
         if tokens[: len(self._shown)] == self._shown:
             return tokens[len(self._shown) :]
-        self._context, self._shown = self._first.part(self._agent), []
+        self._context = self._first.part(self._agent)
+        self._shown = []
         return tokens

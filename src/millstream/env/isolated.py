@@ -24,13 +24,13 @@ from msgspec import Struct
 from millstream.env import Content, Context, Reward
 from millstream.env.config import EnvironmentConfig
 from millstream.errors import ClusterError, EnvironmentFailed, RequestRefused, RolloutError
-from millstream.threads import on_a_thread
+from millstream.rpc.process import Launcher, Worker
+from millstream.rpc.threads import on_a_thread
 from millstream.types import Message, Task
-from millstream.workers import Launcher, Worker
 
 T = TypeVar("T")
 HEADER = 4
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Of one message: more is no message."""
 START_S = 60.0
 PATIENCE_S = 30.0
@@ -109,7 +109,8 @@ class Isolated:
 
     def __init__(self, config: EnvironmentConfig, launcher: Launcher | None = None) -> None:
         """`launcher`: of processes on a cluster. None: they are this machine's."""
-        self._config, self._launcher = config, launcher
+        self._config = config
+        self._launcher = launcher
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
 
@@ -170,7 +171,10 @@ class _Worker:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        self._name, self._process, self._reader, self._writer = name, process, reader, writer
+        self._name = name
+        self._process = process
+        self._reader = reader
+        self._writer = writer
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._exit: asyncio.Future[Any] = asyncio.ensure_future(process.wait())
         self._exit.add_done_callback(self._on_exit)
@@ -215,7 +219,9 @@ class _Worker:
 
     async def play(self, context: Context) -> Reward:
         """One episode. Calls are served one by one, as a model takes its turns."""
-        self.is_sound, contexts, own = False, [context], None
+        self.is_sound = False
+        contexts = [context]
+        own = None
         self._send(Begin(context.task, context.seed, context.text.has_chat, context.text.end_token))
         while isinstance(message := await self._receive(), Call):
             try:
@@ -241,7 +247,7 @@ class _Worker:
     async def _receive(self) -> FromWorker:
         try:
             size = int.from_bytes(await self._reader.readexactly(HEADER), "little")
-            if size <= MOST_BYTES:
+            if size <= MAX_BYTES:
                 message: FromWorker = self._decoder.decode(await self._reader.readexactly(size))
                 return message
         except (asyncio.IncompleteReadError, ConnectionError) as error:

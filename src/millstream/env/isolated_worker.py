@@ -22,7 +22,6 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from millstream.env import Content, Environment
-from millstream.env.find import find
 from millstream.env.isolated import (
     HEADER,
     PATIENCE_S,
@@ -38,6 +37,7 @@ from millstream.env.isolated import (
     Refused,
     framed,
 )
+from millstream.env.resolve import find
 from millstream.errors import EnvironmentFailed, MillstreamError, RequestRefused
 from millstream.types import Completion, Message
 
@@ -49,9 +49,11 @@ class _Line:
     """Reads on a thread, so that it hears the run's end whatever the environment does."""
 
     def __init__(self, line: socket.socket) -> None:
-        self._line, self._sending = line, threading.Lock()
+        self._line = line
+        self._sending = threading.Lock()
         self._calls: dict[int, concurrent.futures.Future[Any]] = {}
-        self._next, self._patience_s = 0, START_S + PATIENCE_S
+        self._next = 0
+        self._patience_s = START_S + PATIENCE_S
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="the line to the run", daemon=True).start()
 
@@ -96,7 +98,9 @@ class _Line:
 
 class _RemoteText:
     def __init__(self, line: _Line, begin: Begin) -> None:
-        self._line, self.has_chat, self.end_token = line, begin.has_chat, begin.end_token
+        self._line = line
+        self.has_chat = begin.has_chat
+        self.end_token = begin.end_token
 
     def encode(self, text: str) -> list[int]:
         return self._call("encode", text)  # type: ignore[no-any-return]
@@ -118,8 +122,12 @@ class _RemoteContext:
     """See `millstream.env.Context`: everything is asked of the run."""
 
     def __init__(self, line: _Line, begin: Begin, part: int = 0) -> None:
-        self._line, self._begin, self._part = line, begin, part
-        self.task, self.seed, self.text = begin.task, begin.seed, _RemoteText(line, begin)
+        self._line = line
+        self._begin = begin
+        self._part = part
+        self.task = begin.task
+        self.seed = begin.seed
+        self.text = _RemoteText(line, begin)
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
         return msgspec.convert(await self._call("generate", list(map(int, tokens))), Completion)

@@ -16,11 +16,11 @@ from typing import Any
 
 from millstream.env import Context, Step
 from millstream.errors import EnvironmentFailed, RequestRefused
-from millstream.threads import DaemonThreads
+from millstream.rpc.threads import DaemonThreads
 from millstream.types import Message
 
 MAX_TURNS = 16
-MOST_THREADS = 128
+MAX_THREADS = 128
 CLOSE_S = 2.0
 
 
@@ -32,7 +32,10 @@ class MultiTurn:
     """Plays what `make` makes. `max_turns` None: what the instance says, or 16."""
 
     def __init__(self, make: Callable[[], Any], name: str, *, is_quick: bool, max_turns: int | None = None) -> None:
-        self._make, self._name, self._is_quick, self._max_turns = make, name, is_quick, max_turns
+        self._make = make
+        self._name = name
+        self._is_quick = is_quick
+        self._max_turns = max_turns
         self._threads: DaemonThreads | None = None
 
     async def rollout(self, context: Context) -> float:
@@ -68,7 +71,7 @@ class MultiTurn:
         if self._is_quick:
             value = function()
         else:
-            self._threads = self._threads or DaemonThreads(self._name, most=MOST_THREADS)
+            self._threads = self._threads or DaemonThreads(self._name, most=MAX_THREADS)
             value = await self._threads.call(function)
         return await value if inspect.isawaitable(value) else value
 

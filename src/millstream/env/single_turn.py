@@ -14,7 +14,9 @@ Decode = Callable[[Sequence[int]], str]
 
 class SingleTurn:
     def __init__(self, *, encode: Encode, decode: Decode, scorer: Scorer) -> None:
-        self._encode, self._decode, self._scorer = encode, decode, scorer
+        self._encode = encode
+        self._decode = decode
+        self._scorer = scorer
 
     async def rollout(self, context: Context) -> float:
         completion = await context.generate(self._encode(context.task))

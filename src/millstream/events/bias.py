@@ -163,13 +163,20 @@ class _Member(Struct):
 
     def finish(self, tokens: float, seconds: float, reward: float | None) -> None:
         if not self.is_done:
-            self.is_done, self.is_first_cut = True, reward is None
-            self.first_tokens, self.first_seconds = tokens, seconds
-        self.tokens, self.seconds, self.reward, self.since = tokens, seconds, reward, None
+            self.is_done = True
+            self.is_first_cut = reward is None
+            self.first_tokens = tokens
+            self.first_seconds = seconds
+        self.tokens = tokens
+        self.seconds = seconds
+        self.reward = reward
+        self.since = None
 
     def draw_again(self) -> None:
-        self.is_aborted = self.is_lost = False
-        self.reward = self.since = None
+        self.is_aborted = False
+        self.is_lost = False
+        self.reward = None
+        self.since = None
 
 
 class _Group(Struct):
@@ -193,7 +200,8 @@ class _Group(Struct):
                 self.members[number] = _Member()
         for number, member in self.members.items():
             if number not in event.kept and number not in event.to_do:
-                member.is_lost, member.since = True, None
+                member.is_lost = True
+                member.since = None
 
     def begin_anew(self) -> None:
         """Every member draws again; what it drew first is remembered."""
@@ -247,7 +255,8 @@ class _Log:
                 self._group(event.group_id).begin_anew()
             case GroupAdmitted():
                 group = self._group(event.group_id)
-                group.task, group.source = event.task_id, event.source
+                group.task = event.task_id
+                group.source = event.source
             case GroupLeft():
                 self._group(event.group_id).fate = event.fate
             case GroupResumed():

@@ -26,7 +26,8 @@ class StepMetrics:
     """Collects between two steps; `add` gives the row of a step when its event comes."""
 
     def __init__(self) -> None:
-        self._last_at = self._reward = 0.0
+        self._last_at = 0.0
+        self._reward = 0.0
         self._accuracy: dict[str, float] = {}
         self._reset()
 
@@ -34,7 +35,9 @@ class StepMetrics:
         self._rewards: list[float] = []
         self._lengths: list[int] = []
         self._lags: list[int] = []
-        self._tokens = self._failed = self._filtered = 0
+        self._tokens = 0
+        self._failed = 0
+        self._filtered = 0
 
     def add(self, event: Event) -> dict[str, Any] | None:
         if type(event) not in READ:
@@ -79,7 +82,8 @@ class StepMetrics:
             **event.metrics,
             **self._accuracy,
         }
-        self._last_at, self._accuracy = event.at, {}
+        self._last_at = event.at
+        self._accuracy = {}
         self._reset()
         return row
 

@@ -104,7 +104,9 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         self._next = self._next_written = _mend(path)
         file = LineFile(path, self._line_of)
-        self._append, self.sync, self.close = file.append, file.sync, file.close
+        self._append = file.append
+        self.sync = file.sync
+        self.close = file.close
 
     @property
     def last_seq(self) -> int:
@@ -159,7 +161,8 @@ class MetricsSink:
             new.replace(path)
         self._file = LineFile(path, _json_line)
         self._metrics = StepMetrics()
-        self.sync, self.close = self._file.sync, self._file.close
+        self.sync = self._file.sync
+        self.close = self._file.close
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
@@ -179,7 +182,8 @@ class Tee:
     SHOW_S = 0.1
 
     def __init__(self, files: Iterable[EventSink], shown: Iterable[EventSink] = ()) -> None:
-        self._files, self._shown = list(files), list(shown)
+        self._files = list(files)
+        self._shown = list(shown)
         self._lock = threading.Lock()
         self._to_show: deque[Event] = deque()
         self._closing = threading.Event()

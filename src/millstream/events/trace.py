@@ -15,13 +15,13 @@ from millstream.events import Event, GroupTaken, RolloutEnded, Span, Status, Ste
 WORKERS, ROLLOUTS = 1, 2
 """The two groups of tracks."""
 SHOWN = (Span, WeightsLoaded, RolloutEnded, GroupTaken, Status, Stepped)
-MOST_EVENTS = 500_000
+MAX_EVENTS = 500_000
 
 
 def perfetto(events: Iterable[Event]) -> dict[str, list[dict[str, Any]]]:
     """The Chrome trace format, which Perfetto reads: complete events ("X"), counters ("C") and names ("M"). Of a long run, its
     last part: more than that no viewer opens."""
-    shown = deque((event for event in events if isinstance(event, SHOWN)), maxlen=MOST_EVENTS)
+    shown = deque((event for event in events if isinstance(event, SHOWN)), maxlen=MAX_EVENTS)
     return {"traceEvents": [*_names(), *_tracks(shown)]}
 
 

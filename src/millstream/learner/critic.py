@@ -25,7 +25,7 @@ from millstream.learner.torch import TorchSnapshot
 from millstream.model.attention import Packed
 from millstream.model.load import check_layers
 from millstream.model.policy import hidden_states
-from millstream.threads import DaemonThreads
+from millstream.rpc.threads import DaemonThreads
 from millstream.types import Floats, Metrics, TrainRow
 
 T = TypeVar("T")
@@ -64,7 +64,8 @@ class TorchCritic:
 
     def __init__(self, model: PreTrainedModel, config: CriticConfig, *, num_steps: int | None = None) -> None:
         check_layers(model)
-        self._values, self._clip = Values(model), config.value_clip
+        self._values = Values(model)
+        self._clip = config.value_clip
         learner = LearnerConfig(
             learning_rate=config.learning_rate,
             warmup_steps=config.warmup_steps,

@@ -1,7 +1,7 @@
 """The learner of several ranks: one policy sharded over processes, and the weights of one rank, to float tolerance.
 
 It deals the rows of every micro-batch to the ranks, adds up what they counted, and tells them all to step by it. A rank that
-dies or raises ends the learner with an error that names it (`learner.crew`): `LearnerGone` if it died.
+dies or raises ends the learner with an error that names it (`learner.process_group`): `LearnerGone` if it died.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
-from millstream.learner.crew import CrewSnapshot
-from millstream.learner.orders import (
+from millstream.learner.messages import (
     Accumulate,
     BeginBatch,
     Count,
@@ -33,18 +32,19 @@ from millstream.learner.orders import (
     pack,
 )
 from millstream.learner.packing import deal
-from millstream.learner.rank import Barren, total
+from millstream.learner.process_group import CrewSnapshot
+from millstream.learner.rank import FiniteGuard, total
 from millstream.learner.ranks import Ranks
 from millstream.learner.torch import save_trained
-from millstream.model.described import described
 from millstream.model.load import check_layers, load_weights, model_weights
-from millstream.model.shared import Layout, SharedWeights, anonymous_memory, layout_of
-from millstream.parcels import Delivery, Parcel
-from millstream.parcels.inbox import Inbox
-from millstream.parcels.staged import StagedWeights
-from millstream.threads import DaemonThreads, on_a_thread
+from millstream.model.shared_memory import Layout, SharedWeights, anonymous_memory, layout_of
+from millstream.model.spec import described
+from millstream.rpc.process import Launcher, LocalLauncher
+from millstream.rpc.threads import DaemonThreads, on_a_thread
 from millstream.types import Floats, Metrics, TrainRow, Weights
-from millstream.workers import Launcher, LocalLauncher
+from millstream.weights.transfer import Delivery, WeightsRef
+from millstream.weights.transfer.fetcher import WeightsFetcher
+from millstream.weights.transfer.remote_weights import RemoteWeights
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Elsewhere(NamedTuple):
     """An address of this machine that they reach."""
     node: str
     """This machine's."""
-    first: Parcel
+    first: WeightsRef
     """The weights to begin with."""
     delivery: Delivery
     """How rank 0 lets others have weights."""
@@ -83,8 +83,10 @@ class FsdpLearner:
         elsewhere: Elsewhere | None = None,
     ) -> None:
         check_layers(model)
-        self.model, self._config, self._tokenizer = model, config, tokenizer
-        self._barren = Barren(config.max_skipped_steps)
+        self.model = model
+        self._config = config
+        self._tokenizer = tokenizer
+        self._barren = FiniteGuard(config.max_skipped_steps)
         plan = Plan(
             rank=0,
             num_ranks=config.ranks,
@@ -100,13 +102,14 @@ class FsdpLearner:
             is_proximal_given=is_proximal_given,
         )
         self._shared: SharedWeights | None = None
-        self._inbox = None if elsewhere is None else Inbox(elsewhere.node)
+        self._inbox = None if elsewhere is None else WeightsFetcher(elsewhere.node)
         if elsewhere is None:
             self.ranks = self._beside_us(plan)
         else:
             setup = Setup(plan=plan, parcel=elsewhere.first, delivery=elsewhere.delivery)
             self.ranks = Ranks(setup, elsewhere.launcher, host=elsewhere.host)
-        self._snapshots, self._gatherings = itertools.count(), itertools.count(1)
+        self._snapshots = itertools.count()
+        self._gatherings = itertools.count(1)
         self._thread = DaemonThreads("learner", most=1)
 
     def _beside_us(self, plan: Plan) -> Ranks:
@@ -184,7 +187,7 @@ class FsdpLearner:
         if self._shared is not None:
             return self._shared.views
         assert parcel is not None and self._inbox is not None
-        return StagedWeights(parcel, self._inbox)
+        return RemoteWeights(parcel, self._inbox)
 
     async def snapshot(self) -> CrewSnapshot:
         number = next(self._snapshots)

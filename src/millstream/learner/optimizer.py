@@ -21,7 +21,7 @@ from millstream.learner import LearnerConfig
 
 logger = logging.getLogger(__name__)
 State = dict[str, Any]
-MOST_NAMES = 8
+MAX_NAMES = 8
 RATES = {"learner": "learner.learning_rate (of supervised training: warmup.learning_rate)"}
 """What to set lower, where it is not the table's own."""
 
@@ -51,7 +51,9 @@ class Optimizer:
     def __init__(
         self, module: nn.Module, config: LearnerConfig, *, num_steps: int | None, table: str = "learner"
     ) -> None:
-        self._config, self._num_steps, self._table = config, num_steps, table
+        self._config = config
+        self._num_steps = num_steps
+        self._table = table
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise LearnerError("no parameter of the model requires a gradient: there is nothing to train")
@@ -114,7 +116,7 @@ class Optimizer:
 
     def _skip(self, norm: float, suspects: list[str]) -> None:
         self._num_skipped_in_a_row += 1
-        shown = ", ".join(suspects[:MOST_NAMES]) + (", ..." if len(suspects) > MOST_NAMES else "")
+        shown = ", ".join(suspects[:MAX_NAMES]) + (", ..." if len(suspects) > MAX_NAMES else "")
         whose = f"the loss of {shown} is not finite" if suspects else "every loss was finite"
         step = f"the {self._table}'s optimizer step {self.num_steps_done}"
         logger.warning("%s is left out: its gradient is %s; %s", step, norm, whose)

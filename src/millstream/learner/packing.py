@@ -26,11 +26,13 @@ class Packer:
         return full
 
     def flush(self) -> list[TrainRow]:
-        rows, self._rows, self._tokens = self._rows, [], 0
+        rows = self._rows
+        self._rows = []
+        self._tokens = 0
         return rows
 
 
-MOST_UNEVEN = 1.1
+MAX_UNEVEN = 1.1
 """How much more than without sharing the fullest rank may have, so that rows with one prompt stay together."""
 
 
@@ -39,7 +41,7 @@ def deal(rows: Sequence[TrainRow], num_ranks: int, *, max_tokens: int) -> list[l
     empty: a pass is a collective."""
     shares = _balanced(_by_prompt(rows), num_ranks)
     apart = _balanced([[row] for row in rows], num_ranks)
-    if _fullest(shares) > MOST_UNEVEN * _fullest(apart):
+    if _fullest(shares) > MAX_UNEVEN * _fullest(apart):
         shares = apart
     packed = [_passes(share, max_tokens) for share in shares]
     most = max(map(len, packed))

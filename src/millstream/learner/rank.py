@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
-from millstream.learner.optimizer import MOST_NAMES, Optimizer, State, Stepped
+from millstream.learner.optimizer import MAX_NAMES, Optimizer, State, Stepped
 from millstream.learner.rows import Rows, not_finite
 from millstream.model.adapters import copy_of, trained_weights
 from millstream.model.load import check_layers
@@ -66,11 +66,12 @@ class Tally(Struct, frozen=True, kw_only=True):
         return {"skipped_rows": float(self.num_left_out)} if self.num_left_out else {}
 
 
-class Barren:
+class FiniteGuard:
     """Steps in a row that had rows and not a finite one: nothing is learned, and more than `most` of them end the run."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._num_in_a_row = most, 0
+        self._most = most
+        self._num_in_a_row = 0
 
     def look_at(self, counted: Tally) -> None:
         """At every step. Raises `LearnerError`."""
@@ -81,7 +82,7 @@ class Barren:
         if self._num_in_a_row > self._most:
             raise LearnerError(
                 f"no row of the last {self._num_in_a_row} optimizer steps was finite, and learner.max_skipped_steps = "
-                f"{self._most}. What is not: {', '.join(counted.left_out_first[:MOST_NAMES])}. Expected finite numbers of "
+                f"{self._most}. What is not: {', '.join(counted.left_out_first[:MAX_NAMES])}. Expected finite numbers of "
                 "whoever computes that column: of the model that reference.path or critic.path names, say"
             )
 
@@ -128,7 +129,9 @@ class Rank:
         num_steps: int | None,
         is_one_of_several: bool = False,
     ) -> None:
-        self.policy, self._proximal, self._objective = policy, proximal, objective
+        self.policy = policy
+        self._proximal = proximal
+        self._objective = objective
         self._is_one_of_several = is_one_of_several
         self._is_proximal_given = config.mini_batches > 1 and proximal is None
         num_optimizer_steps = None if num_steps is None else num_steps * config.mini_batches
@@ -207,7 +210,8 @@ class Rank:
 
     def tally(self) -> Tally:
         """What this rank counted. Begins anew."""
-        sums, self._sums = self._sums, _Sums()
+        sums = self._sums
+        self._sums = _Sums()
         return sums.tally()
 
     def step(self, counted: Tally) -> Stepped:
@@ -264,7 +268,7 @@ class _Sums:
     def leave_out(self, faults: list[tuple[str, list[str]]]) -> None:
         """Rows by name, each with its columns that are not finite."""
         self._num_left_out += len(faults)
-        room = MOST_NAMES - len(self._left_out_first)
+        room = MAX_NAMES - len(self._left_out_first)
         self._left_out_first += [f"{label} ({', '.join(columns)})" for label, columns in faults[:room]]
         if faults:
             labels = ", ".join(label for label, _ in faults)

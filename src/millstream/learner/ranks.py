@@ -1,4 +1,4 @@
-"""A learner's ranks: a crew (`learner.crew`) whose processes meet each other, because they share one policy."""
+"""A learner's ranks: a crew (`learner.process_group`) whose processes meet each other, because they share one policy."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import socket
 from msgspec import structs
 from torch._C._distributed_c10d import TCPStore
 
-from millstream.learner.crew import Crew, Job
-from millstream.learner.orders import Setup
-from millstream.workers import Launcher, rank_name
+from millstream.learner.messages import Setup
+from millstream.learner.process_group import ProcessGroup, ProcessSpec
+from millstream.rpc.process import Launcher, rank_name
 
-MODULE = "millstream.learner.rank_main"
+MODULE = "millstream.learner.rank_worker"
 LOOPBACK = "127.0.0.1"
 
 
-class Ranks(Crew):
+class Ranks(ProcessGroup):
     def __init__(self, setup: Setup, launcher: Launcher, *, host: str = LOOPBACK) -> None:
         """`host`: the address of this machine that all ranks can reach."""
         listener = socket.create_server((host, 0))  # on this address alone; the store by itself would take all
@@ -34,13 +34,13 @@ class Ranks(Crew):
         super().__init__([_job(setup, rank) for rank in range(num_ranks)], launcher, who="the learner")
 
 
-def _job(setup: Setup, rank: int) -> Job:
+def _job(setup: Setup, rank: int) -> ProcessSpec:
     is_here = setup.layout is not None  # else each has a GPU that it alone sees
     device = f"cuda:{rank}" if setup.plan.device == "cuda" and is_here else setup.plan.device
     plan = structs.replace(setup.plan, rank=rank, device=device)
     memory = None if setup.memory is None else os.dup(setup.memory)
     delivery = setup.delivery if rank == 0 else None
-    return Job(
+    return ProcessSpec(
         kind="learner",
         module=MODULE,
         name=rank_name(rank),

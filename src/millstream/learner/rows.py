@@ -42,7 +42,8 @@ class Rows:
         masks = [row.loss_mask for row in rows]
         if any(mask[0] for mask in masks):
             raise LearnerError("the first token of a row cannot be trained: nothing comes before it")
-        self._rows, self._device = rows, device
+        self._rows = rows
+        self._device = device
         self._trained_M = np.flatnonzero(np.concatenate(masks))
         self.num_trained = len(self._trained_M)
         indices = share_prompts(rows)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from millstream.learner.rows import Rows
 from millstream.model.load import check_layers, load_weights
 from millstream.model.policy import Policy
-from millstream.threads import DaemonThreads
+from millstream.rpc.threads import DaemonThreads
 from millstream.types import Floats, TrainRow, Weights
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from millstream.learner.seen import look_for_folder
+from millstream.learner.shared_disk import look_for_folder
 
 CLASSES: tuple[type, ...] = (
     Metadata,

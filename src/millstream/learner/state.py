@@ -20,7 +20,7 @@ from torch import Tensor
 
 from millstream.errors import LearnerError
 from millstream.learner.optimizer import State
-from millstream.learner.seen import look_for_folder
+from millstream.learner.shared_disk import look_for_folder
 
 STATE = "learner.pt"
 LITTLE_BYTES = 1 << 20

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.learner import LearnerConfig
 from millstream.learner.optimizer import Optimizer, State, learning_rate_share
-from millstream.learner.rank import Barren, Rank, policies
+from millstream.learner.rank import FiniteGuard, Rank, policies
 from millstream.learner.rows import share_prompts
 from millstream.learner.state import STATE, on_host, read_state, write_state
 from millstream.model.adapters import lora_of, merged, save_adapters, trained_weights
 from millstream.model.load import save_model
 from millstream.model.objective import Objective
-from millstream.threads import DaemonThreads
+from millstream.rpc.threads import DaemonThreads
 from millstream.types import Floats, Metrics, TrainRow, Weights
 
 __all__ = ["STATE", "TorchLearner", "TorchSnapshot", "learning_rate_share", "on_host", "read_state", "share_prompts"]
@@ -42,10 +42,11 @@ class TorchLearner:
         tokenizer: PreTrainedTokenizerBase | None = None,
         is_proximal_given: bool = False,
     ) -> None:
-        self.model, self._tokenizer = model, tokenizer
+        self.model = model
+        self._tokenizer = tokenizer
         kept = policies(model, config, temperature, is_proximal_given=is_proximal_given)
         self.rank = Rank(*kept, config, objective, num_steps=num_steps)
-        self._barren = Barren(config.max_skipped_steps)
+        self._barren = FiniteGuard(config.max_skipped_steps)
         self._thread = DaemonThreads("learner", most=1)
 
     @property

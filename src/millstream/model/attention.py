@@ -80,7 +80,8 @@ class Packed:
     (`_Rectangles`): the plain twin."""
 
     def __init__(self, rows: Sequence[Indices], device: torch.device | str = "cpu") -> None:
-        self._rows, self._device = rows, torch.device(device)
+        self._rows = rows
+        self._device = torch.device(device)
         self.position_ids = on_device(_positions(rows)[None], device)
         self._ragged: _Ragged | None = None
         self._rectangles: _Rectangles | None = None
@@ -103,10 +104,10 @@ def on_device(array: np.ndarray[Any, Any], device: torch.device | str) -> Tensor
 
 def can_be_ragged(query: Tensor, rule: Rule) -> bool:
     is_short = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and is_short and rule.softcap is None and query.shape[-1] <= MOST_HEAD_DIM
+    return query.is_cuda and is_short and rule.softcap is None and query.shape[-1] <= MAX_HEAD_DIM
 
 
-MOST_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Older versions of torch need no leave for fewer key/value heads."""
 
@@ -153,9 +154,12 @@ class _Ragged:
         self._kernel = kernel
         queries = _own_parts(rows)
         at_Q, at_K = np.concatenate(queries), np.concatenate(rows)
-        self._query_at, self._key_at = _unless_in_order(at_Q, device), _unless_in_order(at_K, device)
-        self._query_ends, self._key_ends = _ends(queries, device), _ends(rows, device)
-        self._longest_query, self._longest_key = max(map(len, queries)), max(map(len, rows))
+        self._query_at = _unless_in_order(at_Q, device)
+        self._key_at = _unless_in_order(at_K, device)
+        self._query_ends = _ends(queries, device)
+        self._key_ends = _ends(rows, device)
+        self._longest_query = max(map(len, queries))
+        self._longest_key = max(map(len, rows))
         place_N = np.empty(len(at_Q), np.int64)
         place_N[at_Q] = np.arange(len(at_Q))
         self._place = _unless_in_order(place_N, device)
@@ -240,7 +244,8 @@ class _Rectangle:
     """Rows of similar length, unpacked to [R, L]. Past a row's end stands any token: it comes later, so that none sees it."""
 
     def __init__(self, rows: Sequence[Indices], device: torch.device | str) -> None:
-        self._num_rows, self._longest = len(rows), max(map(len, rows))
+        self._num_rows = len(rows)
+        self._longest = max(map(len, rows))
         at_RL = np.zeros((self._num_rows, self._longest), np.int64)
         for number, row in enumerate(rows):
             at_RL[number, : len(row)] = row

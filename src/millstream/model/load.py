@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from millstream.errors import ModelError
 from millstream.model.attention import NAME
-from millstream.model.where import no_tokenizer, not_on_hub
+from millstream.model.locate import no_tokenizer, not_on_hub
 from millstream.types import Weights
 
 FEW_CORES = 8

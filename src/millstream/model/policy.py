@@ -27,7 +27,8 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, *, temperature: float, is_compiled: bool = False) -> None:
         super().__init__()
         self.model = model.eval()
-        self._temperature, self._is_compiled = temperature, is_compiled
+        self._temperature = temperature
+        self._is_compiled = is_compiled
         self._has_plain_head = has_plain_head(model)
         if is_compiled:
             compile_layers(model)

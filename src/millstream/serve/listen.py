@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from millstream.errors import ConfigError
-from millstream.serve.gate import check_token
+from millstream.serve.auth import check_token
 
 GRACE_S = 2
 BACKLOG = 2048

@@ -77,12 +77,16 @@ class _Job:
     )
 
     def __init__(self, request: Request, wanted: int, on_sampled: OnSampled | None) -> None:
-        self.request, self.on_sampled, self.num_told = request, on_sampled, 0
+        self.request = request
+        self.on_sampled = on_sampled
+        self.num_told = 0
         self.length = min(wanted, request.sampling.max_tokens)
         self.finish = Finish.STOP if wanted <= request.sampling.max_tokens else Finish.LENGTH
         self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.versions: list[int] = []
-        self.before, self.begin, self.ticket = 0, 0.0, -1
+        self.before = 0
+        self.begin = 0.0
+        self.ticket = -1
 
     @property
     def size(self) -> int:
@@ -130,15 +134,19 @@ class SimEngine:
         news_s: float | None = None,
         has_prefix_cache: bool = False,
     ) -> None:
-        self.name, self.slots = name, slots
-        self._news_s, self._telling = news_s, False
+        self.name = name
+        self.slots = slots
+        self._news_s = news_s
+        self._telling = False
         self._prefixes: dict[tuple[int, ...], int] | None = {} if has_prefix_cache else None
         self._gone: EngineGone | None = None
-        self.num_computed = self.num_reused = 0
+        self.num_computed = 0
+        self.num_reused = 0
         """Tokens of prompts."""
         self._costs = Costs(step_s=token_s) if costs is None else costs
         self._kv_tokens = math.inf if kv_tokens is None else kv_tokens
-        self._num_tokens, self._load_s = num_tokens, load_s
+        self._num_tokens = num_tokens
+        self._load_s = load_s
         self._rng = random.Random(derive_seed(seed, name))
         self._loaded_at: list[float] = [-math.inf]
         self._versions: list[int] = [version]
@@ -149,15 +157,19 @@ class SimEngine:
         self._ends: list[tuple[float, int]] = []
         """A heap of (position, ticket); tickets that no longer run are passed over."""
         self._tickets = itertools.count()
-        self._sizes = self._begins = 0.0
+        self._sizes = 0.0
+        self._begins = 0.0
         """Of those that run: tokens when admitted, and positions, summed."""
         self._pace = Pace()
         self._timer: asyncio.TimerHandle | None = None
-        self._is_paused = self._is_closed = self._is_crowded = False
+        self._is_paused = False
+        self._is_closed = False
+        self._is_crowded = False
         self.num_preempted = 0
         self.num_discarded = 0
         """Tokens of requests whose `generate` was cancelled."""
-        self._tokens = self._finished = 0
+        self._tokens = 0
+        self._finished = 0
 
     @property
     def version(self) -> int:
@@ -313,7 +325,9 @@ class SimEngine:
                 break
             self._waiting.popleft()
             self._pace.stall(now, self._costs.prefill_token_s * self._to_compute(job))
-            job.begin, job.before, job.ticket = position, len(job.versions), next(self._tickets)
+            job.begin = position
+            job.before = len(job.versions)
+            job.ticket = next(self._tickets)
             self._running[job.ticket] = job
             self._sizes += job.size
             self._begins += position
@@ -351,7 +365,8 @@ class SimEngine:
         self._sizes -= job.size
         self._begins -= job.begin
         if not self._running:
-            self._sizes = self._begins = 0.0  # and with them what rounding has left
+            self._sizes = 0.0
+            self._begins = 0.0  # and with them what rounding has left
         self._is_crowded = False
         job.versions += self._versions_from(job.begin, num_tokens)
 

@@ -46,7 +46,9 @@ class SimEnvironment:
         prompt_tokens: int = 4,
     ) -> None:
         self._num_turns: Draw = constant(num_turns) if isinstance(num_turns, int) else num_turns
-        self._latency_s, self._failure, self._failures = latency_s, failure, tuple(failures)
+        self._latency_s = latency_s
+        self._failure = failure
+        self._failures = tuple(failures)
         self._success: Success = success if callable(success) else lambda task, num_sampled: success
         self._prompt = [1] * prompt_tokens
 

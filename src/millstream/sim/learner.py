@@ -28,7 +28,8 @@ class SimLearner:
     """Takes time in proportion to tokens. Its weights are a number: how many rows they have seen."""
 
     def __init__(self, *, token_s: float = 1e-4, step_s: Draw = TENTH, seed: int = 0) -> None:
-        self._token_s, self._step_s = token_s, step_s
+        self._token_s = token_s
+        self._step_s = step_s
         self._rng = random.Random(derive_seed(seed, "learner"))
         self.num_rows = 0
 
@@ -68,7 +69,9 @@ class SimScorer:
     """Takes time in proportion to tokens, one call after the other. What it says of a token is a function of the token."""
 
     def __init__(self, *, token_s: float = 1e-5, seed: int = 0) -> None:
-        self._token_s, self._seed, self._is_free = token_s, seed, asyncio.Lock()
+        self._token_s = token_s
+        self._seed = seed
+        self._is_free = asyncio.Lock()
         self.num_scored = 0
 
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
@@ -83,7 +86,8 @@ class SimFollower(SimScorer):
 
     def __init__(self, *, token_s: float = 1e-5, seed: int = 0, load_s: float = 0.05) -> None:
         super().__init__(token_s=token_s, seed=seed)
-        self._load_s, self._num_rows = load_s, 0
+        self._load_s = load_s
+        self._num_rows = 0
         self.num_loaded = 0
 
     async def load(self, weights: Weights) -> None:

@@ -16,9 +16,11 @@ class Pace:
     """Never goes back. While it is stalled or paused, time passes and position does not."""
 
     def __init__(self) -> None:
-        self._time = self._position = 0.0
+        self._time = 0.0
+        self._position = 0.0
         """Of the last change. The time may lie ahead: that is a stall."""
-        self._slope, self._bend = 1.0, 0.0
+        self._slope = 1.0
+        self._bend = 0.0
         self._paused_at: float | None = None
         self._reached = 0.0
 
@@ -45,7 +47,8 @@ class Pace:
         if (slope, bend) == (self._slope, self._bend):
             return  # a constant pace stays exact for ever
         self._anchor(now)
-        self._slope, self._bend = slope, bend
+        self._slope = slope
+        self._bend = bend
 
     def stall(self, now: float, seconds: float) -> None:
         """Nobody moves for so long."""
@@ -63,7 +66,8 @@ class Pace:
             self._paused_at = None
 
     def _anchor(self, now: float) -> None:
-        self._position, self._time = self.position(now), max(self._effective(now), self._time)
+        self._position = self.position(now)
+        self._time = max(self._effective(now), self._time)
 
     def _effective(self, now: float) -> float:
         return now if self._paused_at is None else self._paused_at

@@ -49,14 +49,17 @@ class StoreClient:
     """Made by `StoreClient.connect`, on the event loop that it is used on."""
 
     def __init__(self, address: Address, name: str | None = None, *, give_up_s: float = GIVE_UP_S) -> None:
-        self._address, self._give_up_s = address, give_up_s
+        self._address = address
+        self._give_up_s = give_up_s
         self.name = f"{name or 'client'} {uuid.uuid4().hex[:12]}"
         """No two processes have the same: by it the coordinator knows what was asked before."""
         self._segments = Segments(Path(address.folder), self._on_closed)
         self._loop = asyncio.get_running_loop()
         self._line: Frames | None = None
         self._waiting: dict[int, tuple[Body, asyncio.Future[Answer]]] = {}
-        self._next, self._closed, self._is_closing = 1, deque[str](), False
+        self._next = 1
+        self._closed = deque[str]()
+        self._is_closing = False
         self._heard: list[int] = []
         self._is_telling = False
         self._decoder = msgspec.msgpack.Decoder(Reply)
@@ -131,7 +134,8 @@ class StoreClient:
 
     def _send(self, number: int, body: Body) -> None:
         if self._line is not None:
-            heard, self._heard = self._heard, []
+            heard = self._heard
+            self._heard = []
             self._line.send(Request(number, heard, body))
 
     def _send_or_refuse(self, number: int, body: Body) -> None:

@@ -25,16 +25,16 @@ import msgspec
 
 from millstream.errors import StoreError
 from millstream.store import Reads, StoreStats, Waiting
-from millstream.store.catalog import BlockSpec, Catalog, LeaseEntry, RestoredRows, runs
-from millstream.store.desk import Claim, Desk
 from millstream.store.entries import Block, RowEntry, Unit
 from millstream.store.journal import Change, Grant, Journal, LoseNode, Record, State
 from millstream.store.pool import Pool
 from millstream.store.recall import load_state, state_of
 from millstream.store.segments import SEGMENT_NAME, size_class
+from millstream.store.table import BlockSpec, LeaseEntry, RestoredRows, RowTable, runs
+from millstream.store.waiting import Claim, WaitQueues
 from millstream.store.wire import (
     GREETING_BYTES,
-    MOST_BYTES,
+    MAX_BYTES,
     Acknowledge,
     Answer,
     Body,
@@ -86,8 +86,8 @@ LONGER = 10
 """So many times as long a holder may be, and every client after the coordinator itself was away."""
 FORGET_S = 3600.0
 """How long the answers to a dead client are kept: it may not be dead, and ask again for what was carried out."""
-MOST_LOST = 100_000
-MOST_DROPPED = 1000
+MAX_LOST = 100_000
+MAX_DROPPED = 1000
 """Partitions that choosers may still ask about."""
 TRIM_S = 2.0
 SWEEP_S = 60.0
@@ -107,7 +107,8 @@ class Client:
     """What the coordinator knows of one process."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.node = name, ""
+        self.name = name
+        self.node = ""
         self.line: Frames | None = None
         self.address: tuple[str, int] | None = None
         self.results: dict[int, bytes] = {}
@@ -136,17 +137,21 @@ class Coordinator:
         names: Callable[[], list[str]] = list,
         grace_s: float = GRACE_S,
     ) -> None:
-        self._clock, self._token, self._node, self._grace_s = WallClock(), token, node, grace_s
-        self._unlink_here, self._names_here = unlink, names
+        self._clock = WallClock()
+        self._token = token
+        self._node = node
+        self._grace_s = grace_s
+        self._unlink_here = unlink
+        self._names_here = names
         self.own_address: tuple[str, int] | None = None
         self.pool = Pool(self._unlink, time.monotonic)
-        self.catalog = Catalog(
+        self.catalog = RowTable(
             tasks,
             capacity_rows=capacity_rows,
             capacity_bytes=capacity_bytes,
             on_free=self._free,
         )
-        self._desk = Desk(self.catalog, self._clock, on_grant=self._granted, give_back=self._give_back)
+        self._desk = WaitQueues(self.catalog, self._clock, on_grant=self._granted, give_back=self._give_back)
         self._clients: dict[str, Client] = {}
         self._lost: list[Lost] = []
         self._ready_changes: dict[tuple[str, str], tuple[int, asyncio.Event]] = {}
@@ -205,7 +210,9 @@ class Coordinator:
         client = self._clients.setdefault(hello.client, Client(hello.client))
         if client.line is not None:
             client.line.abort()  # of before: what is still on its way there is asked again here
-        client.line, client.node, client.address = line, hello.node, hello.address
+        client.line = line
+        client.node = hello.node
+        client.address = hello.address
         client.is_holder = hello.address is not None
         waiting = set(hello.waiting)
         client.results = {asked: answer for asked, answer in client.results.items() if asked in waiting}
@@ -213,7 +220,7 @@ class Coordinator:
         if client.death is not None:
             client.death.cancel()
             client.death = None
-        line.most_bytes = MOST_BYTES
+        line.most_bytes = MAX_BYTES
         line.send(Reply(number, Welcome()))
         return [client]
 
@@ -231,7 +238,8 @@ class Coordinator:
             self._release(client, name)
         self._desk.give_back_of(client.name)
         self.pool.forget_reader(client.name)
-        client.working, client.shown = {}, set()
+        client.working = {}
+        client.shown = set()
         client.death = asyncio.get_running_loop().call_later(FORGET_S, self._clients.pop, client.name, None)
         if client.is_holder and client.node != self._node:
             self._change("", 0, LoseNode(client.node))
@@ -416,7 +424,7 @@ class Coordinator:
             case DropPartition():
                 self._desk.end_partition(change.partition)
                 self._dropped[change.partition] = self._num_changes + 1
-                if len(self._dropped) > MOST_DROPPED:
+                if len(self._dropped) > MAX_DROPPED:
                     del self._dropped[next(iter(self._dropped))]
             case Put() | CloseGroups() | Finish() | Rewind() | Restore():
                 self._desk.serve_all(change.partition)
@@ -435,7 +443,7 @@ class Coordinator:
 
         found = self.catalog.lose(is_lost)
         self._lost += [Lost(row.id, row.group.id, partition, node) for row, partition in found]
-        del self._lost[:-MOST_LOST]
+        del self._lost[:-MAX_LOST]
 
     # ---- producers ---------------------------------------------------------------------------------------------------
 
@@ -682,7 +690,8 @@ class Coordinator:
             self._journal.begin_anew(Record("", 0, self._clock.now(), self._state()))
         for node in {segment.node for segment in segments.values()} - {self._node}:
             holder = self._clients.setdefault(f"holder {node}", Client(f"holder {node}"))
-            holder.node, holder.is_holder = node, True
+            holder.node = node
+            holder.is_holder = True
 
     def _grant_again(self, grant: Grant, record: Record) -> None:
         part, task = self.catalog.partition(grant.partition), self.catalog.task(grant.task)

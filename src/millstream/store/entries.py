@@ -24,8 +24,11 @@ class Block:
     __slots__ = ("columns", "id", "nbytes", "num_live", "payload")
 
     def __init__(self, block_id: int, columns: Iterable[str], payload: Any, nbytes: int, num_rows: int) -> None:
-        self.id, self.columns = block_id, frozenset(columns)
-        self.payload, self.nbytes, self.num_live = payload, nbytes, num_rows
+        self.id = block_id
+        self.columns = frozenset(columns)
+        self.payload = payload
+        self.nbytes = nbytes
+        self.num_live = num_rows
 
 
 class RowEntry:
@@ -37,8 +40,15 @@ class RowEntry:
     def __init__(
         self, row_id: int, group: GroupEntry, version: int, tokens: int, since: float, present: int, part: Any
     ) -> None:
-        self.id, self.group, self.version, self.tokens, self.since = row_id, group, version, tokens, since
-        self.present, self.offered, self.leased, self.done = present, 0, 0, 0
+        self.id = row_id
+        self.group = group
+        self.version = version
+        self.tokens = tokens
+        self.since = since
+        self.present = present
+        self.offered = 0
+        self.leased = 0
+        self.done = 0
         self.parts: tuple[tuple[Block, int], ...] = (part,)
         self.steps: tuple[tuple[int, int], ...] = ()
         """The bit of a task, and the step that it acknowledged this row for."""
@@ -53,8 +63,11 @@ class GroupEntry:
     __slots__ = ("done", "id", "is_closed", "leased", "num_ready", "offered", "rows")
 
     def __init__(self, group_id: int) -> None:
-        self.id, self.is_closed = group_id, False
-        self.offered, self.leased, self.done = 0, 0, 0
+        self.id = group_id
+        self.is_closed = False
+        self.offered = 0
+        self.leased = 0
+        self.done = 0
         self.rows: dict[int, RowEntry] = {}
         self.num_ready: dict[int, int] = {}
         """By the bit of a task that reads groups: rows that are ready for it."""
@@ -99,7 +112,8 @@ class Ready:
         self.by_group = by_group
         self._queues: dict[int, deque[Entry]] = {}
         self._tallies: dict[int, Tally] = {}
-        self._back, self._front = 0, -1
+        self._back = 0
+        self._front = -1
         self.num_rows = 0
         self.tokens_of_rank: dict[int, int] = {}
         """What each rank has been given by the policy `balanced`."""

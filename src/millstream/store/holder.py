@@ -19,7 +19,7 @@ from millstream.errors import StoreError
 from millstream.store.segments import SEGMENT_NAME, unlink
 from millstream.store.wire import Frames, Hello, Reply, Request, Unlink, Welcome
 
-MOST_REQUEST_BYTES = 1024
+MAX_REQUEST_BYTES = 1024
 RETRY_S = 0.05
 FETCH_S = 300.0
 ASK_S = 30.0
@@ -29,10 +29,11 @@ class Holder:
     """Serves the segments of one folder."""
 
     def __init__(self, folder: Path, token: str) -> None:
-        self.folder, self._token = folder, token
+        self.folder = folder
+        self._token = token
 
     async def serve(self, host: str, port: int = 0) -> asyncio.Server:
-        return await asyncio.start_server(self._serve, host, port, limit=MOST_REQUEST_BYTES)
+        return await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request a connection: `token name`, answered by the size and the bytes."""
@@ -88,8 +89,11 @@ class HolderAgent:
     Ends when the coordinator has been away for `give_up_s`: the store is gone, and so is the folder."""
 
     def __init__(self, holder: Holder, address: tuple[str, int], *, token: str, node: str, give_up_s: float) -> None:
-        self._holder, self._address = holder, address
-        self._token, self._node, self._give_up_s = token, node, give_up_s
+        self._holder = holder
+        self._address = address
+        self._token = token
+        self._node = node
+        self._give_up_s = give_up_s
         self.is_connected = threading.Event()
 
     async def run(self, host: str) -> None:

@@ -32,7 +32,7 @@ from millstream.store.segments import memory_folder, memory_folders
 STORES = "millstream-store-"
 START_S = 30.0
 SHORT_LIFE_S = 1.0
-MOST_PAUSE_S = 5.0
+MAX_PAUSE_S = 5.0
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -126,7 +126,8 @@ class SharedStore:
     """A running store. `address` is what processes connect with; the folder in memory goes when it is closed."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self._is_closing = plan, False
+        self._plan = plan
+        self._is_closing = False
         self._file = Path(plan.journal) / "plan.json"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -149,9 +150,10 @@ class SharedStore:
         began, pause_s = time.monotonic(), 0.0
         while (code := self.process.wait()) is not None and not self._is_closing:
             has_failed = code > 0 and time.monotonic() - began < SHORT_LIFE_S  # by itself: it was not killed
-            pause_s = min(MOST_PAUSE_S, 2 * pause_s + 0.05) if has_failed else 0.0
+            pause_s = min(MAX_PAUSE_S, 2 * pause_s + 0.05) if has_failed else 0.0
             time.sleep(pause_s)  # what cannot live is not started again and again at full speed
-            began, self.process = time.monotonic(), self._start()
+            began = time.monotonic()
+            self.process = self._start()
 
     def close(self) -> None:
         self._is_closing = True

@@ -35,7 +35,7 @@ from millstream.store.wire import (
 
 PREFIX = 12
 """The length of a record, and its checksum."""
-LEAST_BYTES = 64 << 20
+MIN_BYTES = 64 << 20
 """Below this size a journal is never rewritten."""
 
 
@@ -173,7 +173,7 @@ class Journal:
 
     @property
     def is_long(self) -> bool:
-        return self._size > max(LEAST_BYTES, 4 * self._size_of_state)
+        return self._size > max(MIN_BYTES, 4 * self._size_of_state)
 
     def begin_anew(self, state: Record) -> None:
         """Replace what was written by the state that it leads to."""
@@ -186,7 +186,8 @@ class Journal:
             raise
         fresh.replace(self._path)
         os.close(self._file)
-        self._file, self._size = number, len(data)
+        self._file = number
+        self._size = len(data)
         self._size_of_state = self._size
 
     def close(self) -> None:

@@ -65,7 +65,10 @@ class Claims:
     ) -> None:
         if rows is not None and groups is not None:
             raise ValueError("a step has a number of rows, or a number of groups, not both")
-        self._store, self._task, self._partition, self._by_group = store, task, partition, groups is not None
+        self._store = store
+        self._task = task
+        self._partition = partition
+        self._by_group = groups is not None
         self._size = groups if rows is None else rows
         self._want = Want(tokens=tokens, policy="balanced", rank=rank, patience_s=patience_s, deadline_s=deadline_s)
         self._leases: list[Lease] = []
@@ -157,7 +160,8 @@ class MicroBatches:
     """See `micro_batches`. Iterate once for each step; one consumer at a time."""
 
     def __init__(self, claims: Claims) -> None:
-        self._claims, self._is_closed = claims, False
+        self._claims = claims
+        self._is_closed = False
 
     @property
     def taken(self) -> int:
@@ -236,11 +240,13 @@ class Hand:
     """What one rank is dealt: an iterator that ends with the step."""
 
     def __init__(self, dealer: Dealer, rank: int) -> None:
-        self._dealer, self.rank = dealer, rank
+        self._dealer = dealer
+        self.rank = rank
         self.queue: deque[Lease] = deque()
         self.tokens = 0
         """Dealt in this step, what is still in the queue included."""
-        self.is_idle, self.is_done = False, False
+        self.is_idle = False
+        self.is_done = False
 
     @property
     def has_ended(self) -> bool:
@@ -300,7 +306,8 @@ class Dealer:
             deadline_s=deadline_s,
         )
         self._hands = [Hand(self, rank) for rank in range(ranks)]
-        self._ahead, self._count = ahead, count
+        self._ahead = ahead
+        self._count = count
         self._changed = asyncio.Condition()
         self._is_dealt = False
         self._step: int | None = None
@@ -392,7 +399,8 @@ class Dealer:
         others = [other for other in self._hands if other.is_done]
         if others and step != self._step:
             raise StoreError(f"rank {hand.rank} finishes step {step}, and rank {others[0].rank} step {self._step}")
-        hand.is_done, self._step = True, step
+        hand.is_done = True
+        self._step = step
         if len(others) + 1 == len(self._hands):
             await self._finish_all(step)
             return
@@ -410,7 +418,8 @@ class Dealer:
         async with self._changed:
             self._claims.begin_anew()
             for hand in self._hands:
-                hand.tokens, hand.is_done = 0, False
+                hand.tokens = 0
+                hand.is_done = False
             self._is_dealt = False
             self._steps_finished += 1
             self._changed.notify_all()

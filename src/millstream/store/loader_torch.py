@@ -26,9 +26,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from millstream.errors import StoreError
 from millstream.store import TRAIN, Lease, Store
+from millstream.store.blocking import CLOSE_S, Line
 from millstream.store.blocks import Block, Packing
 from millstream.store.client import Address, StoreClient
-from millstream.store.line import CLOSE_S, Line
 from millstream.store.loader import Claims, share_of
 
 Connect = Callable[[], Awaitable[Store]]
@@ -97,9 +97,17 @@ class StoreDataset(IterableDataset[MicroBatch]):
         share_of(None, rank, ranks)
         if behind is not None and behind < 0:
             raise ValueError(f"behind = {behind}: expected 0 or more")
-        self._where, self._task, self._tokens, self._partition = where, task, tokens, partition
-        self._rows, self._groups, self._rank, self._ranks = rows_per_step, groups_per_step, rank, ranks
-        self._patience_s, self._deadline_s, self._behind = patience_s, deadline_s, behind
+        self._where = where
+        self._task = task
+        self._tokens = tokens
+        self._partition = partition
+        self._rows = rows_per_step
+        self._groups = groups_per_step
+        self._rank = rank
+        self._ranks = ranks
+        self._patience_s = patience_s
+        self._deadline_s = deadline_s
+        self._behind = behind
         self._line: Line[Store] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

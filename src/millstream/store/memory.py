@@ -11,10 +11,10 @@ from typing import Any
 from millstream.clock import Clock, RealClock
 from millstream.errors import StoreError
 from millstream.store import ONE_GROUP, TRAIN, Choose, Columns, Lease, Reads, Row, Saved, StoreStats, Want
-from millstream.store.catalog import BlockSpec, Catalog, LeaseEntry, RestoredRows, runs
 from millstream.store.columns import each, integers, num_rows_of, token_counts
-from millstream.store.desk import Desk
 from millstream.store.entries import NO_VERSION, RowEntry
+from millstream.store.table import BlockSpec, LeaseEntry, RestoredRows, RowTable, runs
+from millstream.store.waiting import WaitQueues
 
 
 class MemoryStore:
@@ -28,9 +28,9 @@ class MemoryStore:
         capacity_rows: int | None = None,
         capacity_bytes: int | None = None,
     ) -> None:
-        self._catalog = Catalog(tasks, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes)
+        self._catalog = RowTable(tasks, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes)
         self._clock = clock or RealClock()
-        self._desk = Desk(self._catalog, self._clock)
+        self._desk = WaitQueues(self._catalog, self._clock)
 
     async def put(
         self,

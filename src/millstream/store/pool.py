@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from millstream.store.wire import Segment
 
-MOST_IDLE_BYTES = 1 << 30
+MAX_IDLE_BYTES = 1 << 30
 """What a node keeps for the next producer, and"""
 IDLE_S = 10.0
 """for how long."""
@@ -20,8 +20,10 @@ IDLE_S = 10.0
 
 class Pool:
     def __init__(self, unlink: Callable[[str, list[str]], None], now: Callable[[], float]) -> None:
-        self._unlink, self._now = unlink, now
-        self._life, self._next_number = secrets.token_hex(4), 0
+        self._unlink = unlink
+        self._now = now
+        self._life = secrets.token_hex(4)
+        self._next_number = 0
         """A coordinator that comes back does not know which names were given out last: it begins others."""
         self._used: dict[str, Segment] = {}
         self._freed: dict[str, Segment] = {}
@@ -93,7 +95,7 @@ class Pool:
         if name in self._readers or name not in self._freed:
             return
         segment = self._freed.pop(name)
-        is_kept = self._idle_bytes[segment.node] + segment.size <= MOST_IDLE_BYTES
+        is_kept = self._idle_bytes[segment.node] + segment.size <= MAX_IDLE_BYTES
         if name in self._is_of_before or not is_kept:
             self._is_of_before.discard(name)
             self._unlink(segment.node, [name])
@@ -110,4 +112,5 @@ class Pool:
 
     def trust_no_reader(self) -> None:
         """The books were read from a journal: who has views is not in it."""
-        self._is_of_before, self.is_recalling = set(self._used), False
+        self._is_of_before = set(self._used)
+        self.is_recalling = False

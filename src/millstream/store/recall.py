@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from millstream.store.catalog import Catalog, Partition
 from millstream.store.entries import Block, GroupEntry, RowEntry, Unit
 from millstream.store.journal import BlockState, Grant, GroupState, LeaseState, PartitionState, RowState, State
 from millstream.store.pool import Pool
+from millstream.store.table import Partition, RowTable
 from millstream.store.wire import Lost
 
 
 def state_of(
-    catalog: Catalog, numbers: Mapping[int, int], results: dict[str, dict[int, bytes]], lost: list[Lost]
+    catalog: RowTable, numbers: Mapping[int, int], results: dict[str, dict[int, bytes]], lost: list[Lost]
 ) -> State:
     """`numbers`: the request of its holder that each lease was given for."""
     blocks = {
@@ -61,7 +61,7 @@ def _partition(name: str, part: Partition) -> PartitionState:
     )
 
 
-def load_state(state: State, catalog: Catalog, pool: Pool) -> None:
+def load_state(state: State, catalog: RowTable, pool: Pool) -> None:
     """Into empty books."""
     blocks = {}
     for saved in state.blocks:
@@ -89,14 +89,20 @@ def load_state(state: State, catalog: Catalog, pool: Pool) -> None:
             ready.tokens_of_rank = partition.ranks.get(name, {})
 
 
-def _load_partition(saved: PartitionState, catalog: Catalog, blocks: Mapping[int, Block]) -> None:
+def _load_partition(saved: PartitionState, catalog: RowTable, blocks: Mapping[int, Block]) -> None:
     part = catalog.partition(saved.name)
-    part.covered, part.is_finished = saved.covered, saved.is_finished
+    part.covered = saved.covered
+    part.is_finished = saved.is_finished
     for one in saved.groups:
         group = part.groups[one.id] = GroupEntry(one.id)
-        group.is_closed, group.leased, group.done = one.is_closed, one.leased, one.done
+        group.is_closed = one.is_closed
+        group.leased = one.leased
+        group.done = one.done
     for row in saved.rows:
         parts = tuple((blocks[block_id], index) for block_id, index in row.parts)
         entry = RowEntry(row.id, part.groups[row.group], row.version, row.tokens, row.since, 0, parts[0])
-        entry.parts, entry.leased, entry.done, entry.steps = parts, row.leased, row.done, tuple(row.steps)
+        entry.parts = parts
+        entry.leased = row.leased
+        entry.done = row.done
+        entry.steps = tuple(row.steps)
         catalog.adopt(saved.name, entry)

@@ -25,8 +25,8 @@ from millstream.errors import StoreError
 from millstream.store.wire import Segment
 
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_FREE_BYTES = 256 << 20
-MOST_IDLE_BYTES = 256 << 20
+MIN_FREE_BYTES = 256 << 20
+MAX_IDLE_BYTES = 256 << 20
 """What a process keeps mapped for the next time."""
 SEGMENT_NAME = re.compile(r"[0-9a-f]+-[0-9]+")
 STEPS = 8
@@ -37,7 +37,7 @@ def memory_folder(store: str, node: str) -> Path:
     """Where the segments of a node are: in memory, or, where a container has next to none for sharing, on disk."""
     name = f"millstream-{store}-{node}"
     is_there = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
-    if is_there and ((SHARED_MEMORY / name).is_dir() or shutil.disk_usage(SHARED_MEMORY).free >= LEAST_FREE_BYTES):
+    if is_there and ((SHARED_MEMORY / name).is_dir() or shutil.disk_usage(SHARED_MEMORY).free >= MIN_FREE_BYTES):
         return SHARED_MEMORY / name
     return Path(tempfile.gettempdir()) / name
 
@@ -58,7 +58,8 @@ class Segments:
     """The segments of one node, as one process sees them. `on_closed` is told of every view that is gone."""
 
     def __init__(self, folder: Path, on_closed: Callable[[str], None]) -> None:
-        self._folder, self._on_closed = folder, on_closed
+        self._folder = folder
+        self._on_closed = on_closed
         self._mapped: dict[str, mmap.mmap] = {}
         self._written: dict[str, mmap.mmap] = {}
         self._views: dict[str, int] = {}
@@ -122,7 +123,7 @@ class Segments:
         for cache in (self._mapped, self._written):
             held = sum(len(mapped) for mapped in cache.values())
             for name in list(cache):
-                if held <= MOST_IDLE_BYTES:
+                if held <= MAX_IDLE_BYTES:
                     break
                 if cache is self._written or name not in self._views:
                     held -= len(cache.pop(name))

@@ -18,7 +18,7 @@ from millstream.errors import StoreError
 from millstream.store import StoreStats, Want
 
 PREFIX = 4
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 GREETING_BYTES = 16 << 10
 """What a stranger may say."""
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
@@ -309,9 +309,11 @@ class Frames(asyncio.Protocol):
     """Messages over a stream. `on_message` gets the bytes of each."""
 
     def __init__(
-        self, on_message: Callable[[memoryview], None], on_lost: Callable[[], None], most_bytes: int = MOST_BYTES
+        self, on_message: Callable[[memoryview], None], on_lost: Callable[[], None], most_bytes: int = MAX_BYTES
     ) -> None:
-        self._on_message, self._on_lost, self.most_bytes = on_message, on_lost, most_bytes
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self.most_bytes = most_bytes
         self._buffer = bytearray()
         self.transport: asyncio.Transport | None = None
 
@@ -352,6 +354,6 @@ class Frames(asyncio.Protocol):
     def send(self, message: Any) -> None:
         if self.transport is not None and not self.transport.is_closing():
             data = msgspec.msgpack.encode(message)
-            if len(data) > MOST_BYTES:
+            if len(data) > MAX_BYTES:
                 raise StoreError(f"a message of {len(data)} bytes is too large: ask for less at a time")
             self.transport.write(len(data).to_bytes(PREFIX, "little") + data)

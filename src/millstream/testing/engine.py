@@ -56,7 +56,8 @@ def promise(*needs: str) -> Callable[[Callable[[Any, Engine], Awaitable[None]]],
 
             self.run(program())
 
-        run.__name__, run.__doc__ = test.__name__, test.__doc__  # and not its arguments, which pytest would look for
+        run.__name__ = test.__name__
+        run.__doc__ = test.__doc__  # and not its arguments, which pytest would look for
         return run
 
     return make
@@ -66,7 +67,8 @@ class Flight:
     """A request on its way, and what was told of it."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
-        self.request, self.told = request, list[Sampled]()
+        self.request = request
+        self.told = list[Sampled]()
         self._news = asyncio.Event()
         self.future = asyncio.ensure_future(engine.generate(request, self._hear))
         self.future.add_done_callback(lambda _: self._news.set())
@@ -189,7 +191,8 @@ class EngineSuite:
             if cls._engine is not None:
                 cls._runner.run(cls._engine.close())
             cls._runner.close()
-            cls._runner = cls._engine = None
+            cls._runner = None
+            cls._engine = None
 
     # ---- what the tests are made of ----------------------------------------------------------------------------------
 

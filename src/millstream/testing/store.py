@@ -72,7 +72,8 @@ def promise(
 
             self.run(program())
 
-        run.__name__, run.__doc__ = test.__name__, test.__doc__  # and not its arguments, which pytest would look for
+        run.__name__ = test.__name__
+        run.__doc__ = test.__doc__  # and not its arguments, which pytest would look for
         return run
 
     return make

@@ -27,7 +27,8 @@ class LocalChannel:
         if version <= self.version:
             raise WeightsError(f"version {version} published after {self.version}: versions only rise")
         found = await _digest(weights)
-        self._newest, self._digest = Publication(version, weights), found
+        self._newest = Publication(version, weights)
+        self._digest = found
 
     async def fetch(self) -> Publication:
         if self._newest is None:

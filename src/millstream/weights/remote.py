@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from millstream.errors import WeightsError
-from millstream.parcels.staged import StagedWeights
 from millstream.types import Weights
 from millstream.weights import Publication
+from millstream.weights.transfer.remote_weights import RemoteWeights
 
 Restage = Callable[[int], Awaitable[Weights | None]]
 
@@ -18,7 +18,8 @@ class RemoteChannel:
     def __init__(self, version: int = 0, restage: Restage | None = None) -> None:
         """`version`: that of the weights the engines start with. `restage` gives a version's weights once more, or None where
         nobody has them any more."""
-        self._first, self._restage = version, restage
+        self._first = version
+        self._restage = restage
         self._newest: Publication | None = None
 
     @property
@@ -26,7 +27,7 @@ class RemoteChannel:
         return self._first if self._newest is None else self._newest.version
 
     async def publish(self, version: int, weights: Weights) -> None:
-        """Raises `WeightsError` if they are not `StagedWeights`. The number of a parcel is its outbox's, and no version."""
+        """Raises `WeightsError` if they are not `RemoteWeights`. The number of a parcel is its outbox's, and no version."""
         if version <= self.version:
             raise WeightsError(f"version {version} published after {self.version}: versions only rise")
         self._newest = _staged(Publication(version, weights))
@@ -49,7 +50,7 @@ class RemoteChannel:
 
 def _staged(publication: Publication) -> Publication:
     version, weights = publication
-    if not isinstance(weights, StagedWeights):
+    if not isinstance(weights, RemoteWeights):
         raise WeightsError(
             f"version {version} is a {type(weights).__name__}, expected StagedWeights: put it into an Outbox first"
         )

@@ -19,16 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millstream import threads
 from millstream.env.rewards.config import PASSED, RewardConfig
 from millstream.env.rewards.find import BUILT_IN, GroupReward, Reward, bind, check, is_built_in, limits_itself
 from millstream.env.rewards.pool import Workers
 from millstream.errors import ConfigError, RewardFailed
-from millstream.threads import DaemonThreads
+from millstream.rpc import threads
+from millstream.rpc.process import Launcher
+from millstream.rpc.threads import DaemonThreads
 from millstream.types import Task
-from millstream.workers import Launcher
 
-MOST_THREADS = 16
+MAX_THREADS = 16
 PACKAGE = str(Path(__file__).parent)
 
 Said = str | tuple[str, ...]
@@ -51,7 +51,7 @@ class Call:
         self._function = bind(function, config)
         self._limits_itself = limits_itself(function)
         is_async = is_coroutine(self._function)
-        self._threads = None if is_async else DaemonThreads("reward", most=MOST_THREADS)
+        self._threads = None if is_async else DaemonThreads("reward", most=MAX_THREADS)
 
     async def __call__(self, task: Task, said: Said) -> Any:
         name, limit_s = self._config.function, self._config.timeout_s

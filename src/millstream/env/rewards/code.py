@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from millstream.env.sandbox import Contained, Limits, Sandbox, SandboxBroken, what_is_contained
+from millstream.env.sandbox.sandbox import Contained, Limits, Sandbox, SandboxBroken, what_is_contained
 from millstream.errors import ConfigError, RewardFailed
 from millstream.types import Task
 
@@ -47,7 +47,9 @@ class PythonTests:
             raise ConfigError(
                 "reward python_tests: program_s must be above 0, memory_mb at least 64, processes and most_at_once at least 1"
             )
-        self._all_or_nothing, self._program_s, self._timeout_s = all_or_nothing, program_s, timeout_s
+        self._all_or_nothing = all_or_nothing
+        self._program_s = program_s
+        self._timeout_s = timeout_s
         self._most_at_once = most_at_once or os.cpu_count() or 1
         self._loop: asyncio.AbstractEventLoop | None = None
         contained = _contained()
@@ -65,7 +67,8 @@ class PythonTests:
             return 0.0
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._free = loop, asyncio.Semaphore(self._most_at_once)
+            self._loop = loop
+            self._free = asyncio.Semaphore(self._most_at_once)
         async with self._free:
             try:
                 has_passed = await self._passed(program, tests)

@@ -22,7 +22,7 @@ from millstream.errors import ConfigError, RewardFailed
 if TYPE_CHECKING:
     import httpx
 
-MOST_PAUSE_S = 60.0
+MAX_PAUSE_S = 60.0
 FIRST_PAUSE_S = 0.5
 SHOWN = 200
 """Characters of an answer that an error shows."""
@@ -81,7 +81,8 @@ class Endpoint:
     """Raises `ConfigError` when made, if the key is not there; `RewardFailed` when asked."""
 
     def __init__(self, config: EndpointConfig, name: str) -> None:
-        self._config, self._name = config, name
+        self._config = config
+        self._name = name
         self.spent = Spent()
         self._loop: asyncio.AbstractEventLoop | None = None
         if not config.url.startswith(("http://", "https://")):
@@ -110,7 +111,8 @@ class Endpoint:
 
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._free = loop, asyncio.Semaphore(self._config.most_at_once)
+            self._loop = loop
+            self._free = asyncio.Semaphore(self._config.most_at_once)
             self._client = httpx.AsyncClient(
                 timeout=None, limits=httpx.Limits(max_connections=self._config.most_at_once)
             )
@@ -125,7 +127,7 @@ class Endpoint:
             try:
                 return await self._attempt(client, question)
             except _TryAgain as error:
-                after_s = min(MOST_PAUSE_S, pause_s) if error.after_s is None else error.after_s
+                after_s = min(MAX_PAUSE_S, pause_s) if error.after_s is None else error.after_s
                 if attempt == self._config.retries:
                     raise RewardFailed(
                         f"reward {self._name}: {error}, {attempt + 1} times; args.retries sets how often"

@@ -63,7 +63,9 @@ class Judge:
             raise ConfigError(f"reward judge: args.low = {low:g} must be below args.high = {high:g}")
         if "{completion}" not in prompt:
             raise ConfigError("reward judge: args.prompt has no {completion}: there would be nothing to judge")
-        self._prompt, self._low, self._high = prompt, low, high
+        self._prompt = prompt
+        self._low = low
+        self._high = high
         try:
             self._pattern = re.compile(score_pattern)
         except re.error as error:

@@ -25,13 +25,13 @@ from msgspec import Struct, structs
 
 from millstream.env.rewards.config import RewardConfig
 from millstream.errors import ClusterError, RewardFailed
-from millstream.threads import on_a_thread
+from millstream.rpc.process import Launcher
+from millstream.rpc.threads import on_a_thread
 from millstream.types import Task
-from millstream.workers import Launcher
 
 MODULE = "millstream.env.rewards.worker"
 HEADER = 4
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 START_S = 60.0
 """For a worker to import the reward, whatever that imports."""
 LAST_WORDS_S = 2.0
@@ -181,8 +181,9 @@ class Workers:
     """At most so many at a time; a call waits for one that is free. Started when first needed."""
 
     def __init__(self, config: RewardConfig, launcher: Launcher | None = None) -> None:
-        self._config, self._launcher = config, launcher
-        self._most = config.workers or min(MOST_WORKERS, os.cpu_count() or 1)
+        self._config = config
+        self._launcher = launcher
+        self._most = config.workers or min(MAX_WORKERS, os.cpu_count() or 1)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, task: Task, said: str | tuple[str, ...]) -> Any:
@@ -225,7 +226,8 @@ class Workers:
         """Workers belong to the event loop that started them: for another loop, others."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._free = loop, asyncio.Semaphore(self._most)
+            self._loop = loop
+            self._free = asyncio.Semaphore(self._most)
             self._idle: list[asyncio.Future[Worker]] = []
             """Free, or on their way: whoever takes one waits for it."""
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from millstream.env.rewards.call import Call, number, numbers
 from millstream.env.rewards.config import RewardConfig
 from millstream.env.rewards.find import GroupReward, Reward
+from millstream.rpc.process import Launcher
 from millstream.types import Task
-from millstream.workers import Launcher
 
 Rewards = Sequence[tuple[Reward | GroupReward, RewardConfig]]
 """Functions with what the config says of them: what `prepare` returns."""

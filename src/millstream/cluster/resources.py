@@ -1,0 +1,212 @@
+"""What a run has of a Ray cluster: the `[resources]` table. Light: imports neither Ray nor torch.
+
+Every engine replica and every learner rank is a process with a share of CPUs and GPUs; together they are one placement group,
+so that a run gets all of it or waits, and two runs never hold half of what they need each. Environments, rewards and stages
+take what is free beside it.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal
+
+from msgspec import Struct
+
+from millstream.errors import ConfigError
+from millstream.rpc.process import Kind, engine_names, rank_name
+
+Way = Literal["shared", "ipc", "broadcast", "files"]
+
+
+class ResourcesConfig(Struct, frozen=True, kw_only=True):
+    address: str = "local"
+    """local: Ray is started on this machine for this run, on loopback. auto: the cluster that this machine belongs to. Else the
+    cluster's address, HOST:PORT."""
+    engine_cpus: float = 1.0
+    """CPUs of each engine replica."""
+    engine_gpus: float = 0.0
+    """GPUs of each engine replica: 0 is a CPU, 0.5 half of a GPU. Ray counts, and nobody is held to it: engine.cache_gb bounds
+    what an engine takes of the memory."""
+    learner_cpus: float = 1.0
+    """CPUs of each learner rank."""
+    learner_gpus: float = 0.0
+    """GPUs of each learner rank."""
+    stage_cpus: float = 0.0
+    """CPUs of each of those who work beside the learner: a reference, a critic, a proximal policy."""
+    stage_gpus: float = 0.0
+    """GPUs of each of them."""
+    environment_cpus: float = 0.0
+    """CPUs of each process in which an environment is played."""
+    reward_cpus: float = 0.0
+    """CPUs of each process in which rewards are computed."""
+    reward_gpus: float = 0.0
+    """GPUs of each of them, for rewards that are models."""
+    colocate: bool = False
+    """Whether engine i and rank i are on the same GPU, where their shares must have room together. Else everybody has a place
+    of their own."""
+    spread: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
+    """How they are put on nodes: on as few as possible, or on as many; strict: only so."""
+    weights: tuple[Way, ...] | None = None
+    """The ways by which weights may reach engines, of which each takes the nearest: ipc (in the memory of a GPU that both are
+    on), shared (in the memory of a node), broadcast (to other nodes), files (in the run folder, which all nodes must then see).
+    None: ipc where engines and ranks share GPUs, and shared unless all are on one; broadcast where there are several nodes."""
+    patience_s: float = 300.0
+    """How long a process may wait for room on the cluster before that is an error."""
+
+    def __post_init__(self) -> None:
+        shares = (self.engine_cpus, self.engine_gpus, self.learner_cpus, self.learner_gpus, self.stage_cpus)
+        more = (self.stage_gpus, self.environment_cpus, self.reward_cpus, self.reward_gpus)
+        if min(*shares, *more) < 0 or self.patience_s <= 0:
+            raise ValueError("CPUs and GPUs must be at least 0, patience_s above 0")
+        gpus = (self.engine_gpus, self.learner_gpus, self.stage_gpus, self.reward_gpus)
+        if any(share > 1 and share != int(share) for share in gpus):
+            raise ValueError(
+                "engine_gpus, learner_gpus, stage_gpus and reward_gpus above 1 must be whole numbers: Ray shares a GPU, not "
+                "several"
+            )
+        if self.learner_gpus > 1:
+            raise ValueError("learner_gpus is at most 1: a rank has one GPU; learner.ranks says how many there are")
+        if self.weights is not None and (not self.weights or len(set(self.weights)) < len(self.weights)):
+            raise ValueError("weights must name at least one way, and each of them once")
+        if self.weights is not None and "ipc" in self.weights and not self.learner_gpus:
+            raise ValueError('weights has "ipc", which is for GPUs, and learner_gpus = 0: use "shared"')
+        if self.colocate and not 0 < self.engine_gpus + self.learner_gpus <= 1:
+            raise ValueError(
+                "colocate puts an engine and a rank on one GPU: engine_gpus + learner_gpus must be above 0 and at most 1, 0.5 "
+                "and 0.5, say"
+            )
+
+    def shares(self, kind: Kind) -> tuple[float, float]:
+        """CPUs and GPUs of one process of this kind."""
+        match kind:
+            case "engine":
+                return self.engine_cpus, self.engine_gpus
+            case "learner":
+                return self.learner_cpus, self.learner_gpus
+            case "stage":
+                return self.stage_cpus, self.stage_gpus
+            case "environment":
+                return self.environment_cpus, 0.0
+            case "reward":
+                return self.reward_cpus, self.reward_gpus
+
+
+Bundle = dict[str, float]
+
+
+class Placement(Struct, frozen=True, kw_only=True):
+    """Bundles of a placement group, and whose each of them is."""
+
+    bundles: list[Bundle]
+    engines: list[int]
+    """Of engine i, its bundle; likewise of rank i."""
+    ranks: list[int]
+
+    @property
+    def total(self) -> Bundle:
+        kinds = {kind for bundle in self.bundles for kind in bundle}
+        return {kind: sum(bundle.get(kind, 0.0) for bundle in self.bundles) for kind in sorted(kinds)}
+
+    def bundle_of(self, kind: Kind, name: str) -> int | None:
+        """What is reserved under this name, for whoever bears it now. None: nothing, as for engines that are added later."""
+        match kind:
+            case "engine":
+                return dict(zip(engine_names(len(self.engines)), self.engines, strict=True)).get(name)
+            case "learner":
+                return {rank_name(number): bundle for number, bundle in enumerate(self.ranks)}.get(name)
+            case _:
+                return None
+
+
+def placement_of(config: ResourcesConfig, *, replicas: int, ranks: int) -> Placement:
+    """Raises `ConfigError` where engines and ranks that share GPUs are not as many."""
+    engine, learner = _bundle(*config.shares("engine")), _bundle(*config.shares("learner"))
+    if not config.colocate:
+        bundles = [learner] * ranks + [engine] * replicas
+        return Placement(bundles=bundles, ranks=list(range(ranks)), engines=[ranks + n for n in range(replicas)])
+    if replicas != ranks:
+        raise ConfigError(
+            f"resources.colocate = true puts engine i and rank i together, and there are {replicas} engines and {ranks} ranks: "
+            f"set engine.replicas = {ranks}, or colocate = false"
+        )
+    both = _bundle(config.engine_cpus + config.learner_cpus, _whole(config.engine_gpus + config.learner_gpus))
+    return Placement(bundles=[both] * ranks, ranks=list(range(ranks)), engines=list(range(ranks)))
+
+
+def ways_of(config: ResourcesConfig, *, ranks: int, has_proximal: bool, is_one_node: bool) -> tuple[Way, ...]:
+    """By which rank 0 lets others have weights. A copy in the memory of its GPU alone does only where nobody who takes them is
+    elsewhere: one rank with its engine, and no proximal policy beside them. Raises `ConfigError` where the config asks for that
+    alone, and it does not."""
+    is_on_gpu = bool(config.colocate and config.learner_gpus and config.engine_gpus)
+    is_one_gpu = is_on_gpu and ranks == 1 and not has_proximal
+    if config.weights == ("ipc",) and not is_one_gpu:
+        raise ConfigError(
+            'resources.weights = ["ipc"] is for processes on the GPU of rank 0 alone: one engine, with resources.colocate = '
+            'true, learner.ranks = 1 and no [proximal] table. Others need a way, too: add "shared", or leave it out'
+        )
+    if config.weights is not None:
+        return config.weights
+    ways: list[Way] = ["ipc"] if is_on_gpu else []
+    if not (is_one_gpu and is_one_node):
+        ways.append("shared")
+    if not is_one_node:
+        ways.append("broadcast")
+    return tuple(ways)
+
+
+def check_installed() -> None:
+    if find_spec("ray") is None:
+        raise ConfigError(
+            'runtime = "ray", and Ray is not installed here: pip install "millstream[ray]", on every node of the cluster'
+        )
+
+
+def words(config: ResourcesConfig, *, replicas: int, ranks: int, has_proximal: bool) -> list[str]:
+    """What is placed where, and how weights get there."""
+    placement = placement_of(config, replicas=replicas, ranks=ranks)
+    engines, learners = (f"{_shares(*config.shares(kind))} each" for kind in ("engine", "learner"))
+    parts = f"{_count(ranks, 'learner rank')} ({learners}) and {_count(replicas, 'engine')} ({engines})"
+    together = ", engine i and rank i on one GPU" if config.colocate else ""
+    where = {
+        "pack": "on as few nodes as they fit on",
+        "spread": "on as many nodes as there are",
+        "strict_pack": "on one node",
+        "strict_spread": "each on a node of its own",
+    }
+    total = _shares(placement.total.get("CPU", 0.0), placement.total.get("GPU", 0.0))
+    place = "Ray is started here, on loopback" if config.address == "local" else f"the Ray cluster at {config.address}"
+    ways = ways_of(config, ranks=ranks, has_proximal=has_proximal, is_one_node=config.address == "local")
+    return [
+        f"{parts}{together}: {total} in all, {where[config.spread]}; {place}",
+        f"weights reach engines by {_ways_in_words(ways)}",
+    ]
+
+
+def _ways_in_words(ways: tuple[Way, ...]) -> str:
+    if len(ways) == 1:
+        return ways[0]
+    where = {
+        "ipc": "on the GPU of rank 0",
+        "shared": "on its node",
+        "broadcast": "to other nodes",
+        "files": "through the run folder",
+    }
+    return ", ".join(f"{way} {where[way]}" for way in ways)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _shares(cpus: float, gpus: float) -> str:
+    return ", ".join(f"{share:g} {kind}" for kind, share in (("CPU", cpus), ("GPU", gpus)) if share) or "nothing"
+
+
+def _bundle(cpus: float, gpus: float) -> Bundle:
+    """Ray has no empty bundles."""
+    shares = {"CPU": cpus, "GPU": gpus}
+    return {kind: share for kind, share in shares.items() if share} or {"CPU": 0.001}
+
+
+def _whole(share: float) -> float:
+    return round(share, 4)

@@ -1,0 +1,341 @@
+"""Our engine: continuous batching over a Hugging Face model, on a thread of this process or in a process of its own.
+
+A thread shares the interpreter with everything else, which costs little while a decode step is long. Where steps are short
+(small models, a laptop) the interpreter's lock becomes the bottleneck, and a process of its own generates about a third
+faster (docs/benchmarks.md). The promises and the bits are the same.
+
+If a worker breaks, or its process dies, every request, now and later, gets an `EngineGone` that says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, Protocol, TypeVar
+
+from transformers import PreTrainedModel
+
+from millstream.clock import Clock
+from millstream.engine import EngineConfig, EngineStats, OnSampled
+from millstream.engine.native.batching import batcher_of
+from millstream.engine.native.sequence import check_request
+from millstream.engine.native.strings import Decode
+from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume, Worker
+from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused, WeightsError
+from millstream.events import EventSink, Span
+from millstream.types import Completion, Request, RequestKey, Sampled, Weights
+
+T = TypeVar("T")
+OnReport = Callable[[Report], None]
+CLOSED = "it was closed"
+LOOK_S = 1.0
+START_S = 180.0
+CLOSE_S = 10.0
+
+
+class Host(Protocol):
+    """Our end of the line to a worker. Reports come on a thread of the host's choice."""
+
+    def start(self, on_report: OnReport) -> None: ...
+
+    def offer(self, weights: Weights) -> None:
+        """What the next `Load` is about. May take as long as a copy."""
+        ...
+
+    def send(self, command: Command) -> None:
+        """Queue a command. If the worker is gone, a report that says so comes, or has come."""
+        ...
+
+    def join(self) -> None:
+        """Wait until the worker has ended; after `CLOSE_S`, end it."""
+        ...
+
+
+class ThreadHost:
+    """A worker on a thread of this process. The model is the worker's own from here on."""
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, decode: Decode | None = None) -> None:
+        self._batcher = batcher_of(model, config, decode)
+        self._queue = _Queue()
+
+    def start(self, on_report: OnReport) -> None:
+        self._queue.on_report = on_report
+        self._thread = threading.Thread(target=Worker(self._batcher, self._queue).run, name="engine", daemon=True)
+        self._thread.start()
+
+    def offer(self, weights: Weights) -> None:
+        self._queue.offered = weights
+
+    def send(self, command: Command) -> None:
+        self._queue.put(command)
+
+    def join(self) -> None:
+        self._thread.join(CLOSE_S)
+
+
+class _Queue:
+    """A worker's link within one process: nothing is copied."""
+
+    on_report: OnReport
+    offered: Weights
+
+    def __init__(self) -> None:
+        self._commands: deque[Command] = deque()
+        self._changed = threading.Condition()
+
+    def put(self, command: Command) -> None:
+        with self._changed:
+            self._commands.append(command)
+            self._changed.notify()
+
+    def receive(self, *, block: bool) -> list[Command]:
+        with self._changed:
+            while block and not self._commands:
+                self._changed.wait()
+            commands = list(self._commands)
+            self._commands.clear()
+            return commands
+
+    def send(self, report: Report) -> None:
+        self.on_report(report)
+
+    def weights(self) -> Weights:
+        return self.offered
+
+    def loaded(self) -> None:
+        """Whoever offered them has them still."""
+
+
+class TorchEngine:
+    """See `millstream.engine.Engine` for the promises."""
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        slots: int,
+        max_length: int | None,
+        clock: Clock,
+        sink: EventSink,
+        answer_s: float = 300.0,
+        name: str = "engine",
+    ) -> None:
+        self.name = name
+        self.slots = slots
+        self._answer_s = answer_s
+        self._num_heard = 0
+        self._is_paused = False
+        self._listening: asyncio.Task[None] | None = None
+        self._host = host
+        self._max_length = max_length
+        self._clock = clock
+        self._sink = sink
+        self._version = 0
+        self._loading = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._requests: dict[RequestKey, _Waiter[Completion]] = {}
+        self._cancelled: Counter[RequestKey] = Counter()
+        """Requests that nobody waits for any more and the worker has not ended yet: their keys may be in use again."""
+        self._orders: dict[int, _Waiter[None]] = {}
+        self._stats = EngineStats(running=0, waiting=0, tokens_generated=0, requests_finished=0)
+        self._broken: EngineGone | None = None
+        host.start(self._on_report)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
+        check_request(request, self._max_length)
+        waiter = _Waiter[Completion](on_sampled)
+        with self._lock:
+            if request.key in self._requests:
+                raise EngineError(f"{request.key} is in flight already")
+            self._raise_if_broken()
+            self._requests[request.key] = waiter
+        self._listen()
+        self._host.send(Add(request, on_sampled is not None))
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            with self._lock:
+                is_there = self._broken is None and self._requests.get(request.key) is waiter
+                if is_there:
+                    del self._requests[request.key]
+                    self._cancelled[request.key] += 1
+            if is_there:  # else it has ended, and the key may be another's by now
+                self._host.send(Abort(-1, request.key))
+            raise
+
+    async def abort(self, key: RequestKey) -> None:
+        await self._order(lambda number: Abort(number, key))
+
+    async def pause(self) -> None:
+        await self._order(Pause)
+        self._is_paused = True
+
+    async def resume(self) -> None:
+        self._is_paused = False
+        await self._order(Resume)
+
+    async def load(self, version: int, weights: Weights) -> None:
+        if version < self._version:
+            raise EngineError(f"version {version} was offered to an engine at {self._version}: versions never fall")
+        await self._loading.acquire()  # one at a time: there is one place to put the weights
+        loading = asyncio.create_task(self._load(version, weights))
+        loading.add_done_callback(self._end_load)
+        await asyncio.shield(loading)  # whoever is cancelled here leaves a load behind that goes on, and is waited for
+
+    async def _load(self, version: int, weights: Weights) -> None:
+        self._raise_if_broken()
+        try:
+            await asyncio.to_thread(self._host.offer, weights)
+        except WeightsError:
+            self._raise_if_broken()  # that is why, and nothing is gained by trying again
+            raise
+        await self._order(lambda number: Load(number, version))
+        self._version = version
+
+    def _end_load(self, loading: asyncio.Task[None]) -> None:
+        self._loading.release()
+        if not loading.cancelled():
+            loading.exception()  # it was told to whoever waited, if anybody did
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    async def close(self) -> None:
+        self._host.send(Close())
+        await asyncio.to_thread(self._host.join)
+        self._break(CLOSED)
+        if self._listening is not None:
+            self._listening.cancel()
+
+    async def _order(self, make: Callable[[int], Command]) -> None:
+        waiter, number = _Waiter[None](), next(self._numbers)
+        with self._lock:
+            self._raise_if_broken()
+            self._orders[number] = waiter
+        self._listen()
+        try:
+            self._host.send(make(number))
+            await waiter.future
+        finally:
+            self._orders.pop(number, None)
+
+    def _listen(self) -> None:
+        """Somebody waits for an answer: make sure that silence is noticed."""
+        if self._listening is None or self._listening.done():
+            self._listening = asyncio.create_task(self._listen_while_at_work())
+
+    async def _listen_while_at_work(self) -> None:
+        """Silence is counted in looks, so that a machine that was suspended does not count. An engine that has not said its
+        first word is starting, which takes longer."""
+        look_s, num_heard, silent_s = min(LOOK_S, self._answer_s / 4), self._num_heard, 0.0
+        while self._requests or self._orders:
+            await asyncio.sleep(look_s)
+            is_due = bool(self._orders) or not self._is_paused
+            silent_s = silent_s + look_s if is_due and num_heard == self._num_heard else 0.0
+            num_heard = self._num_heard
+            if silent_s >= (self._answer_s if num_heard else max(self._answer_s, START_S)):
+                waiting = f"{len(self._requests)} requests and {len(self._orders)} commands wait"
+                self._break(f"it has said nothing for {silent_s:.0f} s while {waiting}; engine.answer_s sets the limit")
+                return
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    # ---- called on the host's thread -----------------------------------------------------------------------------------
+
+    def _on_report(self, report: Report) -> None:
+        self._num_heard += 1
+        if report.is_aside:
+            return
+        with self._lock:
+            self._stats = EngineStats(
+                running=report.running,
+                waiting=report.waiting,
+                tokens_generated=report.tokens_generated,
+                requests_finished=self._stats.requests_finished + len(report.finished),
+                cache_used=report.cache_used,
+                swap_s=report.swap_s,
+                num_preempted=report.num_preempted,
+            )
+            news = [(self._requests.get(key), said) for key, said in report.sampled if not self._cancelled[key]]
+            answers = [(self._ended(key), completion) for key, completion in report.finished]
+            refusals = [(self._ended(key), RequestRefused(reason)) for key, reason in report.refused]
+            orders = [(self._orders.pop(number, None), error) for number, error in report.done]
+        _tell([(waiter, sampled) for waiter, sampled in news if waiter is not None])
+        _deliver([(waiter, completion, None) for waiter, completion in answers if waiter is not None])
+        _deliver([(waiter, None, refused) for waiter, refused in refusals if waiter is not None])
+        _deliver([(w, None, None if e is None else EngineError(e)) for w, e in orders if w is not None])
+        for seconds, tokens in report.spans:
+            now = self._clock.now()
+            self._sink.emit(Span(at=now, worker=self.name, what="generate", seconds=seconds, num_tokens=tokens))
+        if report.broken is not None:
+            self._break(report.broken)
+
+    def _ended(self, key: RequestKey) -> _Waiter[Completion] | None:
+        """Who waits for this end: requests of one key end in the order in which they began."""
+        if not self._cancelled[key]:
+            del self._cancelled[key]
+            return self._requests.pop(key, None)
+        self._cancelled[key] -= 1
+        return None
+
+    def _break(self, reason: str) -> None:
+        with self._lock:
+            self._broken = self._broken or EngineGone(f"{self.name} broke: {reason}")
+            waiters: list[_Waiter[Any]] = [*self._requests.values(), *self._orders.values()]
+            self._requests.clear()
+            self._orders.clear()
+        _deliver([(waiter, None, self._broken) for waiter in waiters])
+
+
+class _Waiter(Generic[T]):
+    """A future together with the loop that it belongs to, and who is told of its tokens before that."""
+
+    def __init__(self, on_sampled: OnSampled | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.on_sampled = on_sampled
+        self.future: asyncio.Future[T] = self.loop.create_future()
+
+
+Answer = tuple[_Waiter[Any], Any, MillstreamError | None]
+News = tuple[_Waiter[Completion], Sampled]
+
+
+def _tell(news: list[News]) -> None:
+    """Before the answers of the same report are delivered: calls into a loop keep their order."""
+    for loop in {waiter.loop for waiter, _ in news}:
+        with suppress(RuntimeError):  # as below
+            loop.call_soon_threadsafe(_pass_on, [one for one in news if one[0].loop is loop])
+
+
+def _pass_on(news: list[News]) -> None:
+    for waiter, sampled in news:
+        if waiter.on_sampled is not None and not waiter.future.done():
+            waiter.on_sampled(sampled)
+
+
+def _deliver(answers: list[Answer]) -> None:
+    """Wake the waiters of each loop with one call into it."""
+    for loop in {waiter.loop for waiter, _, _ in answers}:
+        with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
+            loop.call_soon_threadsafe(_settle, [answer for answer in answers if answer[0].loop is loop])
+
+
+def _settle(answers: list[Answer]) -> None:
+    for waiter, value, error in answers:
+        if waiter.future.done():
+            continue
+        if error is None:
+            waiter.future.set_result(value)
+        else:
+            waiter.future.set_exception(error)

@@ -1,0 +1,182 @@
+"""Fewer and larger steps through the layers of known architectures: queries, keys and values are one product, gate and up are
+one, norms and activations are one kernel each.
+
+The weights stay where the library's modules expect them, as views of the joined ones: whoever copies new weights into the
+model's parameters changes both. Modules that are not known, that somebody has wrapped (adapters), or that have a weight in
+common with another, stay as they are; and so do the products of a model with adapters, since copies of it share their weights.
+A copy of a joined model is the library's own again. Whether the result is still the model is not believed but checked
+(`engine.native.paged`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import MethodType, ModuleType
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from millstream.engine.native import plain
+from millstream.engine.native.heads import Heads
+from millstream.model.attention import Rule
+
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3")
+ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+
+
+class FusedContext(Protocol):
+    def attend_fused(
+        self, layer: int, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, rule: Rule
+    ) -> Tensor:
+        """Queries, keys and values of N tokens -> [N, H * D]."""
+        ...
+
+
+def operations(device: torch.device) -> ModuleType:
+    """Kernels on a GPU, their plain twins elsewhere."""
+    if device.type != "cuda":
+        return plain
+    from millstream.engine.native import kernels
+
+    return kernels
+
+
+def fuse(model: nn.Module) -> int:
+    """In place; how many modules."""
+    makers = {"RMSNorm": _norm} if hasattr(model, "peft_config") else _MAKERS
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    fused = 0
+    for module in model.modules():
+        kind = type(module).__name__
+        make = next((make for end, make in makers.items() if kind in {f"{name}{end}" for name in FAMILIES}), None)
+        if make is None or any(uses[id(p)] > 1 for p in module.parameters()):
+            continue
+        forward = make(module)
+        if forward is not None:
+            module.forward = Joined(module, forward)
+            fused += 1
+    return fused
+
+
+def unfuse(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), Joined):
+            del module.__dict__["forward"]
+
+
+class Joined:
+    """A forward pass in place of the library's, over the weights of this very module: a copy of the module has its own weights,
+    and the library's forward pass over them."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        self._forward = forward
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._forward(*args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
+        module = copy.deepcopy(self._module, memo)
+        return MethodType(type(module).forward, module)
+
+
+def _norm(module: Any) -> Callable[..., Tensor] | None:
+    is_gemma, epsilon = _is_gemma(module), _epsilon(module)
+    rms_norm = operations(module.weight.device).rms_norm
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        out: Tensor = rms_norm(hidden_states, module.weight, epsilon, is_gemma=is_gemma)
+        return out
+
+    return forward
+
+
+def _is_gemma(norm: nn.Module) -> bool:
+    return type(norm).__name__.startswith("Gemma")
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def _mlp(module: Any) -> Callable[..., Tensor] | None:
+    parts = (module.gate_proj, module.up_proj)
+    activation = ACTIVATIONS.get(type(module.act_fn).__name__)
+    if activation is None or not _are_plain(*parts, module.down_proj):
+        return None
+    weight, bias = _joined(parts)
+    gated = operations(weight.device).gated
+
+    def forward(x: Tensor) -> Tensor:
+        product = F.linear(x, weight, bias)
+        inner = gated(product.view(-1, product.shape[-1]), activation)
+        out: Tensor = module.down_proj(inner.view(*x.shape[:-1], -1))
+        return out
+
+    return forward
+
+
+def _attention(module: Any) -> Callable[..., tuple[Tensor, None]] | None:
+    parts = (module.q_proj, module.k_proj, module.v_proj)
+    dim: int = module.head_dim
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    if not _are_plain(*parts, module.o_proj) or dim & (dim - 1) or (norms[0] is None) != (norms[1] is None):
+        return None
+    weight, bias = _joined(parts)
+    heads = Heads(
+        num=parts[0].out_features // dim,
+        num_keys=parts[1].out_features // dim,
+        dim=dim,
+        query_norm=None if norms[0] is None else norms[0].weight,
+        key_norm=None if norms[1] is None else norms[1].weight,
+        epsilon=0.0 if norms[0] is None else _epsilon(norms[0]),
+        is_gemma=norms[0] is not None and _is_gemma(norms[0]),
+    )
+    window = getattr(module, "sliding_window", None)
+    if type(module).__name__ == "MistralAttention":  # the one that asks its config
+        window = getattr(module.config, "sliding_window", None)
+    softcap = module.attn_logit_softcapping if type(module).__name__ == "Gemma2Attention" else None
+    rule = Rule(module.scaling, window, softcap)
+
+    def forward(
+        hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, context: FusedContext, **__: Any
+    ) -> tuple[Tensor, None]:
+        cos, sin = position_embeddings
+        qkv = F.linear(hidden_states[0], weight, bias)
+        out = context.attend_fused(module.layer_idx, qkv, cos[0], sin[0], heads, rule)
+        return module.o_proj(out[None]), None
+
+    return forward
+
+
+def _are_plain(*modules: nn.Module) -> bool:
+    return all(type(module) is nn.Linear for module in modules)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """One tensor of all weights, and of all biases, of which the modules' own are views from now on."""
+    weight = torch.cat([part.weight for part in parts])
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    if weight.is_cuda:  # what is let go below may be another stream's, which must not take it before it has been read
+        for old in (tensor for part in parts for tensor in (part.weight, part.bias) if tensor is not None):
+            old.data.record_stream(torch.cuda.current_stream(weight.device))
+    at = 0
+    for part in parts:
+        part.weight.data = weight[at : at + part.out_features]
+        if bias is not None:
+            part.bias.data = bias[at : at + part.out_features]
+        at += part.out_features
+    return weight, bias
+
+
+_MAKERS: dict[str, Callable[[Any], Callable[..., Any] | None]] = {
+    "RMSNorm": _norm,
+    "MLP": _mlp,
+    "Attention": _attention,
+}

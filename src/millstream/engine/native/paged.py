@@ -1,0 +1,353 @@
+"""The cache of a GPU: a pool of pages that requests share, a decode step that is one captured graph, prompts in packed chunks.
+
+Every request in flight has a slot: a row of the table that says where its pages are, and the newest token, which stays on the
+device. So a decode step needs from the host only who takes part and where each one stands, both known before the tokens of the
+step before are: the host is one step ahead of what it has seen.
+
+The same code runs on a CPU, without graphs and with the plain twins of the kernels (`engine.native.plain`).
+
+Shapes: R requests that decode, N tokens of chunks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millstream.engine import EngineConfig
+from millstream.engine.native import fused
+from millstream.engine.native.blocks import START, Blocks
+from millstream.engine.native.graphs import CudaRecorder, Graphs, size_for
+from millstream.engine.native.passes import DecodePass, Pools, PrefillPass, Probe
+from millstream.engine.native.runner import Chunk, Drawn, Runner
+from millstream.engine.native.sampling import is_restricted, restrict, uniforms
+from millstream.engine.native.sequence import TokenSequence
+from millstream.engine.native.slots import SlotRunner
+from millstream.errors import EngineError
+from millstream.model.attention import AttentionContext, Packed, on_device, rows_of
+from millstream.model.load import context_length
+from millstream.types import Sampling
+
+logger = logging.getLogger(__name__)
+PAGE = 32
+"""Tokens in a page."""
+CPU_GB = 1.0
+SHARE = 1 / 3
+"""Of what is free on a GPU."""
+JOIN_EVERY = 8
+BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
+
+
+class PagedRunner:
+    """See `millstream.engine.native.runner.Runner`. The model is its own from here on: it is changed to take joined steps."""
+
+    can_chunk = True
+
+    def __init__(
+        self, model: PreTrainedModel, num_slots: int, *, cache_gb: float | None = None, page: int = PAGE
+    ) -> None:
+        self._model = model
+        self._num_slots = num_slots
+        self._page = page
+        self._device = next(model.parameters()).device
+        self._is_gpu = self._device.type == "cuda"
+        self.depth = 1 if self._is_gpu else 0
+        self.join_every = JOIN_EVERY if self._is_gpu else 1
+        self._stream = torch.cuda.Stream(self._device) if self._is_gpu else None  # type: ignore[no-untyped-call]
+        shapes = _shapes(model)
+        page_bytes = sum(2 * heads * self._page * dim for heads, dim in shapes.values()) * model.dtype.itemsize
+        num_pages = int(_cache_bytes(self._device, cache_gb) // page_bytes)
+        if num_pages < 2:
+            raise EngineError(
+                f"a page of the cache has {page_bytes / 1e9:.3g} GB, and {num_pages} would fit: set engine.cache_gb higher"
+            )
+        longest = context_length(model)
+        fits = (num_pages - 1) * self._page
+        self.max_length: int | None = fits if longest is None else min(longest, fits)
+        width = -(-self.max_length // page)
+        num_pages = min(num_pages, 1 + num_slots * width)
+        self._blocks = Blocks(num_pages, self._page)
+        self._pools = Pools(
+            shapes, num_pages, self._page, num_slots, -(-self.max_length // self._page), model.dtype, self._device
+        )
+        self._last = torch.zeros(num_slots + 1, dtype=torch.int64, device=self._device)
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._moves: list[tuple[int, int, int]] = []
+        """Entries of the table that have changed since the last launch: slot, place, block."""
+        self._words = torch.zeros(4, num_slots + 1, dtype=torch.int32, device=self._device)
+        self._graphs = None if self._stream is None else Graphs(CudaRecorder(self._stream))
+        self._swaps: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self.num_prefilled = 0
+        """Tokens of prompts that were computed, and not found."""
+        self._sample = fused.operations(self._device).sample
+        if self._stream is not None:  # what was made above, and the model itself, may still be on its way
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.inference_mode(), self.working():
+            _fuse_if_same(model, self._pools)
+
+    @property
+    def cache_used(self) -> float:
+        """What is only kept for those who may come does not count."""
+        return 1 - self._blocks.num_free / self._blocks.num_blocks
+
+    # ---- room ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, flight: TokenSequence) -> bool:
+        """If all of it fits and every request that runs could still get a page."""
+        sequence = flight.sequence
+        shared, chain = self._blocks.match(sequence)
+        count = -(-len(sequence) // self._page) - len(shared)
+        num_running = self._num_slots - len(self._free_slots)
+        taken = self._blocks.take(count) if count + num_running <= self._blocks.num_free else None
+        if taken is None:
+            self._blocks.give_back(shared)
+            return False
+        flight.slot = self._free_slots.pop()
+        flight.blocks = [*shared, *taken]
+        flight.num_computed = len(shared) * self._page
+        flight.num_indexed = len(shared)
+        flight.chain = chain
+        self._moves += [(flight.slot, place, block) for place, block in enumerate(flight.blocks)]
+        return True
+
+    def will_compute(self, flight: TokenSequence, end: int) -> None:
+        """Others that begin in the same step find these pages: they are written, layer by layer, before anybody reads them."""
+        if not flight.is_mixed:
+            sequence = flight.sequence
+            for place in range(flight.num_indexed, min(end, len(sequence)) // self._page):
+                tokens = sequence[place * self._page : (place + 1) * self._page]
+                flight.chain = self._blocks.name(flight.blocks[place], flight.chain, tokens)
+                flight.num_indexed = place + 1
+
+    def grow(self, flights: Sequence[TokenSequence]) -> bool:
+        full = [flight for flight in flights if flight.num_computed == len(flight.blocks) * self._page]
+        taken = self._blocks.take(len(full))
+        if taken is None:
+            return False
+        for flight, block in zip(full, taken, strict=True):
+            self._moves.append((flight.slot, len(flight.blocks), block))
+            flight.blocks.append(block)
+        return True
+
+    def leave(self, running: list[TokenSequence], leaving: set[int]) -> list[TokenSequence]:
+        for place in leaving:
+            flight = running[place]
+            self.will_compute(flight, flight.num_computed)
+            self._blocks.give_back(flight.blocks)
+            self._free_slots.append(flight.slot)
+            flight.blocks = []
+            flight.slot = -1
+            flight.chain = START
+        return [flight for place, flight in enumerate(running) if place not in leaving]
+
+    def forget(self) -> None:
+        self._blocks.forget()
+
+    # ---- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def swap_s(self) -> float | None:
+        """Of the last swap, as the device saw it. None: ask the clock."""
+        if self._swaps is None:
+            return None
+        began, ended = self._swaps
+        return began.elapsed_time(ended) / 1e3 if ended.query() else 0.0  # type: ignore[no-untyped-call]
+
+    def swap(self, own: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        if self._stream is None:
+            torch._foreach_copy_(list(own), list(new))
+            return
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began.record(self._stream)
+        torch._foreach_copy_(list(own), list(new), non_blocking=True)
+        ended.record(self._stream)
+        for tensor in new:
+            if tensor.is_cuda:  # it may be freed before it has been read
+                tensor.record_stream(self._stream)
+        self._swaps = began, ended
+
+    def working(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    # ---- work ----------------------------------------------------------------------------------------------------------
+
+    def launch(self, decoding: Sequence[TokenSequence], chunks: Sequence[Chunk]) -> Drawn:
+        self._update_table()
+        parts = [self._decode(decoding)] if decoding else []
+        if chunks:
+            parts.append(self._prefill(chunks))
+        tokens, logprobs = (torch.cat(some) if len(some) > 1 else some[0] for some in zip(*parts, strict=True))
+        return _on_its_way(tokens, logprobs) if self._is_gpu else lambda: (tokens.tolist(), logprobs.tolist())
+
+    def _update_table(self) -> None:
+        if self._moves:
+            slots, places, blocks = on_device(np.array(self._moves, np.int64).T.copy(), self._device)
+            self._pools.table.index_put_((slots, places), blocks.int())
+            self._moves.clear()
+
+    def _decode(self, flights: Sequence[TokenSequence]) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities [R], which are good until the next call."""
+        num = len(flights)
+        size = size_for(num, self._num_slots) if self._graphs is not None else num
+        words = np.zeros((4, size), np.int32)
+        words[0, num:] = self._num_slots
+        words[0, :num] = [flight.slot for flight in flights]
+        words[1, :num] = [flight.num_computed for flight in flights]
+        numbers, temperatures = words[2:].view(np.float32)
+        numbers[:num] = _uniforms(flights)
+        temperatures[:num] = [flight.request.sampling.temperature for flight in flights]
+        restrictions = _restrictions([flight.request.sampling for flight in flights], size, self._device)
+        given = torch.from_numpy(words)
+        self._words[:, :size].copy_(given.pin_memory() if self._is_gpu else given, non_blocking=True)
+        if self._graphs is None:
+            tokens, logprobs = self._decode_words(size, restrictions)
+        else:
+            tokens, logprobs = self._graphs.replay(size, self._rehearse, self._decode_words, restrictions)
+        return tokens[:num], logprobs[:num]
+
+    @contextmanager
+    def _rehearse(self, size: int) -> Iterator[None]:
+        """While a graph is made, every row is the slot that is nobody's."""
+        words = self._words[:, :size].clone()
+        self._words[:, :size] = 0
+        self._words[0, :size] = self._num_slots
+        try:
+            yield
+        finally:
+            self._words[:, :size] = words
+
+    def _decode_words(self, size: int, restrictions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        slots, positions = self._words[0, :size], self._words[1, :size]
+        out = self._model(
+            input_ids=self._last[slots.long()][None],
+            position_ids=positions[None],
+            use_cache=False,
+            context=DecodePass(self._pools, slots, positions),
+        )
+        numbers, temperatures = self._words[2:, :size].view(torch.float32)
+        return self._draw(out.logits[0], slots.long(), numbers, temperatures, restrictions)
+
+    def _draw(
+        self,
+        logits_RV: Tensor,
+        slots_R: Tensor,
+        uniforms_R: Tensor,
+        temperatures_R: Tensor,
+        restrictions: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        if restrictions is not None:
+            divisors_R = temperatures_R.where(temperatures_R > 0, 1.0)
+            logits_RV = restrict(logits_RV.float() / divisors_R[:, None], *restrictions)
+            temperatures_R = temperatures_R.where(temperatures_R == 0, 1.0)
+        tokens, logprobs = self._sample(logits_RV, uniforms_R, temperatures_R)
+        self._last[slots_R] = tokens
+        return tokens, logprobs
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+        """Of those chunks that are a request's last."""
+        tokens = [token for chunk in chunks for token in chunk.flight.sequence[chunk.begin : chunk.end]]
+        self.num_prefilled += len(tokens)
+        context = PrefillPass(self._pools, [(chunk.flight.slot, chunk.begin, chunk.end) for chunk in chunks])
+        ends = np.cumsum([chunk.end - chunk.begin for chunk in chunks])
+        last = [place for place, chunk in enumerate(chunks) if chunk.is_last]
+        out = self._model(
+            input_ids=on_device(np.array(tokens, np.int64)[None], self._device),
+            position_ids=context.positions_N[None],
+            use_cache=False,
+            context=context,
+            logits_to_keep=on_device(ends[last] - 1, self._device),
+        )
+        flights = [chunks[place].flight for place in last]
+        if not flights:
+            nothing = torch.zeros(0, device=self._device)
+            return nothing.long(), nothing
+        samplings = [flight.request.sampling for flight in flights]
+        numbers = np.array([_uniforms(flights), [one.temperature for one in samplings]], np.float32)
+        uniforms_R, temperatures_R = on_device(numbers, self._device)
+        slots_R = on_device(np.array([flight.slot for flight in flights], np.int64), self._device)
+        restrictions = _restrictions(samplings, len(flights), self._device)
+        return self._draw(out.logits[0], slots_R, uniforms_R, temperatures_R, restrictions)
+
+
+def make_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
+    kind = config.cache or ("pages" if model.device.type == "cuda" else "slots")
+    if kind == "slots":
+        return SlotRunner(model, config.slots)
+    return PagedRunner(model, config.slots, cache_gb=config.cache_gb)
+
+
+def _uniforms(flights: Sequence[TokenSequence]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    positions = [flight.request.num_sampled + flight.num_launched for flight in flights]
+    return np.minimum(uniforms([flight.request.seed for flight in flights], positions), BELOW_ONE)
+
+
+def _restrictions(samplings: Sequence[Sampling], size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """top_k and top_p of each row, if there are any."""
+    if not any(is_restricted(one) for one in samplings):
+        return None
+    top_k, top_p = np.zeros(size, np.int64), np.ones(size, np.float32)
+    top_k[: len(samplings)] = [one.top_k for one in samplings]
+    top_p[: len(samplings)] = [one.top_p for one in samplings]
+    return on_device(top_k, device), on_device(top_p, device)
+
+
+def _on_its_way(tokens: Tensor, logprobs: Tensor) -> Drawn:
+    """To the host, behind what the device has to do before; whoever asks waits for it."""
+    both = torch.stack([tokens.double(), logprobs.double()])
+    there = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+    there.copy_(both, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+
+    def drawn() -> tuple[list[int], list[float]]:
+        arrived.synchronize()
+        return there[0].long().tolist(), there[1].tolist()
+
+    return drawn
+
+
+def _cache_bytes(device: torch.device, cache_gb: float | None) -> float:
+    if cache_gb is not None:
+        return cache_gb * 1e9
+    return torch.cuda.mem_get_info(device)[0] * SHARE if device.type == "cuda" else CPU_GB * 1e9
+
+
+def _shapes(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
+    """Layer -> key/value heads and head dimension, as they show in a forward pass: nothing is assumed of the architecture."""
+    probe = Probe()
+    fused.unfuse(model)  # another runner may have had it
+    with torch.inference_mode():
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False, context=probe)
+    probe.check(model)
+    return probe.shapes
+
+
+def _fuse_if_same(model: PreTrainedModel, pools: Pools) -> None:
+    """Larger steps through the model, if they give what the model's own give. Nobody has a page yet: the slot that is nobody's
+    borrows some."""
+    count = min(24, (pools.num_pages - 1) * pools.page)
+    numbers = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, count)
+    tokens = torch.from_numpy(numbers)[None].to(model.device)
+
+    def logprobs(context: AttentionContext) -> Tensor:
+        positions = torch.arange(count, device=model.device)[None]
+        out = model(input_ids=tokens, position_ids=positions, use_cache=False, context=context)
+        return torch.log_softmax(out.logits[0].float(), -1)
+
+    own = logprobs(Packed(rows_of([count]), model.device))
+    if fused.fuse(model):
+        width = -(-count // pools.page)
+        pools.table[-1, :width] = torch.arange(1, width + 1)
+        difference = float((own - logprobs(PrefillPass(pools, [(len(pools.table) - 1, 0, count)]))).abs().mean())
+        pools.table[-1] = 0
+        if not difference < (1e-3 if model.dtype == torch.float32 else 5e-2):
+            fused.unfuse(model)
+            name = type(model).__name__
+            logger.warning("%s is run as it is: joined steps gave other numbers (%.3g)", name, difference)

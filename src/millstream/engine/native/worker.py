@@ -1,0 +1,199 @@
+"""The loop that decodes, wherever it runs: on a thread of this process or in a process of its own.
+
+Commands are carried out between two decode steps, in the order they were given; what came of them, and every request that
+ended, goes back in reports. Commands and reports are plain structs: the same in memory and on the wire.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from msgspec import Struct
+
+from millstream.engine.native.batching import Batcher
+from millstream.errors import EngineError, RequestRefused
+from millstream.types import Completion, Request, RequestKey, Sampled, Weights
+from millstream.weights.transfer import WeightsRef
+
+SPAN_S = 0.25
+"""The longest stretch of work that is reported as one."""
+
+
+class Add(Struct, frozen=True, tag=True, array_like=True):
+    request: Request
+    is_watched: bool = False
+    """Whether its tokens are reported as they come; else all together when it ends."""
+
+
+class Abort(Struct, frozen=True, tag=True, array_like=True):
+    number: int
+    key: RequestKey
+
+
+class Pause(Struct, frozen=True, tag=True, array_like=True):
+    number: int
+
+
+class Resume(Struct, frozen=True, tag=True, array_like=True):
+    number: int
+
+
+class Load(Struct, frozen=True, tag=True, array_like=True):
+    """The weights themselves come by the link: by reference, or in shared memory."""
+
+    number: int
+    version: int
+
+
+class Close(Struct, frozen=True, tag=True, array_like=True):
+    """What is in flight ends as aborted, and the worker stops."""
+
+
+class Offer(Struct, frozen=True, tag=True, array_like=True):
+    """Weights that a `Load` will be about, where they come from elsewhere: for the link, which fetches them beside decoding."""
+
+    number: int
+    parcel: WeightsRef
+
+
+Command = Add | Abort | Pause | Resume | Load | Close | Offer
+
+
+class Report(Struct, array_like=True):
+    finished: list[tuple[RequestKey, Completion]]
+    done: list[tuple[int, str | None]]
+    """Numbers of the commands that were carried out, each with an error or None."""
+    running: int = 0
+    waiting: int = 0
+    tokens_generated: int = 0
+    spans: list[tuple[float, int]] = []
+    """Stretches of decoding that ended now: seconds, and tokens generated."""
+    broken: str | None = None
+    """Why the worker can never go on, if it cannot."""
+    sampled: list[tuple[RequestKey, Sampled]] = []
+    """New tokens of requests that are watched and go on."""
+    refused: list[tuple[RequestKey, str]] = []
+    """Requests that can never run, each with the reason."""
+    cache_used: float = 0.0
+    swap_s: float = 0.0
+    num_preempted: int = 0
+    """All three as in `EngineStats`."""
+    is_aside: bool = False
+    """Whether it is about an `Offer` alone, and says nothing of the work."""
+    kind: str = ""
+    """Of an `Offer` whose weights could not be had: the name of the error's class."""
+
+
+class Link(Protocol):
+    """The worker's end of the line."""
+
+    def receive(self, *, block: bool) -> list[Command]:
+        """The commands that have come; with `block`, at least one. `Close` if the other end is gone."""
+        ...
+
+    def send(self, report: Report) -> None: ...
+
+    def weights(self) -> Weights:
+        """What a `Load` is about."""
+        ...
+
+    def loaded(self) -> None:
+        """The `Load` is done with: what it was about may go."""
+        ...
+
+
+class Worker:
+    def __init__(self, batcher: Batcher, link: Link) -> None:
+        self._batcher = batcher
+        self._link = link
+        self._is_paused = False
+        self._is_closed = False
+        self._began: float | None = None
+        self._tokens_at_begin = 0
+        self._report = Report([], [])
+
+    def run(self) -> None:
+        try:
+            while not self._is_closed:
+                self._turn()
+        except Exception as error:  # the border of the worker: whoever waits must hear of it
+            self._report.broken = f"{type(error).__name__}: {error}"
+            self._send()
+
+    def _turn(self) -> None:
+        is_idle = self._is_paused or not self._batcher.has_work
+        if is_idle:
+            self._end_span()
+            self._send_if_any()
+        for command in self._link.receive(block=is_idle):
+            self._obey(command)
+        if self._batcher.has_work and not self._is_paused and not self._is_closed:
+            self._decode()
+        self._send_if_any()
+
+    def _decode(self) -> None:
+        if self._began is None:
+            self._began = time.monotonic()
+            self._tokens_at_begin = self._batcher.tokens_generated
+        self._report.finished += self._batcher.step()
+        self._report.sampled += self._batcher.news()
+        if time.monotonic() - self._began >= SPAN_S:
+            self._end_span()
+
+    def _end_span(self) -> None:
+        if self._began is not None:
+            tokens = self._batcher.tokens_generated - self._tokens_at_begin
+            self._report.spans.append((time.monotonic() - self._began, tokens))
+            self._began = None
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Add():
+                self._add(command)
+            case Abort():
+                self._report.finished += self._batcher.abort(command.key)
+                self._report.done.append((command.number, None))
+            case Pause() | Resume():
+                self._is_paused = isinstance(command, Pause)
+                self._report.finished += self._batcher.settle()
+                self._report.done.append((command.number, None))
+            case Load():
+                self._report.done.append((command.number, self._load(command.version)))
+            case Close():
+                self._is_closed = True
+                self._end_span()
+                self._report.finished += self._batcher.abort_all()
+
+    def _add(self, command: Add) -> None:
+        if any(key == command.request.key for key, *_ in (*self._report.finished, *self._report.refused)):
+            self._send()  # a key that is used again: its last end is told before anything of its new beginning
+        try:
+            self._batcher.add(command.request, is_watched=command.is_watched)
+        except RequestRefused as error:
+            self._report.refused.append((command.request.key, str(error)))
+
+    def _load(self, version: int) -> str | None:
+        try:
+            self._batcher.load(version, self._link.weights())
+        except EngineError as error:
+            return str(error)
+        finally:
+            self._link.loaded()
+        return None
+
+    def _send_if_any(self) -> None:
+        report = self._report
+        if report.finished or report.done or report.spans or report.sampled or report.refused:
+            self._send()
+
+    def _send(self) -> None:
+        report = self._report
+        self._report = Report([], [])
+        report.running = self._batcher.running
+        report.waiting = self._batcher.waiting
+        report.tokens_generated = self._batcher.tokens_generated
+        report.num_preempted = self._batcher.num_preempted
+        report.cache_used = self._batcher.cache_used
+        report.swap_s = self._batcher.swap_s
+        self._link.send(report)

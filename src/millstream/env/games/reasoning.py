@@ -1,0 +1,128 @@
+"""Reasoning Gym's generators as tasks of a single turn, scored by the generator's own rule.
+
+A task is the name of a generator, a seed and a number: it is made again, exactly, wherever it is scored.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from millstream.env import Context
+from millstream.errors import ConfigError
+from millstream.rpc.threads import DaemonThreads
+from millstream.seeds import derive_seed
+from millstream.types import Message, Task
+
+ALL = "all"
+MAX_THREADS = 8
+CHUNK = 16
+"""Entries of one generator at a time. They count on: the seed of entry n is the seed of entry 0 and n."""
+NEEDS_CONFIG = ("composite",)
+"""It puts others together, and must be told which."""
+
+
+class ReasoningGym:
+    """`names` of generators, or "all"; `configs`, by name, are what a generator takes. With `is_chat` the question goes through
+    the chat template, after `system`. An answer stands between <answer> and </answer>, or is all that was said."""
+
+    def __init__(
+        self,
+        *,
+        names: list[str] | str = ALL,
+        configs: dict[str, dict[str, Any]] | None = None,
+        is_chat: bool = False,
+        system: str = "",
+    ) -> None:
+        self._configs = configs or {}
+        self._system = system
+        self._names = chosen(names, self._configs)
+        self._is_chat = is_chat
+        self._threads: DaemonThreads | None = None
+
+    def tasks(self, num: int, seed: int) -> Iterator[Task]:
+        """Of all generators in turn, until there are enough."""
+        start = derive_seed(seed, "reasoning_gym") % 2**31
+        for number in range(num):
+            name, index = self._names[number % len(self._names)], number // len(self._names)
+            entry, _ = self._entry(name, start, index)
+            yield Task(
+                id=f"{name}/{index}",
+                prompt=self._prompt(entry["question"]),
+                answer=None if entry["answer"] is None else str(entry["answer"]),
+                data={"source": name, "seed": start, "index": index},
+            )
+
+    def gold(self, task: Task) -> list[str]:
+        return [] if task.answer is None else [task.answer]
+
+    async def rollout(self, context: Context) -> float:
+        data = context.task.data
+        said = await context.ask(context.task.prompt)
+
+        def score() -> float:
+            """Some take seconds to make their entry again."""
+            entry, generator = self._entry(str(data["source"]), int(data["seed"]), int(data["index"]))
+            try:
+                return float(generator.score_answer(answer_in(said), entry))
+            except Exception:  # some rules raise on an answer that they cannot read: it is wrong, and no failure
+                return 0.0
+
+        self._threads = self._threads or DaemonThreads("reasoning_gym", most=MAX_THREADS)
+        scored: float = await context.waiting("reasoning_gym to score", self._threads.call(score))
+        return scored
+
+    def _prompt(self, question: str) -> str | tuple[Message, ...]:
+        if not self._is_chat:
+            return f"{self._system}{question}"
+        system = (Message(role="system", content=self._system),) if self._system else ()
+        return (*system, Message(role="user", content=question))
+
+    def _entry(self, name: str, seed: int, index: int) -> tuple[dict[str, Any], Any]:
+        """And its generator. Some make all that they are asked for at once: they are asked for a few at a time."""
+        first, within = index - index % CHUNK, index % CHUNK
+        generator = made(name, seed + first, msgspec.json.encode(self._configs.get(name, {})))
+        return generator[within], generator
+
+
+@functools.lru_cache(maxsize=512)
+def made(name: str, seed: int, config: bytes) -> Any:
+    """Some read files when they are made: once is enough."""
+    settings = msgspec.json.decode(config)
+    try:
+        return _library().create_dataset(name, **{"size": CHUNK, "seed": seed, **settings})
+    except Exception as error:  # the border to a library that raises many kinds: said as one, with its cause
+        raise ConfigError(f"reasoning_gym cannot make {name!r} with {settings}: {error}") from error
+
+
+def _library() -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError("environment reasoning_gym needs the library: pip install 'millstream[envs]'") from error
+    return reasoning_gym
+
+
+def chosen(names: list[str] | str, configs: dict[str, Any]) -> list[str]:
+    """Every generator there is, or those that are named. Raises `ConfigError` for one that is not there."""
+    _library()
+    from reasoning_gym.factory import DATASETS
+
+    if names == ALL:
+        return sorted(name for name in DATASETS if name not in NEEDS_CONFIG or name in configs)
+    wanted = [names] if isinstance(names, str) else list(names)
+    if strangers := [name for name in (*wanted, *configs) if name not in DATASETS]:
+        raise ConfigError(f"reasoning_gym has no {strangers[0]!r}; it has {', '.join(sorted(DATASETS))}")
+    if not wanted:
+        raise ConfigError('environment reasoning_gym: names is empty; expected names of generators, or "all"')
+    return wanted
+
+
+def answer_in(said: str) -> str:
+    from reasoning_gym.utils import extract_answer
+
+    found = extract_answer(said)
+    return said.strip() if found is None else str(found)

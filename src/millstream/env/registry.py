@@ -1,0 +1,174 @@
+"""The environments of a run behind one seam: a task goes to the one that it names, and each is kept within its limits.
+
+Between two turns of the model an environment has `step_timeout_s`; the model's own time does not count. At most
+`max_concurrent` episodes of a kind run at once, and waiting for a place counts against nobody's time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TypeVar
+
+from millstream.env import Content, Context, Environment, Reward, Text
+from millstream.env.config import SINGLE_TURN
+from millstream.env.data import DataSet
+from millstream.env.dialog import Conversation
+from millstream.env.isolated import Isolated
+from millstream.env.resolve import Kind
+from millstream.errors import ConfigError, DataError, EnvironmentFailed
+from millstream.rpc.process import Launcher
+from millstream.types import Completion, Task
+
+T = TypeVar("T")
+
+
+class Hosted:
+    """One environment, with words for its contexts and limits for itself."""
+
+    def __init__(self, kind: Kind, environment: Environment, text: Text, launcher: Launcher | None = None) -> None:
+        self.kind = kind
+        self.environment = environment
+        self._text = text
+        self._isolated = Isolated(kind.config, launcher) if kind.config.process else None
+        most = kind.config.max_concurrent
+        self._places = None if most is None else asyncio.Semaphore(most)
+
+    async def rollout(self, context: Context) -> Reward:
+        if self._places is None:
+            return await self._play(context)
+        place = self._places.acquire()
+        await context.waiting(f"a place in {self.kind.name}", place, is_timed=False)
+        try:
+            return await self._play(context)
+        finally:
+            self._places.release()
+
+    async def _play(self, context: Context) -> Reward:
+        config, environment = self.kind.config, self._isolated or self.environment
+        if config.use == SINGLE_TURN:  # its rewards have limits of their own
+            return await environment.rollout(Conversation(context, self._text))
+        limit = asyncio.timeout(config.step_timeout_s)
+        timed = _Timed(context, _StepClock(limit, config.step_timeout_s))
+        try:
+            async with limit:
+                return await environment.rollout(Conversation(timed, self._text, thinking=config.thinking))
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            end = "; its process was killed" if config.process else ""
+            raise EnvironmentFailed(
+                f"{config.shown} took longer than {config.step_timeout_s:g} s between two turns{end}. "
+                "environment.step_timeout_s sets the limit"
+            ) from error
+
+    async def close(self) -> None:
+        """Of the processes, and of an environment that has something to close."""
+        if self._isolated is not None:
+            await self._isolated.close()
+        if hasattr(self.environment, "close"):
+            await self.environment.close()
+
+
+class _StepClock:
+    """A time limit that stands still while the model speaks, and begins anew after every turn."""
+
+    def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._num_speaking = 0
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        self._num_speaking += 1
+        self._limit.reschedule(None)
+        try:
+            yield
+        finally:
+            self._num_speaking -= 1
+            if not self._num_speaking:
+                with suppress(RuntimeError):  # the environment is done, and somebody of its own still spoke
+                    self._limit.reschedule(asyncio.get_running_loop().time() + self._seconds)
+
+
+class _Timed:
+    """A context whose turns stop the clock."""
+
+    def __init__(self, context: Context, clock: _StepClock) -> None:
+        self._context = context
+        self._clock = clock
+        self.task = context.task
+        self.seed = context.seed
+
+    @property
+    def text(self) -> Text:
+        return self._context.text
+
+    async def ask(self, content: Content) -> str:
+        with self._clock.stopped():
+            return await self._context.ask(content)
+
+    async def generate(self, tokens: Sequence[int]) -> Completion:
+        with self._clock.stopped():
+            return await self._context.generate(tokens)
+
+    async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
+        with nullcontext() if is_timed else self._clock.stopped():
+            return await self._context.waiting(what, work, is_timed=is_timed)
+
+    def earned(self, reward: float) -> None:
+        self._context.earned(reward)
+
+    def part(self, agent: int = 0) -> _Timed:
+        return _Timed(self._context.part(agent), self._clock)
+
+
+class Environments:
+    """All of a run's, by name."""
+
+    def __init__(self, hosted: Sequence[Hosted]) -> None:
+        self._by_name: Mapping[str, Hosted] = {one.kind.name: one for one in hosted}
+
+    async def rollout(self, context: Context) -> Reward:
+        return await self.of(context.task).rollout(context)
+
+    def of(self, task: Task) -> Hosted:
+        """Raises `DataError` for a task that names none, or one that is not there."""
+        return self._by_name[name_of(task, list(self._by_name))]
+
+    def gold(self, task: Task) -> list[str]:
+        """What a perfect player says to it, turn after turn; nothing where nobody knows."""
+        gold = self.of(task).kind.gold
+        return [] if gold is None else gold(task)
+
+    async def close(self) -> None:
+        """Ends every process that was started."""
+        for hosted in self._by_name.values():
+            await hosted.close()
+
+
+def name_of(task: Task, names: Sequence[str]) -> str:
+    """Of the environment that a task goes to."""
+    named = task.data.get("environment")
+    if named is None and len(names) == 1:
+        return names[0]
+    if named not in names:
+        said = "has no field 'environment'" if named is None else f"is for the environment {named!r}"
+        raise DataError(f"task {task.id} {said}: expected one of {', '.join(names)}, the names of [[environment]]")
+    return str(named)
+
+
+def check_tasks(environments: Environments, data: DataSet, *, needs_gold: bool) -> None:
+    """Every task has its environment, and an environment that is to be warmed up says how it is played."""
+    is_golden = dict[str, bool]()
+    for task in data.tasks:
+        name = environments.of(task).kind.name
+        if needs_gold and not is_golden.get(name):
+            is_golden[name] = bool(environments.gold(task))
+    for name, is_known in is_golden.items():
+        if not is_known:
+            raise ConfigError(
+                f"[warmup] trains on gold turns, and no task of the environment {name} has any: give it `gold(task)` (a data "
+                "set an answer), or leave [warmup] out"
+            )

@@ -1,0 +1,170 @@
+"""From what a config names to an environment: one that is built in, a class with `reset` and `step`, or a coroutine function.
+
+    class Game:                                       async def rollout(context) -> float:
+        def reset(self, task, seed) -> str: ...           answer = await context.ask("2+2=")
+        def step(self, action) -> Step: ...               return float(answer.strip() == "4")
+
+Either may have `tasks(num, seed, **args)`, which makes its tasks, and `gold(task)`, what a perfect player says turn after turn:
+static methods of a class, attributes of a function.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct, structs
+
+from millstream.env import Environment, rewards
+from millstream.env.config import SINGLE_TURN, EnvironmentConfig
+from millstream.env.multi_turn import MultiTurn, is_quick
+from millstream.errors import ConfigError, DataError
+from millstream.types import Task
+
+BUILT_IN = {
+    "frozen_lake": "millstream.env.games.frozen_lake:FrozenLake",
+    "gymnasium": "millstream.env.games.gym_text:GymText",
+    "reasoning_gym": "millstream.env.games.reasoning:ReasoningGym",
+    "verifiers": "millstream.env.games.verifiers_env:Verifiers",
+}
+EXPECTED = (
+    "expected a class with reset(task, seed) and step(action), a class with rollout(context), or a coroutine function of a "
+    "context"
+)
+MakeTasks = Callable[[int, int], list[Task]]
+Gold = Callable[[Task], list[str]]
+
+
+class Kind(Struct, frozen=True, kw_only=True, eq=False):
+    """An environment as it was found."""
+
+    config: EnvironmentConfig
+    environment: Environment | None
+    """None: `single_turn`, which the run makes from its rewards."""
+    make_tasks: MakeTasks | None = None
+    """(num, seed) to tasks; None where they come from a data set."""
+    gold: Gold | None = None
+    """Nothing for a task that has none; None where no task has."""
+
+    @property
+    def name(self) -> str:
+        return self.config.shown
+
+
+def find(config: EnvironmentConfig) -> Kind:
+    """Raises `ConfigError` that says what was looked for, and where."""
+    if config.use == SINGLE_TURN:
+        if config.args:
+            raise ConfigError("environment single_turn takes no args: it has [data] and [[reward]]")
+        return Kind(config=config, environment=None, gold=lambda task: [task.answer] if task.answer is not None else [])
+    target = _target(config.use)
+    if inspect.isclass(target) and hasattr(target, "reset") and hasattr(target, "step"):
+        return _kind(config, _with_steps(target, config), target)
+    if inspect.isclass(target) and hasattr(target, "rollout"):
+        environment = _bound(target, config)()
+        return _kind(config, environment, environment)
+    if inspect.iscoroutinefunction(target):
+        return _kind(config, _FreeForm(_bound(target, config, None)), target)
+    raise ConfigError(f"{config.use} is no environment: {EXPECTED}")
+
+
+class _FreeForm:
+    def __init__(self, rollout: Callable[..., Any]) -> None:
+        self.rollout = rollout
+
+
+def _target(use: str) -> Any:
+    if ":" not in use and use not in BUILT_IN:
+        known = ", ".join([SINGLE_TURN, *BUILT_IN])
+        raise ConfigError(
+            f"no environment {use!r}: use {known}, or one of your own: file.py:Name or package.module:Name"
+        )
+    return rewards.find(BUILT_IN.get(use, use))
+
+
+def _with_steps(target: Any, config: EnvironmentConfig) -> MultiTurn:
+    """`max_turns` may be given to any class, whether it takes it or not."""
+    max_turns = config.args.get("max_turns")
+    if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
+        raise ConfigError(f"environment {config.shown}: max_turns must be a whole number from 1, not {max_turns!r}")
+    make = _bound(target, config, also=["max_turns"])
+    return MultiTurn(make, config.shown, is_quick=is_quick(target), max_turns=max_turns)
+
+
+def _bound(
+    target: Any, config: EnvironmentConfig, *positional: Any, also: Sequence[str] = ()
+) -> functools.partial[Any]:
+    """With its arguments; `positional` stand for those that come with the call. An argument that nothing takes is refused."""
+    args, signature = accepted(target, config.args), inspect.signature(target)
+    others = [getattr(target, name) for name in ("tasks", "gold") if hasattr(target, name)]
+    taken = {*args, *also, *(name for other in others for name in accepted(other, config.args))}
+    if strange := [name for name in config.args if name not in taken]:
+        raise ConfigError(f"environment.args: {config.use}{signature} takes no {strange[0]!r}")
+    try:
+        signature.bind(*positional, **args)
+    except TypeError as error:
+        raise ConfigError(f"environment.args do not fit {config.use}{signature}: {error}") from error
+    return functools.partial(target, **args)
+
+
+def accepted(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the config's arguments, those that this function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(args)
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in args.items() if name in names}
+
+
+def _kind(config: EnvironmentConfig, environment: Environment, has: Any) -> Kind:
+    tasks, gold, args = getattr(has, "tasks", None), getattr(has, "gold", None), config.args
+    return Kind(
+        config=config,
+        environment=environment,
+        make_tasks=None if tasks is None else functools.partial(_tasks_of, config, tasks),
+        gold=None if gold is None else lambda task: [str(turn) for turn in gold(task, **accepted(gold, args))],
+    )
+
+
+def _tasks_of(config: EnvironmentConfig, tasks: Callable[..., Iterable[Task]], num: int, seed: int) -> list[Task]:
+    try:
+        return list(tasks(num, seed, **accepted(tasks, config.args)))
+    except ConfigError:
+        raise
+    except Exception as error:  # the border to the user's code: said as a data error, with its cause
+        raise DataError(f"environment {config.shown}: tasks raised {type(error).__name__}: {error}") from error
+
+
+def make_tasks(kinds: Sequence[Kind], num: int, seed: int) -> list[Task]:
+    """Of all environments, each in its proportion. Where there are several, a task says whose it is, in its id, too."""
+    if strangers := [kind.name for kind in kinds if kind.make_tasks is None]:
+        raise DataError(
+            f"environment {strangers[0]} makes no tasks of its own: set one of data.path (a JSONL or Parquet file), data.name "
+            "(of `datasets`) and data.toy (a built-in task)"
+        )
+    total = sum(kind.config.share for kind in kinds)
+    tasks = list[Task]()
+    for kind in kinds:
+        assert kind.make_tasks is not None
+        share = round(num * kind.config.share / total)
+        made = _checked(kind.make_tasks(share, seed), kind.name)
+        tasks += made if len(kinds) == 1 else [_owned(task, kind.name) for task in made]
+    return tasks
+
+
+def _checked(tasks: Iterable[Any], name: str) -> list[Task]:
+    found = list(tasks)
+    for task in found:
+        if not isinstance(task, Task):
+            raise DataError(f"environment {name}: tasks gave {type(task).__name__}: expected millstream.types.Task")
+    ids = [task.id for task in found]
+    if len(set(ids)) < len(ids):
+        twice = next(one for one in ids if ids.count(one) > 1)
+        raise DataError(f"environment {name}: tasks gave two tasks with the id {twice!r}")
+    return found
+
+
+def _owned(task: Task, name: str) -> Task:
+    return structs.replace(task, id=f"{name}/{task.id}", data={"source": name, **task.data, "environment": name})

@@ -1,0 +1,224 @@
+"""A small process that has Python started already, and forks one keeper for every program that is to be run.
+
+    the run's process ── socket ── zygote              holds nothing: no variables, no files, no code but this folder's
+                                     └─ keeper         one a program: time limit, and the end of everything
+                                          └─ init      the first process of a namespace: when it dies, the kernel kills the rest
+                                               └─ the program
+
+A keeper gets its orders over a socket of its own. When that socket closes (the caller has lost interest, or is dead), or the
+time is over, or the program has ended, everything that it started is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from typing import Any
+
+from . import examiner, isolation, syscalls
+
+WARM = (
+    "bisect collections copy datetime decimal fractions functools heapq itertools math operator random re statistics string "
+    "typing"
+)
+"""What programs import most: there already."""
+
+HEADER = 4
+WATCH_S = 0.05
+ERROR = 2
+FIRST_FREE = 16
+
+
+def main(line: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need no burial
+    for name in WARM.split():
+        importlib.import_module(name)
+    sys.argv = ["program.py"]
+    gc.freeze()
+    while True:
+        word, descriptors, _, _ = socket.recv_fds(line, 1, 8)
+        if not word:
+            return
+        if os.fork() == 0:
+            line.close()
+            code = 1
+            try:
+                keep(descriptors)
+                code = 0
+            finally:
+                os._exit(code)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def keep(descriptors: list[int]) -> None:
+    """The keeper: from the order to the report of how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    lead, *given = descriptors
+    control = socket.socket(fileno=lead)
+    order = json.loads(_exactly(control, int.from_bytes(_exactly(control, HEADER), "little")))
+    report, theirs = os.pipe()
+    folder = tempfile.mkdtemp(prefix="millstream-sandbox-") if order["walls"] == "none" else isolation.SCRATCH
+    try:
+        child = _start(order, given, theirs, folder)
+        for descriptor in (theirs, *given):
+            os.close(descriptor)
+        how = _watch(child, control, order, folder)
+        _end(child, has_namespace=order["walls"] != "none")
+        told = os.read(report, 1 << 16).decode(errors="replace")
+        answer = {"how": how, **_last_line(told)}
+    except OSError as error:
+        answer = {"how": "broken", "why": str(error)}
+    finally:
+        if order["walls"] == "none":
+            shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        control.sendall(json.dumps(answer).encode())
+
+
+def _last_line(told: str) -> dict[str, Any]:
+    return json.loads(told.splitlines()[-1]) if told else {}
+
+
+def _start(order: dict[str, Any], given: list[int], report: int, folder: str) -> int:
+    """The process whose end is the end of everything: an init in a namespace, or the program itself."""
+    keeper = os.getpid()
+    with contextlib.suppress(OSError):
+        syscalls.control(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+    isolation.divide(order["walls"])
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setsid()
+        if order["walls"] == "none":
+            os.chdir(folder)
+            if os.geteuid() == 0:
+                os.chmod(folder, 0o777)
+        else:
+            isolation.furnish(order["limits"]["scratch_bytes"])
+        _init(order, given, report, keeper, folder)
+    except BaseException as error:  # a child that is about to end: the reason is all that can be saved
+        os.write(report, json.dumps({"how": "broken", "why": f"{type(error).__name__}: {error}"}).encode())
+    finally:
+        os._exit(0)
+
+
+def _init(order: dict[str, Any], given: list[int], report: int, keeper: int, folder: str) -> None:
+    """Start the program, bury whatever ends, and say how the program did."""
+    program = os.fork()
+    if program == 0:
+        _become(order, given, keeper, folder)
+    for descriptor in given:
+        os.close(descriptor)
+    if order["walls"] != "none":
+        with contextlib.suppress(OSError):
+            syscalls.drop_capabilities()
+    with contextlib.suppress(OSError):
+        syscalls.control(syscalls.PR_SET_DUMPABLE, 0)
+    while True:
+        ended, status = os.wait()
+        if ended == program:
+            break
+    code = os.waitstatus_to_exitcode(status)
+    os.write(report, (json.dumps({"code": code}) + "\n").encode())
+
+
+def _become(order: dict[str, Any], given: list[int], keeper: int, folder: str) -> None:
+    """The program's process: its descriptors, its limits, then the program. Never returns."""
+    code = 1
+    try:
+        os.setsid()
+        places = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, FIRST_FREE) for descriptor in given]
+        for place, descriptor in enumerate(places):
+            os.dup2(descriptor, place, inheritable=place <= ERROR)
+        os.closerange(len(places), 1 << 16)
+        isolation.confine(order["walls"], order["limits"], keeper, folder)
+        os.environ["HOME"] = os.environ["TMPDIR"] = folder
+        tempfile.tempdir = None
+        code = examiner.play(order)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    finally:
+        with contextlib.suppress(BaseException):  # the candidate may have replaced both streams
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code & 0xFF)
+
+
+def _watch(child: int, control: socket.socket, order: dict[str, Any], folder: str) -> str:
+    """Until it ends, its time is over, its folder is too full, or nobody asks any more."""
+    limits = order["limits"]
+    deadline = time.monotonic() + limits["wall_s"]
+    is_watching_folder = order["walls"] == "none"
+    poll = select.poll()
+    handle = os.pidfd_open(child)
+    poll.register(handle, select.POLLIN)
+    poll.register(control, select.POLLIN)
+    while (left_s := deadline - time.monotonic()) > 0:
+        ready = poll.poll(1000 * (min(left_s, WATCH_S) if is_watching_folder else left_s))
+        if any(descriptor == control.fileno() for descriptor, _ in ready):
+            return "stopped"
+        if ready:
+            return "ended"
+        if is_watching_folder and _size(folder) > limits["scratch_bytes"]:
+            return "disk"
+    return "time"
+
+
+def _size(folder: str) -> int:
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
+
+
+def _end(child: int, *, has_namespace: bool) -> None:
+    """Kill the child and everything below it. In a namespace that is one signal, and it is over when the last one is dead;
+    elsewhere whatever has lost its parent comes to us, the subreaper, and is killed in turn."""
+    os.kill(child, signal.SIGKILL)  # at most a zombie, and ours: its number is not another's
+    if has_namespace:
+        os.waitpid(child, 0)
+        return
+    while True:
+        for process in _children():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    own, found = os.getpid(), []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
+                if int(file.read().rpartition(")")[2].split()[1]) == own:
+                    found.append(int(name))
+    return found
+
+
+def _exactly(line: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = line.recv(size - len(data))
+        if not piece:
+            os._exit(0)
+        data += piece
+    return data

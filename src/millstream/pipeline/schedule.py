@@ -1,0 +1,77 @@
+"""The `[pipeline]` table: how much is in flight, and what becomes of the slow. What is biased against them says so."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from msgspec import Struct
+
+from millstream.pipeline.admission import full_budget
+
+
+class PipelineConfig(Struct, frozen=True, kw_only=True):
+    steps: int = 100
+    """Batches of reinforcement learning. 0: none; what the `[warmup]` table says is all the training there is."""
+    groups_per_step: int = 16
+    max_lag: float = 1.0
+    """The asynchronous ratio: how many versions old a rollout's start may be when it is trained. 0 is synchronous."""
+    lockstep: bool = True
+    """With max_lag = 0: let decode batches depend on ids alone, so that a run repeats bit for bit. Every turn then waits for
+    all others; without it, every rollout goes on by itself."""
+    extra_groups: int | None = None
+    """Groups in flight beyond those of one batch. None: as many as the lag allows, floor(max_lag * groups_per_step). Fewer
+    leave room to pass a straggler, which is then trained in a later batch."""
+    surplus: Literal["carry_over", "abort"] = "carry_over"
+    """What becomes of groups that a batch does not need. "carry_over": a later one trains them. "abort": first to finish; what
+    could not be trained in time any more is thrown away, and extra_groups may be any number. Faster, and biased against the
+    slow."""
+    overdue: Literal["wait", "restart"] = "wait"
+    """When a batch lacks only groups that are not complete: wait for them, or let them begin anew and take others instead,
+    which is biased against the slow."""
+    max_restarts: int = 1
+    """How often one group may begin anew."""
+    filter_zero_signal: bool = True
+    """Replace groups whose rewards are all equal: they have no gradient."""
+    max_replaced_per_step: int | None = None
+    """Groups a step may replace before places stay empty. None: 8 * groups_per_step."""
+    stall_s: float = 30.0
+    """A wait this long is reported."""
+    deadline_s: float = 1800.0
+    """A wait for an engine or the learner this long ends the run with an error that names it."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.groups_per_step < 1 or not 0 <= self.max_lag < math.inf:
+            raise ValueError("steps must be at least 0, groups_per_step at least 1, max_lag a number from 0")
+        if self.extra_groups is not None and self.extra_groups < 0:
+            raise ValueError("extra_groups must be at least 0")
+        most = full_budget(self.groups_per_step, self.max_lag) - self.groups_per_step
+        if self.surplus == "carry_over" and self.extra_groups is not None and self.extra_groups > most:
+            raise ValueError(
+                f"extra_groups = {self.extra_groups} cannot all be trained within max_lag = {self.max_lag:g}, which allows "
+                f"{most}: "
+                'set max_lag higher, or surplus = "abort" (first to finish: biased against slow rollouts)'
+            )
+        if self.overdue == "restart" and (self.is_first_to_finish or self.max_lag == 0):
+            raise ValueError(
+                'overdue = "restart" has nothing to do here: with surplus = "abort" what is overdue is aborted, and with '
+                'max_lag = 0 no other group could take its place. Set overdue = "wait"'
+            )
+        if self.max_restarts < 1:
+            raise ValueError('max_restarts must be at least 1; overdue = "wait" restarts nothing')
+        if self.stall_s <= 0 or self.deadline_s <= 0:
+            raise ValueError("stall_s and deadline_s must be above 0")
+
+    @property
+    def most_groups(self) -> int:
+        """In flight."""
+        full = full_budget(self.groups_per_step, self.max_lag)
+        return full if self.extra_groups is None else self.groups_per_step + self.extra_groups
+
+    @property
+    def is_first_to_finish(self) -> bool:
+        return self.surplus == "abort"
+
+    @property
+    def is_in_lockstep(self) -> bool:
+        return self.max_lag == 0 and self.lockstep and not self.is_first_to_finish

@@ -1,0 +1,79 @@
+"""Where a run stands between two batches: all that a checkpoint must hold beside the learner and the store's rows.
+
+Randomness is not among it: every draw is a function of the run's seed and of ids (`millstream.seeds`), so that work done again
+after a crash draws the same numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from msgspec import Struct
+
+from millstream.learner import Snapshot
+from millstream.store import Saved
+
+CRITIC_FOLDER = "critic"
+
+
+class GroupState(Struct, frozen=True, kw_only=True):
+    """A group in flight."""
+
+    task_id: str
+    epoch: int
+    start: int
+    deadline: int
+    kept: list[int]
+    """Members whose rollouts are among the store's rows."""
+    to_do: list[int]
+    """Members that have to be rolled out, again or for the first time. A member in neither list has failed for good, or was
+    aborted."""
+    restarts: int = 0
+    """How often it has begun anew."""
+
+
+class Ledger(Struct, frozen=True, kw_only=True):
+    version: int
+    next_group: int
+    """The data cursor: the group with id g has the g-th prompt."""
+    groups: dict[int, GroupState]
+    vacant: list[int]
+    """Groups among them whose place in the batch stays empty: their fate has been told."""
+    num_replaced: int
+    num_failed_in_a_row: int
+
+
+class PipelineState(NamedTuple):
+    """One moment, consistent."""
+
+    ledger: Ledger
+    rows: Saved
+
+
+class LearnerAndCritic(NamedTuple):
+    """The state of a learner and of a critic, which has a folder of its own in the learner's."""
+
+    learner: Snapshot
+    critic: Snapshot
+
+    def write(self, folder: Path) -> None:
+        self.learner.write(folder)
+        (folder / CRITIC_FOLDER).mkdir()
+        self.critic.write(folder / CRITIC_FOLDER)
+
+
+class Checkpointer(Protocol):
+    """Whoever writes checkpoints."""
+
+    def is_due(self, version: int, *, is_last: bool) -> bool:
+        """Asked between two batches, before the first, and after the last; `is_last`: the run stops here."""
+        ...
+
+    def mark(self) -> int:
+        """How far the log of events is, at the moment of the standing."""
+        ...
+
+    async def keep(self, standing: PipelineState, mark: int, snapshot: Snapshot, held_s: float) -> None:
+        """Returns as soon as training may go on. Never raises because a checkpoint could not be written."""
+        ...

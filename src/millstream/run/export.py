@@ -1,0 +1,102 @@
+"""What a run has trained so far as a Hugging Face model, from one of its checkpoints: while it runs, when it is dead or done.
+
+The run is not asked and nothing of it is touched. The folder is whole or not there: it is written under another name first.
+Neither the optimizer's state nor more than one copy of the weights is read. Imports torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from msgspec import Struct, structs
+
+from millstream.config import load
+from millstream.errors import CheckpointError, ConfigError, LearnerError, OutputError
+from millstream.learner.state import read_trained
+from millstream.learner.torch import save_trained
+from millstream.model.adapters import trained_weights
+from millstream.model.load import load_weights
+from millstream.run import build, checkpoint
+from millstream.run.checkpoint import Found
+from millstream.run.config import RunConfig
+from millstream.run.folder import RunFolder, program, resume_command
+
+TRIES = 3
+"""A run at work removes old checkpoints, the one that is being read among them, if that takes long."""
+
+
+class Exported(Struct, frozen=True, kw_only=True):
+    folder: str
+    step: int
+    is_supervised: bool
+    """Whether that is a step of supervised training: there was no checkpoint of reinforcement learning yet."""
+    troubles: list[str]
+    """Checkpoints that were looked at and are not whole."""
+
+    @property
+    def what(self) -> str:
+        return f"{'supervised ' if self.is_supervised else ''}step {self.step}"
+
+
+def export(run_dir: Path, target: Path, *, step: int | None = None) -> Exported:
+    """`step`: of the checkpoint; None is the newest one. With adapters: see `save_trained`."""
+    folder = RunFolder(run_dir)
+    if not folder.config.is_file():
+        raise ConfigError(f"{run_dir} is not a run folder: it has no config.toml")
+    if target.exists():
+        raise ConfigError(f"{target} is there already: choose another folder, or remove it")
+    config = load(folder.config, RunConfig)
+    for attempt in range(1, TRIES + 1):
+        found, is_supervised, troubles = _find(run_dir, step)
+        try:
+            _write(config, found, target)
+        except LearnerError:
+            if found.folder.exists() or attempt == TRIES:
+                raise
+        else:
+            version = found.manifest.version
+            return Exported(folder=str(target), step=version, is_supervised=is_supervised, troubles=troubles)
+    raise AssertionError("unreachable")
+
+
+def _find(run_dir: Path, step: int | None) -> tuple[Found, bool, list[str]]:
+    """And whether it is one of supervised training."""
+    troubles: list[str] = []
+    for name in (checkpoint.FOLDER, checkpoint.WARMUP_FOLDER) if step is None else (checkpoint.FOLDER,):
+        found, more = checkpoint.look_for(run_dir, name, step)
+        troubles += more
+        if found is not None:
+            return found, name == checkpoint.WARMUP_FOLDER, troubles
+    if troubles:
+        raise CheckpointError(f"no checkpoint in {run_dir} will do: {'; '.join(troubles)}")
+    if step is not None and (there := checkpoint.steps_in(run_dir)):
+        steps = ", ".join(map(str, there))
+        raise ConfigError(
+            f"the run in {run_dir} has no checkpoint of step {step}; it has those of {steps}: type --step {there[-1]}, or "
+            "leave it out for the newest"
+        )
+    raise ConfigError(f"the run in {run_dir} has no checkpoint yet. To go on with it:\n  {resume_command(run_dir)}")
+
+
+def _write(config: RunConfig, found: Found, target: Path) -> None:
+    of_driver = structs.replace(config.model, device="cpu")
+    model, tokenizer = build.build_model(of_driver, seed=config.seed, lora=config.learner.lora)
+    trained = read_trained(found.folder)
+    if different := sorted(trained.keys() ^ trained_weights(model).keys()):
+        raise CheckpointError(
+            f"{found.folder} is of another model than {config.model.path or 'the one that was made'}: it differs in "
+            f"{different[:4]}. Is the model still the one that the run began with?"
+        )
+    load_weights(model, trained)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        save_trained(model, tokenizer, partial)
+        partial.rename(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OutputError(
+            f"cannot write {target}: {error.strerror or error}. Mend that, and type\n  {program()} export "
+            f"{found.folder.parent.parent} {target}"
+        ) from error

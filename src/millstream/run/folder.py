@@ -1,0 +1,197 @@
+"""The run folder: what a run leaves behind, readable whether the run is alive, dead or done.
+
+config.toml      the resolved config
+events.jsonl     everything that happened
+metrics.jsonl    a line a step
+checkpoints/     see `run.checkpoint`
+warmup/          those of supervised training, until the model is saved
+reference/       the model after its warm-up, where what is trained is compared with it
+model/           the trained model
+summary.json     the run in numbers; there when the run is finished
+trace.json       a timeline for ui.perfetto.dev
+control.sock     while the run is at work: see `run.control`
+stacks.txt       what everything was doing when the run stood still, or was asked (SIGUSR1)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+from msgspec import Struct, structs
+
+from millstream.config import load, to_toml
+from millstream.errors import ConfigError, OutputError
+from millstream.events import Evaluated, RunEnded, WarmedUp
+from millstream.events.sinks import read_events, read_history
+from millstream.events.summary import Summary, summarise
+from millstream.events.trace import perfetto
+from millstream.run.config import RunConfig, with_absolute_paths
+
+FINISHED = "finished"
+LOCK = ".lock"
+MAY_CHANGE = ("runtime", "resources", "learner.ranks", "engine.replicas", "engine.process", "model.device")
+"""Keys of a run that may be others when it goes on: of where its parts are, and how many. `engine.process` and `model.device`
+are refused on a cluster, so that a run which has them could never move to one."""
+
+
+class RunResult(Struct, frozen=True, kw_only=True):
+    """What a run has to show. Accuracies are mean rewards on the held-out tasks; None if there are none."""
+
+    run_dir: str
+    accuracy_before: float | None
+    accuracy_after: float | None
+    greedy_before: float | None
+    greedy_after: float | None
+    held_out_loss_before: float | None = None
+    """Of supervised training: mean negative log-likelihood of a token of the held-out tasks. None without any."""
+    held_out_loss_after: float | None = None
+    summary: Summary
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.events = path / "events.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        self.reference = path / "reference"
+        self.config = path / "config.toml"
+        self.model = path / "model"
+        self.stacks = path / "stacks.txt"
+        self._lock: BinaryIO | None = None
+
+    @classmethod
+    def create(cls, config: RunConfig, name: str) -> RunFolder:
+        """For a new run, with the resolved config in it."""
+        if config.run_dir is not None:
+            path = Path(config.run_dir)
+            if (path / "events.jsonl").exists():
+                raise ConfigError(
+                    f"{path} holds a run already: choose another run_dir, or go on with it:\n  {resume_command(path)}"
+                )
+        else:
+            number = 1
+            while (path := Path("runs") / f"{name}-{number}").exists():
+                number += 1
+        folder = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            folder.lock()
+            folder.config.write_text(to_toml(with_absolute_paths(config)))
+        except OSError as error:
+            raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path, changes: Sequence[str] = ()) -> tuple[RunFolder, RunConfig]:
+        """Of a run that was stopped, or died, with its config and `changes` of it, as in `learner.ranks=1`: of where its parts
+        are, and no others. Raises `ConfigError` if there is nothing to go on with."""
+        folder = cls(path)
+        if not folder.config.is_file():
+            raise ConfigError(f"{path} is not a run folder: it has no config.toml")
+        check_changes(changes)
+        config = load(folder.config, RunConfig, changes)
+        if (path / "summary.json").exists():
+            raise ConfigError(
+                f"the run in {path} is finished: its model is in {folder.model}. To train that further, in a new run:\n"
+                f"  {_further_command(folder, config)}"
+            )
+        folder.lock()
+        return folder, config
+
+    def keep(self, config: RunConfig) -> None:
+        """In place of the config that is there: what a run goes on with is what its folder says."""
+        self._write(self.config.name, to_toml(with_absolute_paths(config)).encode())
+
+    def lock(self) -> None:
+        """For the life of this process: two must not write to one run."""
+        self._lock = (self.path / LOCK).open("wb")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by whatever forks
+        except OSError as error:
+            raise ConfigError(f"the run in {self.path} is alive: another process is writing to it") from error
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def is_finished(self) -> bool:
+        """Whether the last life came to its end, with or without writing the summary."""
+        last = next(iter(deque(read_events(self.events), maxlen=1)), None) if self.events.exists() else None
+        return isinstance(last, RunEnded) and last.outcome == FINISHED
+
+    def conclude(self) -> RunResult:
+        """The run in numbers, from its events: what is returned, and written as `trace.json` and, last, `summary.json`."""
+        history = list(read_history(self.events))
+        accuracy = {event.name: event.accuracy for event in history if isinstance(event, Evaluated)}
+        losses = [event.held_out_loss for event in history if isinstance(event, WarmedUp)]
+        result = RunResult(
+            run_dir=str(self.path),
+            accuracy_before=accuracy.get("sampled before"),
+            accuracy_after=accuracy.get("sampled after"),
+            greedy_before=accuracy.get("greedy before"),
+            greedy_after=accuracy.get("greedy after"),
+            held_out_loss_before=losses[0] if losses else None,
+            held_out_loss_after=losses[-1] if losses else None,
+            summary=summarise(history),
+        )
+        flat = {**structs.asdict(result), **structs.asdict(result.summary)}
+        del flat["summary"]
+        self.write_trace()
+        self._write("summary.json", msgspec.json.format(msgspec.json.encode(flat), indent=2) + b"\n")
+        return result
+
+    def write_trace(self) -> Path:
+        return self._write("trace.json", msgspec.json.encode(perfetto(read_events(self.events))))
+
+    def _write(self, name: str, data: bytes) -> Path:
+        path = self.path / name
+        new = path.with_name(f".{name}.new")
+        try:
+            new.write_bytes(data)
+            new.replace(path)
+        except OSError as error:
+            raise OutputError(self.cannot_write(path, error)) from error
+        return path
+
+    def cannot_write(self, path: Path, error: OSError) -> str:
+        found = f"cannot write {path}: {error.strerror}. The run is not lost: mend that, then type"
+        return f"{found}\n  {resume_command(self.path)}"
+
+
+def check_changes(changes: Sequence[str]) -> None:
+    """Data, algorithm and seed are what a run is; another value of those is another run."""
+    for change in changes:
+        key = change.partition("=")[0].strip()
+        if key not in MAY_CHANGE and not key.startswith("resources."):
+            raise ConfigError(
+                f"--set {change} does not go with --resume: a run goes on with the config it began with, but for where its "
+                f"parts are ({', '.join(MAY_CHANGE)}, resources.*). For another config, begin another run"
+            )
+
+
+def resume_command(path: Path) -> str:
+    return f"{program()} train --resume {path}"
+
+
+def _further_command(folder: RunFolder, config: RunConfig) -> str:
+    """Trains a finished run's model with the run's own config, less what made a model from nothing."""
+    changes = [f"model.path={folder.model}"]
+    changes += ["model.tiny="] if config.model.tiny is not None else []
+    changes += ["learner.lora="] if config.learner.lora is not None else []
+    changes += ["warmup="] if config.warmup is not None else []
+    changes += [f"run_dir={config.run_dir}-further"] if config.run_dir is not None else []
+    return " ".join([program(), "train", str(folder.config), *(f"--set {change}" for change in changes)])
+
+
+def program() -> str:
+    """What to type for `millstream`: the path by which it was started, where the shell would not find it by name."""
+    typed = Path(sys.argv[0])
+    is_found = typed.name != "millstream" or shutil.which("millstream") is not None
+    return "millstream" if is_found else str(typed)

@@ -1,0 +1,228 @@
+"""A run on a Ray cluster: engines, learner ranks, those beside them, environments, rewards and the store's coordinator are
+processes that Ray places.
+
+    driver          the pipeline: admission, router, settling, checkpoints, events
+    coordinator     the store's books (`cluster.store`), on the driver's node; payloads in shared memory on every node
+    engine-0 ...    `engine.native.remote`, each with its place in the run's placement group
+    rank 0 ...      `learner.rank_worker`, likewise; rank 0 lets engines have weights (`parcels`)
+    reference ...   `learner.scorer_worker`: a reference, a critic, a proximal policy, where there is room
+    others          environments and rewards that have processes of their own, where there is room
+
+The driver itself needs no GPU. Weights of the start are staged by the driver, all others by rank 0: they never pass through the
+driver. Whatever dies is replaced (`serving.fleet`, `run.replay`, Ray for the coordinator); without the driver all of it
+ends, and `millstream train --resume RUN` goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+import threading
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from millstream.algo.recipe import Recipe
+from millstream.cluster.driver import Cluster, RayWorker
+from millstream.cluster.resources import Placement, placement_of
+from millstream.cluster.store import RayStore
+from millstream.engine import Engine
+from millstream.engine.native.engine import TorchEngine
+from millstream.engine.native.process import plan_of
+from millstream.engine.native.remote import MODULE, RemoteHost
+from millstream.engine.native.remote import Setup as EngineSetup
+from millstream.errors import ClusterError
+from millstream.events import WorkerStarted
+from millstream.learner import LearnerConfig, RunLearner
+from millstream.learner.fsdp import Elsewhere, FsdpLearner
+from millstream.learner.messages import Source
+from millstream.model.load import context_length, model_weights
+from millstream.pipeline.stages import Stage
+from millstream.rpc.process import Kind, Launcher
+from millstream.rpc.threads import DaemonThreads
+from millstream.run import build
+from millstream.run.backend import BackendContext, local_engine
+from millstream.run.build_scorers import Lasting, Place, Scorers, build_remote_scorers
+from millstream.run.config import RunConfig, weight_ways
+from millstream.run.replay import ReplayedLearner
+from millstream.store import Store
+from millstream.store.client import StoreClient
+from millstream.weights import WeightChannel
+from millstream.weights.remote import RemoteChannel
+from millstream.weights.transfer import Delivery, Way, WeightsRef
+from millstream.weights.transfer.cached_ref import CachedRef
+from millstream.weights.transfer.publisher import WeightsPublisher, open_publisher
+
+logger = logging.getLogger(__name__)
+OPENING_S = 30.0
+"""For Ray to be reached or started, when nobody wants it any more."""
+
+
+class RayBackend:
+    """See `millstream.run.backend.Backend` for the promises. It launches processes itself, once it is open."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._resources = config.resources
+        self.launcher: Launcher | None = self
+        self._cluster: Cluster | None = None
+        self._store: RayStore | None = None
+        self._client: StoreClient | None = None
+        self._beginning = CachedRef(self._new_outbox)
+        self._offers = CachedRef(self._new_outbox)
+        """What engines and ranks begin with, and what this process has and an engine is offered: apart, so that neither takes
+        the other's place."""
+        self._files = ""
+        self._stopping = threading.Event()
+        self._opened = threading.Event()
+        self._opened.set()
+        self._thread = DaemonThreads("cluster", most=1)
+        """Kept for as long as the cluster: Ray's processes end with the thread that has started them."""
+
+    @property
+    def cluster(self) -> Cluster:
+        if self._cluster is None:
+            raise ClusterError("the cluster is not open")
+        return self._cluster
+
+    def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> RayWorker:
+        worker = self.cluster.launch(kind, module, name=name, descriptors=descriptors)
+        self._say_started(name, kind, worker.pid, worker.node)
+        return worker
+
+    def _say_started(self, worker: str, what: str, pid: int, node: str) -> None:
+        at = self._around.clock.now()
+        self._around.sink.emit(WorkerStarted(at=at, worker=worker, what=what, pid=pid, node=node))
+
+    async def open(self, around: BackendContext) -> None:
+        self._around = around
+        self._model = around.model
+        self._files = str((around.folder / "weights").absolute())
+        config = self._config
+        placement = placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
+        self._opened.clear()
+        await self._thread.call(lambda: self._open_cluster(placement))
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray has put handlers of its own in the place of the run's
+            with suppress(ValueError):  # only the main thread may handle signals
+                signal.signal(number, signal.getsignal(number))
+        self._first = await asyncio.to_thread(self._stage_first)
+
+    def _open_cluster(self, placement: Placement) -> None:
+        """Whoever is told to stop does not wait for room: the call goes on without its caller, but not for long."""
+        try:
+            self._cluster = Cluster(self._resources, placement, self._stopping)
+        finally:
+            self._opened.set()
+
+    def _delivery(self, *, is_of_rank: bool) -> Delivery:
+        """Over the network only where there is one, and on a device only by who has one: the driver has none."""
+        ways: tuple[Way, ...] = weight_ways(self._config, is_one_node=self.cluster.is_on_loopback)
+        if not is_of_rank and "ipc" in ways:
+            ways = tuple(dict.fromkeys("shared" if way == "ipc" else way for way in ways))
+        return Delivery(ways=ways, files=self._files if "files" in ways else None)
+
+    def _stage_first(self) -> WeightsRef:
+        """What the model is now."""
+        return self._beginning.put(model_weights(self._model))
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_lone_engine_replaced(self) -> bool:
+        return self._config.engine.kind == "torch"
+
+    def has_ranks_elsewhere(self, learner: LearnerConfig) -> bool:
+        return True
+
+    def make_engine(self, name: str) -> Engine:
+        config, around = self._config.engine, self._around
+        if config.kind != "torch":
+            return local_engine(self._config, around, name)
+        device = "cuda" if self._resources.engine_gpus else "cpu"
+        plan = plan_of(self._model, config, around.tokenizer, device)
+        host = RemoteHost(
+            lambda: self.launch("engine", MODULE, name=name),
+            EngineSetup(plan=plan, parcel=self._first),
+            self._offers.put,
+            answer_s=config.answer_s,
+        )
+        return TorchEngine(
+            host,
+            slots=config.slots,
+            max_length=context_length(self._model),
+            clock=around.clock,
+            sink=around.sink,
+            answer_s=config.answer_s,
+            name=name,
+        )
+
+    def build_learner(
+        self, tokenizer: PreTrainedTokenizerBase, *, learner: LearnerConfig, recipe: Recipe, num_steps: int | None
+    ) -> FsdpLearner:
+        config, cluster = self._config, self.cluster
+        self._first = self._stage_first()
+        return FsdpLearner(
+            self._model,
+            learner,
+            Source(function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(recipe)),
+            temperature=config.rollout.temperature,
+            num_steps=num_steps,
+            tokenizer=tokenizer,
+            is_proximal_given=config.proximal is not None,
+            elsewhere=Elsewhere(
+                launcher=self,
+                host=cluster.host,
+                node=cluster.node,
+                first=self._first,
+                delivery=self._delivery(is_of_rank=True),
+                device="cuda" if self._resources.learner_gpus else "cpu",
+            ),
+        )
+
+    def build_scorers(self, kept: Path | None, lasting: Lasting) -> Scorers:
+        place = Place(
+            launcher=self,
+            open_publisher=self._new_outbox,
+            device="cuda" if self._resources.stage_gpus else "cpu",
+            lasting=lasting,
+        )
+        return build_remote_scorers(self._config, self._model, kept, place)
+
+    def _new_outbox(self) -> WeightsPublisher:
+        return open_publisher(self._delivery(is_of_rank=False), node=self.cluster.node, host=self.cluster.host)
+
+    async def open_store(self, stages: Sequence[Stage]) -> Store:
+        tasks, capacity = build.store_plan(self._config, stages)
+        self._store = await asyncio.to_thread(RayStore, tasks, capacity_rows=capacity)
+        self._say_started("the store's coordinator", "store", self._store.pid, self.cluster.node)
+        self._client = await self._store.connect("pipeline")
+        return self._client
+
+    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
+        """Weights that died with whoever had staged them are staged anew by the learner that took its place."""
+        return RemoteChannel(version, learner.weights_of if isinstance(learner, ReplayedLearner) else None)
+
+    async def close(self) -> None:
+        """Numbered, since each leans on the next, and is closed even where one before it could not be: 1. our line to the
+        store, 2. the store, 3. staged weights, 4. the cluster, 5. files of weights that the dead have left. A cluster that is
+        still being opened is waited for: it would be nobody's."""
+        self._stopping.set()
+        if not await asyncio.to_thread(self._opened.wait, OPENING_S):
+            logger.warning("Ray is still being reached or started after %.0f s: it is left alone", OPENING_S)
+        async with AsyncExitStack() as closing:
+            if self._files:
+                closing.callback(shutil.rmtree, self._files, ignore_errors=True)
+            closing.callback(self._thread.let_go)
+            if self._cluster is not None:
+                closing.push_async_callback(asyncio.to_thread, self._cluster.close)
+            for shelf in (self._beginning, self._offers):
+                closing.push_async_callback(asyncio.to_thread, shelf.close)
+            if self._store is not None:
+                closing.push_async_callback(asyncio.to_thread, self._store.close)
+            if self._client is not None:
+                closing.push_async_callback(self._client.close)

@@ -1,0 +1,78 @@
+"""From a checkpoint to a service: our engine, the model's tokenizer, and their limits. Imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from millstream.clock import RealClock
+from millstream.engine import EngineConfig
+from millstream.events import Event
+from millstream.model.load import context_length, set_up_cpu
+from millstream.model.locate import check_path
+from millstream.run.build import Text, build_engine, build_model, end_tokens
+from millstream.run.config import ModelConfig
+from millstream.run.folder import program
+from millstream.serve.auth import check_token
+from millstream.serve.openai.service import ModelServiceConfig, Served, serve
+
+USUAL_CONTEXT = 8192
+"""Of a model that does not say how much it was made for."""
+
+
+class ServedConfig(Struct, frozen=True, kw_only=True):
+    name: str | None = None
+    """What clients call the model. None: its path."""
+    max_length: int | None = None
+    """Tokens of a prompt and its answer together. None: the model's context."""
+    model: ModelConfig
+    engine: EngineConfig
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError("max_length must be at least 2: a token of the prompt and one of the answer")
+        if self.engine.replicas > 1:
+            raise ValueError("engine.replicas is for training: a service has one engine")
+
+
+class Nowhere:
+    """An event sink of a service that keeps no events."""
+
+    def emit(self, event: Event) -> None: ...
+
+
+def build(config: ServedConfig) -> Served:
+    """Must be called on the event loop that serves it. The engine is to be closed by whoever called."""
+    model, tokenizer = build_model(config.model, seed=0)
+    text = Text(tokenizer=tokenizer, most_prompts_kept=1)  # prompts of strangers, of any length
+    text.encode(" ")  # the first call settles how it cuts and pads: that must not change while others use it
+    limits = [length for length in (context_length(model), config.max_length) if length is not None]
+    return Served(
+        name=config.name or config.model.path or "tiny",
+        engine=build_engine(config.engine, model, clock=RealClock(), sink=Nowhere()),
+        text=text,
+        end_tokens=end_tokens(model, tokenizer),
+        vocabulary=int(model.get_input_embeddings().num_embeddings),
+        context=min(limits, default=USUAL_CONTEXT),
+    )
+
+
+def run(
+    config: ServedConfig, service: ModelServiceConfig, *, token: str | None, on_ready: Callable[[str, str], None]
+) -> None:
+    """Until a signal comes. `on_ready` is told where it listens, and the model's name."""
+    check_token(service.host, token)
+    if config.model.path is not None:
+        check_path(config.model.path, "MODEL", f"{program()} serve ")
+    set_up_cpu()
+
+    async def serving() -> None:
+        served = build(config)
+        try:
+            await serve(served, service, token=token, on_ready=lambda url: on_ready(url, served.name))
+        finally:
+            await served.engine.close()
+
+    asyncio.run(serving())

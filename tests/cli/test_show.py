@@ -1,0 +1,265 @@
+"""What a person sees, made from events alone."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import millstream
+from millstream.cli import main
+from millstream.cli.main import app
+from millstream.cli.show import Lines
+from millstream.cli.view import View, sparkline
+from millstream.config import load
+from millstream.events import (
+    Evaluated,
+    Event,
+    LearnerRestarted,
+    ReplicaJoined,
+    ReplicaLeft,
+    RolloutEnded,
+    RolloutFailed,
+    RunEnded,
+    RunStarted,
+    Sample,
+    Span,
+    Stalled,
+    Status,
+    Stepped,
+    WaitNow,
+    WarmedUp,
+)
+from millstream.events.sinks import JsonlSink, MetricsSink
+from millstream.events.summary import summarise
+from millstream.events.trace import perfetto
+from millstream.run.config import RunConfig
+from millstream.run.folder import RunResult
+from support.simulated import World, simulate
+
+STATUS = Status(
+    at=90.0,
+    requests_running=40,
+    requests_waiting=7,
+    rows_in_store=12,
+    groups_outstanding=5,
+    groups_taken=1,
+    budget=8,
+    waits=[
+        WaitNow(owner="train", what="a complete group", seconds=4.0),
+        WaitNow(owner="rollouts", what="the engine", seconds=2.0, count=47),
+        WaitNow(owner="feed", what="room under the lag bound", seconds=0.2),
+    ],
+)
+
+
+def events() -> list[Event]:
+    found = list(simulate(World(steps=6, failure=0.1)).sink.events)
+    started = RunStarted(
+        at=0.0,
+        run_id="1",
+        seed=0,
+        steps=3,
+        num_tasks=10,
+        filter_zero_signal=True,
+        min_group_size=2,
+        groups_per_step=2,
+        group_size=2,
+        max_lag=1.0,
+        lag_bound=1,
+        budget=4,
+    )
+    warmed = WarmedUp(at=0.0, step=10, max_steps=20, accuracy=0.1, stop_at=0.2)
+    evaluated = Evaluated(at=0.0, name="sampled before", version=0, accuracy=0.125, num_tasks=64)
+    stalled = Stalled(at=95.0, owner="sync of engine", what="engine to load version 3", seconds=31.0)
+    return [warmed, evaluated, started, *found, STATUS, stalled]
+
+
+def drawn(view: View) -> str:
+    console = Console(file=io.StringIO(), width=110)
+    console.print(view)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_view_shows_progress_reward_lag_speed_queues_and_waits_in_words() -> None:
+    view = View(Console(file=io.StringIO()), num_steps=6, max_lag=1)
+    assert "step 0/6" in drawn(view), "before anything has happened"
+    for event in events():
+        view.emit(event)
+    text = drawn(view)
+    assert "step 6/6" in text and "left" in text and "reinforcement learning" in text
+    assert "sampled before 0.125" in text and "rollouts/s" in text and "tokens/s" in text
+    assert "never above 1" in text
+    assert "6 of 8 groups; 40 requests decoding, 7 queued; 12 rows in the store" in text
+    waits = [line for line in text.splitlines() if "waiting for" in line]
+    assert [re.sub(r"[│ ]+", " ", line).strip() for line in waits] == [
+        "feed waiting for room under the lag bound",
+        "47 rollouts waiting for the engine since 2 s",
+        "train waiting for a complete group since 4 s",
+    ]
+    assert "sync of engine has waited 31 s for engine to load version 3" in text
+
+
+def test_plain_lines_say_the_same_where_there_is_no_terminal() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    lines = Lines(console, num_steps=6)
+    for event in events():
+        lines.emit(event)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 6/6  reward" in text and "sampled before: accuracy 0.125" in text and "has waited 31 s" in text
+
+
+def test_the_view_and_the_lines_say_when_an_engine_leaves_and_when_one_joins_and_when_a_learner_begins_anew() -> None:
+    view = View(Console(file=io.StringIO()), num_steps=6, max_lag=1)
+    lines = Console(file=io.StringIO(), width=200)
+    shown = Lines(lines, num_steps=6)
+    left = ReplicaLeft(at=1.0, engine="engine-0", why="engine-0 broke: exit code -9", num_moved=3, num_left=1)
+    restarted = LearnerRestarted(
+        at=2.5, why="rank 1 died", from_version=3, to_version=5, num_batches_replayed=2, num_rows=9, seconds=7.2
+    )
+    for event in (left, ReplicaJoined(at=2.0, engine="engine-0", version=4), restarted):
+        view.emit(event)
+        shown.emit(event)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(view)
+    for text in (console.file.getvalue(), lines.file.getvalue()):  # type: ignore[attr-defined]
+        assert "engine-0 has left: engine-0 broke: exit code -9; 3 requests go on elsewhere" in text
+        assert "engine-0 has joined at version 4" in text
+        assert "the learner was restarted at step 5: rank 1 died; 2 batches since step 3 again, 7 s" in text
+
+
+def test_the_view_and_the_lines_show_a_sample_of_every_evaluation() -> None:
+    sample = Sample(prompt="2+2=", completion="5[b]", reward=0.25, answer="4")
+    evaluated = Evaluated(at=0.0, name="step 3", version=3, accuracy=0.5, num_tasks=2, sample=sample)
+    console = Console(file=io.StringIO(), width=200)
+    view, lines = View(console, num_steps=6, max_lag=1), Lines(console, num_steps=6)
+    view.emit(evaluated)
+    lines.emit(evaluated)
+    for text in (drawn(view), console.file.getvalue()):  # type: ignore[attr-defined]
+        assert "'2+2=' -> '5[b]'  reward 0.250, answer '4'" in text
+
+
+def test_what_to_type_next_stands_alone_on_lines_that_are_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    monkeypatch.setattr(main, "console", console)
+    run_dir = "/a/folder/with/quite/a/long/name/for/a/terminal/that/is/eighty/columns/wide/runs/mine-1"
+    accuracies = dict.fromkeys(("accuracy_before", "accuracy_after", "greedy_before", "greedy_after"))
+    main._show_result(RunResult(run_dir=run_dir, summary=summarise([]), **accuracies))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert f"    millstream audit {run_dir}" in lines and f"    millstream eval {run_dir} --show 3" in lines
+    assert f"run folder    {run_dir}" in lines
+
+
+def failed(at: float, member: int, message: str) -> RolloutFailed:
+    return RolloutFailed(
+        at=at, group_id=1, member=member, attempt=1, error="RewardFailed", message=message, is_final=True
+    )
+
+
+def test_the_same_failure_is_said_once_and_then_counted() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    lines = Lines(console, num_steps=6)
+    view = View(Console(file=io.StringIO()), num_steps=6, max_lag=1)
+    view.emit(Stalled(at=0.0, owner="feed", what="room", seconds=31.0))
+    first = "reward mine.py:reward raised KeyError at mine.py:12"
+    failures = [failed(0.01 * i, i, f"{first}: 'key {i}'") for i in range(38)]
+    for event in [
+        *failures,
+        failed(1.0, 50, "another"),
+        failed(6.0, 51, "another"),
+        RunEnded(at=7.0, outcome="x", version=1),
+    ]:
+        lines.emit(event)
+        view.emit(event)
+    said = [line.partition("] ")[2] for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert said == [
+        f"group 1 goes on without member 0: {first}: 'key 0'",
+        "group 1 goes on without member 50: another",
+        f"the same, 37 times more: RewardFailed: {first}",
+        "the same, once more: RewardFailed: another",
+    ]
+    text = drawn(view)
+    assert "40 failed rollouts; the last: another" in text and "feed has waited 31 s" in text, (
+        "others are not driven out"
+    )
+
+
+def test_a_sparkline_follows_the_values() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▄█"
+    assert len(sparkline([1.0] * 1000)) <= 40
+    assert sparkline([]) == "" and sparkline([0.0]) == "▁"
+
+
+def test_metrics_have_a_line_a_step_that_adds_up(tmp_path: Path) -> None:
+    sink, found = MetricsSink(tmp_path / "metrics.jsonl"), events()
+    for event in found:
+        sink.emit(event)
+    sink.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["lag_max"] <= 1 and 0 <= row["reward"] <= 1 for row in rows)
+    assert sum(row["groups"] for row in rows) == sum(e.num_groups for e in found if isinstance(e, Stepped))
+    assert rows[0]["accuracy sampled before"] == 0.125
+
+
+def test_the_trace_has_every_span_and_rollout_and_no_two_overlap_on_a_track(tmp_path: Path) -> None:
+    sink, found = JsonlSink(tmp_path / "events.jsonl"), events()
+    for event in found:
+        sink.emit(event)
+    sink.close()
+    result = CliRunner().invoke(app, ["trace", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert trace == msgspec.to_builtins(perfetto(found))["traceEvents"]
+    spans = [entry for entry in trace if entry["ph"] == "X"]
+    rollouts = [entry for entry in spans if entry["pid"] == 2]
+    assert len(rollouts) == sum(isinstance(event, RolloutEnded) for event in found)
+    assert sum(entry["name"] == "accumulate" for entry in spans) == sum(
+        isinstance(event, Span) and event.what == "accumulate" for event in found
+    )
+    for track in {(entry["pid"], entry["tid"]) for entry in rollouts}:
+        times = sorted((e["ts"], e["ts"] + e["dur"]) for e in rollouts if (e["pid"], e["tid"]) == track)
+        assert all(end <= begin + 1e-3 for (_, end), (begin, _) in itertools.pairwise(times))
+
+
+def test_a_folder_without_events_is_not_a_run(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", str(tmp_path)])
+    assert result.exit_code == 1 and "not a run folder" in " ".join(result.output.split())
+
+
+def test_init_writes_a_config_that_is_valid_and_never_over_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    assert CliRunner().invoke(app, ["init", str(path)]).exit_code == 0
+    assert load(path, RunConfig).data.path == "data.jsonl"
+    again = CliRunner().invoke(app, ["init", str(path)])
+    assert again.exit_code == 1 and "exists already" in " ".join(again.output.split())
+
+
+def test_init_makes_the_folder_and_says_in_one_line_why_it_cannot(tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["init", str(tmp_path / "new/folder/mine.toml")]).exit_code == 0
+    assert (tmp_path / "new/folder/mine.toml").is_file()
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["init", str(tmp_path / "file/mine.toml")])
+    assert (
+        result.exit_code == 1
+        and result.output.startswith("ConfigError: cannot write")
+        and len(result.output.splitlines()) == 1
+    )
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.output.strip() == f"millstream {millstream.__version__}"
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "trace", "init"])
+def test_every_command_explains_itself(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0 and len(result.output) > 100

@@ -1,0 +1,485 @@
+"""Servers as engines: the promises of the seam, over a stand-in for SGLang and over our own service; and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from msgspec import structs
+from starlette.types import ASGIApp
+
+from millstream.clock import RealClock
+from millstream.engine import Engine, EngineConfig
+from millstream.engine.http.config import HttpConfig
+from millstream.engine.http.dialects import OpenAi, SgLang, Vllm
+from millstream.errors import EngineError, EngineGone, RequestRefused
+from millstream.events.sinks import MemorySink
+from millstream.run.build import build_engine
+from millstream.serving.router import Router
+from millstream.testing.engine import EngineSuite, Flight
+from millstream.types import Completion, Finish, Sampling
+from support.contract_sglang import Contract, Faults
+from support.servers import Close, millstream_serve, serving, thread_engine
+from support.tiny import SHAPE, VOCABULARY, make, plain, prompts, request
+
+CONTEXT = SHAPE["max_position_embeddings"]
+TWINS = {number: plain(make("llama", seed=number)) for number in range(3)}
+
+
+@contextmanager
+def contract(faults: Faults | None = None, *, port: int = 0, **more: Any) -> Iterator[tuple[str, Contract]]:
+    made: list[Contract] = []
+
+    def start() -> tuple[ASGIApp, Close]:
+        engine = thread_engine(make("llama", seed=7))  # other weights than the client's: it must be given them
+        made.append(Contract(engine, faults, **more))
+        return made[0].app(), engine.close
+
+    with serving(start, port) as url:
+        yield url, made[0]
+
+
+def http_engine(urls: list[str], folder: Path, flavour: str = "sglang", *, slots: int = 4, **more: Any) -> Engine:
+    http = HttpConfig(urls=tuple(urls), flavour=flavour, folder=str(folder), **{"timeout_s": 20.0} | more)  # type: ignore[arg-type]
+    config = EngineConfig(kind="http", http=http, slots=slots)
+    return build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
+
+
+class OverHttp(EngineSuite):
+    """One server for all tests of a class; an engine of its own for each."""
+
+    vocabulary = VOCABULARY
+    context = CONTEXT
+    url: str
+    folder: Path
+    flavour = "sglang"
+
+    async def make_engine(self) -> Engine:
+        return http_engine([self.url], self.folder, self.flavour)
+
+    def make_reference(self, number: int) -> Any:
+        return TWINS[number]
+
+
+class TestHttpEngineOverTheContractOfSgLang(OverHttp):
+    has_top_k = has_top_p = False
+    cache_after_load = "computed again"
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        with contract() as (url, _):
+            cls.url, cls.folder = url, tmp_path_factory.mktemp("weights")
+            yield
+
+
+def test_a_server_that_streams_new_tokens_alone_is_understood_as_well(tmp_path: Path) -> None:
+    async def program(url: str) -> list[Completion]:
+        engine = http_engine([url], tmp_path)
+        try:
+            return await asyncio.gather(*(engine.generate(request(n, p)) for n, p in enumerate(prompts(4))))
+        finally:
+            await engine.close()
+
+    with contract() as (url, _):
+        expected = asyncio.run(program(url))
+    with contract(is_incremental=True) as (url, _):
+        found = asyncio.run(program(url))
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens and one.versions == other.versions and one.finish == other.finish
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+class TestHttpEngineOverMillstreamServe(OverHttp):
+    flavour = "millstream"
+    keeps_cache_over_pause = False  # a swap goes on in flight; for a pause the streams are cut
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        folder = tmp_path_factory.mktemp("weights")
+        with serving(lambda: millstream_serve(make("llama", seed=7), VOCABULARY, CONTEXT, folder)) as url:
+            cls.url, cls.folder = url, folder
+            yield
+
+
+class TestHttpEngineOverOpenAisApi(OverHttp):
+    """Our service, asked for nothing that others do not have: no weights, no stop tokens, no randomness that goes on."""
+
+    takes_weights = has_top_k = is_repeatable_by_seed = False
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        folder = tmp_path_factory.mktemp("weights")
+        with serving(lambda: millstream_serve(make("llama"), VOCABULARY, CONTEXT, folder)) as url:
+            cls.url = url
+            yield
+
+    async def make_engine(self) -> Engine:
+        http = HttpConfig(urls=(self.url,), flavour="openai", weights="none")
+        config = EngineConfig(kind="http", http=http, slots=4)
+        return build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
+
+
+def test_vllm_is_asked_in_its_own_words_and_raw_log_probabilities_are_refused() -> None:
+    vllm, one = Vllm(), structs.replace(request(3, (4, 5, 6)), sampling=Sampling(max_tokens=9, stop=(7,), top_k=5))
+    body = vllm.body(one, model="m", name="n")
+    assert body["prompt"] == [4, 5, 6] and body["stop_token_ids"] == [7] and body["top_k"] == 5 and body["ignore_eos"]
+    gone_on = vllm.body(structs.replace(one, num_sampled=2), model="m", name="n")
+    assert gone_on["seed"] != body["seed"], "else it would draw the same numbers again"
+    (greeting,) = vllm.greetings
+    shown = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
+    assert "start vLLM with --logprobs-mode processed_logprobs" in str(greeting.wrong(shown))
+    assert greeting.wrong({"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}) is None
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"text": "a", "logprobs": {"token_logprobs": [-1.0]}},
+        {"token_ids": ["5"], "logprobs": {"token_logprobs": [-1.0]}},
+        {"token_ids": [5], "logprobs": {"token_logprobs": [None]}},
+        {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "tool_calls"},
+    ],
+)
+def test_an_answer_without_tokens_or_log_probabilities_is_not_taken(choice: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        OpenAi().read({"choices": [choice]}, 0)
+
+
+def test_where_a_token_follows_itself_a_missing_log_probability_is_noticed() -> None:
+    """All that SGLang sends so far has the right tokens: only how many there are shows that one is missing."""
+
+    def event(tokens: list[int], logprobs: list[list[object]]) -> dict[str, Any]:
+        return {"output_ids": tokens, "meta_info": {"completion_tokens": 3, "output_token_logprobs": logprobs}}
+
+    triples: list[list[object]] = [[-1.0, 8, None], [-2.0, 5, None], [-3.0, 5, None]]
+    assert SgLang().read(event([8, 5, 5], triples), 2)[:2] == ([5], [-3.0])
+    assert SgLang().read(event([5], triples[2:]), 2)[:2] == ([5], [-3.0])
+    assert SgLang().read(event([5], triples), 2)[:2] == ([5], [-3.0])
+    with pytest.raises(ValueError, match="expected 1 new tokens of 3, each with its log-probability, found 3 with 2"):
+        SgLang().read(event([8, 5, 5], triples[:2]), 2)
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------------
+
+
+CHAOS = {"error": 0.05, "busy": 0.05, "hang": 0.02, "cut": 0.15, "wrong_lengths": 0.05, "garbage": 0.05, "call": 0.1}
+
+
+@pytest.mark.parametrize(("seed", "slow_update_s"), [(5, 0.0), (6, 1.5)])
+def test_in_chaos_every_request_is_answered_once_without_gap_or_repeat_and_with_exact_versions(
+    seed: int, slow_update_s: float, tmp_path: Path
+) -> None:
+    """Log-probabilities are the proof: behind a token that is missing, or there twice, or of other weights, none would fit."""
+    suite = TestHttpEngineOverTheContractOfSgLang()
+    rng, chaos = random.Random(seed), CHAOS | {"slow_update_s": slow_update_s}
+
+    async def program(urls: list[str]) -> tuple[list[Flight], dict[int, int]]:
+        engine = http_engine(urls, tmp_path, timeout_s=0.5, retries=30, slots=8)
+        numbers, flights = {0: 0}, list[Flight]()
+        try:
+            for number, prompt in enumerate(prompts(45)):
+                flights.append(Flight(engine, request(number, prompt, max_tokens=rng.randint(1, 50))))
+                if number % 15 == 14:
+                    await asyncio.sleep(0.2)
+                    version = engine.version + 1
+                    numbers[version] = version % 3
+                    await engine.load(version, suite.make_weights(version % 3))
+            async with asyncio.timeout(60):
+                await asyncio.gather(*(flight.future for flight in flights))
+            assert engine.stats().running == engine.stats().waiting == 0
+            assert engine.stats().requests_finished == len(flights)
+        finally:
+            await engine.close()
+        return flights, numbers
+
+    faults = [Faults(seed=2 * seed + number, **chaos) for number in range(2)]
+    with contract(faults[0]) as (one, first), contract(faults[1]) as (other, second):
+        flights, numbers = asyncio.run(program([one, other]))
+        assert first.num_faults > 5 and second.num_faults > 5
+    references = {version: suite.reference(number) for version, number in numbers.items()}
+    for flight in flights:
+        completion = flight.future.result()
+        suite.check(flight, completion, first=0, last=max(numbers))
+        assert completion.finish is Finish.LENGTH
+        suite.check_logprobs(flight.request, completion, references)
+    assert len({version for flight in flights for version in flight.future.result().versions}) > 2
+    assert sum(len(set(flight.future.result().versions)) > 1 for flight in flights) > 3, "some lived through a swap"
+
+
+def test_an_update_that_comes_late_does_not_bring_older_weights_back(tmp_path: Path) -> None:
+    """It was on its way for so long that nobody waits for it, and the server has newer ones: while another is still to take them,
+    and after that."""
+    suite = TestHttpEngineOverTheContractOfSgLang()
+
+    async def program(urls: list[str], first: Contract, second: Contract) -> list[Completion]:
+        engine = http_engine(urls, tmp_path, slots=8)
+        try:
+            async with httpx.AsyncClient() as client:
+                await engine.load(1, suite.make_weights(1))
+                (old,) = first.updates
+                second.faults = Faults(slow_update_s=2.0)
+                loading = asyncio.ensure_future(engine.load(2, suite.make_weights(2)))
+                while first.label == old["weight_version"]:
+                    await asyncio.sleep(0.01)
+                for _ in range(2):
+                    late = await client.post(f"{urls[0]}/update_weights_from_disk", json=old)
+                    assert late.status_code == 400 and old["model_path"] in late.text
+                    await loading
+            return await asyncio.gather(*(engine.generate(request(n, p)) for n, p in enumerate(prompts(8))))
+        finally:
+            await engine.close()
+
+    with contract() as (one, first), contract() as (other, second):
+        found = asyncio.run(program([one, other], first, second))
+        assert len(first.updates) == 4 and "/generate" in first.calls, "it was not given them again, and was used"
+    for number, (prompt, completion) in enumerate(zip(prompts(8), found, strict=True)):
+        assert set(completion.versions) == {2}
+        suite.check_logprobs(request(number, prompt), completion, {2: suite.reference(2)})
+
+
+def test_a_server_that_does_not_say_in_time_that_it_took_weights_is_not_used_until_it_does(tmp_path: Path) -> None:
+    suite = TestHttpEngineOverTheContractOfSgLang()
+
+    async def program(urls: list[str], slow: Contract) -> list[Completion]:
+        engine = http_engine(urls, tmp_path, slots=8, retries=30, weights_timeout_s=1.0)
+        try:
+            await engine.load(1, suite.make_weights(1))
+            slow.faults, slow.calls = Faults(slow_update_s=6.0), []
+            await engine.load(2, suite.make_weights(2))
+            assert slow.calls.count("/update_weights_from_disk") == 1, "not asked for once more on top"
+            slow.faults = Faults()
+            flights = [Flight(engine, request(n, p)) for n, p in enumerate(prompts(12))]
+            return [await flight for flight in flights]
+        finally:
+            await engine.close()
+
+    with contract() as (one, _), contract() as (other, slow):
+        found = asyncio.run(program([one, other], slow))
+        assert "/model_info" in slow.calls[: slow.calls.index("/generate")], "it was asked when it had confirmed them"
+    for number, (prompt, completion) in enumerate(zip(prompts(12), found, strict=True)):
+        assert set(completion.versions) == {2}
+        suite.check_logprobs(request(number, prompt), completion, {2: suite.reference(2)})
+
+
+def test_if_no_server_says_in_time_that_it_took_weights_the_engine_breaks_and_names_it(tmp_path: Path) -> None:
+    async def program(url: str, server: Contract) -> None:
+        engine = http_engine([url], tmp_path, weights_timeout_s=0.5)
+        try:
+            await engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
+            server.faults = Faults(slow_update_s=4.0)
+            said = rf"{url}/update_weights_from_disk: ReadTimeout.*engine\.http\.weights_timeout_s is 0\.5.*set that higher"
+            with pytest.raises(EngineGone, match=said):
+                await engine.load(2, TestHttpEngineOverTheContractOfSgLang().make_weights(2))
+        finally:
+            await engine.close()
+
+    with contract() as (url, server):
+        asyncio.run(program(url, server))
+
+
+def test_a_connection_that_dies_in_the_middle_changes_no_token(tmp_path: Path) -> None:
+    """By seed, and greedily: what goes on elsewhere is what would have come."""
+
+    async def program(url: str) -> list[Completion]:
+        engine = http_engine([url], tmp_path, retries=30)
+        asked = [request(n, p, max_tokens=30, temperature=n % 2) for n, p in enumerate(prompts(6))]
+        try:
+            return await asyncio.gather(*map(engine.generate, asked))
+        finally:
+            await engine.close()
+
+    with contract() as (url, server):
+        undisturbed = asyncio.run(program(url))
+        server.faults = Faults(cut=0.6)
+        disturbed = asyncio.run(program(url))
+        assert server.num_faults >= 3
+    assert [c.tokens for c in disturbed] == [c.tokens for c in undisturbed]
+
+
+def test_a_server_that_is_gone_is_named_with_what_to_look_at(tmp_path: Path) -> None:
+    async def program(urls: list[str]) -> Completion:
+        engine = http_engine(urls, tmp_path, retries=2)
+        try:
+            return await engine.generate(request(0, (4, 5, 6)))
+        finally:
+            await engine.close()
+
+    with contract() as (gone, _):
+        pass
+    with pytest.raises(EngineGone, match=rf"{gone}.*ConnectError.*look whether the server is up"):
+        asyncio.run(program([gone]))
+
+
+def test_a_request_that_fails_too_often_breaks_the_engine_and_the_router_does_not_begin_anew(tmp_path: Path) -> None:
+    async def program(url: str) -> list[Completion | BaseException]:
+        engine = http_engine([url], tmp_path, slots=1, retries=2)
+        router = Router([engine])
+        try:
+            asked = [request(number, (4, 5, 6)) for number in range(2)]  # the second waits for a slot
+            found = await asyncio.gather(*(router.generate(one, floor=0) for one in asked), return_exceptions=True)
+            with pytest.raises(EngineGone, match="broke"):
+                await engine.generate(request(9, (4, 5, 6)))
+            return found
+        finally:
+            await engine.close()
+
+    with contract(Faults(error=1.0)) as (url, server):
+        found = asyncio.run(program(url))
+    assert all(isinstance(one, EngineError) and f"{url}/generate answered 500" in str(one) for one in found)
+    assert server.calls.count("/generate") == 3
+
+
+@pytest.mark.parametrize("change", [{"max_tokens": 0}, {"top_k": -1}, {"top_p": 0.0}], ids=str)
+def test_what_no_engine_can_do_is_refused_before_a_server_is_asked(change: dict[str, Any], tmp_path: Path) -> None:
+    async def program(url: str) -> None:
+        engine = http_engine([url], tmp_path)
+        with pytest.raises(RequestRefused, match=next(iter(change))):
+            asked = request(0, (4, 5, 6))
+            await engine.generate(structs.replace(asked, sampling=structs.replace(asked.sampling, **change)))
+        await engine.close()
+
+    asyncio.run(program("http://127.0.0.1:1"))
+
+
+def test_a_server_that_was_restarted_is_given_the_newest_weights_again(tmp_path: Path) -> None:
+    """Its own have another name: not one of its tokens is taken before."""
+
+    async def program(url: str, restart: Callable[[], None]) -> tuple[Completion, Completion]:
+        engine = http_engine([url], tmp_path, retries=30)
+        one = request(0, (4, 5, 6), temperature=0.0)
+        try:
+            await engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
+            before = await engine.generate(one)
+            await asyncio.to_thread(restart)
+            return before, await engine.generate(one)
+        finally:
+            await engine.close()
+
+    with ExitStack() as stack:
+        servers = [stack.enter_context(contract())]
+
+        def restart() -> None:
+            url, _ = servers[0]
+            stack.pop_all().close()
+            servers.append(stack.enter_context(contract(port=int(url.rsplit(":", 1)[1]))))
+
+        before, after = asyncio.run(program(servers[0][0], restart))
+        assert after == before and after.versions == (1,) * 16
+        assert "/update_weights_from_disk" in servers[1][1].calls
+
+
+def test_one_of_several_servers_may_go_and_the_others_take_its_requests_and_the_next_weights(tmp_path: Path) -> None:
+    async def program(urls: list[str], stop: Callable[[], None]) -> list[Completion]:
+        engine = http_engine(urls, tmp_path, retries=1, slots=8)  # one failure, and then elsewhere
+        try:
+            flights = [Flight(engine, request(n, p, max_tokens=60)) for n, p in enumerate(prompts(8))]
+            await asyncio.gather(*(flight.until_told(2) for flight in flights))
+            await asyncio.to_thread(stop)
+            await engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
+            return [await flight for flight in flights]
+        finally:
+            await engine.close()
+
+    with contract() as (stays, _), ExitStack() as stack:
+        goes, _ = stack.enter_context(contract())
+        found = asyncio.run(program([goes, stays], stack.close))
+    suite = TestHttpEngineOverTheContractOfSgLang()
+    for number, (prompt, completion) in enumerate(zip(prompts(8), found, strict=True)):
+        assert completion.finish is Finish.LENGTH and completion.versions[0] == 0
+        asked = request(number, prompt, max_tokens=60)
+        suite.check_logprobs(asked, completion, {0: suite.reference(0), 1: suite.reference(1)})
+
+
+def test_a_load_that_is_cancelled_halfway_breaks_the_engine_and_hangs_nobody(tmp_path: Path) -> None:
+    async def program(url: str, server: Contract) -> None:
+        engine = http_engine([url], tmp_path)
+        await engine.generate(request(0, (4, 5, 6), max_tokens=1))
+        flight = Flight(engine, request(1, (4, 5, 6), max_tokens=200))
+        await flight.until_told(2)
+        server.faults = Faults(call=1.0)
+        loading = asyncio.ensure_future(engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1)))
+        await asyncio.sleep(0.3)
+        loading.cancel()
+        with pytest.raises(EngineGone, match="broke: a load was cancelled halfway"):
+            await asyncio.wait_for(flight.future, 10)
+        with pytest.raises(EngineError, match="broke"):
+            await engine.pause()
+        await engine.close()
+
+    with contract() as (url, server):
+        asyncio.run(program(url, server))
+
+
+def test_a_server_that_starts_slowly_is_waited_for(tmp_path: Path) -> None:
+    async def program(url: str) -> Completion:
+        engine = http_engine([url], tmp_path, retries=20)
+        try:
+            return await engine.generate(request(0, (4, 5, 6)))
+        finally:
+            await engine.close()
+
+    with contract(Faults(start_s=0.7)) as (url, server):
+        assert len(asyncio.run(program(url)).tokens) == 16
+        assert server.calls[0] == server.calls[1] == "/pause_generation"
+
+
+@pytest.mark.parametrize(
+    ("faults", "match"),
+    [
+        (Faults(wrong_lengths=1.0, at=0), r"/generate: not an answer of sglang .*expected \d+ new tokens"),
+        (Faults(garbage=1.0, at=0), "/generate: an event that is no JSON"),
+        (Faults(error=1.0), "/generate answered 500: .*on purpose"),
+        (Faults(hang=1.0, at=0), "/generate: ReadTimeout"),
+        (Faults(call=1.0), "/pause_generation answered 500"),
+    ],
+)
+def test_a_server_that_is_always_wrong_breaks_the_request_with_its_url_and_what_was_wrong(
+    faults: Faults, match: str, tmp_path: Path
+) -> None:
+    async def program(url: str) -> None:
+        engine = http_engine([url], tmp_path, retries=2, timeout_s=0.3)
+        try:
+            with pytest.raises(EngineGone, match=match):
+                await engine.generate(request(0, (4, 5, 6)))
+        finally:
+            await engine.close()
+
+    with contract(faults) as (url, _):
+        asyncio.run(program(url))
+
+
+def test_weights_in_the_folder_are_the_newest_alone_and_gone_at_the_end(tmp_path: Path) -> None:
+    def names() -> list[tuple[str, str]]:
+        return [(folder.parent.name, folder.name) for folder in tmp_path.glob("*/*")]
+
+    async def program(url: str) -> None:
+        engine = http_engine([url], tmp_path)
+        for version in (1, 2, 3):
+            await engine.load(version, TestHttpEngineOverTheContractOfSgLang().make_weights(version % 3))
+            assert [name[1] for name in names()] == [f"version-{version:06d}"]
+        await engine.close()
+        assert not names()
+
+    with contract() as (url, _):
+        asyncio.run(program(url))
+
+
+def test_what_a_server_cannot_sample_is_refused_by_name(tmp_path: Path) -> None:
+    async def program(url: str) -> None:
+        engine = http_engine([url], tmp_path)
+        one = request(0, (4, 5, 6))
+        with pytest.raises(RequestRefused, match="SGLang's log-probabilities are those of all tokens"):
+            await engine.generate(structs.replace(one, sampling=Sampling(max_tokens=3, top_k=4)))
+        await engine.close()
+
+    with contract() as (url, _):
+        asyncio.run(program(url))

@@ -1,0 +1,414 @@
+"""A real vLLM behind the seam: the same tokens and log-probabilities as transformers, and the right version for every token.
+
+Two engines, each started once: one in a process of its own, with weights in shared memory and a prefix cache; one on a thread, with
+weights in files, without a prefix cache, and (on a CPU) split over two workers. vLLM's starts take long, so that what ends an engine
+stands at the end of this file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from msgspec import structs
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+
+from millstream.clock import RealClock
+from millstream.engine import Engine, EngineConfig
+from millstream.engine.native.engine import TorchEngine
+from millstream.engine.vllm.config import VllmConfig
+from millstream.errors import EngineError, RequestRefused
+from millstream.events import Span
+from millstream.events.sinks import MemorySink
+from millstream.model.load import new_model, set_up_cpu
+from millstream.run.build import build_engine
+from millstream.testing.engine import EngineSuite
+from millstream.types import Completion, Finish, Sampling
+from support.tiny import SHAPE, VOCABULARY, plain, prompts, request
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytest.importorskip("vllm")
+
+T = TypeVar("T")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SLOTS = 8
+CLOSE = 1e-4 if DEVICE == "cpu" else 2e-3
+"""Of log-probabilities in float32. A GPU multiplies in TensorFloat-32 here and there, and adds in another order."""
+
+
+def model(seed: int = 0) -> PreTrainedModel:
+    """Heads of 32: vLLM has no smaller ones on a CPU. Its head shares its weights with its embedding, as many small models' do."""
+    set_up_cpu()
+    config = LlamaConfig(**{**SHAPE, "hidden_size": 128, "tie_word_embeddings": True})
+    return new_model(config, seed=seed).to(DEVICE)
+
+
+class Started:
+    """An engine, and how to give it other weights."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.sink = kind, MemorySink()
+        self.keeps_cache = kind == "thread"
+        vllm = VllmConfig(
+            tensor_parallel=2 if kind == "thread" and DEVICE == "cpu" else 1,
+            prefix_cache=not self.keeps_cache,
+            weights="file" if kind == "thread" else "shared",
+            cache_gib=1.0,
+            enforce_eager=True,
+        )
+        config = EngineConfig(kind="vllm", slots=SLOTS, prefill_tokens=64, process=kind == "process", vllm=vllm)
+        # so few tokens of prompts at a time that what is computed again after a swap takes several steps
+        self.engine: TorchEngine = build_engine(config, model(), clock=RealClock(), sink=self.sink)
+
+    async def load(self, seed: int) -> int:
+        """As the next version."""
+        weights = {name: p.detach().clone() for name, p in model(seed).named_parameters()}
+        await self.engine.load(self.engine.version + 1, weights)
+        return self.engine.version
+
+
+STARTED: dict[str, Started] = {}
+
+
+def start(kind: str) -> Started:
+    if kind not in STARTED:
+        STARTED[kind] = Started(kind)
+    return STARTED[kind]
+
+
+@pytest.fixture(params=["process", "thread"])
+def started(request: pytest.FixtureRequest) -> Started:
+    one = start(request.param)
+    run(one.load(0))
+    return one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed_at_the_end() -> Iterator[None]:
+    yield
+    for one in STARTED.values():
+        asyncio.run(one.engine.close())
+
+
+class TestVllmInAProcess(EngineSuite):
+    vocabulary, context, longest = VOCABULARY, SHAPE["max_position_embeddings"], 230
+    kind = "process"
+    is_shared = True
+    limit_s = 300.0
+    continues_requests = False  # with new randomness: see below
+    cache_after_load = "computed again"
+    test_closing_ends_what_is_in_flight_as_aborted_and_refuses_what_comes_later = None  # below: it takes a start
+
+    @property
+    def tolerance(self) -> float:  # type: ignore[override]
+        return CLOSE
+
+    async def make_engine(self) -> Engine:
+        await start(self.kind).load(0)
+        return start(self.kind).engine
+
+    def make_reference(self, number: int) -> Any:
+        return twin_of(number)
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        """The engine goes on."""
+        if cls._runner is not None:
+            cls._runner.close()
+        cls._runner = cls._engine = None
+
+
+class TestVllmOnAThread(TestVllmInAProcess):
+    kind = "thread"
+    cache_after_load = "kept"
+
+
+def run(program: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(program, 300))
+
+
+@torch.no_grad()
+def teacher_forced(twin: Any, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> torch.Tensor:
+    ids = torch.tensor([[*prompt, *tokens]])
+    logprobs = torch.log_softmax(twin(ids).logits[0].float(), -1)
+    return logprobs[torch.arange(len(prompt) - 1, ids.shape[1] - 1), torch.tensor(tokens)]
+
+
+@torch.no_grad()
+def over_kept_cache(twins: dict[int, Any], prompt: tuple[int, ...], tokens: tuple[int, ...], versions: Any) -> Any:
+    """Every token under the version recorded for it, over keys and values as they were computed at their time."""
+    cache, fed, found = DynamicCache(), list(prompt), []
+    for token, version in zip(tokens, versions, strict=True):
+        logits = twins[version](torch.tensor([fed]), past_key_values=cache).logits[0, -1]
+        found.append(float(torch.log_softmax(logits.float(), -1)[token]))
+        fed = [token]
+    return torch.tensor(found)
+
+
+@cache
+def twin_of(seed: int = 0) -> Any:
+    return plain(model(seed).cpu())
+
+
+async def some_tokens(started: Started, count: int) -> None:
+    """Until so many more were generated."""
+    before = started.engine.stats().tokens_generated
+    while started.engine.stats().tokens_generated < before + count:
+        await asyncio.sleep(0.01)
+
+
+def long(number: int, max_tokens: int = 240) -> Any:
+    return request(number, (4, 5, 6), max_tokens=max_tokens)
+
+
+def test_sampling_frequencies_fit_the_distribution_and_its_log_probabilities(started: Started) -> None:
+    sampling = Sampling(max_tokens=1, temperature=0.25, top_k=12, top_p=0.85)
+    prompt, number = (4, 5, 6), 3000
+
+    async def program() -> list[Completion]:
+        asked = [structs.replace(request(n, prompt), sampling=sampling) for n in range(number)]
+        return await asyncio.gather(*map(started.engine.generate, asked))
+
+    found = run(program())
+    logits = twin_of()(torch.tensor([prompt])).logits[0, -1].detach()
+    probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
+    order = probabilities.argsort(descending=True).tolist()[: sampling.top_k]
+    total, kept = float(probabilities[order].sum()), list[int]()
+    for token in order:
+        if sum(float(probabilities[one]) for one in kept) / total < sampling.top_p:
+            kept.append(token)
+    left = torch.zeros_like(probabilities)
+    left[kept] = probabilities[kept]
+    left /= left.sum()
+    assert 4 <= len(kept) < sampling.top_k, "both limits are in force"
+    counts = torch.bincount(torch.tensor([one.tokens[0] for one in found]), minlength=VOCABULARY)
+    assert int(counts[kept].sum()) == number, "what is cut off is never sampled"
+    chi_square = float(((counts[kept] - number * left[kept]) ** 2 / (number * left[kept])).sum())
+    assert chi_square < 31.3, "above the 99.9% quantile of chi-square with 11 degrees of freedom"
+    assert all(abs(one.logprobs[0] - float(left[one.tokens[0]].log())) < 10 * CLOSE for one in found)
+
+
+def test_a_continued_request_goes_on_with_randomness_of_its_own(started: Started) -> None:
+    async def program() -> tuple[Completion, list[Completion], Completion]:
+        whole = await started.engine.generate(request(0, (4, 5, 6), max_tokens=20))
+        tokens = (4, 5, 6, *whole.tokens[:7])
+        rest = structs.replace(request(0, tokens, max_tokens=13), num_sampled=7)
+        again = [await started.engine.generate(rest) for _ in range(2)]
+        return whole, again, await started.engine.generate(structs.replace(rest, num_sampled=0))
+
+    whole, (rest, again), afresh = run(program())
+    assert rest.tokens == again.tokens and len(rest.tokens) == 13
+    assert rest.tokens != afresh.tokens, "not the numbers that the first tokens were drawn with"
+    expected = teacher_forced(twin_of(), (4, 5, 6, *whole.tokens[:7]), rest.tokens)
+    assert torch.allclose(torch.tensor(rest.logprobs), expected, atol=CLOSE)
+
+
+def test_after_swaps_in_flight_every_token_has_the_log_probability_of_the_version_recorded_for_it(
+    started: Started,
+) -> None:
+    async def program() -> tuple[list[Completion], dict[int, int]]:
+        seeds = {started.engine.version: 0}
+        flights = [asyncio.ensure_future(started.engine.generate(long(n))) for n in range(4)]
+        for seed in (1, 2, 3, 4):
+            await some_tokens(started, 60)
+            seeds[await started.load(seed)] = seed
+        return await asyncio.gather(*flights), seeds
+
+    completions, seeds = run(program())
+    twins = {version: twin_of(seed) for version, seed in seeds.items()}
+
+    def expected(completion: Completion, versions: tuple[int, ...]) -> torch.Tensor:
+        if started.keeps_cache:
+            return torch.as_tensor(over_kept_cache(twins, (4, 5, 6), completion.tokens, versions))
+        rows = {version: teacher_forced(twin, (4, 5, 6), completion.tokens) for version, twin in twins.items()}
+        return torch.stack([rows[version][at] for at, version in enumerate(versions)])
+
+    for completion in completions:
+        versions, found = completion.versions, torch.tensor(completion.logprobs)
+        assert len(set(versions)) >= 3 and versions == tuple(sorted(versions))
+        assert torch.allclose(found, expected(completion, versions), atol=CLOSE)
+        later, earlier = (versions[0], *versions[:-1]), (*versions[1:], versions[-1])
+        for wrong in (later, earlier):  # a label that is off by one token is noticed
+            assert not torch.allclose(found, expected(completion, wrong), atol=10 * CLOSE)
+
+
+def test_a_request_that_begins_after_a_swap_never_sees_a_cache_of_older_weights(started: Started) -> None:
+    prompt = prompts(1, seed=5)[0] * 8  # several blocks of the cache
+
+    async def program() -> list[Completion]:
+        found = []
+        for seed in (1, 2):
+            await started.load(seed)
+            in_flight = asyncio.ensure_future(started.engine.generate(request(1, prompt, max_tokens=60)))
+            found += [await started.engine.generate(request(0, prompt, max_tokens=10)) for _ in range(2)]
+            await in_flight
+        return found
+
+    for seed, completion in zip((1, 1, 2, 2), run(program()), strict=True):
+        expected = teacher_forced(twin_of(seed), prompt, completion.tokens)
+        assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=CLOSE)
+
+
+def test_weights_of_another_shape_are_refused(started: Started) -> None:
+    async def program() -> None:
+        fitting = {name: p.detach() for name, p in model().named_parameters()}
+        with pytest.raises(EngineError, match=r"do not fit.*norm"):
+            await started.engine.load(started.engine.version + 1, {**fitting, "model.norm.weight": torch.zeros(1)})
+
+    run(program())
+
+
+def test_a_request_that_can_never_run_is_refused_and_the_engine_goes_on(started: Started) -> None:
+    async def program() -> None:
+        with pytest.raises(RequestRefused, match=rf"{VOCABULARY} tokens.*{VOCABULARY}"):
+            await started.engine.generate(request(0, (4, VOCABULARY)))
+        with pytest.raises(RequestRefused, match="context of 256"):
+            await started.engine.generate(request(0, (4,) * 250, max_tokens=7))
+        with pytest.raises(RequestRefused, match="vLLM refuses it"):
+            await started.engine.generate(request(0, (4, 5), temperature=-1.0))
+        full = await started.engine.generate(request(0, (4,) * 249, max_tokens=7))
+        assert len(full.tokens) == 7
+
+    run(program())
+
+
+def test_work_is_reported_as_spans_and_statistics(started: Started) -> None:
+    async def program() -> int:
+        before = sum(span.num_tokens for span in started.sink.of(Span))
+        flights = [asyncio.ensure_future(started.engine.generate(long(n))) for n in range(3 * SLOTS)]
+        await some_tokens(started, 20 * SLOTS)
+        stats = started.engine.stats()
+        assert stats.running == SLOTS and stats.waiting == 2 * SLOTS and 0 < stats.cache_used < 1, stats
+        await asyncio.gather(*flights)
+        await started.engine.pause()
+        await started.engine.resume()
+        return sum(span.num_tokens for span in started.sink.of(Span)) - before
+
+    assert run(program()) == 3 * SLOTS * 240
+    assert started.engine.stats().swap_s > 0 and started.engine.stats().running == 0
+    print(f"\n{started.kind}: the last swap held decoding up for {1000 * started.engine.stats().swap_s:.1f} ms")
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()[1])
+    except OSError:
+        return -1
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(int(path.name)) == pid]
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return ""
+
+
+def are_gone(pids: list[int], seconds: float = 60) -> bool:
+    limit = time.monotonic() + seconds
+    while any(name_of(pid) for pid in pids):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_a_killed_core_is_an_error_for_everybody_who_waits_and_everybody_who_comes_later(started: Started) -> None:
+    """On a thread. In a process of its own the engine is closed instead: what is in flight then ends as aborted."""
+    children = descendants(os.getpid())
+    ours = os.getpid() if started.kind == "thread" else started.engine._host._child.pid  # type: ignore[attr-defined]
+    cores = [pid for pid in children if "EngineCore" in name_of(pid) and parent_of(pid) == ours]
+
+    async def killed() -> None:
+        flights = [asyncio.ensure_future(started.engine.generate(long(n))) for n in range(3)]
+        await some_tokens(started, 5)
+        for pid in cores:
+            os.kill(pid, signal.SIGKILL)
+        for found in await asyncio.gather(*flights, return_exceptions=True):
+            assert isinstance(found, EngineError) and "engine broke: vLLM's core ended" in str(found)
+        with pytest.raises(EngineError, match="core ended"):
+            await started.engine.generate(long(9))
+        with pytest.raises(EngineError, match="core ended"):
+            await started.engine.pause()
+
+    async def closed() -> None:
+        flight = asyncio.ensure_future(started.engine.generate(long(0)))
+        await some_tokens(started, 5)
+        await started.engine.close()
+        completion = await flight
+        assert completion.finish is Finish.ABORT and completion.tokens
+        with pytest.raises(EngineError, match="closed"):
+            await started.engine.generate(long(1))
+
+    assert len(cores) == 1
+    workers = descendants(cores[0])
+    run(killed() if started.kind == "thread" else closed())
+    vllms = [*cores, *workers]
+    assert are_gone(vllms), [name_of(pid) for pid in vllms]
+
+
+def test_nothing_of_vllm_outlives_a_killed_parent(tmp_path: Path) -> None:
+    script = (
+        tmp_path / "parent.py"
+    )  # without a guard around its main part: the engine's process has a main module of its own
+    script.write_text(
+        f"""
+import asyncio, sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
+import test_vllm
+
+async def program():
+    one = test_vllm.Started("process")
+    await one.engine.generate(test_vllm.request(0, (4, 5, 6)))
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(program())
+"""
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
+    (child,) = (
+        pid for pid in descendants(parent.pid) if "millstream.engine.vllm.engine" in name_of(pid).split("multiproc")[0]
+    )
+    below = descendants(parent.pid)
+    assert any("EngineCore" in name_of(pid) for pid in below)
+    os.kill(child, signal.SIGKILL)  # the worst case: nobody is left who could tell vLLM
+    parent.kill()
+    parent.wait()
+    assert are_gone(below), [name_of(pid) for pid in below]
+
+
+def test_a_run_trains_with_vllm_and_its_audit_is_clean(tmp_path: Path) -> None:
+    from support.runs import assert_clean, command
+
+    changes = {
+        "engine.kind": "vllm",
+        "engine.process": "true",
+        "engine.slots": 16,
+        "engine.vllm.memory": 0.2,
+        "engine.vllm.cache_gib": 1,
+        "engine.vllm.enforce_eager": "true",
+        "model.tiny.hidden": 64,
+        "model.tiny.heads": 2,
+        "pipeline.steps": 4,
+        "pipeline.max_lag": 1,
+        "data.holdout": 4,
+    }
+    done = subprocess.run(command(tmp_path / "run", changes), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "run/metrics.jsonl").read_bytes().splitlines()) == 4
+    assert_clean(tmp_path / "run")

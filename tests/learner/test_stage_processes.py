@@ -1,0 +1,403 @@
+"""Scorers and critics in processes of their own: the numbers and the state of the local ones, bit for bit, whoever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+from test_fsdp import is_alive
+from test_replay import checkpoints_in, standing
+from transformers import PreTrainedModel
+
+from millstream.clock import RealClock
+from millstream.errors import ClusterError, LearnerError, LearnerGone, WeightsError
+from millstream.events import LearnerRestarted
+from millstream.events.sinks import MemorySink
+from millstream.learner import CriticConfig
+from millstream.learner import remote_scorer as stages
+from millstream.learner.critic import TorchCritic
+from millstream.learner.messages import BeginBatch, Learn, Order
+from millstream.learner.remote_scorer import MAX_RESTARTS, Begin, RemoteCritic, RemoteScorer, StageProcess, beginning
+from millstream.learner.scorer import TorchScorer
+from millstream.learner.state import read_state
+from millstream.model.adapters import add_adapters, trained_weights
+from millstream.model.load import model_weights, new_model
+from millstream.model.lora import LoraConfig
+from millstream.pipeline.state import LearnerAndCritic
+from millstream.rpc.process import Kind, LocalLauncher, LocalWorker
+from millstream.run.checkpoint import CheckpointConfig, Sealed
+from millstream.run.replay_critic import ReplayedCritic
+from millstream.sim.learner import SimSnapshot
+from millstream.testing.learner import make_rows
+from millstream.types import Floats, TrainRow
+from millstream.weights.transfer.fetcher import WeightsFetcher
+from millstream.weights.transfer.publisher import WeightsPublisher
+from millstream.weights.transfer.remote_weights import RemoteWeights
+from support.tiny import CONFIGS, VOCABULARY, make
+
+TEMPERATURE = 0.7
+CRITIC = CriticConfig(learning_rate=1e-2, warmup_steps=2)
+T = TypeVar("T")
+
+
+class CountingLauncher(LocalLauncher):
+    """This machine's; and what becomes of every process that is started, if somebody has something in mind."""
+
+    def __init__(self, on_launch: Callable[[int, LocalWorker], None] = lambda number, worker: None) -> None:
+        self.num_launched, self._on_launch = 0, on_launch
+
+    def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> LocalWorker:
+        assert kind == "stage"
+        worker = super().launch(kind, module, name=name, descriptors=descriptors)
+        self.num_launched += 1
+        self._on_launch(self.num_launched, worker)
+        return worker
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Iterator[WeightsPublisher]:
+    outbox = WeightsPublisher(tmp_path / "staged", node="", ways=["shared"])
+    yield outbox
+    outbox.close()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "BACK_OFF_S", 0.01)
+
+
+def begin(model: PreTrainedModel, folder: Path, critic: CriticConfig | None = None) -> Begin:
+    return lambda: beginning(
+        lambda: model,
+        lambda: WeightsPublisher(folder / "weights", node="", ways=["shared"]),
+        device="cpu",
+        temperature=TEMPERATURE,
+        critic=critic,
+        num_steps=6,
+    )
+
+
+def returning(rows: Sequence[TrainRow]) -> list[TrainRow]:
+    def column(row: TrainRow, seed: int) -> Floats:
+        return np.random.default_rng(seed).normal(size=len(row.tokens)).astype(np.float32)
+
+    return [structs.replace(row, values=column(row, 1), returns=column(row, 2)) for row in rows]
+
+
+def same(found: Sequence[Floats], expected: Sequence[Floats]) -> bool:
+    return all(np.array_equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+async def closing(one: RemoteScorer | RemoteCritic, work: Awaitable[T]) -> T:
+    """And nothing of it is left."""
+    try:
+        return await work
+    finally:
+        pids = one.pids
+        await one.close()
+        assert not any(map(is_alive, pids))
+
+
+def staged(outbox: WeightsPublisher, model: PreTrainedModel) -> RemoteWeights:
+    return RemoteWeights(outbox.put(1, trained_weights(model).items()), WeightsFetcher(""))
+
+
+def adapted() -> PreTrainedModel:
+    """In 16 bits, as it is read: positions are computed in float32."""
+    model = new_model(CONFIGS["qwen3"](), seed=0, dtype=torch.bfloat16)
+    add_adapters(model, LoraConfig(rank=2), seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in trained_weights(model).values():  # those that begin at 0 would hide a difference
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.05)
+    return model
+
+
+# ---- scorers -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_scorer_in_a_process_gives_the_numbers_of_a_local_one_bit_for_bit_and_follows_new_weights(
+    tmp_path: Path, outbox: WeightsPublisher
+) -> None:
+    rows, first, second = make_rows(VOCABULARY), make("gemma2"), make("gemma2", seed=1)
+    remote = RemoteScorer(begin(first, tmp_path), LocalLauncher())
+    local = TorchScorer(make("gemma2"), temperature=TEMPERATURE)
+
+    async def program() -> None:
+        assert same(await remote.score(rows), await local.score(rows))
+        assert not (tmp_path / "weights").exists(), "what it began with is let go"
+        assert same(await remote.score(rows[3:4]), [np.zeros(len(rows[3].tokens), np.float32)]), "nothing is trained"
+        assert await remote.score([]) == []
+        weights = staged(outbox, second)
+        await remote.load(weights)
+        assert not weights.is_taken, "they do not pass through here"
+        await local.load(model_weights(second))
+        expected = await local.score(rows)
+        assert same(await remote.score(rows), expected)
+        several = await asyncio.gather(*(remote.score([row]) for row in rows))
+        assert all(np.allclose(mine, theirs, atol=1e-4) for (mine,), theirs in zip(several, expected, strict=True)), (
+            "calls may come at any time"
+        )
+
+    asyncio.run(closing(remote, program()))
+
+
+def test_a_scorer_in_a_process_has_the_dtype_and_the_adapters_of_its_model(tmp_path: Path) -> None:
+    rows = make_rows(VOCABULARY)
+    remote = RemoteScorer(begin(adapted(), tmp_path), LocalLauncher())
+    local = TorchScorer(adapted(), temperature=TEMPERATURE)
+
+    async def program() -> None:
+        assert same(await remote.score(rows), await local.score(rows))
+
+    asyncio.run(closing(remote, program()))
+
+
+def test_a_scorer_that_is_killed_while_it_scores_answers_all_the_same_under_the_weights_that_it_followed(
+    tmp_path: Path, outbox: WeightsPublisher, quick: None
+) -> None:
+    launcher, rows, followed = CountingLauncher(), make_rows(VOCABULARY), make("qwen3", seed=1)
+    remote = RemoteScorer(begin(make("qwen3"), tmp_path), launcher, name="proximal")
+
+    async def program() -> None:
+        await remote.load(staged(outbox, followed))
+        (pid,) = remote.pids
+        os.kill(pid, signal.SIGSTOP)  # it has been asked, and has not answered
+        scoring = asyncio.create_task(remote.score(rows))
+        await asyncio.sleep(0.3)
+        assert not scoring.done()
+        os.kill(pid, signal.SIGKILL)
+        assert same(await scoring, await TorchScorer(followed, temperature=TEMPERATURE).score(rows))
+        assert remote.pids != [pid] and not is_alive(pid)
+
+    asyncio.run(closing(remote, program()))
+    assert launcher.num_launched == 2
+
+
+def test_a_scorer_that_dies_before_it_is_ready_is_started_again(tmp_path: Path, quick: None) -> None:
+    launcher = CountingLauncher(lambda number, worker: worker.kill() if number <= 2 else None)
+    remote, model = RemoteScorer(begin(make("qwen3"), tmp_path), launcher), make("qwen3")
+
+    async def program() -> None:
+        await remote.ready()
+        rows = make_rows(VOCABULARY)
+        assert same(await remote.score(rows), await TorchScorer(model, temperature=TEMPERATURE).score(rows))
+
+    asyncio.run(closing(remote, program()))
+    assert launcher.num_launched == 3
+
+
+def test_a_scorer_that_dies_again_and_again_is_an_error_that_says_how_often(tmp_path: Path, quick: None) -> None:
+    launcher = CountingLauncher(lambda number, worker: worker.kill())
+    remote = RemoteScorer(begin(make("qwen3"), tmp_path), launcher)
+
+    async def program() -> None:
+        with pytest.raises(LearnerError, match=r"the reference was started again 5 times in a row.*exit code -9"):
+            await remote.score(make_rows(VOCABULARY))
+
+    asyncio.run(closing(remote, program()))
+    assert launcher.num_launched == MAX_RESTARTS + 1
+
+
+def test_a_scorer_that_is_closed_while_it_is_started_again_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "BACK_OFF_S", 60.0)
+    died = threading.Event()
+    workers: list[LocalWorker] = []
+
+    def die(number: int, worker: LocalWorker) -> None:
+        workers.append(worker)
+        worker.kill()
+        died.set()
+
+    remote = RemoteScorer(begin(make("qwen3"), tmp_path), CountingLauncher(die))
+
+    async def program() -> None:
+        scoring = asyncio.create_task(remote.score(make_rows(VOCABULARY)))
+        await asyncio.to_thread(died.wait)
+        await asyncio.sleep(0.5)  # it waits, to be started again
+        await remote.close()
+        with pytest.raises(LearnerError, match="the reference is closed"):
+            await scoring
+
+    asyncio.run(asyncio.wait_for(program(), 30))
+    assert not any(is_alive(worker.pid) for worker in workers)
+
+
+def test_what_a_stage_refuses_is_not_asked_again(tmp_path: Path, outbox: WeightsPublisher) -> None:
+    launcher = CountingLauncher()
+    remote = RemoteScorer(begin(make("qwen3"), tmp_path), launcher)
+
+    async def program() -> None:
+        with pytest.raises(WeightsError, match="was given a dict, expected StagedWeights: put it into an Outbox first"):
+            await remote.load(dict(model_weights(make("qwen3"))))
+        for _ in range(2):
+            with pytest.raises(LearnerError, match=r"the reference broke: .*size") as found:
+                await remote.load(
+                    RemoteWeights(outbox.put(1, [("lm_head.weight", torch.ones(3, 3))]), WeightsFetcher(""))
+                )
+            assert not isinstance(found.value, LearnerGone)
+
+    asyncio.run(closing(remote, program()))
+    assert launcher.num_launched == 1
+
+
+def test_a_stage_that_finds_no_place_says_why(tmp_path: Path, quick: None) -> None:
+    class NoRoom(LocalLauncher):
+        def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> LocalWorker:
+            raise ClusterError(f"waited 300 s for {name}")
+
+    remote = RemoteScorer(begin(make("qwen3"), tmp_path), NoRoom())
+
+    async def program() -> None:
+        with pytest.raises(LearnerError, match="gone again: the reference broke: waited 300 s for reference"):
+            await remote.ready()
+
+    asyncio.run(closing(remote, program()))
+
+
+# ---- the critic --------------------------------------------------------------------------------------------------------
+
+
+async def learn(critic: TorchCritic | RemoteCritic, steps: range) -> list[object]:
+    told: list[object] = []
+    for step in steps:
+        rows = returning(make_rows(VOCABULARY, seed=step))
+        told += await critic.score(rows)
+        await critic.accumulate(rows[:4])
+        await critic.accumulate(rows[4:])
+        told.append(await critic.step())
+    return told
+
+
+def equal(found: Sequence[object], expected: Sequence[object]) -> bool:
+    return all(
+        np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs
+        for mine, theirs in zip(found, expected, strict=True)
+    )
+
+
+def test_a_critic_in_a_process_has_the_numbers_and_the_state_of_a_local_one_and_each_goes_on_from_the_other(
+    tmp_path: Path,
+) -> None:
+    remote = RemoteCritic(begin(make("qwen3"), tmp_path, CRITIC), LocalLauncher())
+    local = TorchCritic(make("qwen3"), CRITIC, num_steps=6)
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    for folder in (theirs, ours):
+        folder.mkdir()
+
+    async def program() -> None:
+        assert equal(await learn(remote, range(3)), await learn(local, range(3)))
+        assert await remote.step() == await local.step() == {}, "without rows nothing changes"
+        snapshots = await remote.snapshot(), await local.snapshot()
+        rest = await learn(local, range(3, 5))
+        assert equal(await learn(remote, range(3, 5)), rest)
+        for snapshot, folder in zip(snapshots, (theirs, ours), strict=True):  # as it was when it was taken
+            await asyncio.to_thread(snapshot.write, folder)
+        await asyncio.to_thread(remote.restore, ours)
+        assert equal(await learn(remote, range(3, 5)), rest)
+        local.restore(theirs)
+        assert equal(await learn(local, range(3, 5)), rest)
+
+    asyncio.run(closing(remote, program()))
+    one, other = read_state(theirs), read_state(ours)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one["masters"][name], other["masters"][name]) for name in one["masters"])
+
+
+def test_a_disk_that_refuses_a_critics_snapshot_leaves_it_as_it_was_and_one_that_is_killed_is_gone(
+    tmp_path: Path,
+) -> None:
+    remote = RemoteCritic(begin(make("qwen3"), tmp_path, CRITIC), LocalLauncher())
+
+    async def program() -> None:
+        snapshot = await remote.snapshot()
+        with pytest.raises(OSError, match="has no folder /proc/nowhere: the run folder must be"):
+            await asyncio.to_thread(snapshot.write, Path("/proc/nowhere"))
+        assert await learn(remote, range(1))
+        snapshot = await remote.snapshot()
+        os.kill(remote.pids[0], signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(LearnerGone, match="the critic broke: its process ended with exit code -9"):
+                await remote.step()
+        with pytest.raises(LearnerGone):
+            snapshot.write(tmp_path)
+
+    asyncio.run(closing(remote, program()))
+
+
+def test_an_order_for_somebody_else_is_refused_by_name(tmp_path: Path) -> None:
+    orders: list[tuple[CriticConfig | None, Order, str]] = [
+        (None, Learn(), "Learn is no order for a scorer"),
+        (CRITIC, BeginBatch(), "BeginBatch is no order for a critic"),
+    ]
+    launcher = LocalLauncher()
+    processes = [StageProcess(begin(make("qwen3"), tmp_path, critic), launcher, "stage") for critic, _, _ in orders]
+    for process, (_, order, said) in zip(processes, orders, strict=True):
+        with pytest.raises(LearnerError, match=said):
+            process.ask(order)
+        process.close()
+
+
+async def with_a_death(critic: ReplayedCritic, work: Awaitable[T]) -> T:
+    """It stands still, so that the call is sure to be at work when it is killed."""
+    assert isinstance(critic.inner, RemoteCritic)
+    (pid,) = critic.inner.pids
+    os.kill(pid, signal.SIGSTOP)
+    doing = asyncio.ensure_future(work)
+    await asyncio.sleep(0.1)
+    assert not doing.done()
+    os.kill(pid, signal.SIGKILL)
+    return await doing
+
+
+def test_a_critic_whose_process_is_killed_in_any_call_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Before the first checkpoint and after it. Most of the time is that of interpreters that import torch."""
+    sink, local = MemorySink(), TorchCritic(make("qwen3"), CRITIC, num_steps=6)
+    checkpoints = checkpoints_in(tmp_path, sink, CheckpointConfig())
+    start = begin(make("qwen3"), tmp_path, CRITIC)
+    critic = ReplayedCritic(lambda: RemoteCritic(start, LocalLauncher()), checkpoints, clock=RealClock(), sink=sink)
+    rows = returning(make_rows(VOCABULARY, seed=1))
+
+    async def program() -> None:
+        await critic.ready()
+        expected = await learn(local, range(1))
+        assert equal(await learn(critic, range(1)), expected)
+        told = [await local.score(rows), await local.accumulate(rows), await local.step()]
+        found = [await with_a_death(critic, critic.score(rows)), await critic.accumulate(rows)]
+        found.append(await with_a_death(critic, critic.step()))
+        assert equal([*found[0], found[2]], [*told[0], told[2]])
+        snapshot = LearnerAndCritic(SimSnapshot(0), await critic.snapshot())
+        await checkpoints.keep(standing(2), 0, snapshot, 0.0)
+        assert (await checkpoints.newest_sealed() or Sealed(0, tmp_path)).version == 2
+        assert equal(await learn(critic, range(2, 3)), await learn(local, range(2, 3)))
+        await local.accumulate(rows)
+        scores, _ = await asyncio.gather(with_a_death(critic, critic.score(rows)), critic.accumulate(rows))
+        assert equal(scores, await local.score(rows)), "both were asked, and each once"
+        assert await critic.step() == await local.step()
+
+    async def closed() -> None:
+        try:
+            await program()
+        finally:
+            await checkpoints.close()
+            await critic.close()
+
+    asyncio.run(closed())
+    restarts = sink.of(LearnerRestarted)
+    assert [(one.who, one.from_version, one.to_version) for one in restarts] == [
+        ("the critic", 0, 1),
+        ("the critic", 0, 1),
+        ("the critic", 2, 3),
+    ]
+    assert [one.num_rows for one in restarts] == [9, 18, 9]

@@ -1,0 +1,333 @@
+"""Checkpoints of real runs: killed, resumed, corrupted, on a full disk. Processes of their own, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from millstream.cli.main import app
+from millstream.clock import RealClock
+from millstream.errors import CheckpointError
+from millstream.events import CheckpointFailed, CheckpointSealed, Resumed, RunEnded, Stepped
+from millstream.events.sinks import MemorySink, read_events, read_history
+from millstream.pipeline.state import Ledger, PipelineState
+from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, newest, verify
+from millstream.run.folder import RunFolder
+from millstream.store import Row, Saved, codec
+from support.runs import assert_clean, command, kill_at, resume, start, steps_of, until
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run that was killed after twenty steps or so."""
+    run_dir = tmp_path_factory.mktemp("killed") / "run"
+    kill_at(run_dir, 20)
+    assert_clean(run_dir)
+    yield run_dir
+
+
+def sealed_in(run_dir: Path) -> set[str]:
+    return {event.digest for event in read_events(run_dir / "events.jsonl") if isinstance(event, CheckpointSealed)}
+
+
+def copy_of(run_dir: Path, to: Path) -> Path:
+    subprocess.run(["cp", "-r", str(run_dir), str(to)], check=True)
+    return to
+
+
+def test_a_killed_run_goes_on_and_its_books_are_in_order(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    done = resume(run_dir)
+    assert done.returncode == 0, done.stderr
+    assert_clean(run_dir)
+    assert done.stdout.index("sampled before: accuracy") < done.stdout.index("goes on from step"), "shown again"
+    lives = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed)]
+    assert len(lives) == 1 and lives[0].version > 0 and lives[0].incarnation == 1
+    steps = [event.version for event in read_history(run_dir / "events.jsonl") if isinstance(event, Stepped)]
+    assert steps == list(range(1, 61))
+    metrics = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert metrics == steps
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 60 and summary["rollouts_trained"] == 60 * 16 and summary["accuracy_before"] is not None
+    assert "is finished" in resume(run_dir).stderr, "a finished run is not run again"
+
+
+def test_at_max_lag_zero_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+    changes: dict[str, object] = {"pipeline.max_lag": 0, "pipeline.steps": 12, "pipeline.filter_zero_signal": "true"}
+    whole = start(command(tmp_path / "whole", changes))
+    output = whole.communicate(timeout=200)[0]
+    assert whole.returncode == 0, output
+    kill_at(tmp_path / "cut", 5, changes)
+    done = resume(tmp_path / "cut")
+    assert done.returncode == 0, done.stderr
+    assert_clean(tmp_path / "cut")
+    ours, theirs = (load_file(tmp_path / name / "model/model.safetensors") for name in ("cut", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("cut", "whole")]
+    for key in ("accuracy_before", "accuracy_after", "greedy_after", "groups_admitted", "rollouts_trained"):
+        assert summaries[0][key] == summaries[1][key]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: flip(folder / "learner.pt"), "learner.pt is not as it was written"),
+        (lambda folder: flip(folder / "rows.msgpack"), "rows.msgpack is not as it was written"),
+        (lambda folder: os.truncate(folder / "learner.pt", 1000), "learner.pt has 1000 bytes instead of"),
+        (lambda folder: (folder / "ledger.json").unlink(), "is not a whole checkpoint"),
+        (lambda folder: os.truncate(folder / "manifest.json", 40), "is not a whole checkpoint"),
+    ],
+)
+def test_a_spoiled_checkpoint_is_named_and_the_one_before_it_taken(
+    killed: Path, tmp_path: Path, spoil: Callable[[Path], None], words: str
+) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    folders = sorted((run_dir / "checkpoints").glob("step-*"))
+    spoil(folders[-1])
+    found, troubles = newest(run_dir, sealed_in(run_dir))
+    assert found is not None and found.folder == folders[-2]
+    assert len(troubles) == 1 and words in troubles[0] and folders[-1].name in troubles[0]
+    assert (run_dir / "checkpoints" / f"{folders[-1].name}.corrupt").is_dir()
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_spoiled_one(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    *_, before, last = sorted((run_dir / "checkpoints").glob("step-*"))
+    flip(last / "learner.pt")
+    done = resume(run_dir)
+    assert done.returncode == 0 and "learner.pt is not as it was written" in done.stderr
+    assert_clean(run_dir)
+    resumed = next(event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed))
+    assert resumed.version == int(before.name.removeprefix("step-"))
+
+
+def test_without_any_whole_checkpoint_nothing_is_touched_and_the_choice_is_the_users(
+    killed: Path, tmp_path: Path
+) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    folders = sorted((run_dir / "checkpoints").glob("step-*"))
+    for folder in folders:
+        flip(folder / "learner.pt")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* will do: .*learner.pt is not as .* To begin anew"):
+        newest(run_dir, sealed_in(run_dir))
+    assert sorted((run_dir / "checkpoints").glob("step-*")) == folders
+
+
+def test_a_checkpoint_of_before_rows_had_rewards_by_turn_is_refused_by_its_format(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    for manifest in (run_dir / "checkpoints").glob("*/manifest.json"):
+        manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    with pytest.raises(CheckpointError, match=r"has format 1; this version of Millstream reads 2.*To begin anew"):
+        newest(run_dir, sealed_in(run_dir))
+
+
+def test_a_checkpoint_of_another_run_is_not_taken(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="is not a checkpoint of this run"):
+        newest(run_dir, {"the digest of none of them"})
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    shutil.rmtree(run_dir / "checkpoints")
+    with (run_dir / "events.jsonl").open("ab") as file:
+        file.write(b'{"seq":99999,"kind":"torn')
+    done = resume(run_dir)
+    assert done.returncode == 0, done.stderr
+    assert_clean(run_dir)
+    resumed = next(event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed))
+    assert resumed.from_seq == -1
+
+
+def test_sigterm_is_a_clean_stop_with_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(command(run_dir, {"pipeline.steps": 100000, "checkpoint.every_steps": 100000}))
+    until(lambda: steps_of(run_dir) >= 5, process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 143 and f"To go on:\n  millstream train --resume {run_dir}" in output
+    assert "Traceback" not in output
+    *_, last = read_events(run_dir / "events.jsonl")
+    assert isinstance(last, RunEnded) and last.outcome == "Stopped" and last.version >= 5
+    found, _ = newest(run_dir, sealed_in(run_dir))
+    assert found is not None and found.manifest.version == last.version, "nothing that was trained is lost"
+    assert_clean(run_dir)
+
+
+def test_a_stop_does_not_wait_longer_than_its_grace_for_a_batch(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import asyncio\n\nasync def reward(task, completion):\n    await asyncio.sleep(1000)\n    return 1.0\n"
+    )
+    changes: dict[str, object] = {
+        "reward": f"[{{function='{tmp_path / 'slow.py'}:reward',timeout_s=2000}}]",
+        "rollout.timeout_s": 3000,
+        "checkpoint.grace_s": 1,
+        "data.holdout": 0,
+    }
+    process = start(command(tmp_path / "run", changes))
+    until(lambda: (tmp_path / "run/checkpoints/step-000000").is_dir(), process)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 143 and "the checkpoint of step 0 is written" in output, output
+    assert time.monotonic() - began < 30
+
+
+def test_a_full_disk_at_the_checkpoint_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    limit = 1 << 20  # bytes of a file: the learner's state is larger, everything else is smaller
+    process = start(
+        command(run_dir, {"pipeline.steps": 8}),
+        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    output = process.communicate(timeout=120)[0]
+    failed = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, CheckpointFailed)]
+    assert failed and {event.message for event in failed} == {"File too large"}
+    assert "failed: File too large; the run goes on" in output
+    assert sum(isinstance(event, Stepped) for event in read_events(run_dir / "events.jsonl")) == 8, output
+    left = [path.name for path in (run_dir / "checkpoints").iterdir()]
+    assert left == ["step-000000"], (
+        "the first is small, having no moments yet; nothing half written is left of the others"
+    )
+
+
+def test_two_processes_cannot_write_to_one_run(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    ours = RunFolder(run_dir)
+    ours.lock()
+    other = resume(run_dir)
+    assert other.returncode == 1 and "is alive" in other.stderr
+    ours.unlock()
+
+
+def test_checkpoints_are_few_whole_and_told(killed: Path) -> None:
+    folders = sorted((killed / "checkpoints").glob("step-*"))
+    assert 1 <= len(folders) <= 3, "the newest two, and perhaps one about to be removed"
+    told = {e.version: e.digest for e in read_events(killed / "events.jsonl") if isinstance(e, CheckpointSealed)}
+    for folder in folders:
+        found = verify(folder)
+        assert told[found.manifest.version] == found.digest
+
+
+def test_rows_come_back_with_the_types_and_shapes_they_had() -> None:
+    columns = {
+        "tokens": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "mask": np.array([True, False]),
+        "empty": np.zeros((0, 4), dtype=np.float32),
+        "reward": 0.5,
+        "name": "a",
+    }
+    row = Row(row_id=3, group_id=7, columns=columns)
+    saved = Saved(rows=(row,), is_closed={7: True, 8: False}, acknowledged={"settle": (7,)})
+    again = codec.unpack(codec.pack(saved))
+    assert again.is_closed == saved.is_closed and again.acknowledged == saved.acknowledged
+    for name, value in columns.items():
+        found = again.rows[0].columns[name]
+        assert type(found) is type(value)
+        if isinstance(value, np.ndarray):
+            assert found.dtype == value.dtype and found.shape == value.shape and np.array_equal(found, value)
+            assert found.flags.writeable
+        else:
+            assert found == value
+
+
+def test_the_commands_that_read_a_run_say_what_they_find_and_exit_accordingly(killed: Path, tmp_path: Path) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    clean = CliRunner().invoke(app, ["audit", str(run_dir)])
+    assert clean.exit_code == 0 and "clean" in clean.output
+    as_json = json.loads(CliRunner().invoke(app, ["audit", str(run_dir), "--json"]).output)
+    assert as_json["findings"] == [] and as_json["checks"] > 100
+    report = CliRunner().invoke(app, ["report", str(run_dir)])
+    assert report.exit_code == 0 and "no bias found" in report.output and "aborted" in report.output
+    assert {test["verdict"] for test in json.loads(CliRunner().invoke(app, ["report", str(run_dir), "--json"]).output)["tests"]} <= {"no bias found", "not tested"}  # fmt: skip
+    lines = (run_dir / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (run_dir / "events.jsonl").write_bytes(b"".join(lines[:50] + lines[51:]))
+    guilty = CliRunner().invoke(app, ["audit", str(run_dir)])
+    assert guilty.exit_code == 1 and "seq" in guilty.output
+
+
+def test_a_checkpoint_is_due_by_time_or_by_steps_and_never_twice_for_one_step(tmp_path: Path) -> None:
+    class Hands:
+        time = 0.0
+
+        def now(self) -> float:
+            return self.time
+
+    def checkpoints(clock: Hands, **settings: object) -> Checkpoints:
+        return Checkpoints(
+            tmp_path,
+            CheckpointConfig(**settings),  # type: ignore[arg-type]
+            last_step=100,
+            clock=clock,
+            sink=MemorySink(),
+            last_seq=lambda: 0,
+            sync=lambda: None,
+            run_state=lambda: RunState(run_id="", data_digest="", generators={}),
+        )
+
+    clock = Hands()
+    by_time = checkpoints(clock, every_s=10.0)
+    assert by_time.is_due(0, is_last=False), "one before the first step"
+    by_time.goes_on_from(0)
+    assert not by_time.is_due(0, is_last=True) and not by_time.is_due(1, is_last=False)
+    clock.time = 9.9
+    assert (
+        not by_time.is_due(5, is_last=False) and by_time.is_due(5, is_last=True) and by_time.is_due(100, is_last=False)
+    )
+    clock.time = 10.0
+    assert by_time.is_due(5, is_last=False)
+    by_steps = checkpoints(clock, every_s=None, every_steps=3)
+    by_steps.goes_on_from(0)
+    assert [version for version in range(1, 10) if by_steps.is_due(version, is_last=False)] == [3, 6, 9]
+
+
+def test_whoever_waits_for_the_last_checkpoint_may_be_cancelled_and_it_is_written_all_the_same(tmp_path: Path) -> None:
+    class Slow:
+        def write(self, folder: Path) -> None:
+            time.sleep(0.3)
+            (folder / "learner.pt").write_bytes(b"x")
+
+    async def program() -> None:
+        checkpoints = Checkpoints(
+            tmp_path,
+            CheckpointConfig(),
+            last_step=1,
+            clock=RealClock(),
+            sink=MemorySink(),
+            last_seq=lambda: 0,
+            sync=lambda: None,
+            run_state=lambda: RunState(run_id="", data_digest="", generators={}),
+        )
+        ledger = Ledger(version=0, next_group=0, groups={}, vacant=[], num_replaced=0, num_failed_in_a_row=0)
+        rows = Saved(rows=(), is_closed={}, acknowledged={})
+        await checkpoints.keep(PipelineState(ledger, rows), 0, Slow(), 0.0)
+        closing = asyncio.create_task(checkpoints.close())
+        await asyncio.sleep(0.05)
+        closing.cancel()
+        await asyncio.wait([closing])
+        assert closing.cancelled() and checkpoints.version is None
+        await checkpoints.close()
+        assert checkpoints.version == 0
+
+    asyncio.run(program())
+    assert verify(tmp_path / "checkpoints/step-000000").manifest.version == 0

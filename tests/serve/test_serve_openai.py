@@ -1,0 +1,810 @@
+"""The model's service, by a real server, a real engine and the real client of OpenAI: answers, streams, sessions, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+from millstream.cli.main import app
+from millstream.clock import RealClock
+from millstream.engine import Engine, EngineConfig, EngineStats, OnSampled
+from millstream.env.bytes_text import Bytes
+from millstream.errors import ConfigError, EngineError, EngineGone, RequestRefused
+from millstream.events.sinks import MemorySink
+from millstream.model.load import save_model, set_up_cpu
+from millstream.model.safetensors_io import write_weights
+from millstream.model.tiny import TinyShape, tiny_model
+from millstream.run.build import Text, build_engine
+from millstream.serve.openai import service
+from millstream.serve.openai.detokenize import TextStream
+from millstream.serve.openai.service import ModelServiceConfig, Served, serve
+from millstream.serve.openai.sessions import SessionLimits
+from millstream.types import Completion, Finish, Message, Request, RequestKey, Sampled, Weights
+from support.talk import CHATML, NO_SYSTEM, text_with
+from support.tiny import make, plain
+
+CONTEXT = 256
+TOKEN = "a-token-of-the-tests"
+Json = dict[str, Any]
+DOCS = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+HTTP = httpx.Client(timeout=20, trust_env=False)
+
+
+class ScriptedEngine:
+    """Says what is written here, turn by turn, token by token; a turn that ends with `...` goes on until its length. See
+    `millstream.engine.Engine`."""
+
+    name, slots, version = "scripted", 8, 3
+
+    def __init__(self, text: Text, says: Sequence[str] = (), *, step_s: float = 0.0, tells: bool = True) -> None:
+        self._text, self._says, self._step_s, self._tells = text, iter(says), step_s, tells
+        self.requests: list[Request] = []
+        self.aborted: list[RequestKey] = []
+
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
+        self.requests.append(request)
+        said = next(self._says)
+        tokens = [token for character in said.removesuffix("...") for token in self._text.encode(character)]
+        tokens += [tokens[-1]] * 10_000 if said.endswith("...") else [self._text.end_token]
+        tokens = tokens[: request.sampling.max_tokens]
+        try:
+            for token in tokens[:-1]:
+                await asyncio.sleep(self._step_s)
+                if on_sampled is not None and self._tells:
+                    on_sampled(Sampled((token,), (-0.5,), (3,)))
+        except asyncio.CancelledError:
+            self.aborted.append(request.key)
+            raise
+        finish = Finish.STOP if tokens[-1] == self._text.end_token else Finish.LENGTH
+        num = len(tokens)
+        return Completion(tokens=tuple(tokens), logprobs=(-0.5,) * num, versions=(3,) * num, finish=finish)
+
+    async def abort(self, key: RequestKey) -> None: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def load(self, version: int, weights: Weights) -> None: ...
+    async def close(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=0, waiting=0, tokens_generated=0, requests_finished=0)
+
+
+class BrokenEngine(ScriptedEngine):
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
+        raise EngineGone("engine broke: on purpose")
+
+
+class StumblingEngine(ScriptedEngine):
+    """Fails its first request."""
+
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
+        if not self.has_stumbled:
+            self.has_stumbled = True
+            raise EngineError("a connection, on purpose")
+        return await super().generate(request, on_sampled)
+
+    has_stumbled = False
+
+
+class TiredEngine(ScriptedEngine):
+    """Breaks when it is given weights."""
+
+    async def load(self, version: int, weights: Weights) -> None:
+        raise EngineGone("engine broke: on purpose")
+
+
+class RefusingEngine(ScriptedEngine):
+    """Knows a limit that the service was not told of. Everything but the first answer goes on for long."""
+
+    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
+        if not self.requests:
+            self.requests.append(request)
+            await asyncio.sleep(0.05)
+            raise RequestRefused("never, on purpose")
+        return await super().generate(request, on_sampled)
+
+
+def served(text: Text, engine: Engine, *, context: int = CONTEXT) -> Served:
+    return Served(
+        name="tiny",
+        engine=engine,
+        text=text,
+        end_tokens=(text.end_token,),
+        vocabulary=len(text.tokenizer),
+        context=context,
+    )
+
+
+@contextmanager
+def listening(make: Callable[[], Served], *, token: str | None = None, **limits: Any) -> Iterator[str]:
+    """A server on a thread of its own, as it would be in another process; the address of it."""
+    ready: list[str] = []
+    is_up, loop = threading.Event(), asyncio.new_event_loop()
+
+    def on_ready(url: str) -> None:
+        ready.append(url)
+        is_up.set()
+
+    async def program() -> None:
+        one = make()
+        try:
+            await serve(one, ModelServiceConfig(port=0, **limits), token=token, on_ready=on_ready)
+        finally:
+            await one.engine.close()
+
+    task = loop.create_task(program())
+    thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.gather(task, return_exceptions=True)))
+    thread.start()
+    assert is_up.wait(30)
+    try:
+        yield ready[0]
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(30)
+        loop.close()
+
+
+def client_of(url: str, *, token: str = "none", retries: int = 0) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{url}/v1",
+        api_key=token,
+        max_retries=retries,
+        timeout=30,
+        http_client=openai.DefaultHttpxClient(trust_env=False),
+    )
+
+
+@contextmanager
+def scripted(
+    *says: str, step_s: float = 0.0, tells: bool = True, **limits: Any
+) -> Iterator[tuple[str, ScriptedEngine]]:
+    text = text_with(CHATML)
+    engine = ScriptedEngine(text, says, step_s=step_s, tells=tells)
+    with listening(lambda: served(text, engine), **limits) as url:
+        yield url, engine
+
+
+TEXT = text_with(CHATML)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    set_up_cpu()
+    return tiny_model(TinyShape(hidden=32, layers=2, heads=2, context=CONTEXT), TEXT.tokenizer, seed=1)
+
+
+@pytest.fixture(scope="module")
+def url(model: PreTrainedModel) -> Iterator[str]:
+    """Of a server with a real engine."""
+    config = EngineConfig(slots=8, process=False)
+
+    def make() -> Served:
+        return served(TEXT, build_engine(config, model, clock=RealClock(), sink=MemorySink()))
+
+    with listening(make, max_body_bytes=100_000) as at:
+        yield at
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return client_of(url)
+
+
+def user(content: str) -> Json:
+    return {"role": "user", "content": content}
+
+
+def post(url: str, path: str, body: Json, **headers: str) -> httpx.Response:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return HTTP.post(f"{url}{path}", json=body, headers=names)
+
+
+def get(url: str, path: str, **headers: str) -> httpx.Response:
+    return HTTP.get(f"{url}{path}", headers=headers)
+
+
+@torch.no_grad()
+def generated(model: PreTrainedModel, prompt: list[int], num: int) -> list[int]:
+    """By transformers alone."""
+    ids = torch.tensor([prompt])
+    out = plain(model).generate(ids, max_new_tokens=num, do_sample=False, eos_token_id=TEXT.end_token, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_greedy_chat_is_that_of_transformers_and_its_extra_fields_say_how(
+    client: openai.OpenAI, model: PreTrainedModel
+) -> None:
+    chat: Any = client.chat.completions.create(model="tiny", messages=[user("2+2?")], temperature=0, max_tokens=24)
+    prompt = TEXT.opening(_messages("2+2?"))
+    assert chat.prompt_token_ids == prompt
+    (choice,) = chat.choices
+    assert choice.token_ids == generated(model, prompt, 24)
+    assert choice.message.content == TEXT.decode(choice.token_ids) and choice.message.role == "assistant"
+    logits = plain(model)(torch.tensor([[*prompt, *choice.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    right = torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
+    assert choice.token_logprobs == pytest.approx(right.tolist(), abs=1e-4)
+    assert choice.token_versions == [0] * len(choice.token_ids) and choice.finish_reason == "length"
+    assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (len(prompt), 24)
+
+
+def _messages(content: str) -> list[Any]:
+    return [Message(role="user", content=content)]
+
+
+def test_a_completion_takes_text_and_token_ids_and_lists_of_either(client: openai.OpenAI) -> None:
+    texts, greedy = ["abc", "2+2="], {"temperature": 0, "max_tokens": 6}
+    by_text: Any = client.completions.create(model="tiny", prompt=texts, **greedy)
+    by_ids: Any = client.completions.create(model="tiny", prompt=[TEXT.opening(one) for one in texts], **greedy)
+    assert [c.token_ids for c in by_text.choices] == [c.token_ids for c in by_ids.choices]
+    assert [c.index for c in by_text.choices] == [0, 1]
+    assert by_text.prompt_token_ids == by_ids.prompt_token_ids == [TEXT.opening(one) for one in texts]
+    one: Any = client.completions.create(model="tiny", prompt=TEXT.opening("abc"), **greedy)
+    assert one.choices[0].text == by_text.choices[0].text and one.prompt_token_ids == TEXT.opening("abc")
+    several: Any = client.completions.create(model="tiny", prompt=texts, n=2, **greedy)
+    assert [c.text for c in several.choices] == [by_text.choices[n].text for n in (0, 0, 1, 1)]
+    usual: Any = client.completions.create(model="tiny", prompt="abc", temperature=0)
+    assert len(usual.choices[0].token_ids) == 16
+
+
+def test_many_at_once_get_what_each_would_get_alone(client: openai.OpenAI, url: str) -> None:
+    prompts = [f"{number}+{number}=" for number in range(24)]
+    greedy: Json = {"model": "tiny", "temperature": 0, "max_tokens": 12}
+
+    async def together() -> list[str]:
+        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as many:
+            found = await asyncio.gather(*(many.completions.create(prompt=prompt, **greedy) for prompt in prompts))
+        return [one.choices[0].text for one in found]
+
+    alone = client.completions.create(prompt=prompts, **greedy)
+    assert asyncio.run(together()) == [choice.text for choice in alone.choices]
+
+
+def test_a_seed_repeats_an_answer_and_the_answers_of_one_request_differ(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> list[str | None]:
+        chat = client.chat.completions.create(model="tiny", messages=[user("a")], n=3, seed=seed, max_tokens=16)
+        return [choice.message.content for choice in chat.choices]
+
+    assert ask(5) == ask(5) != ask(-6)
+    assert len(set(ask(5))) == 3
+
+
+def test_log_probabilities_come_in_the_format_of_each_kind(client: openai.OpenAI) -> None:
+    chat: Any = client.chat.completions.create(model="tiny", messages=[user("a")], logprobs=True, max_tokens=5)
+    content = chat.choices[0].logprobs.content
+    assert [one.logprob for one in content] == chat.choices[0].token_logprobs
+    assert [one.token for one in content] == [TEXT.decode([token]) for token in chat.choices[0].token_ids]
+    done: Any = client.completions.create(model="tiny", prompt="a", logprobs=0, max_tokens=5)
+    found = done.choices[0].logprobs
+    assert found.token_logprobs == done.choices[0].token_logprobs and found.text_offset[0] == 0
+    assert client.completions.create(model="tiny", prompt="a").choices[0].logprobs is None
+
+
+def test_models_are_listed_and_others_are_not_found(client: openai.OpenAI, url: str) -> None:
+    assert [one.id for one in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="no model 'other' here: expected 'tiny'"):
+        client.completions.create(model="other", prompt="a")
+    assert get(url, "/health").json()["status"] == "ok"
+    assert get(url, "/v1/nothing").json()["error"]["type"] == "invalid_request_error"
+    assert get(url, "/v1/completions").status_code == 405
+
+
+def test_what_the_docs_show_runs_as_it_is(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", DOCS, flags=re.S)
+    exec(shown.replace("http://127.0.0.1:8000", url), {})
+    assert "[" in capsys.readouterr().out
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:
+    asked: Json = {"model": "tiny", "messages": [user("a")], "seed": 3, "max_tokens": 24, "n": 2}
+    whole: Any = client.chat.completions.create(**asked)
+    chunks: list[Any] = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids and chunks[-1].usage == whole.usage
+    assert len(chunks) > 10, "token by token"
+    for choice in whole.choices:
+        own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert own[0].delta.role == "assistant"
+        assert "".join(c.delta.content or "" for c in own) == choice.message.content
+        for name in ("token_ids", "token_logprobs", "token_versions"):
+            told = [value for c in own for value in (getattr(c, name, None) or [])]
+            assert told == pytest.approx(getattr(choice, name), abs=1e-5)
+        assert [c.finish_reason for c in own if c.finish_reason] == [choice.finish_reason]
+
+
+def test_a_completion_streams_too_and_ends_with_done(client: openai.OpenAI, url: str) -> None:
+    asked: Json = {"model": "tiny", "prompt": "ab", "temperature": 0, "max_tokens": 9}
+    whole = client.completions.create(**asked).choices[0].text
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)) == whole
+    raw = post(url, "/v1/completions", asked | {"stream": True})
+    assert raw.headers["content-type"].startswith("text/event-stream") and raw.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(tells: bool) -> None:
+    """Whether the engine tells its tokens as they come or all at the end."""
+    with scripted("one STOP two", "one STOP two", "one STO", tells=tells) as (url, engine):
+        client = client_of(url)
+        asked: Json = {"model": "tiny", "messages": [user("a")], "stop": ["STOP", "#"]}
+        choice: Any = client.chat.completions.create(**asked).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("one ", "stop")
+        assert TEXT.decode(choice.token_ids) == "one STOP" and len(choice.token_logprobs) == len("one STOP")
+        chunks: list[Any] = list(client.chat.completions.create(**asked, stream=True))
+        said = [c.choices[0].delta.content or "" for c in chunks]
+        assert "".join(said) == "one " and not any("S" in piece for piece in said), "what may be a stop is held back"
+        assert [token for c in chunks for token in getattr(c.choices[0], "token_ids", None) or []] == choice.token_ids
+        assert client.chat.completions.create(**asked).choices[0].message.content == "one STO"
+        assert len(engine.aborted) == (2 if tells else 0)
+
+
+@given(data=st.binary(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=40))
+def test_text_in_pieces_is_the_text_of_all_tokens(data: bytes, cuts: list[int]) -> None:
+    """Whatever bytes are sampled, and however many at a time."""
+    speech, said, rest = TextStream(Bytes()), "", tuple(data)
+    for cut in [*cuts, len(data) + 1]:
+        now, rest = rest[:cut], rest[cut:]
+        speech.hear(Sampled(now, (0.0,) * len(now), (0,) * len(now)))
+        piece = speech.take()
+        said += "" if piece is None else piece.text
+    speech.end()
+    last = speech.take()
+    assert said + ("" if last is None else last.text) == Bytes().decode(tuple(data)) == speech.whole().text
+
+
+@given(text=st.text("abc", max_size=20), stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=3))
+def test_a_stop_string_is_found_wherever_it_is(text: str, stops: list[str]) -> None:
+    speech, said = TextStream(Bytes(), stops), ""
+    for byte in text.encode():
+        speech.hear(Sampled((byte,), (0.0,), (0,)))
+        piece = speech.take()
+        said += "" if piece is None else piece.text
+    speech.end()
+    piece = speech.take()
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    heard = text[: min(ends, default=len(text))]
+    expected = min((heard[: heard.find(stop)] for stop in stops if stop in heard), key=len, default=heard)
+    assert said + ("" if piece is None else piece.text) == expected == speech.said
+    assert speech.is_stopped == bool(ends) and speech.tokens == list(heard.encode())
+
+
+# ---- sessions --------------------------------------------------------------------------------------------------------
+
+
+def test_the_calls_of_a_session_are_one_rollout_and_what_was_sampled_is_not_tokenised_again() -> None:
+    """`<think>` was sampled as seven characters; the tokenizer would make one token of it."""
+    with scripted("<think>hm", "five", "six") as (url, engine):
+        client = client_of(url).with_options(default_headers={"X-Session-Id": "agent-1"})
+        first = client.chat.completions.create(model="tiny", messages=[user("a")])
+        said = first.choices[0].message
+        assert said.content == "<think>hm" and len(TEXT.encode("<think>hm")) == 3
+        history = [user("a"), said.model_dump(), user("b")]
+        second: Any = client.chat.completions.create(model="tiny", messages=history)
+        sampled = first.choices[0].token_ids  # type: ignore[attr-defined]
+        begin = [*first.prompt_token_ids, *sampled]  # type: ignore[attr-defined]
+        assert second.prompt_token_ids[: len(begin)] == begin == list(engine.requests[1].tokens[: len(begin)])
+        assert second.prompt_token_ids != TEXT.opening(_chat(history)), "which would have re-tokenised it"
+        client.chat.completions.create(model="tiny", messages=[user("another")])
+        one, other = get(url, "/v1/sessions/agent-1").json()["parts"]
+        tokens = TEXT.tokenizer.decode(one["token_ids"])
+        assert tokens == TEXT.render(_chat(history)) + "five<|im_end|>"
+        masked = [token for token, is_sampled in zip(one["token_ids"], one["loss_mask"], strict=True) if is_sampled]
+        assert masked == [*sampled, *second.choices[0].token_ids]
+        assert {(m, p, v) for m, p, v in zip(one["loss_mask"], one["logprobs"], one["versions"], strict=True)} == {
+            (True, -0.5, 3),
+            (False, 0.0, -1),
+        }
+        assert TEXT.tokenizer.decode(other["token_ids"]).endswith("six<|im_end|>")
+        assert HTTP.delete(f"{url}/v1/sessions/agent-1").json()["deleted"]
+        assert get(url, "/v1/sessions/agent-1").status_code == 404
+
+
+def _chat(messages: Sequence[Json]) -> list[Any]:
+    return [Message(role=one["role"], content=one["content"]) for one in messages]
+
+
+def test_a_session_goes_on_after_answers_that_were_cut_and_over_streams_and_texts() -> None:
+    with scripted("fou...", "a!", "b", "cd", "ef", "gh") as (url, _):
+        client, body = client_of(url), {"session_id": "s"}
+        history = [user("a")]
+        for cut in ({"max_tokens": 3}, {"stop": "!"}, {}):
+            stream: Any = client.chat.completions.create(
+                model="tiny", messages=history, stream=True, extra_body=body, **cut
+            )
+            said = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+            history += [{"role": "assistant", "content": said}, user("next")]
+        (part,) = get(url, "/v1/sessions/s").json()["parts"]
+        shown = TEXT.tokenizer.decode(part["token_ids"])
+        assert "assistant\nfou<|im_end|>\n<|im_start|>user\nnext" in shown, "an end that was not sampled is shown"
+        assert "assistant\na!<|im_end|>\n<|im_start|>user\nnext" in shown
+        assert shown.endswith("b<|im_end|>")
+        texts: Json = {"model": "tiny", "extra_body": {"session_id": "t"}}
+        first: Any = client.completions.create(prompt="x", **texts)
+        second: Any = client.completions.create(prompt="x" + first.choices[0].text + "y", **texts)
+        whole = [*second.prompt_token_ids, *second.choices[0].token_ids]
+        client.completions.create(prompt=whole, **texts)
+        (part,) = get(url, "/v1/sessions/t").json()["parts"]
+        assert TEXT.tokenizer.decode(part["token_ids"]) == "xcd<|im_end|>yef<|im_end|>gh<|im_end|>"
+        assert sum(part["loss_mask"]) == 9
+
+
+def test_two_calls_that_go_on_from_one_place_at_once_become_two_parts_and_no_token_counts_twice() -> None:
+    with scripted("one", "two", "three", step_s=0.02) as (url, _):
+        first = post(url, "/v1/chat/completions", {"messages": [user("a")]}, x_session_id="s").json()
+        history = [user("a"), first["choices"][0]["message"], user("b")]
+        threads = [
+            threading.Thread(
+                target=post, args=(url, "/v1/chat/completions", {"messages": history}), kwargs={"x_session_id": "s"}
+            )
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        parts = get(url, "/v1/sessions/s").json()["parts"]
+        assert len(parts) == 2 and len(parts[1]["logprobs"]) == len(parts[1]["token_ids"])
+        assert sum(sum(part["loss_mask"]) for part in parts) == 4 + 4 + 6
+
+
+def test_sessions_are_bounded_in_number_time_and_tokens() -> None:
+    limits = SessionLimits(most=2, idle_s=1.0, tokens=60)
+    with scripted(*(["ok"] * 9), sessions=limits) as (url, _):
+
+        def ask(session_id: str, content: str = "a", **more: Any) -> httpx.Response:
+            body = {"messages": [user(content)], **more}
+            return post(url, "/v1/chat/completions", body, x_session_id=session_id)
+
+        assert ask("1").status_code == ask("2").status_code == 200
+        full = ask("3")
+        assert full.status_code == 429 and "2 sessions" in full.json()["error"]["message"]
+        assert full.headers["retry-after"]
+        crowded = ask("1", "b" * 30)
+        assert crowded.status_code == 400 and "more than its 60" in crowded.json()["error"]["message"]
+        assert "by 42: begin another session" in ask("1", max_tokens=59).json()["error"]["message"]
+        assert ask("1", n=2).json()["error"]["param"] == "n" and ask("a/b").json()["error"]["param"] == "session_id"
+        time.sleep(1.1)
+        assert ask("3").status_code == 200 and get(url, "/v1/sessions/1").status_code == 404
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[Json, str]] = [
+    ({"top_p": 1.1}, "top_p"),
+    ({"presence_penalty": 1}, "presence_penalty"),
+    ({"frequency_penalty": -1}, "frequency_penalty"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": 1e-300}, "temperature"),
+    ({"n": 0}, "n"),
+    ({"n": 1000}, "n"),
+    ({"n": "two"}, "n"),
+    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"unheard_of": 1}, "unheard_of"),
+]
+WRONG_CHAT: list[tuple[Json, str]] = [
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, "messages[0].tool_call_id"),
+    ({"messages": [user("a" * 300)]}, "messages"),
+    ({"messages": [user("a")], "max_tokens": 256}, "messages"),
+]
+WRONG_TEXT: list[tuple[Json, str]] = [
+    ({"echo": True}, "echo"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "b"}, "suffix"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": ["a", 5]}, "prompt"),
+    ({"prompt": [5, -1]}, "prompt"),
+    ({"prompt": [5, 100_000]}, "prompt"),
+    ({"prompt": [10**30]}, "prompt"),
+    ({"prompt": ["a"] * 200}, "n"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "param"), [*WRONG, *WRONG_CHAT])
+def test_what_a_chat_cannot_have_is_refused_by_name(url: str, wrong: Json, param: str) -> None:
+    found = post(url, "/v1/chat/completions", {"messages": [user("a")]} | wrong)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, param), found.text
+
+
+@pytest.mark.parametrize(("wrong", "param"), [*WRONG, *WRONG_TEXT])
+def test_what_a_completion_cannot_have_is_refused_by_name(url: str, wrong: Json, param: str) -> None:
+    found = post(url, "/v1/completions", {"prompt": "a"} | wrong)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, param), found.text
+
+
+def test_values_that_change_nothing_are_taken(url: str) -> None:
+    nothing: Json = {
+        "top_p": 1,
+        "presence_penalty": 0,
+        "logit_bias": None,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "stop": [],
+    }
+    chat: Json = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "top_logprobs": None}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]}]
+    found = post(url, "/v1/chat/completions", {"messages": parts, "max_tokens": 2} | nothing | chat)
+    assert found.status_code == 200 and found.json()["prompt_token_ids"] == TEXT.opening(_messages("2+2?"))
+    assert post(url, "/v1/completions", {"prompt": "a", "echo": False, "best_of": 1} | nothing).status_code == 200
+
+
+def test_the_context_is_named_with_what_exceeds_it(client: openai.OpenAI) -> None:
+    with pytest.raises(
+        openai.BadRequestError, match="a prompt of 3 tokens and max_tokens = 254 exceeds the context of 256"
+    ):
+        client.completions.create(model="tiny", prompt="abc", max_tokens=254)
+
+
+def test_garbage_and_bodies_that_are_too_large_are_refused(url: str) -> None:
+    def send(body: bytes, kind: str = "application/json") -> httpx.Response:
+        headers = {"content-type": kind}
+        return HTTP.post(f"{url}/v1/completions", content=body, headers=headers)
+
+    assert send(b"{").status_code == send(b"[" * 50_000).status_code == send(b"").status_code == 400
+    assert send(b'{"prompt": "\\ud800"}').status_code in (200, 400)
+    assert send(b'{"prompt": "a", "metadata": ' + b'{"a":' * 10_000 + b"}").status_code == 400
+    assert send(b"prompt=a", "application/x-www-form-urlencoded").status_code == 415
+    large = send(json.dumps({"prompt": "a" * 200_000}).encode())
+    assert large.status_code == 413 and "100000 bytes" in large.json()["error"]["message"]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "BODY_S", 0.2)
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as line:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
+        line.sendall(head.encode() + b'{"prompt"')
+        assert line.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_more_requests_than_the_limit_are_told_to_come_again_and_the_client_does() -> None:
+    with scripted("slow...", "ok", step_s=0.02, max_requests=1) as (url, _):
+        slow = threading.Thread(
+            target=post, args=(url, "/v1/completions", {"prompt": "a", "max_tokens": 20}), daemon=True
+        )
+        slow.start()
+        while get(url, "/v1/models").status_code == 200:
+            time.sleep(0.005)
+        full = post(url, "/v1/completions", {"prompt": "a"})
+        assert full.status_code == 429 and full.headers["retry-after"] == "1"
+        assert full.json()["error"]["code"] == "rate_limit_exceeded"
+        assert client_of(url, retries=3).completions.create(model="tiny", prompt="b").choices[0].text == "ok"
+        slow.join()
+
+
+def test_a_token_is_asked_for_and_beyond_this_machine_it_is_required() -> None:
+    text = text_with(CHATML)
+    with listening(lambda: served(text, ScriptedEngine(text, ["ok"])), token=TOKEN) as url:
+        with pytest.raises(openai.AuthenticationError, match="Bearer TOKEN"):
+            client_of(url, token="another").models.list()
+        assert client_of(url, token=TOKEN).completions.create(model="tiny", prompt="a").choices[0].text == "ok"
+        assert get(url, "/health").status_code == 200
+    with pytest.raises(ConfigError, match="set a token"):
+        asyncio.run(serve(served(text, ScriptedEngine(text)), ModelServiceConfig(host="0.0.0.0")))
+
+
+def test_without_a_token_a_page_in_a_browser_is_refused(url: str) -> None:
+    assert get(url, "/v1/models", origin="https://example.com").status_code == 403
+
+
+def test_an_engine_that_broke_is_said_so_in_answers_streams_and_health() -> None:
+    text = text_with(CHATML)
+    with listening(lambda: served(text, BrokenEngine(text))) as url:
+        assert get(url, "/health").status_code == 200
+        with pytest.raises(openai.InternalServerError, match="on purpose"):
+            client_of(url).completions.create(model="tiny", prompt="a")
+        with pytest.raises(openai.APIError, match="on purpose"):
+            list(client_of(url).completions.create(model="tiny", prompt="a", stream=True))
+        assert get(url, "/health").status_code == 503
+
+
+def test_an_engine_that_failed_once_and_goes_on_is_well() -> None:
+    text = text_with(CHATML)
+    with listening(lambda: served(text, StumblingEngine(text, ["b"]))) as url:
+        assert post(url, "/v1/completions", {"prompt": "a"}).status_code == 503
+        assert get(url, "/health").status_code == 200
+        assert post(url, "/v1/completions", {"prompt": "a"}).status_code == 200
+
+
+def test_an_engine_that_breaks_over_new_weights_is_said_so_in_health_and_may_be_asked_again(tmp_path: Path) -> None:
+    text, model = text_with(CHATML), make("llama")
+    write_weights(tmp_path / "one", 1, dict(model.named_parameters()), model.config)
+    with listening(lambda: served(text, TiredEngine(text)), weights_from=str(tmp_path)) as url:
+        body = {"path": str(tmp_path / "one"), "version": 1}
+        assert post(url, "/v1/millstream/weights", body).status_code == 503
+        assert get(url, "/health").status_code == 503
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, "{{ messages[0].role + 1 }}", "{{ messages[7].content }}", None])
+def test_a_chat_that_the_template_cannot_show_is_refused(template: str | None) -> None:
+    text = text_with(template)
+    with listening(lambda: served(text, ScriptedEngine(text))) as url:
+        found = post(url, "/v1/chat/completions", {"messages": [{"role": "system", "content": "a"}]})
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "messages"), found.text
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_answer_that_the_engine_refuses_is_told_and_those_beside_it_are_aborted(is_streamed: bool) -> None:
+    text = text_with(CHATML)
+    engine = RefusingEngine(text, ["on...", "on..."], step_s=0.02)
+    with listening(lambda: served(text, engine)) as url:
+        body: Json = {"prompt": "a", "n": 3, "stream": is_streamed, "max_tokens": 200}
+        found = post(url, "/v1/completions", body)
+        assert found.status_code == (200 if is_streamed else 400) and "never, on purpose" in found.text
+        assert len(engine.aborted) == 2 and get(url, "/health").status_code == 200
+
+
+# ---- who hangs up ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_that_goes_away_aborts_its_answers(is_streamed: bool) -> None:
+    with scripted("on...", "on...", step_s=0.02) as (url, engine):
+        body: Json = {"messages": [user("a")], "n": 2, "stream": is_streamed}
+        with (
+            pytest.raises(httpx.ReadTimeout),
+            httpx.Client(trust_env=False, timeout=0.3) as client,
+            client.stream("POST", f"{url}/v1/chat/completions", json=body) as found,
+        ):
+            for _ in found.iter_lines():
+                time.sleep(0.1)
+                raise httpx.ReadTimeout("enough was heard")
+        until = time.monotonic() + 10
+        while len(engine.aborted) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert sorted(engine.aborted) == sorted(request.key for request in engine.requests)
+
+
+def test_a_client_that_goes_away_frees_its_slot_in_the_real_engine(url: str) -> None:
+    with httpx.Client(trust_env=False, timeout=30) as client:
+        body: Json = {"messages": [user("a")], "n": 8, "stream": True, "max_tokens": 200}
+        with client.stream("POST", f"{url}/v1/chat/completions", json=body) as found:
+            next(found.iter_lines())
+    until = time.monotonic() + 10
+    while get(url, "/health").json()["running"] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert post(url, "/v1/completions", {"prompt": "a"}).status_code == 200
+
+
+# ---- whatever is sent ------------------------------------------------------------------------------------------------
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner)
+)
+likely: dict[str, st.SearchStrategy[Any]] = {
+    "prompt": st.text(max_size=20)
+    | st.lists(st.integers(-1, 120), max_size=5)
+    | st.lists(st.text(max_size=5), max_size=3),
+    "messages": st.lists(
+        st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "x"]), "content": st.text(max_size=9)}),
+        max_size=3,
+    ),
+    "model": st.just("tiny") | st.none(),
+    "max_tokens": st.integers(-1, 6),
+    "temperature": st.floats(0, 2) | st.just(0),
+    "n": st.integers(0, 3),
+    "stop": st.text(max_size=2) | st.lists(st.text(max_size=3), max_size=5),
+    "seed": st.integers(),
+    "stream": st.booleans(),
+    "logprobs": st.booleans() | st.integers(0, 2),
+    "session_id": st.text("ab/", max_size=2),
+}
+bodies = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 6)},
+    optional={name: st.one_of(usual, usual, usual, anything) for name, usual in likely.items() if name != "max_tokens"},
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
+    body=bodies | anything,
+    garbage=st.none() | st.binary(max_size=30),
+)
+def test_whatever_is_sent_the_answer_is_one_or_a_refusal(url: str, path: str, body: Any, garbage: bytes | None) -> None:
+    content = json.dumps(body).encode() if garbage is None else garbage
+    headers = {"content-type": "application/json"}
+    found = HTTP.post(f"{url}{path}", content=content, headers=headers)
+    assert found.status_code in (200, 400, 404, 413), (found.status_code, found.text)
+    if found.status_code == 200:
+        assert found.text.endswith("data: [DONE]\n\n") or found.json()["choices"]
+    else:
+        assert found.json()["error"]["message"]
+    assert get(url, "/health").status_code == 200
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD"]),
+    path=st.sampled_from(["/v1/sessions/", "/v1/models/", "/v1/chat/completions", "/health", "/"]),
+    rest=st.text("ab./%?#\\é", max_size=6),
+    session_id=st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=6),
+)
+def test_wherever_it_is_sent_and_by_whatever_name(url: str, method: str, path: str, rest: str, session_id: str) -> None:
+    headers = {"x-session-id": session_id.strip().encode("latin-1")}
+    found = HTTP.request(method, f"{url}{path}{rest}", headers=headers, json={"messages": [user("a")], "max_tokens": 1})
+    assert found.status_code < 500, (found.status_code, found.text)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_served_by_one_command_until_it_is_stopped(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Takes its seconds: two processes, the service and its engine, import torch."""
+    save_model(model, TEXT.tokenizer, tmp_path / "model")
+    command = [sys.executable, "-m", "millstream.cli.main", "serve", str(tmp_path / "model"), "--name", "mine"]
+    child = subprocess.Popen(
+        [*command, "--port", "0", "--max-length", "64", "--weights-from", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    )
+    try:
+        assert child.stdout is not None
+        name, _, _, address = child.stdout.readline().split()
+        client = client_of(address.removesuffix("/v1"))
+        chat: Any = client.chat.completions.create(model=name, messages=[user("a")], temperature=0, max_tokens=5)
+        assert chat.choices[0].token_ids == generated(model, TEXT.opening(_messages("a")), 5)
+        assert client.models.retrieve("mine").context == 64  # type: ignore[attr-defined]
+        write_weights(tmp_path / "new", 4, dict(model.named_parameters()), model.config)
+        taken = {"path": str(tmp_path / "new"), "version": 4}
+        assert post(address.removesuffix("/v1"), "/v1/millstream/weights", taken).json()["version"] == 4
+        assert client.models.retrieve("mine").version == 4  # type: ignore[attr-defined]
+    finally:
+        child.send_signal(signal.SIGINT)
+        assert child.wait(30) in (0, 130)
+
+
+def test_a_model_that_is_not_there_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["serve", str(tmp_path / "nothing")])
+    assert result.exit_code == 1 and "no such folder" in result.output and "serve FOLDER" in result.output
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--host", "0.0.0.0"], env={"MILLSTREAM_TOKEN": ""})
+    assert result.exit_code == 1 and "token" in result.output
+
+
+@pytest.mark.parametrize("wrong", [{"max_body_bytes": 0}, {"max_requests": 0}, {"port": 70_000}])
+def test_limits_that_cannot_be_are_refused(wrong: Json) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        ModelServiceConfig(**wrong)
+    with pytest.raises(ValueError, match="above 0"):
+        SessionLimits(idle_s=0)

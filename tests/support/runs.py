@@ -1,0 +1,82 @@
+"""Runs of the real program in processes of their own: small, started, watched, killed, resumed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from millstream.audit.audit import audit
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {
+    "data.size": 300,
+    "data.holdout": 16,
+    "pipeline.steps": 60,
+    "pipeline.groups_per_step": 4,
+    "rollout.group_size": 4,
+    "evaluation.every_steps": 1000,
+    "pipeline.filter_zero_signal": "false",
+    "checkpoint.every_steps": 2,
+    "engine.process": "false",
+}
+
+
+def recipe_in(folder: Path) -> Path:
+    """The demo without its warm-up, which takes longer than all the rest."""
+    text = (ROOT / "recipes/demo.toml").read_text()
+    begin, end = text.index("[warmup]"), text.index("[rollout]")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.toml").write_text(text[:begin] + text[end:])
+    return folder / "recipe.toml"
+
+
+def command(run_dir: Path, changes: dict[str, object] | None = None) -> list[str]:
+    keys = SETTINGS | {"run_dir": run_dir} | (changes or {})
+    overrides = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    return [sys.executable, "-m", "millstream.cli.main", "train", str(recipe_in(run_dir.parent)), *overrides]
+
+
+def resume_command(run_dir: Path) -> list[str]:
+    return [sys.executable, "-m", "millstream.cli.main", "train", "--resume", str(run_dir)]
+
+
+def resume(run_dir: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(resume_command(run_dir), capture_output=True, text=True, timeout=200)
+
+
+def start(words: list[str], prepare: Callable[[], None] = lambda: None) -> subprocess.Popen[str]:
+    def in_child() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell ignores it for background jobs
+        prepare()
+
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=in_child)
+
+
+def steps_of(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert time.monotonic() < limit, "it did not come to that in time"
+        time.sleep(0.01)
+
+
+def kill_at(run_dir: Path, step: int, changes: dict[str, object] | None = None) -> None:
+    process = start(command(run_dir, changes))
+    until(lambda: steps_of(run_dir) >= step, process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+
+
+def assert_clean(run_dir: Path) -> None:
+    report = audit(run_dir)
+    assert report.is_clean, "\n".join(map(str, report.findings))
+    assert report.checks > 100, "nothing was checked"

@@ -1,0 +1,105 @@
+"""Processes at the other end of a weight channel, from outside. See `weight_worker` for what they do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from millstream.weights.transfer import WeightsRef
+
+
+class Peer:
+    """A worker's process, from outside."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.settimeout(60)
+        self._end, self._lines = end, end.makefile("rw")
+        self.pid = self.hear()["pid"]
+
+    def tell(self, do: str, **order: Any) -> None:
+        print(json.dumps({"do": do, **order}), file=self._lines, flush=True)
+
+    def hear(self) -> Any:
+        return json.loads(self._lines.readline())
+
+    def ask(self, do: str, **order: Any) -> Any:
+        self.tell(do, **order)
+        return self.hear()
+
+    def take(self, parcel: WeightsRef, *, node: str = "a") -> Any:
+        self.tell_take(parcel, node=node)
+        return self.hear()
+
+    def tell_take(self, parcel: WeightsRef, *, node: str = "a") -> None:
+        self.tell("take", parcel=msgspec.msgpack.encode(parcel).hex(), node=node)
+
+    def put(self, version: int, num_bytes: int = 1 << 16, device: str = "cpu") -> WeightsRef:
+        said = self.ask("put", version=version, num_bytes=num_bytes, device=device)
+        return msgspec.msgpack.decode(bytes.fromhex(said["parcel"]), type=WeightsRef)
+
+    def stop_at(self, bucket: int, parcel: WeightsRef, *, node: str = "b") -> None:
+        """Let it take the parcel by broadcast; returns when it stands still in the middle, at this bucket."""
+        self.ask("fault", what="SIGSTOP", at=bucket)
+        self.tell_take(parcel, node=node)
+        deadline = time.monotonic() + 60
+        while Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+            assert time.monotonic() < deadline, "it has not come to that bucket"
+            time.sleep(0.01)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Returns when it is gone, and with it its locks."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with suppress(OSError):
+            while self._end.recv(4096):
+                pass
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{self.pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._end.close()
+
+
+@contextmanager
+def forks() -> Iterator[Callable[[], Peer]]:
+    """A fresh process for each call. They are killed at the end."""
+    used: list[Peer] = []
+    with tempfile.TemporaryDirectory() as name, socket.socket(socket.AF_UNIX) as door:
+        door.bind(f"{name}/door")
+        door.listen()
+        door.settimeout(60)
+        path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "weight_worker.py"), f"{name}/door"],
+            stdin=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
+        assert process.stdin is not None
+
+        def new() -> Peer:
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            used.append(Peer(door.accept()[0]))
+            return used[-1]
+
+        try:
+            yield new
+        finally:
+            for peer in used:
+                peer.kill()
+            process.kill()
+            process.wait()

@@ -1,0 +1,127 @@
+"""One end of a weight channel in a process of its own: a line of JSON in, a line of JSON out.
+
+`python weight_worker.py SOCKET` imports what is needed, and for every line on its standard input it forks such a process, which
+calls at the socket: a fresh one takes milliseconds, where importing torch takes seconds.
+
+Faults are real: `{"do": "fault", "what": "SIGKILL", "at": 3}` sends itself that signal when the third bucket of a broadcast arrives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from millstream.errors import WeightsError
+from millstream.types import Weights
+from millstream.weights.transfer import WeightsRef, receiver
+from millstream.weights.transfer.fetcher import Taken, WeightsFetcher
+from millstream.weights.transfer.publisher import WeightsPublisher
+
+
+def weights(version: int, num_bytes: int = 1 << 16, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+    """Of several types and odd shapes, another content for every version, one after the other."""
+    torch.manual_seed(version)
+    yield "embedding", torch.randn(num_bytes // 4).to(device)
+    yield "half", torch.randn(7, 5).bfloat16().to(device)
+    yield "odd", torch.randn(3, 1, 2, 33).to(device)[..., ::2]
+    yield "scalar", torch.tensor(float(version)).to(device)
+    yield "count", torch.tensor(version).to(device)
+    yield "nothing", torch.empty(0, 4).to(device)
+    yield "flags", (torch.rand(13) > 0.5).to(device)
+
+
+def fingerprint(found: Weights) -> str:
+    """Names, types, shapes and every byte."""
+    said = blake2b(digest_size=16)
+    for name, tensor in found.items():
+        said.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        said.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return said.hexdigest()
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.inboxes: dict[str, WeightsFetcher] = {}
+        self.taken: Taken | None = None
+        self.outbox: WeightsPublisher | None = None
+
+    def take(self, parcel: str, node: str, timeout_s: float = 20.0) -> dict[str, Any]:
+        inbox = self.inboxes.setdefault(node, WeightsFetcher(node, timeout_s=timeout_s))
+        try:
+            self.taken = inbox.take(msgspec.msgpack.decode(bytes.fromhex(parcel), type=WeightsRef))
+        except WeightsError as error:
+            return {"error": type(error).__name__, "says": str(error)}
+        return {"version": self.taken.version, "way": self.taken.way, **self.look()}
+
+    def look(self) -> dict[str, Any]:
+        assert self.taken is not None
+        first = self.taken.weights["embedding"]
+        return {"fingerprint": fingerprint(self.taken.weights), "at": first.data_ptr(), "device": first.device.type}
+
+    def release(self) -> dict[str, Any]:
+        assert self.taken is not None
+        self.taken.release()
+        return {}
+
+    def fault(self, what: str, at: int) -> dict[str, Any]:
+        """A signal to itself at bucket `at` of what is taken next, once."""
+        whole = receiver.check
+
+        def check(bucket: Tensor, number: int, parcel: WeightsRef) -> None:
+            whole(bucket, number, parcel)
+            if number == at:
+                receiver.check = whole
+                os.kill(os.getpid(), signal.Signals[what])
+
+        receiver.check = check
+        return {}
+
+    def open(self, folder: str, ways: list[Any], **options: Any) -> dict[str, Any]:
+        self.outbox = WeightsPublisher(Path(folder), node="a", ways=ways, **options)
+        return {}
+
+    def put(self, version: int, num_bytes: int = 1 << 16, device: str = "cpu") -> dict[str, Any]:
+        assert self.outbox is not None
+        return {"parcel": msgspec.msgpack.encode(self.outbox.put(version, weights(version, num_bytes, device))).hex()}
+
+    def close(self) -> dict[str, Any]:
+        assert self.outbox is not None
+        self.outbox.close()
+        return {}
+
+
+def work(address: str) -> None:
+    worker = Worker()
+    with socket.socket(socket.AF_UNIX) as end:
+        end.connect(address)
+        lines = end.makefile("rw")
+        print(json.dumps({"pid": os.getpid()}), file=lines, flush=True)
+        for line in lines:
+            order = json.loads(line)
+            print(json.dumps(getattr(worker, order.pop("do"))(**order)), file=lines, flush=True)
+
+
+def main(address: str) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for _ in sys.stdin:
+        if not os.fork():
+            try:
+                work(address)
+            finally:
+                os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,89 @@
+"""On a GPU: weights from one process to another, device to device. `make test-gpu`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import structs
+
+from millstream.store.segments import memory_folder
+from support.weight_peers import Peer, forks
+from support.weight_worker import fingerprint, weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
+]
+MEGABYTE = 1 << 20
+SIZE = 48 * MEGABYTE
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Callable[[], Peer]]:
+    with forks() as new:
+        yield new
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(dir=memory_folder("test", "a").parent) as name:
+        yield str(Path(name) / "slots")
+
+
+def expected(version: int) -> str:
+    return fingerprint(dict(weights(version, SIZE)))
+
+
+def test_another_process_of_the_node_gets_every_byte_from_device_memory(peers: Callable[[], Peer], folder: str) -> None:
+    sender, receiver = peers(), peers()
+    sender.ask("open", folder=folder, ways=["ipc"], bucket_bytes=8 * MEGABYTE)
+    for version in range(5):
+        parcel = sender.put(version, SIZE, "cuda")
+        assert Path(parcel.path).stat().st_size < MEGABYTE  # nothing on the host
+        found = receiver.take(parcel)
+        assert (found["way"], found["device"], found["version"]) == ("ipc", "cuda", version)
+        assert found["fingerprint"] == expected(version)
+        receiver.ask("release")
+    sender.ask("close")
+
+
+def test_a_copy_on_the_device_stays_while_somebody_has_it_and_is_free_when_it_dies(
+    peers: Callable[[], Peer], folder: str
+) -> None:
+    sender, first, second = peers(), peers(), peers()
+    sender.ask("open", folder=folder, ways=["ipc"], bucket_bytes=8 * MEGABYTE)
+    parcel = sender.put(1, SIZE, "cuda")
+    first.take(parcel)
+    newest = [sender.put(version, SIZE, "cuda") for version in (2, 3, 4)]
+    assert parcel.path not in [one.path for one in newest]
+    assert first.ask("look")["fingerprint"] == expected(1)
+    assert second.take(newest[-1])["fingerprint"] == expected(4)
+    assert second.take(newest[0])["error"] == "WeightsSuperseded"
+    first.kill()
+    assert sender.put(5, SIZE, "cuda").path == parcel.path
+    sender.ask("close")
+
+
+def test_where_device_memory_cannot_be_opened_the_host_has_a_copy_too(peers: Callable[[], Peer], folder: str) -> None:
+    sender, receiver = peers(), peers()
+    sender.ask("open", folder=folder, ways=["ipc", "shared"], bucket_bytes=8 * MEGABYTE)
+    parcel = sender.put(1, SIZE, "cuda")
+    assert parcel.ipc is not None
+    assert receiver.take(parcel)["way"] == "ipc"
+    receiver.ask("release")
+    elsewhere = structs.replace(parcel, ipc=structs.replace(parcel.ipc, gpu="another one"))
+    found = receiver.take(elsewhere)
+    assert (found["way"], found["device"], found["fingerprint"]) == ("shared", "cpu", expected(1))
+    sender.ask("close")
+
+
+def test_weights_on_a_device_reach_the_host_of_others(peers: Callable[[], Peer], folder: str) -> None:
+    sender, receiver = peers(), peers()
+    sender.ask("open", folder=folder, ways=["broadcast"], bucket_bytes=8 * MEGABYTE)
+    found = receiver.take(sender.put(1, SIZE, "cuda"), node="b")
+    assert (found["way"], found["fingerprint"]) == ("broadcast", expected(1))
+    sender.ask("close")

@@ -1,0 +1,679 @@
+"""Weights from one process to others: real processes, real deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from millstream.errors import WeightsError, WeightsSuperseded, WeightsUnreachable
+from millstream.store.segments import memory_folder
+from millstream.weights.remote import RemoteChannel
+from millstream.weights.transfer import Handle, Way
+from millstream.weights.transfer.cached_ref import CachedRef
+from millstream.weights.transfer.device import DeviceBuffer
+from millstream.weights.transfer.fetcher import WeightsFetcher
+from millstream.weights.transfer.publisher import WeightsPublisher
+from millstream.weights.transfer.remote_weights import RemoteWeights
+from millstream.weights.transfer.slots import HEADER_BYTES, OWNER
+from support.weight_peers import Peer, forks
+from support.weight_worker import fingerprint, weights
+
+BUCKET = 1 << 14
+"""Small, so that there are several."""
+MEGABYTE = 1 << 20
+NewOutbox = Callable[..., WeightsPublisher]
+
+
+@pytest.fixture(scope="module")
+def new_peer() -> Iterator[Callable[[], Peer]]:
+    with forks() as new:
+        yield new
+
+
+@pytest.fixture
+def peers(new_peer: Callable[[], Peer]) -> Iterator[Callable[[], Peer]]:
+    """A fresh process for each call. They are killed when the test is over."""
+    used: list[Peer] = []
+
+    def peer() -> Peer:
+        used.append(new_peer())
+        return used[-1]
+
+    yield peer
+    for one in used:
+        one.kill()
+
+
+@pytest.fixture(scope="module")
+def reader(new_peer: Callable[[], Peer]) -> Iterator[Peer]:
+    """One that all tests share which do it no harm."""
+    peer = new_peer()
+    yield peer
+    peer.kill()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=memory_folder("test", "a").parent) as name:
+        yield Path(name) / "slots"
+
+
+@pytest.fixture
+def new_outbox(folder: Path) -> Iterator[NewOutbox]:
+    outboxes: list[WeightsPublisher] = []
+
+    def new(ways: Sequence[Way] = ("shared",), **options: Any) -> WeightsPublisher:
+        outboxes.append(WeightsPublisher(folder, node="a", ways=ways, **{"bucket_bytes": BUCKET, **options}))
+        return outboxes[-1]
+
+    yield new
+    for outbox in outboxes:
+        outbox.close()
+
+
+def expected(version: int, num_bytes: int = 1 << 16) -> str:
+    return fingerprint(dict(weights(version, num_bytes)))
+
+
+@pytest.mark.parametrize(
+    ("ways", "node", "way"),
+    [
+        (["shared"], "a", "shared"),
+        (["broadcast"], "b", "broadcast"),
+        (["files"], "b", "files"),
+        (["files", "broadcast", "shared"], "a", "shared"),
+        (["files", "broadcast", "shared"], "b", "broadcast"),
+    ],
+)
+def test_another_process_gets_every_byte_by_the_nearest_way(
+    ways: list[Way], node: str, way: Way, new_outbox: NewOutbox, reader: Peer, tmp_path: Path
+) -> None:
+    outbox = new_outbox(ways, files=tmp_path)
+    for version in (3, 4):
+        found = reader.take(outbox.put(version, weights(version)), node=node)
+        assert found["way"] == way and found["version"] == version
+        assert found["fingerprint"] == expected(version)
+        reader.ask("release")
+
+
+def test_a_parcel_is_small_and_does_not_show_its_token(new_outbox: NewOutbox) -> None:
+    parcel = new_outbox(["shared", "broadcast"]).put(1, weights(1))
+    assert len(msgspec.msgpack.encode(parcel)) < 1000
+    assert len(parcel.token) == 32
+    assert parcel.token not in repr(parcel) and parcel.token not in repr(RemoteWeights(parcel, WeightsFetcher("a")))
+
+
+def test_a_flipped_bit_is_found_and_its_bucket_named(new_outbox: NewOutbox) -> None:
+    parcel = new_outbox().put(1, weights(1))
+    with Path(parcel.path).open("r+b") as file:
+        file.seek(HEADER_BYTES + 2 * BUCKET + 77)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0b1000]))
+    with pytest.raises(WeightsError, match=r"bucket 2 of version 1 \(embedding\)"):
+        WeightsFetcher("a").take(parcel)
+
+
+def test_swapped_buckets_are_found(new_outbox: NewOutbox) -> None:
+    parcel = new_outbox().put(1, weights(1))
+    with Path(parcel.path).open("r+b") as file:
+        file.seek(HEADER_BYTES)
+        first, second = file.read(BUCKET), file.read(BUCKET)
+        file.seek(HEADER_BYTES)
+        file.write(second + first)
+    with pytest.raises(WeightsError, match="bucket 0 of version 1"):
+        WeightsFetcher("a").take(parcel)
+
+
+def test_a_flipped_bit_is_found_at_the_other_end_of_a_broadcast(new_outbox: NewOutbox, reader: Peer) -> None:
+    parcel = new_outbox(["broadcast"]).put(1, weights(1))
+    with Path(parcel.path).open("r+b") as file:
+        file.seek(HEADER_BYTES + 4 * BUCKET + 70)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    found = reader.take(parcel, node="b")
+    assert found["error"] == "WeightsError" and "bucket 4 of version 1 (half to flags)" in found["says"]
+
+
+@pytest.mark.parametrize("way", ["shared", "broadcast"])
+def test_a_parcel_that_was_superseded_says_so(way: Way, new_outbox: NewOutbox) -> None:
+    outbox = new_outbox([way])
+    first = outbox.put(1, weights(1))
+    for version in (2, 3):
+        outbox.put(version, weights(version))
+    with pytest.raises(WeightsSuperseded, match="superseded by"):
+        WeightsFetcher("a").take(first)
+
+
+def test_the_newest_but_one_can_still_be_taken(new_outbox: NewOutbox) -> None:
+    outbox = new_outbox()
+    first = outbox.put(1, weights(1))
+    outbox.put(2, weights(2))
+    with WeightsFetcher("a").take(first) as taken:
+        assert fingerprint(taken.weights) == expected(1)
+
+
+def test_what_was_taken_stays_while_others_are_put(new_outbox: NewOutbox, reader: Peer) -> None:
+    outbox = new_outbox()
+    found = reader.take(outbox.put(1, weights(1)))
+    newest = [outbox.put(version, weights(version)) for version in (2, 3, 4)][-1]
+    assert reader.ask("look")["fingerprint"] == found["fingerprint"] == expected(1)
+    reader.ask("release")
+    assert reader.take(newest)["fingerprint"] == expected(4)
+    reader.ask("release")
+
+
+def test_no_slot_is_taken_from_a_reader_and_a_put_that_finds_none_says_so(new_outbox: NewOutbox, folder: Path) -> None:
+    outbox, inbox = new_outbox(), WeightsFetcher("a")
+    held = [inbox.take(outbox.put(version, weights(version))) for version in range(4)]
+    with pytest.raises(WeightsError, match="all 4 slots"):
+        outbox.put(4, weights(4))
+    for version, taken in enumerate(held):
+        assert fingerprint(taken.weights) == expected(version)
+    held[1].release()
+    with inbox.take(outbox.put(5, weights(5))) as taken:
+        assert fingerprint(taken.weights) == expected(5)
+    assert len(list(folder.glob("*-*"))) == 4
+
+
+def test_a_reader_that_is_killed_frees_its_slot(new_outbox: NewOutbox, peers: Callable[[], Peer], folder: Path) -> None:
+    outbox, peer, inbox = new_outbox(), peers(), WeightsFetcher("a")
+    peer.take(first := outbox.put(0, weights(0)))
+    held = [inbox.take(outbox.put(version, weights(version))) for version in range(1, 4)]
+    with pytest.raises(WeightsError, match="all 4 slots"):
+        outbox.put(4, weights(4))
+    peer.kill()
+    assert outbox.put(4, weights(4)).path == first.path
+    for taken in held:
+        taken.release()
+
+
+def test_a_slot_is_free_when_the_last_tensor_of_it_is_gone(new_outbox: NewOutbox) -> None:
+    outbox = new_outbox()
+    first = outbox.put(1, weights(1))
+    tensor = WeightsFetcher("a").take(first).weights["half"]  # nobody has what it was taken with
+    kept = tensor.clone()
+    assert first.path not in [outbox.put(version, weights(version)).path for version in (2, 3, 4)]
+    assert torch.equal(tensor, kept)
+    del tensor
+    assert first.path in [outbox.put(version, weights(version)).path for version in (5, 6)]
+
+
+def test_whoever_writes_into_what_it_took_changes_nothing_for_others(new_outbox: NewOutbox) -> None:
+    parcel = new_outbox().put(1, weights(1))
+    with WeightsFetcher("a").take(parcel) as mine, WeightsFetcher("a").take(parcel) as theirs:
+        mine.weights["embedding"].zero_()
+        assert fingerprint(theirs.weights) == expected(1)
+
+
+def test_a_version_that_is_larger_or_smaller_than_the_one_before_arrives(new_outbox: NewOutbox) -> None:
+    outbox, inbox = new_outbox(), WeightsFetcher("a")
+    for version, num_bytes in enumerate([1 << 16, 1 << 18, 1 << 12, 1 << 20, 1 << 12]):
+        parcel = outbox.put(version, weights(version, num_bytes))
+        assert Path(parcel.path).stat().st_size == HEADER_BYTES + parcel.num_bytes
+        with inbox.take(parcel) as taken:
+            assert fingerprint(taken.weights) == expected(version, num_bytes)
+
+
+def test_a_put_that_fails_leaves_the_outbox_usable(new_outbox: NewOutbox) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "embedding", torch.ones(100)
+        raise OSError("the disk is gone")
+
+    outbox, inbox = new_outbox(), WeightsFetcher("a")
+    before = outbox.put(1, weights(1))
+    with pytest.raises(OSError, match="the disk is gone"):
+        outbox.put(2, broken())
+    with pytest.raises(WeightsError, match="no weights to put"):
+        outbox.put(2, [])
+    for parcel, version in ((before, 1), (outbox.put(3, weights(3)), 3)):
+        with inbox.take(parcel) as taken:
+            assert fingerprint(taken.weights) == expected(version)
+
+
+def test_memory_that_is_full_is_told_before_anything_is_lost(
+    new_outbox: NewOutbox, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(descriptor: int, offset: int, size: int) -> None:
+        if size > HEADER_BYTES + (1 << 18):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(descriptor, offset, size)
+
+    reserve = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    outbox, inbox = new_outbox(), WeightsFetcher("a")
+    before = outbox.put(1, weights(1, (1 << 18) - 4096))  # half as much again would be too much
+    with pytest.raises(
+        WeightsError, match=r"no room for 1 MiB of weights in .*\(No space left on device\): free memory"
+    ):
+        outbox.put(2, weights(2, 1 << 20))
+    with inbox.take(before) as taken:
+        assert fingerprint(taken.weights) == expected(1, (1 << 18) - 4096)
+
+
+@settings(max_examples=10)
+@given(
+    readers=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=3),
+    num_puts=st.integers(1, 12),
+)
+def test_every_take_sees_exactly_its_version(readers: list[list[int]], num_puts: int) -> None:
+    """Any puts and takes, in threads. A reader's numbers say how many looks it has at what it took."""
+    with tempfile.TemporaryDirectory(dir=memory_folder("test", "a").parent) as name:
+        outbox, inbox = WeightsPublisher(Path(name), node="a", ways=["shared"], bucket_bytes=256), WeightsFetcher("a")
+        newest = [outbox.put(0, [("x", torch.full((500,), 0)), ("y", torch.full((3,), 0))])]
+        wrong: list[str] = []
+
+        def read(looks: list[int]) -> None:
+            for num_looks in looks:
+                parcel = newest[0]
+                try:
+                    with inbox.take(parcel) as taken:
+                        for _ in range(num_looks + 1):
+                            seen = {int(number) for tensor in taken.weights.values() for number in tensor}
+                            if seen != {parcel.version}:
+                                wrong.append(f"{seen} in version {parcel.version}")
+                except WeightsSuperseded:
+                    continue
+                except WeightsError as error:
+                    wrong.append(str(error))
+
+        threads = [threading.Thread(target=read, args=(looks,)) for looks in readers]
+        for thread in threads:
+            thread.start()
+        for version in range(1, num_puts + 1):  # three readers at most: a fourth slot is free
+            newest[0] = outbox.put(version, [("x", torch.full((500,), version)), ("y", torch.full((3,), version))])
+        for thread in threads:
+            thread.join()
+        outbox.close()
+        assert not wrong
+
+
+def test_those_who_ask_during_a_round_are_served_in_the_next_one_together(
+    new_outbox: NewOutbox, peers: Callable[[], Peer], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "millstream.weights.transfer.sender")
+    outbox = new_outbox(["broadcast"], bucket_bytes=8 * MEGABYTE)
+    slow, receivers = peers(), [peers() for _ in range(3)]
+    slow.stop_at(0, outbox.put(1, weights(1, 32 * MEGABYTE)))
+    second = outbox.put(2, weights(2))
+    for receiver in receivers:
+        receiver.tell_take(second, node="b")
+    time.sleep(0.5)  # all of them have asked
+    slow.go_on()
+    for receiver in receivers:
+        assert receiver.hear()["fingerprint"] == expected(2)
+    assert slow.hear()["fingerprint"] == expected(1, 32 * MEGABYTE)
+    said = [record.message for record in caplog.records if "in one broadcast" in record.message]
+    assert said == ["version 1 went to 1 in one broadcast", "version 2 went to 3 in one broadcast"]
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_a_receiver_that_dies_or_hangs_in_a_round_costs_the_others_that_round_only(
+    fault: str, new_outbox: NewOutbox, peers: Callable[[], Peer]
+) -> None:
+    outbox = new_outbox(["broadcast"], bucket_bytes=8 * MEGABYTE, round_s=1.5)
+    receivers = [peers() for _ in range(3)]
+    receivers[1].ask("fault", what=fault, at=1)
+    parcel = outbox.put(1, weights(1, 32 * MEGABYTE))
+    began = time.monotonic()
+    for receiver in receivers:
+        receiver.tell_take(parcel, node="b")
+    for receiver in (receivers[0], receivers[2]):
+        assert receiver.hear()["fingerprint"] == expected(1, 32 * MEGABYTE)
+    assert time.monotonic() - began < 15
+
+
+def test_memory_of_a_receiver_is_used_again(new_outbox: NewOutbox, reader: Peer) -> None:
+    outbox = new_outbox(["broadcast"])
+    places = []
+    for version in range(3):
+        places.append(reader.take(outbox.put(version, weights(version)), node="c")["at"])
+        reader.ask("release")
+    assert len(set(places)) == 1
+
+
+def test_what_was_received_stays_until_it_is_released(new_outbox: NewOutbox) -> None:
+    outbox, inbox = new_outbox(["broadcast"]), WeightsFetcher("b")
+    first = inbox.take(outbox.put(1, weights(1)))
+    second = inbox.take(outbox.put(2, weights(2)))
+    assert fingerprint(first.weights) == expected(1) and fingerprint(second.weights) == expected(2)
+
+
+def test_a_sender_that_dies_is_an_error_that_names_it(peers: Callable[[], Peer], folder: Path) -> None:
+    sender, receiver = peers(), peers()
+    sender.ask("open", folder=str(folder), ways=["broadcast"], bucket_bytes=8 * MEGABYTE)
+    parcel = sender.put(1, 32 * MEGABYTE)
+    receiver.stop_at(0, parcel)
+    sender.kill()
+    receiver.go_on()
+    found = receiver.hear()
+    assert found["error"] == "WeightsUnreachable"
+    assert "no sender at 127.0.0.1" in found["says"]
+
+
+def test_what_a_killed_outbox_left_is_removed_by_the_next(
+    peers: Callable[[], Peer], folder: Path, new_outbox: NewOutbox
+) -> None:
+    living = new_outbox()
+    parcel = living.put(7, weights(7))
+    killed = peers()
+    killed.ask("open", folder=str(folder), ways=["shared"])
+    orphan = killed.put(1)
+    killed.kill()
+    assert Path(orphan.path).exists()
+    new_outbox()
+    assert not Path(orphan.path).exists()
+    with WeightsFetcher("a").take(parcel) as taken:
+        assert fingerprint(taken.weights) == expected(7)
+    with pytest.raises(WeightsUnreachable, match="was closed"):
+        WeightsFetcher("a").take(orphan)
+
+
+def test_what_a_killed_outbox_left_goes_with_the_last_one(
+    peers: Callable[[], Peer], folder: Path, new_outbox: NewOutbox
+) -> None:
+    last, killed = new_outbox(), peers()
+    killed.ask("open", folder=str(folder), ways=["shared"])
+    orphan = killed.put(1)
+    killed.kill()
+    assert Path(orphan.path).exists()
+    last.close()
+    assert not folder.exists()
+
+
+def test_whoever_has_a_wrong_token_gets_nothing(new_outbox: NewOutbox) -> None:
+    parcel = new_outbox(["broadcast"]).put(1, weights(1))
+    with pytest.raises(WeightsUnreachable, match="the token is not that of this outbox"):
+        WeightsFetcher("b").take(structs.replace(parcel, token="0" * 32))
+    with WeightsFetcher("b").take(parcel) as taken:
+        assert fingerprint(taken.weights) == expected(1)
+
+
+def test_noise_at_the_door_disturbs_nobody(new_outbox: NewOutbox) -> None:
+    parcel = new_outbox(["broadcast"]).put(1, weights(1))
+    assert parcel.sender is not None
+    noise = [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n" * 9,
+        parcel.token.encode(),
+        parcel.token.encode() + b"\x04\0\0\0\xff\xff\xff\xff",
+    ]
+    ends = [socket.create_connection(parcel.sender) for _ in noise]
+    for end, said in zip(ends, noise, strict=True):
+        end.sendall(said)
+    with WeightsFetcher("b").take(parcel) as taken:
+        assert fingerprint(taken.weights) == expected(1)
+    for end in ends:
+        end.close()
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process listens, as the kernel has them."""
+    inodes = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            inodes.add(str(path.readlink()))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="looks into /proc")
+def test_nothing_listens_but_on_the_loopback_address_also_while_it_sends(
+    peers: Callable[[], Peer], folder: Path
+) -> None:
+    sender, receiver = peers(), peers()
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}
+    sender.ask("open", folder=str(folder), ways=["broadcast"], bucket_bytes=8 * MEGABYTE)
+    parcel = sender.put(1, 32 * MEGABYTE)
+    assert listening(sender.pid) == {"0100007F"}
+    receiver.stop_at(0, parcel)
+    seen = listening(sender.pid) | listening(receiver.pid)
+    assert seen and seen <= loopback
+    receiver.go_on()
+    assert receiver.hear()["fingerprint"] == expected(1, 32 * MEGABYTE)
+
+
+def test_a_host_that_is_no_address_of_this_node_is_refused(folder: Path) -> None:
+    with pytest.raises(WeightsError, match="must be an address of this node"):
+        WeightsPublisher(folder, node="a", ways=["broadcast"], host="192.0.2.1")
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightsError, match="cannot stage weights in"):
+        WeightsPublisher(tmp_path / "file" / "slots", node="a", ways=["shared"])
+
+
+def test_no_file_is_left_after_close(new_outbox: NewOutbox, folder: Path, tmp_path: Path, reader: Peer) -> None:
+    outbox = new_outbox(["shared", "broadcast", "files"], files=tmp_path)
+    for version in range(4):
+        parcel = outbox.put(version, weights(version))
+    assert len(list(folder.iterdir())) == 3 and len(list(tmp_path.iterdir())) == 2
+    taken = reader.take(parcel)
+    outbox.close()
+    assert not folder.exists() and not list(tmp_path.iterdir())
+    assert reader.ask("look")["fingerprint"] == taken["fingerprint"]  # who has it keeps it
+    reader.ask("release")
+    with pytest.raises(WeightsError, match="closed"):
+        outbox.put(5, weights(5))
+    found = reader.take(parcel)
+    assert found["error"] == "WeightsUnreachable"
+    assert all(f"{way}: " in found["says"] for way in ("shared", "broadcast", "files"))
+
+
+def test_putting_does_not_wait_for_receivers(new_outbox: NewOutbox, peers: Callable[[], Peer]) -> None:
+    outbox, slow = new_outbox(["broadcast"], bucket_bytes=8 * MEGABYTE), peers()
+    slow.stop_at(0, outbox.put(1, weights(1, 32 * MEGABYTE)))
+    for version in (2, 3, 4):
+        outbox.put(version, weights(version, 32 * MEGABYTE))
+    slow.go_on()
+    assert slow.hear()["fingerprint"] == expected(1, 32 * MEGABYTE)
+
+
+def test_where_one_way_fails_the_next_is_tried_with_a_warning(
+    new_outbox: NewOutbox, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parcel = new_outbox(["shared", "broadcast", "files"], files=tmp_path).put(1, weights(1))
+    Path(parcel.path).unlink()
+    with WeightsFetcher("a").take(structs.replace(parcel, sender=("127.0.0.1", 1))) as taken:
+        assert taken.way == "files" and fingerprint(taken.weights) == expected(1)
+    said = [record.message for record in caplog.records if record.name == "millstream.weights.transfer.fetcher"]
+    assert "by way of shared" in said[0] and "by way of broadcast" in said[1]
+
+
+def test_files_of_another_version_are_not_taken(new_outbox: NewOutbox, tmp_path: Path) -> None:
+    outbox = new_outbox(["files"], files=tmp_path)
+    first, second = outbox.put(1, weights(1)), outbox.put(2, weights(2))
+    with pytest.raises(WeightsUnreachable, match="holds version 2, expected 1"):
+        WeightsFetcher("b").take(structs.replace(first, folder=second.folder))
+
+
+def test_files_of_two_that_count_alike_do_not_take_each_others_place(new_outbox: NewOutbox, tmp_path: Path) -> None:
+    """A learner that was begun anew counts from 1, as the driver does, and the run folder is the same."""
+    parcel = new_outbox(["files"], files=tmp_path).put(1, weights(1))
+    other = new_outbox(["files"], files=tmp_path).put(1, weights(2))
+    with WeightsFetcher("b").take(parcel) as mine, WeightsFetcher("b").take(other) as theirs:
+        assert fingerprint(mine.weights) == expected(1) and fingerprint(theirs.weights) == expected(2)
+
+
+def test_where_no_way_leads_the_error_says_what_to_set(new_outbox: NewOutbox) -> None:
+    parcel = new_outbox().put(1, weights(1))
+    with pytest.raises(WeightsUnreachable, match=r'add "broadcast" to resources\.weights'):
+        WeightsFetcher("b").take(parcel)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ways": ["pigeon"]}, "resources.weights has pigeon"),
+        ({"ways": []}, "resources.weights is empty"),
+        ({"ways": ["files"]}, "say in which folder"),
+        ({"ways": ["shared"], "bucket_bytes": 100}, "expected a multiple of 64"),
+    ],
+)
+def test_an_outbox_that_cannot_work_is_refused(options: dict[str, Any], says: str, folder: Path) -> None:
+    with pytest.raises(WeightsError, match=says):
+        WeightsPublisher(folder, node="a", **options)
+    assert not folder.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_device_memory_is_refused_where_there_is_no_gpu(folder: Path) -> None:
+    with pytest.raises(WeightsError, match="torch sees no GPU here"):
+        WeightsPublisher(folder, node="a", ways=["ipc"])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that an outbox has, and that nobody else sees: Ray shows each process its own."""
+    memory = Handle(
+        gpu="GPU-0",
+        memory=b"",
+        num_bytes=0,
+        offset=0,
+        counter=b"",
+        counter_offset=0,
+        event=b"",
+        is_event_waited_for=False,
+    )
+    monkeypatch.setattr(DeviceBuffer, "handle", lambda buffer: memory)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_whoever_does_not_see_the_gpu_takes_weights_from_the_memory_of_the_node(
+    new_outbox: NewOutbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox = new_outbox(["ipc", "shared"], device=torch.device("cpu"))
+    with WeightsFetcher("a").take(outbox.put(1, weights(1))) as taken:
+        assert taken.way == "shared" and fingerprint(taken.weights) == expected(1)
+    assert not caplog.records, "nothing has failed: that is no way of its"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_whoever_does_not_see_the_only_gpu_that_weights_are_on_is_told_what_to_set(new_outbox: NewOutbox) -> None:
+    parcel = new_outbox(["ipc"], device=torch.device("cpu")).put(1, weights(1))
+    with pytest.raises(WeightsUnreachable, match=r'staged on GPU GPU-0 .* add "shared" to resources\.weights'):
+        WeightsFetcher("a").take(parcel)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_where_several_take_weights_of_a_gpu_some_may_lag_behind_and_the_next_put_does_not_fail(
+    new_outbox: NewOutbox,
+) -> None:
+    outbox = new_outbox(["ipc", "shared"], device=torch.device("cpu"))
+    taken = [WeightsFetcher("a").take(outbox.put(version, weights(version))) for version in range(3)]
+    with WeightsFetcher("a").take(outbox.put(3, weights(3))) as newest:
+        assert fingerprint(newest.weights) == expected(3)
+    for version, one in enumerate(taken):
+        assert fingerprint(one.weights) == expected(version)
+        one.release()
+
+
+def test_staged_weights_are_taken_when_somebody_looks_at_one(new_outbox: NewOutbox) -> None:
+    staged = RemoteWeights(new_outbox().put(1, weights(1)), WeightsFetcher("a"))
+    assert list(staged) == [name for name, _ in weights(1)] and len(staged) == 7
+    assert not staged.is_taken
+    assert staged["scalar"].item() == 1.0 and staged.is_taken
+    assert fingerprint(staged) == expected(1)
+    staged.release()
+    assert not staged.is_taken
+
+
+def test_what_has_not_changed_is_staged_once_and_what_has_takes_the_place_of_what_was_there(
+    new_outbox: NewOutbox, folder: Path
+) -> None:
+    def num_staged() -> int:
+        return sum(path.suffix != OWNER for path in folder.iterdir())
+
+    shelf = CachedRef(lambda: new_outbox(["shared", "broadcast"]))
+    first = shelf.put(dict(weights(1)))
+    assert shelf.put(dict(weights(1))) == first and num_staged() == 1
+    with WeightsFetcher("a").take(first) as old:
+        second = shelf.put(dict(weights(2)))
+        assert num_staged() == 1 and fingerprint(old.weights) == expected(1)
+    with WeightsFetcher("b").take(second) as taken:
+        assert fingerprint(taken.weights) == expected(2)
+    with pytest.raises(WeightsUnreachable, match="was closed"):
+        WeightsFetcher("a").take(first)
+    Path(second.path).unlink()
+    with WeightsFetcher("a").take(shelf.put(dict(weights(2)))) as taken:
+        assert taken.way == "shared" and fingerprint(taken.weights) == expected(2)
+    shelf.close()
+    assert not folder.exists()
+
+
+def test_where_there_is_no_room_for_what_has_changed_what_was_there_stays(new_outbox: NewOutbox, folder: Path) -> None:
+    shelf = CachedRef(new_outbox)
+    first = shelf.put(dict(weights(1)))
+    with pytest.raises(WeightsError, match="no weights to put"):
+        shelf.put({})
+    with WeightsFetcher("a").take(first) as taken:
+        assert fingerprint(taken.weights) == expected(1)
+    assert shelf.put(dict(weights(1))) == first
+
+
+def test_a_channel_of_parcels_only_rises_and_takes_the_same_version_staged_anew(new_outbox: NewOutbox) -> None:
+    async def go() -> None:
+        async def restage(version: int) -> RemoteWeights:
+            return RemoteWeights(new_outbox().put(version, weights(version)), inbox)
+
+        channel, inbox = RemoteChannel(3, restage), WeightsFetcher("a")
+        with pytest.raises(WeightsError, match="nothing has been published"):
+            await channel.fetch()
+        with pytest.raises(WeightsError, match="versions only rise"):
+            await channel.publish(3, RemoteWeights(outbox.put(3, weights(3)), inbox))
+        with pytest.raises(WeightsError, match="expected StagedWeights"):
+            await channel.publish(4, {"x": torch.ones(1)})
+        await channel.publish(4, RemoteWeights(outbox.put(4, weights(4)), inbox))
+        outbox.close()  # its learner has died
+        with pytest.raises(WeightsError):
+            fingerprint((await channel.fetch()).weights)
+        assert await channel.anew() is not None
+        found = await channel.fetch()
+        assert channel.version == found.version == 4
+        assert fingerprint(found.weights) == expected(4)
+
+    outbox = new_outbox()
+    asyncio.run(go())
+
+
+def test_what_is_published_while_an_older_version_is_staged_anew_stays_what_it_is(new_outbox: NewOutbox) -> None:
+    async def go() -> None:
+        outbox, inbox = new_outbox(), WeightsFetcher("a")
+
+        async def restage(version: int) -> RemoteWeights:
+            staged = RemoteWeights(outbox.put(version, weights(version)), inbox)
+            await channel.publish(5, RemoteWeights(outbox.put(5, weights(5)), inbox))
+            return staged
+
+        channel = RemoteChannel(3, restage)
+        await channel.publish(4, RemoteWeights(outbox.put(4, weights(4)), inbox))
+        await channel.anew()
+        found = await channel.fetch()
+        assert found.version == 5 and fingerprint(found.weights) == expected(5)
+
+    asyncio.run(go())
