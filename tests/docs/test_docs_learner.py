@@ -77,7 +77,9 @@ def test_what_it_says_of_the_virtual_clock_is_so() -> None:
     beside = simulate(replace(alone, has_proximal=True))
     seconds = simulate(alone).seconds
     scoring = sum(span.seconds for span in beside.sink.of(Span) if span.worker == "proximal")
-    said = re.findall(r"([\d.]+) s of ([\d.]+) s for\s+ten steps, against ([\d.]+) s", " ".join(DOCS.split()))
+    said = re.findall(
+        r"ten steps take ([\d.]+) s with scoring, ([\d.]+) s without, and ([\d.]+) s", " ".join(DOCS.split())
+    )
     assert said == [(f"{beside.seconds:.1f}", f"{seconds:.1f}", f"{seconds + scoring:.1f}")]
 
 
