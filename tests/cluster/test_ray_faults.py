@@ -58,7 +58,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         output = stop(process)
         assert process.returncode == 128 + signal.SIGTERM, output
         assert time.monotonic() - began < 20 + 15, "the grace for the batch, and the time that all parts take to end"
-        assert f"To go on:\n  millstream train --resume {run_dir}" in output and "Traceback" not in output
+        assert f"To resume the run:\n  millstream train --resume {run_dir}" in output and "Traceback" not in output
         wait_until_gone(pids)
         assert memory, "weights and rows are in shared memory while it runs"
         assert not [path for path in memory if path.exists()]

@@ -14,7 +14,7 @@ from millstream.cli.main import app
 from millstream.env.bytes_text import Bytes
 from millstream.env.config import EnvironmentConfig
 from millstream.env.resolve import find
-from millstream.run.env_check import NOTES, WHAT_TO_DO, Verdict, examine
+from millstream.run.env_check import NOTES, WHAT_TO_DO, EnvironmentReport, check_environment
 from millstream.types import Message
 
 BEGIN = """
@@ -73,11 +73,11 @@ PLANTED = {
 }
 
 
-def trial(path: Path, source: str, num_tasks: int = 3, block_s: float = 0.08, **config: Any) -> Verdict:
+def trial(path: Path, source: str, num_tasks: int = 3, block_s: float = 0.08, **config: Any) -> EnvironmentReport:
     path.write_text(source)
     kind = find(EnvironmentConfig(use=f"{path}:Game", step_timeout_s=0.5, **config))
     assert kind.make_tasks is not None
-    return asyncio.run(examine(kind, kind.make_tasks(num_tasks, 0), block_s=block_s))
+    return asyncio.run(check_environment(kind, kind.make_tasks(num_tasks, 0), block_s=block_s))
 
 
 def test_every_finding_is_planted_and_has_something_to_do() -> None:

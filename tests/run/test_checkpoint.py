@@ -24,7 +24,7 @@ from millstream.errors import CheckpointError
 from millstream.events import CheckpointFailed, CheckpointSealed, Resumed, RunEnded, Stepped
 from millstream.events.sinks import MemorySink, read_events, read_history
 from millstream.pipeline.state import Ledger, PipelineState
-from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, newest, verify
+from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, find_newest, verify
 from millstream.run.folder import RunFolder
 from millstream.store import Row, Saved, codec
 from support.runs import assert_clean, command, kill_at, resume, start, steps_of, until
@@ -104,7 +104,7 @@ def test_a_spoiled_checkpoint_is_named_and_the_one_before_it_taken(
     run_dir = copy_of(killed, tmp_path / "run")
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     spoil(folders[-1])
-    found, troubles = newest(run_dir, sealed_in(run_dir))
+    found, troubles = find_newest(run_dir, sealed_in(run_dir))
     assert found is not None and found.folder == folders[-2]
     assert len(troubles) == 1 and words in troubles[0] and folders[-1].name in troubles[0]
     assert (run_dir / "checkpoints" / f"{folders[-1].name}.corrupt").is_dir()
@@ -128,8 +128,10 @@ def test_without_any_whole_checkpoint_nothing_is_touched_and_the_choice_is_the_u
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     for folder in folders:
         flip(folder / "learner.pt")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* will do: .*learner.pt is not as .* To begin anew"):
-        newest(run_dir, sealed_in(run_dir))
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* is usable: .*learner.pt is not as .* To start again"
+    ):
+        find_newest(run_dir, sealed_in(run_dir))
     assert sorted((run_dir / "checkpoints").glob("step-*")) == folders
 
 
@@ -137,14 +139,14 @@ def test_a_checkpoint_of_before_rows_had_rewards_by_turn_is_refused_by_its_forma
     run_dir = copy_of(killed, tmp_path / "run")
     for manifest in (run_dir / "checkpoints").glob("*/manifest.json"):
         manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
-    with pytest.raises(CheckpointError, match=r"has format 1; this version of Millstream reads 2.*To begin anew"):
-        newest(run_dir, sealed_in(run_dir))
+    with pytest.raises(CheckpointError, match=r"has format 1; this version of Millstream reads 2.*To start again"):
+        find_newest(run_dir, sealed_in(run_dir))
 
 
 def test_a_checkpoint_of_another_run_is_not_taken(killed: Path, tmp_path: Path) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
     with pytest.raises(CheckpointError, match="is not a checkpoint of this run"):
-        newest(run_dir, {"the digest of none of them"})
+        find_newest(run_dir, {"the digest of none of them"})
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(killed: Path, tmp_path: Path) -> None:
@@ -165,11 +167,11 @@ def test_sigterm_is_a_clean_stop_with_a_checkpoint_of_the_last_step(tmp_path: Pa
     until(lambda: steps_of(run_dir) >= 5, process)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 143 and f"To go on:\n  millstream train --resume {run_dir}" in output
+    assert process.returncode == 143 and f"To resume the run:\n  millstream train --resume {run_dir}" in output
     assert "Traceback" not in output
     *_, last = read_events(run_dir / "events.jsonl")
     assert isinstance(last, RunEnded) and last.outcome == "Stopped" and last.version >= 5
-    found, _ = newest(run_dir, sealed_in(run_dir))
+    found, _ = find_newest(run_dir, sealed_in(run_dir))
     assert found is not None and found.manifest.version == last.version, "nothing that was trained is lost"
     assert_clean(run_dir)
 
@@ -288,7 +290,7 @@ def test_a_checkpoint_is_due_by_time_or_by_steps_and_never_twice_for_one_step(tm
     clock = Hands()
     by_time = checkpoints(clock, every_s=10.0)
     assert by_time.is_due(0, is_last=False), "one before the first step"
-    by_time.goes_on_from(0)
+    by_time.resume_from(0)
     assert not by_time.is_due(0, is_last=True) and not by_time.is_due(1, is_last=False)
     clock.time = 9.9
     assert (
@@ -297,7 +299,7 @@ def test_a_checkpoint_is_due_by_time_or_by_steps_and_never_twice_for_one_step(tm
     clock.time = 10.0
     assert by_time.is_due(5, is_last=False)
     by_steps = checkpoints(clock, every_s=None, every_steps=3)
-    by_steps.goes_on_from(0)
+    by_steps.resume_from(0)
     assert [version for version in range(1, 10) if by_steps.is_due(version, is_last=False)] == [3, 6, 9]
 
 

@@ -68,7 +68,7 @@ def test_an_async_reward_that_blocks_the_event_loop_is_named_with_its_line(tmp_p
     assert process.returncode == 1
     place = f"by reward ({tmp_path / 'mine.py'}, line 4: time.sleep(1e6))"
     assert "StallError: the event loop has been blocked for" in output and place in output, output
-    assert "To go on:\n  millstream train --resume" in output
+    assert "To resume the run:\n  millstream train --resume" in output
     stacks = (run_dir / "stacks.txt").read_text()
     assert "time.sleep(1e6)" in stacks and "waits, the longest first:" in stacks and "for reward" in stacks
     events = list(read_events(run_dir / "events.jsonl"))

@@ -140,7 +140,7 @@ def test_eval_shows_prompts_with_completion_answer_and_reward(finished: Path, tm
 def test_a_model_is_asked_of_a_run_that_has_none_yet(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(Path(DEMO).read_text())
     said = CliRunner().invoke(app, ["eval", str(tmp_path)]).output
-    assert f"has no model yet. To go on with it:\n  millstream train --resume {tmp_path}\n" in said
+    assert f"has no model yet. To resume the run:\n  millstream train --resume {tmp_path}\n" in said
 
 
 def test_a_finished_run_says_where_its_model_is_and_what_to_type_to_go_further(finished: Path) -> None:
@@ -320,7 +320,9 @@ def test_ctrl_c_is_a_clean_stop_with_an_exit_code_of_its_own(tmp_path: Path) -> 
     process.send_signal(signal.SIGINT)
     rest = process.stdout.read()
     assert (
-        process.wait(timeout=60) == 130 and "To go on:\n  millstream train --resume" in rest and "Traceback" not in rest
+        process.wait(timeout=60) == 130
+        and "To resume the run:\n  millstream train --resume" in rest
+        and "Traceback" not in rest
     )
     *_, last = read_events(tmp_path / "run/events.jsonl")
     assert isinstance(last, RunEnded) and last.outcome == "Stopped"

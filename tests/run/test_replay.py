@@ -38,8 +38,8 @@ from millstream.learner.shared_disk import files_in
 from millstream.pipeline.state import LearnerAndCritic, Ledger, PipelineState
 from millstream.run import build, replay
 from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, Sealed
-from millstream.run.replay import MOST, Call, ReplayedLearner, ReplayLog
-from millstream.run.replay_critic import ReplayedCritic
+from millstream.run.replay import MAX_RESTARTS, ReplayedCritic, ReplayedLearner
+from millstream.run.replay_log import LearnerCall, ReplayLog
 from millstream.sim.learner import SimCritic, SimLearner, SimSnapshot
 from millstream.store import Saved
 from millstream.types import Floats, Metrics, TrainRow, Weights
@@ -247,7 +247,7 @@ def play(world: World, deaths: dict[int, int], every: int = 2) -> Played:
         return Played(world, deaths, Path(folder), every).run()
 
 
-deaths = st.dictionaries(st.integers(1, 150), st.integers(0, 2), max_size=MOST)
+deaths = st.dictionaries(st.integers(1, 150), st.integers(0, 2), max_size=MAX_RESTARTS)
 
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.filter_too_much])
@@ -292,11 +292,11 @@ def test_the_deaths_of_these_tests_hit_every_call_and_leave_checkpoints_unsealed
 def test_every_checkpoint_that_is_sealed_gives_a_restart_back() -> None:
     deaths = {36 * number: number % 3 for number in range(1, 9)}
     played = play(World(steps=60, max_lag=1), deaths, every=1)
-    assert len(played.restarts) == 8 > MOST
+    assert len(played.restarts) == 8 > MAX_RESTARTS
     assert played.survivor.heard == played.recorder.told
 
 
-# ---- the book, the budget --------------------------------------------------------------------------------------------
+# ---- the log, the budget ---------------------------------------------------------------------------------------------
 
 
 def rows_of(*lengths: int) -> list[TrainRow]:
@@ -304,28 +304,28 @@ def rows_of(*lengths: int) -> list[TrainRow]:
     return [row(rng, length, f"row {length}") for length in lengths]
 
 
-def write_batch(book: ReplayLog, *lengths: int, steps: int = 1) -> None:
-    book.write(Call("begin_batch"))
+def write_batch(log: ReplayLog, *lengths: int, steps: int = 1) -> None:
+    log.append(LearnerCall("begin_batch"))
     for _ in range(steps):
-        book.write(Call("accumulate", tuple(rows_of(*lengths))))
-        book.write(Call("step"))
+        log.append(LearnerCall("accumulate", tuple(rows_of(*lengths))))
+        log.append(LearnerCall("step"))
 
 
-def test_the_book_counts_batches_as_versions_and_forgets_what_a_checkpoint_covers() -> None:
-    book = ReplayLog(7)
-    write_batch(book, 5, 6, steps=2)
-    book.mark()
-    size = book.num_bytes
-    write_batch(book, 9)
-    assert (book.version, book.num_batches, book.num_rows) == (9, 2, 5)
-    assert book.cut(8) and not book.cut(8)
-    assert (book.since, book.version, book.num_batches, book.num_rows) == (8, 9, 1, 1)
-    assert 0 < book.num_bytes < size
+def test_the_log_counts_batches_as_versions_and_drops_what_a_checkpoint_covers() -> None:
+    log = ReplayLog(7)
+    write_batch(log, 5, 6, steps=2)
+    log.mark()
+    size = log.num_bytes
+    write_batch(log, 9)
+    assert (log.version, log.num_batches, log.num_rows) == (9, 2, 5)
+    assert log.truncate(8) and not log.truncate(8)
+    assert (log.since, log.version, log.num_batches, log.num_rows) == (8, 9, 1, 1)
+    assert 0 < log.num_bytes < size
     with pytest.raises(InvariantError, match="checkpoint of version 12 is sealed: snapshots were taken of 8"):
-        book.cut(12)
+        log.truncate(12)
 
 
-class NoSeals:
+class NoCheckpoints:
     version = None
     num_hurried = 0
 
@@ -337,7 +337,7 @@ class NoSeals:
 
 
 def replayed(make: Callable[[], Any], sink: MemorySink, **more: Any) -> ReplayedLearner:
-    return ReplayedLearner(make, NoSeals(), clock=VirtualClock(), sink=sink, in_thread=at_once, **more)
+    return ReplayedLearner(make, NoCheckpoints(), clock=VirtualClock(), sink=sink, in_thread=at_once, **more)
 
 
 def test_where_learners_die_again_and_again_it_ends_with_how_often_and_why() -> None:
@@ -347,7 +347,7 @@ def test_where_learners_die_again_and_again_it_ends_with_how_often_and_why() -> 
         await learner.ready()
         await learner.begin_batch()
         with pytest.raises(
-            LearnerError, match="restarted 5 times, and is gone again: the learner broke, on purpose"
+            LearnerError, match="restarted 5 times, and died again: the learner broke, on purpose"
         ) as error:
             await learner.step()
         assert not isinstance(error.value, LearnerGone)
@@ -397,18 +397,18 @@ def test_one_that_says_nothing_is_taken_for_dead_and_progress_is_told() -> None:
     run_virtual(program())
 
 
-def test_a_book_that_grows_asks_for_a_checkpoint_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MAX_BYTES", 1000)
+def test_a_log_that_grows_asks_for_a_checkpoint_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MAX_LOG_BYTES", 1000)
 
     async def program() -> None:
         sink = MemorySink()
         learner = replayed(SimLearner, sink)
-        seals: Any = learner._seals
+        checkpoints: Any = learner._checkpoints
         await learner.accumulate(rows_of(20))
-        assert not seals.num_hurried
+        assert not checkpoints.num_hurried
         for _ in range(20):
             await learner.accumulate(rows_of(20))
-        assert seals.num_hurried
+        assert checkpoints.num_hurried
         assert [event.message.partition(" of rows")[2] for event in sink.of(Warned)] == [
             " were trained since version 0 and are kept until a checkpoint covers them: none was written"
         ]
@@ -484,7 +484,7 @@ def test_a_checkpoint_is_sealed_only_if_all_that_was_written_elsewhere_is_seen_h
 
 
 async def bereft(checkpoints: Checkpoints, learner: ReplayedLearner | ReplayedCritic, die: Callable[[], None]) -> None:
-    """Trains a batch, seals it, begins another one, whereupon the book forgets the first; then the checkpoint is moved, and
+    """Trains a batch, seals it, begins another one, whereupon the log drops the first; then the checkpoint is moved, and
     whoever learns dies."""
     begin = learner.begin_batch if isinstance(learner, ReplayedLearner) else learner.ready
     await learner.ready()
@@ -500,7 +500,7 @@ async def bereft(checkpoints: Checkpoints, learner: ReplayedLearner | ReplayedCr
     await learner.accumulate(rows_of(6))
     sealed.folder.rename(sealed.folder.with_name("moved"))
     die()
-    with pytest.raises(LearnerError, match=r"checkpoints/step-000001(/critic)? is not there any more") as error:
+    with pytest.raises(LearnerError, match=r"checkpoints/step-000001(/critic)?, which has everything") as error:
         await learner.step()
     assert not isinstance(error.value, LearnerGone)
 
@@ -520,7 +520,7 @@ class MortalCritic(SimCritic):
 
 
 @pytest.mark.parametrize("who", ["learner", "critic"])
-def test_without_the_checkpoint_that_the_book_goes_on_from_nobody_is_begun_anew(tmp_path: Path, who: str) -> None:
+def test_without_the_checkpoint_before_its_log_nothing_is_restarted(tmp_path: Path, who: str) -> None:
     made: list[Any] = []
 
     def make() -> Any:
@@ -542,7 +542,7 @@ def test_without_the_checkpoint_that_the_book_goes_on_from_nobody_is_begun_anew(
     asyncio.run(program())
 
 
-def test_while_the_book_has_all_of_it_a_checkpoint_that_was_moved_is_not_missed(tmp_path: Path) -> None:
+def test_while_the_log_is_complete_a_checkpoint_that_was_moved_is_not_needed(tmp_path: Path) -> None:
     made = list[MortalLearner]()
 
     async def program() -> None:
@@ -727,7 +727,7 @@ def test_a_rank_with_a_disk_of_its_own_costs_the_checkpoint_and_not_the_one_befo
 def test_ranks_that_stand_still_are_killed_and_others_go_on() -> None:
     async def program() -> list[LearnerRestarted]:
         sink = MemorySink()
-        learner = ReplayedLearner(two_ranks, NoSeals(), clock=RealClock(), sink=sink, patience_s=20.0)
+        learner = ReplayedLearner(two_ranks, NoCheckpoints(), clock=RealClock(), sink=sink, patience_s=20.0)
         try:
             await learner.ready()
             first = learner.inner

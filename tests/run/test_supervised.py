@@ -12,7 +12,8 @@ import sys
 import weakref
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -37,13 +38,13 @@ from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
 from millstream.pipeline.waits import Waits
 from millstream.run import build
-from millstream.run.config import RunConfig, WarmupConfig, check_run
-from millstream.run.evaluator import evaluate_model
+from millstream.run.check import check_combinations
+from millstream.run.config import RunConfig, WarmupConfig
+from millstream.run.evaluate import evaluate
 from millstream.run.run import resume, train
-from millstream.run.sft import learner_config
-from millstream.run.warmup import Checks, WarmedUpSoFar, batches, micro_batches, warm_up
+from millstream.run.sft import SupervisedTraining, learner_config, packed, sft_batches
 from millstream.seeds import derive_seed
-from millstream.types import Metrics, Task, TrainRow
+from millstream.types import Floats, Metrics, Task, TrainRow, Weights
 from support.runs import start, until
 from support.tiny import make
 
@@ -59,19 +60,19 @@ def config_of(**changes: Any) -> RunConfig:
 
 def test_an_epoch_has_every_example_once_in_an_order_of_its_own_and_batches_are_full_but_the_last() -> None:
     config = WarmupConfig(epochs=3, batch_size=4)
-    found = list(batches(TASKS, config, seed=0))
+    found = list(sft_batches(TASKS, config, seed=0))
     assert [len(batch) for batch in found] == [4] * 7 + [2] and len(found) == config.num_steps(len(TASKS))
     order = [task.id for batch in found for task in batch]
     epochs = [order[begin : begin + 10] for begin in (0, 10, 20)]
     assert all(Counter(epoch) == Counter(task.id for task in TASKS) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 3
-    assert found == list(batches(TASKS, config, seed=0)) != list(batches(TASKS, config, seed=1))
+    assert found == list(sft_batches(TASKS, config, seed=0)) != list(sft_batches(TASKS, config, seed=1))
 
 
 def test_with_max_steps_examples_are_drawn_with_replacement_as_they_always_were() -> None:
     rng = random.Random(derive_seed(7, "warmup"))
     expected = [rng.choices(TASKS, k=5) for _ in range(6)]
-    assert list(batches(TASKS, WarmupConfig(max_steps=6, batch_size=5), seed=7)) == expected
+    assert list(sft_batches(TASKS, WarmupConfig(max_steps=6, batch_size=5), seed=7)) == expected
     assert WarmupConfig().num_steps(10) == 400
 
 
@@ -90,7 +91,7 @@ def test_what_is_wrong_with_the_table_is_said(table: dict[str, int], words: str)
 
 def test_no_step_of_anything_is_refused_with_what_to_type() -> None:
     with pytest.raises(ConfigError, match=r"there is no \[warmup\] table: add one, or set pipeline.steps"):
-        check_run(config_of(pipeline={"steps": 0}, data={"toy": "sort_digits"}))
+        check_combinations(config_of(pipeline={"steps": 0}, data={"toy": "sort_digits"}))
 
 
 # ---- in what pieces --------------------------------------------------------------------------------------------------
@@ -110,9 +111,17 @@ class Recorder:
     async def step(self) -> Metrics:
         return {"loss": 1.0}
 
+    async def logprobs(self, rows: list[TrainRow]) -> list[Floats]:
+        return [np.full(int(row.loss_mask.sum()), -2.0, dtype=np.float32) for row in rows]
+
+    async def weights(self) -> Weights:
+        return {}
+
+    def restore(self, folder: Path) -> None: ...
+
 
 class Gold:
-    """A script without an environment."""
+    """Examples without an environment."""
 
     def __init__(self) -> None:
         self.skipped = 0
@@ -124,27 +133,65 @@ class Gold:
         self.skipped += len(tasks)
 
 
-def supervise(config: WarmupConfig, *, after_step: int = 0, accuracy: float = 0.0, stop_after: int = 10**9,
-              micro_batch_tokens: int = 40) -> tuple[Recorder, Gold, list[WarmedUpSoFar]]:  # fmt: skip
-    learner, script, told = Recorder(), Gold(), list[WarmedUpSoFar]()
+class NoCheckpoints:
+    """Checkpoints that are never due. `stop` is called at a step."""
 
-    async def loss() -> float:
-        return 2.0
+    def __init__(self, stop_after: int) -> None:
+        self._stop_after = stop_after
+        self.stop = lambda: None
 
-    async def measured() -> float:
+    def resume_from(self, version: int) -> None: ...
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        if step >= self._stop_after:
+            self.stop()
+        return False
+
+    async def close(self) -> None: ...
+
+
+def supervise(
+    config: WarmupConfig,
+    *,
+    after_step: int = 0,
+    accuracy: float = 0.0,
+    stop_after: int = 10**9,
+    micro_batch_tokens: int = 40,
+) -> tuple[Recorder, Gold, list[WarmedUp]]:
+    """The learner, the examples, and what was reported after step 0."""
+    learner, examples, sink = Recorder(), list[Gold](), MemorySink()
+
+    def new_examples() -> Any:
+        examples.append(Gold())
+        return examples[-1]
+
+    async def accuracy_of(weights: Weights) -> float:
         return accuracy
 
-    async def ends(step: int) -> bool:
-        return step >= stop_after
-
     async def program() -> None:
-        clock, sink = RealClock(), MemorySink()
-        checks = Checks(accuracy=measured, held_out_loss=loss, told=told.append, ends_after=ends)
-        waits = Waits(clock=clock, sink=sink, stall_s=30, deadline_s=30)
-        await warm_up(learner, TASKS, script, config, checks, waits=waits, seed=0, micro_batch_tokens=micro_batch_tokens, after_step=after_step)  # type: ignore[arg-type]  # fmt: skip
+        clock, checkpoints = RealClock(), NoCheckpoints(stop_after)
+        training = SupervisedTraining(
+            config,
+            cast(Any, learner),
+            cast(Any, checkpoints),
+            tasks=TASKS,
+            held_out=TASKS[:2],
+            new_examples=new_examples,
+            accuracy_of=accuracy_of,
+            micro_batch_tokens=micro_batch_tokens,
+            seed=0,
+            clock=clock,
+            sink=sink,
+            waits=Waits(clock=clock, sink=sink, stall_s=30, deadline_s=30),
+        )
+        checkpoints.stop = training.stop
+        found: Any = SimpleNamespace(folder=Path(), manifest=SimpleNamespace(version=after_step))
+        await training.run(found if after_step else None)
 
     asyncio.run(program())
-    return learner, script, told
+    first, *reports = sink.of(WarmedUp)
+    assert first.step == 0 and first.held_out_loss == 2.0
+    return learner, examples[-1], reports
 
 
 def test_a_batch_goes_through_passes_of_so_many_tokens_and_nothing_is_left_out() -> None:
@@ -154,7 +201,7 @@ def test_a_batch_goes_through_passes_of_so_many_tokens_and_nothing_is_left_out()
     assert sum(map(len, learner.calls)) == 10
     whole, _, _ = supervise(WarmupConfig(epochs=1, batch_size=10), micro_batch_tokens=10**6)
     assert len(whole.calls) == 1
-    assert list(micro_batches([], 10)) == []
+    assert list(packed([], 10)) == []
 
 
 def test_it_is_measured_every_so_many_steps_and_after_the_last_and_stops_by_accuracy_if_it_is_to() -> None:
@@ -256,7 +303,7 @@ def test_the_commands_that_read_a_run_read_one_of_supervised_training(whole: Pat
     for command in ("audit", "report", "trace"):
         result = CliRunner().invoke(app, [command, str(whole)])
         assert result.exit_code == 0, result.output
-    found = evaluate_model(
+    found = evaluate(
         convert(
             {"model": {"path": str(whole / "model")}, "data": {"path": str(whole.parent / "pairs.jsonl"), "holdout": 8},
              "rollout": {"max_tokens": 4}, "engine": {"process": False}}, RunConfig, where="")

@@ -40,7 +40,7 @@ from millstream.run import control, run
 from millstream.run.backend import BackendContext, LocalBackend, build_fleet
 from millstream.run.config import ModelConfig, TinyConfig
 from millstream.run.control import Control, Look, Now, Refused, Scale, Scaled
-from millstream.run.evaluator import Evaluator
+from millstream.run.evaluate import Evaluator
 from millstream.serving.fleet import BACK_OFF_S, MAX_REPLACED, SERVED_S, WINDOW_S, Fleet
 from millstream.sim.draws import constant
 from millstream.sim.engine import SimEngine
@@ -845,7 +845,7 @@ def test_a_run_that_is_not_there_is_said_to_be_not_there(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="not a run folder"):
         control.ask(tmp_path, Look())
     folder = folder_in(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"is not running. To go on with it:\n  millstream train --resume"):
+    with pytest.raises(ConfigError, match=r"is not running. To resume it:\n  millstream train --resume"):
         control.ask(folder, Look())
     program = "import fcntl,sys;f=open(sys.argv[1],'wb');fcntl.lockf(f,2);print(1,flush=True);sys.stdin.read()"
     words = [sys.executable, "-c", program, str(folder / ".lock")]
@@ -933,7 +933,7 @@ def test_an_engine_that_is_lost_while_the_model_of_a_resumed_run_is_saved_comes_
         router.on_joined = joined
         router.lose(router.engines[0], EngineError("found dead"))
 
-    save = run._Run._save
+    save = run._write_model
 
     def save_slowly(one: Any, learner: Any) -> None:
         loop[0].call_soon_threadsafe(lose)
@@ -941,7 +941,7 @@ def test_an_engine_that_is_lost_while_the_model_of_a_resumed_run_is_saved_comes_
         save(one, learner)
 
     monkeypatch.setattr(run, "build_fleet", build)
-    monkeypatch.setattr(run._Run, "_save", save_slowly)
+    monkeypatch.setattr(run, "_write_model", save_slowly)
     resume(tmp_path / "run", sinks=[sink])
     assert [event.version for event in sink.of(ReplicaJoined)] == [2]
     assert {event.name: event.version for event in sink.of(Evaluated)} == {"sampled after": 2, "greedy after": 2}
