@@ -174,7 +174,7 @@ def test_a_full_disk_at_a_checkpoint_is_said_the_run_goes_on_and_later_ones_are_
         output = stop(process)
     failed = [event.message for event in events_of(run_dir) if isinstance(event, CheckpointFailed)]
     assert set(failed) == {"No space left on device"}, failed
-    assert "failed: No space left on device; the run goes on" in output
+    assert "failed: No space left on device; the run continues" in output
     assert not list((run_dir / "checkpoints").glob(".*")), "nothing half written is left"
     assert_clean(run_dir)
 

@@ -53,7 +53,7 @@ def test_a_killed_run_goes_on_and_its_books_are_in_order(killed: Path, tmp_path:
     done = resume(run_dir)
     assert done.returncode == 0, done.stderr
     assert_clean(run_dir)
-    assert done.stdout.index("sampled before: accuracy") < done.stdout.index("goes on from step"), "shown again"
+    assert done.stdout.index("sampled before: accuracy") < done.stdout.index("resumed from step"), "shown again"
     lives = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed)]
     assert len(lives) == 1 and lives[0].version > 0 and lives[0].incarnation == 1
     steps = [event.version for event in read_history(run_dir / "events.jsonl") if isinstance(event, Stepped)]
@@ -94,8 +94,8 @@ def flip(path: Path) -> None:
         (lambda folder: flip(folder / "learner.pt"), "learner.pt is not as it was written"),
         (lambda folder: flip(folder / "rows.msgpack"), "rows.msgpack is not as it was written"),
         (lambda folder: os.truncate(folder / "learner.pt", 1000), "learner.pt has 1000 bytes instead of"),
-        (lambda folder: (folder / "ledger.json").unlink(), "is not a whole checkpoint"),
-        (lambda folder: os.truncate(folder / "manifest.json", 40), "is not a whole checkpoint"),
+        (lambda folder: (folder / "ledger.json").unlink(), "is not a complete checkpoint"),
+        (lambda folder: os.truncate(folder / "manifest.json", 40), "is not a complete checkpoint"),
     ],
 )
 def test_a_spoiled_checkpoint_is_named_and_the_one_before_it_taken(
@@ -205,7 +205,7 @@ def test_a_full_disk_at_the_checkpoint_is_said_and_the_run_goes_on(tmp_path: Pat
     output = process.communicate(timeout=120)[0]
     failed = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, CheckpointFailed)]
     assert failed and {event.message for event in failed} == {"File too large"}
-    assert "failed: File too large; the run goes on" in output
+    assert "failed: File too large; the run continues" in output
     assert sum(isinstance(event, Stepped) for event in read_events(run_dir / "events.jsonl")) == 8, output
     left = [path.name for path in (run_dir / "checkpoints").iterdir()]
     assert left == ["step-000000"], (
@@ -218,7 +218,7 @@ def test_two_processes_cannot_write_to_one_run(killed: Path, tmp_path: Path) -> 
     ours = RunFolder(run_dir)
     ours.lock()
     other = resume(run_dir)
-    assert other.returncode == 1 and "is alive" in other.stderr
+    assert other.returncode == 1 and "is active" in other.stderr
     ours.unlock()
 
 

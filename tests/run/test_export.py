@@ -103,7 +103,7 @@ def test_a_spoiled_checkpoint_is_named_left_where_it_is_and_the_one_before_is_ex
     found = millstream.export(run_dir, tmp_path / "model")
     assert found.step == steps_in(done)[-2] and len(found.troubles) == 1 and "step-000004" in found.troubles[0]
     assert newest.is_dir(), "that is for a resume to set aside"
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* will do: .*step-000004"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is usable: .*step-000004"):
         millstream.export(run_dir, tmp_path / "four", step=4)
 
 

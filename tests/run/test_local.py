@@ -24,7 +24,7 @@ from millstream.events.sinks import MemorySink, read_events
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.config import RunConfig, with_absolute_paths
 from millstream.run.folder import RunFolder
-from millstream.run.prepare import prepare
+from millstream.run.prepare import prepare_run
 from millstream.types import Task
 from support.runs import recipe_in
 from support.tiny import make
@@ -248,7 +248,7 @@ def test_a_wrong_model_is_answered_with_what_was_found_and_expected(
 ) -> None:
     config = load(Path(DEMO), RunConfig, ["model.tiny=", f"model.path={path.replace('RUN', str(finished))}"])
     with pytest.raises(ModelError) as caught:
-        prepare(config)
+        prepare_run(config)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -390,12 +390,12 @@ def own_data(finished: Path, tmp_path: Path, *prompts: str) -> RunConfig:
 
 def test_a_prompt_beyond_the_context_is_named_by_file_and_line(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"mine\.jsonl, line 2: the prompt has 61 tokens.*model's context of 64"):
-        prepare(own_data(finished, tmp_path, "1>", 60 * "1" + ">", "2>"))
+        prepare_run(own_data(finished, tmp_path, "1>", 60 * "1" + ">", "2>"))
 
 
 def test_what_the_tokenizer_does_not_know_is_told_once_at_the_start(finished: Path, tmp_path: Path) -> None:
-    assert prepare(own_data(finished, tmp_path, "1>", "2>")).warning == ""
-    warning = prepare(own_data(finished, tmp_path, "1>", "Ä2É>", "3>", "X>")).warning
+    assert prepare_run(own_data(finished, tmp_path, "1>", "2>")).warning == ""
+    warning = prepare_run(own_data(finished, tmp_path, "1>", "Ä2É>", "3>", "X>")).warning
     assert warning.startswith("2 of 4 prompts have something in them") and "<unk> instead. The first is" in warning
     assert re.search(r"mine\.jsonl, line 2: 'Ä', 'É'$|mine\.jsonl, line 4: 'X'$", warning)
     sink = MemorySink()
@@ -437,7 +437,7 @@ def test_from_python_one_reward_is_enough_and_a_function_in_a_config_is_told_whe
     with pytest.raises(ConfigError, match=r"train\(config, reward=function\)"):
         RewardConfig(function=lambda task, completion: 1.0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="stands for one reward, and the config has 2"):
-        prepare(structs.replace(config, reward=(RewardConfig(), RewardConfig())), lambda task, completion: 1.0)
+        prepare_run(structs.replace(config, reward=(RewardConfig(), RewardConfig())), lambda task, completion: 1.0)
 
 
 def test_a_reward_that_always_fails_is_found_before_anything_is_trained(tmp_path: Path) -> None:

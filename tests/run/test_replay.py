@@ -38,7 +38,7 @@ from millstream.learner.shared_disk import files_in
 from millstream.pipeline.state import LearnerAndCritic, Ledger, PipelineState
 from millstream.run import build, replay
 from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, Sealed
-from millstream.run.replay import MAX_RESTARTS, ReplayedCritic, ReplayedLearner
+from millstream.run.replay import MAX_LEARNER_RESTARTS, ReplayedCritic, ReplayedLearner
 from millstream.run.replay_log import LearnerCall, ReplayLog
 from millstream.sim.learner import SimCritic, SimLearner, SimSnapshot
 from millstream.store import Saved
@@ -247,7 +247,7 @@ def play(world: World, deaths: dict[int, int], every: int = 2) -> Played:
         return Played(world, deaths, Path(folder), every).run()
 
 
-deaths = st.dictionaries(st.integers(1, 150), st.integers(0, 2), max_size=MAX_RESTARTS)
+deaths = st.dictionaries(st.integers(1, 150), st.integers(0, 2), max_size=MAX_LEARNER_RESTARTS)
 
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.filter_too_much])
@@ -292,7 +292,7 @@ def test_the_deaths_of_these_tests_hit_every_call_and_leave_checkpoints_unsealed
 def test_every_checkpoint_that_is_sealed_gives_a_restart_back() -> None:
     deaths = {36 * number: number % 3 for number in range(1, 9)}
     played = play(World(steps=60, max_lag=1), deaths, every=1)
-    assert len(played.restarts) == 8 > MAX_RESTARTS
+    assert len(played.restarts) == 8 > MAX_LEARNER_RESTARTS
     assert played.survivor.heard == played.recorder.told
 
 

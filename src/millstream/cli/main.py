@@ -206,7 +206,7 @@ def scale(
 ) -> None:
     """Add engines to an active run, or remove some. Returns when they have joined or left."""
     with errors_shown():
-        found = control.ask(run_dir, control.Scale(engines=control.number_of(engines)))
+        found = control.ask_run(run_dir, control.ScaleRequest(engines=control.parse_scale(engines)))
         _print(found, scaled_lines(found), as_json=as_json)
 
 
@@ -217,7 +217,7 @@ def status(
 ) -> None:
     """Show what an active run is doing: engines, versions, groups in flight, and what waits for what."""
     with errors_shown():
-        found = control.ask(run_dir, control.Look())
+        found = control.ask_run(run_dir, control.StatusRequest())
         _print(found, status_lines(found), as_json=as_json)
 
 

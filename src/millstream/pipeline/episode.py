@@ -130,7 +130,7 @@ class Player(NamedTuple):
         return RolloutTimeout(f"no reward after {limit.seconds:g} s{waiting}; rollout.timeout_s sets the limit")
 
 
-class Part:
+class EpisodePart:
     """One token sequence of an episode, and the `Context` that extends it. It speaks tokens only."""
 
     def __init__(
@@ -170,10 +170,10 @@ class Part:
                 "context.earned was called before the first turn: there is nothing that has earned it"
             )
         if not math.isfinite(reward):
-            raise EnvironmentFailed(f"context.earned was told {reward}: expected a finite number")
+            raise EnvironmentFailed(f"context.earned was called with {reward}: expected a finite number")
         self._earned[-1] += float(reward)
 
-    def part(self, agent: int = 0) -> Part:
+    def part(self, agent: int = 0) -> EpisodePart:
         return self._episode.add_part(agent)
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
@@ -234,7 +234,7 @@ class Part:
         return np.array(runs, dtype=np.float64)
 
 
-class Episode(Part):
+class Episode(EpisodePart):
     """The first part of an episode, and the record of all its parts. `limit` is the time limit of the whole episode; waits that
     are not timed suspend it."""
 
@@ -262,14 +262,14 @@ class Episode(Part):
         self._max_parts = max_parts
         self._turn = asyncio.Lock()  # one request at a time: synchronous training counts rollouts by their requests
         self._is_cut = False
-        self._parts: list[Part] = [self]
+        self._parts: list[EpisodePart] = [self]
 
     @property
     def _episode(self) -> Episode:
         return self
 
-    def add_part(self, agent: int) -> Part:
-        part = Part(self.task, self.seed, index=len(self._parts), agent=agent, episode=self)
+    def add_part(self, agent: int) -> EpisodePart:
+        part = EpisodePart(self.task, self.seed, index=len(self._parts), agent=agent, episode=self)
         self._parts.append(part)
         return part
 
@@ -278,7 +278,7 @@ class Episode(Part):
             result: T = await self._wait(what, work)
         return result
 
-    async def request(self, part: Part, turn: int, tokens: Sequence[int]) -> Completion:
+    async def request(self, part: EpisodePart, turn: int, tokens: Sequence[int]) -> Completion:
         """Sample one turn of a part. Raises `EnvironmentFailed` if more than `max_parts` parts have turns."""
         key = RequestKey(
             group_id=self._key.group_id,

@@ -70,7 +70,7 @@ def build_sft_checkpoints(run: ActiveRun, config: WarmupConfig) -> Checkpoints:
 # ---- learners --------------------------------------------------------------------------------------------------------
 
 
-def build_learner(run: ActiveRun, checkpoints: Checkpoints) -> RunLearner:
+def build_durable_learner(run: ActiveRun, checkpoints: Checkpoints) -> RunLearner:
     config = run.config
     recipe = Recipe(algorithm=config.algorithm, max_tokens=config.rollout.max_tokens)
     return _learner(run, config.learner, recipe, config.pipeline.steps, checkpoints, run.start_version)
@@ -114,7 +114,7 @@ def _learner(
     )
 
 
-def build_scorers(run: ActiveRun, checkpoints: Checkpoints) -> Scorers:
+def build_run_scorers(run: ActiveRun, checkpoints: Checkpoints) -> Scorers:
     """Called before the learner changes the model. Where the reference is the model after its warm-up, that model is saved, so
     that a resumed run has it."""
     waits, reference = run.waits, reference_of(run.config)

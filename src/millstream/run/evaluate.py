@@ -23,7 +23,7 @@ from millstream.pipeline.episode import Player
 from millstream.pipeline.waits import Limit, Waits
 from millstream.run import build
 from millstream.run.config import RunConfig
-from millstream.run.prepare import Prepared, prepare
+from millstream.run.prepare import Prepared, prepare_run
 from millstream.serving.router import Router
 from millstream.types import Completion, Request, RequestKey, Sampling, Task
 
@@ -151,7 +151,7 @@ def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
         engine=_own_engine(config.engine),
         learner=structs.replace(config.learner, lora=None),  # new adapters would change nothing
     )
-    prepared = prepare(here, reward)
+    prepared = prepare_run(here, reward)
     if not prepared.held_out:
         raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
     if prepared.warning:

@@ -46,7 +46,7 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
         return self.tokenizer if self.config.rollout.stop else None
 
 
-def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
+def prepare_run(config: RunConfig, reward: Reward | None = None) -> Prepared:
     """Raises an error that says what to change where anything is wrong with the config, the data, a reward or a model."""
     if reward is not None:
         config = structs.replace(config, reward=passed(reward, config.reward))

@@ -25,13 +25,14 @@ from millstream.errors import LearnerError, LearnerGone
 from millstream.events import EventSink, LearnerRestarted, Warned
 from millstream.learner import RunCritic, RunLearner, Snapshot
 from millstream.pipeline.state import CRITIC_FOLDER
-from millstream.run.checkpoint import Sealed
 from millstream.run.replay_log import CheckpointView, LearnerCall, ReplayLog
 from millstream.types import Floats, Metrics, TrainRow, Weights
 
 T = TypeVar("T")
-MAX_RESTARTS = 5  # each sealed checkpoint gives one back; beyond them, the fault is not one that a new process repairs
-BACK_OFF_S = 0.5  # before the first restart; doubled for each next one
+MAX_LEARNER_RESTARTS = (
+    5  # each sealed checkpoint gives one back; beyond them, the fault is not one that a new process repairs
+)
+LEARNER_BACK_OFF_S = 0.5  # before the first restart; doubled for each next one
 MAX_LOG_BYTES = 256 << 20  # of rows in the log: beyond it the next checkpoint is made as soon as possible
 
 
@@ -51,17 +52,19 @@ InnerT = TypeVar("InnerT", bound=Replayable)
 
 class Replayed(Generic[InnerT]):
     """What a learner and a critic that outlive their processes share. `make` builds one in its first state, as often as needed;
-    `version` is that of its weights, or of the checkpoint that `restore` is given; `who` is its name in messages.
+    `version` is that of its weights, or of the checkpoint that `restore` is given.
 
     A call that takes longer than `patience_s` means that the process is dead. `progress` is called after each replayed call.
     `save` and `restore` must not be called on the event loop's thread once it is ready: they may have to wait for it."""
+
+    who = "the learner"  # in messages
+    subfolder = ""  # of a checkpoint: the part that is restored
 
     def __init__(
         self,
         make: Callable[[], InnerT],
         checkpoints: CheckpointView,
         *,
-        who: str = "the learner",
         clock: Clock,
         sink: EventSink,
         version: int = 0,
@@ -73,7 +76,6 @@ class Replayed(Generic[InnerT]):
         self._checkpoints = checkpoints
         self._clock = clock
         self._sink = sink
-        self._who = who
         self._patience_s = None if patience_s == math.inf else patience_s
         self._progress = progress
         self._in_thread = in_thread
@@ -156,7 +158,7 @@ class Replayed(Generic[InnerT]):
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise LearnerGone(f"{self._who} has said nothing for {self._patience_s:g} s") from error
+            raise LearnerGone(f"{self.who} has said nothing for {self._patience_s:g} s") from error
 
     # ---- the log -----------------------------------------------------------------------------------------------------
 
@@ -186,7 +188,7 @@ class Replayed(Generic[InnerT]):
         while True:
             self._count_restart(why)
             await self._inner.close()
-            await asyncio.sleep(BACK_OFF_S * 2 ** (self._num_restarts - 1))
+            await asyncio.sleep(LEARNER_BACK_OFF_S * 2 ** (self._num_restarts - 1))
             try:
                 await self._rebuild()
                 break
@@ -196,7 +198,7 @@ class Replayed(Generic[InnerT]):
         self._sink.emit(
             LearnerRestarted(
                 at=self._clock.now(),
-                who=self._who,
+                who=self.who,
                 why=str(why),
                 from_version=log.since,
                 to_version=log.version,
@@ -207,9 +209,9 @@ class Replayed(Generic[InnerT]):
         )
 
     def _count_restart(self, why: LearnerGone) -> None:
-        if self._num_restarts >= MAX_RESTARTS:
+        if self._num_restarts >= MAX_LEARNER_RESTARTS:
             raise LearnerError(
-                f"{self._who} was restarted {self._num_restarts} times, and died again: {why}. A restart does not repair "
+                f"{self.who} was restarted {self._num_restarts} times, and died again: {why}. A restart does not repair "
                 "this: look at the memory of the machine, and at the last output of its processes"
             ) from why
         self._num_restarts += 1
@@ -231,14 +233,15 @@ class Replayed(Generic[InnerT]):
         """The checkpoint before the first call in the log; None: what `make` builds. Raises `LearnerError` if it is missing:
         without the calls that left the log, the weights would be those of another run."""
         sealed = await self._checkpoints.newest_sealed()
-        if sealed is not None and sealed.folder.is_dir():
+        folder = None if sealed is None else sealed.folder / self.subfolder
+        if sealed is not None and folder is not None and folder.is_dir():
             self._truncate(sealed.version)
-            return sealed.folder
+            return folder
         if self._log.since == self._first_version:
             return self._first_checkpoint
-        what = f"a checkpoint of version {self._log.since}" if sealed is None else str(sealed.folder)
+        what = f"a checkpoint of version {self._log.since}" if folder is None else str(folder)
         raise LearnerError(
-            f"{self._who} must be restarted, and {what}, which has everything that was trained before it, is missing: restore "
+            f"{self.who} must be restarted, and {what}, which has everything that was trained before it, is missing: restore "
             "it and resume the run, or resume the run from the checkpoint before"
         )
 
@@ -285,48 +288,13 @@ class ReplayedLearner(Replayed[RunLearner]):
         self._call_blocking(lambda inner: inner.save(path))
 
 
-class CriticCheckpoints:
-    """A `CheckpointView` of the critic's folder in a run's checkpoints."""
-
-    def __init__(self, checkpoints: CheckpointView) -> None:
-        self._checkpoints = checkpoints
-        self.hurry = checkpoints.hurry
-
-    @property
-    def version(self) -> int | None:
-        return self._checkpoints.version
-
-    async def newest_sealed(self) -> Sealed | None:
-        sealed = await self._checkpoints.newest_sealed()
-        return None if sealed is None else Sealed(sealed.version, sealed.folder / CRITIC_FOLDER)
-
-
 class ReplayedCritic(Replayed[RunCritic]):
     """See `millstream.learner.Critic` for the promises. A batch begins with its first call, since a critic has no
     `begin_batch`. Rows may be scored while others are learned from: calls wait for their turn, as they would in the critic."""
 
-    def __init__(
-        self,
-        make: Callable[[], RunCritic],
-        checkpoints: CheckpointView,
-        *,
-        clock: Clock,
-        sink: EventSink,
-        version: int = 0,
-        patience_s: float = math.inf,
-        progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(
-            make,
-            CriticCheckpoints(checkpoints),
-            who="the critic",
-            clock=clock,
-            sink=sink,
-            version=version,
-            patience_s=patience_s,
-            progress=progress,
-        )
-        self._is_in_batch = False
+    who = "the critic"
+    subfolder = CRITIC_FOLDER
+    _is_in_batch = False
 
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
         return await self._call(lambda inner: inner.score(rows))

@@ -28,8 +28,8 @@ from millstream.run.build import build_algorithm
 from millstream.run.build_scorers import Scorers
 from millstream.run.build_training import (
     build_checkpoints,
-    build_learner,
-    build_scorers,
+    build_durable_learner,
+    build_run_scorers,
     build_sft_checkpoints,
     build_sft_learner,
     build_supervised,
@@ -40,7 +40,7 @@ from millstream.run.evaluate import Evaluator
 from millstream.run.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.run.garbage import seldom_collected
 from millstream.run.log import RunLog
-from millstream.run.prepare import Prepared, prepare
+from millstream.run.prepare import Prepared, prepare_run
 from millstream.run.resume import ResumePoint, evaluations_before, find_resume_point, restore_random_states
 from millstream.run.sft import remove_sft_checkpoints
 from millstream.run.supervision import Supervision
@@ -56,7 +56,7 @@ def train(
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
     the one that the config names."""
-    prepared = prepare(config, reward)
+    prepared = prepare_run(config, reward)
     return _run(prepared, RunFolder.create(prepared.config, name), sinks, None)
 
 
@@ -74,7 +74,7 @@ def resume(
         return folder.conclude()
     if reward is not None and not was_passed(config.reward):
         raise ConfigError(f"the run in {run_dir} has its reward from its config.toml: leave reward= out")
-    prepared = prepare(config, reward)
+    prepared = prepare_run(config, reward)
     resumed = find_resume_point(folder, prepared.data_digest, tuple(changes))
     if changes:
         folder.keep(prepared.config)
@@ -176,10 +176,10 @@ async def _trainers(run: ActiveRun) -> AsyncIterator[Trainers]:
     """Scorers are built before the learner, which changes the model."""
     checkpoints = run.checkpoints = build_checkpoints(run)
     async with AsyncExitStack() as closing:
-        building = asyncio.to_thread(build_scorers, run, checkpoints)
+        building = asyncio.to_thread(build_run_scorers, run, checkpoints)
         scorers = await run.waits.on(OWNER, "the scorers to be built", building)
         closing.push_async_callback(scorers.close)
-        learner = build_learner(run, checkpoints)
+        learner = build_durable_learner(run, checkpoints)
         closing.push_async_callback(learner.close)
         await run.waits.on(OWNER, "the scorers to be ready", scorers.ready())
         await run.waits.on(OWNER, "the learner to be ready", learner.ready())

@@ -19,7 +19,15 @@ from typing import Any
 from millstream.errors import Stopped, StoreError
 from millstream.events import StopRequested
 from millstream.run.active import ActiveRun
-from millstream.run.control import SOCKET, Answer, Control, Question, Scale, Scaled, now_of
+from millstream.run.control import (
+    SOCKET,
+    Control,
+    ControlReply,
+    ControlRequest,
+    ScaleRequest,
+    ScaleResult,
+    run_status,
+)
 from millstream.run.folder import resume_command
 from millstream.run.watchdog import Watchdog
 from millstream.serving.fleet import Fleet
@@ -143,11 +151,11 @@ class Supervision:
         if self._control is not None:
             await self._control.close()
 
-    async def _answer(self, fleet: Fleet, question: Question) -> Answer:
-        if isinstance(question, Scale):
-            joined, left = await fleet.scale(question.engines)
-            return Scaled(joined=joined, left=left, engines=fleet.names)
-        return now_of(await self._run.status(), fleet.router, fleet.names, self._run.version)
+    async def _answer(self, fleet: Fleet, request: ControlRequest) -> ControlReply:
+        if isinstance(request, ScaleRequest):
+            joined, left = await fleet.scale(request.engines)
+            return ScaleResult(joined=joined, left=left, engines=fleet.names)
+        return run_status(await self._run.status(), fleet.router, fleet.names, self._run.version)
 
 
 def _exit_later(code: int) -> None:
