@@ -277,7 +277,7 @@ def test_a_checkpoint_is_due_by_time_or_by_steps_and_never_twice_for_one_step(tm
 
     def checkpoints(clock: Hands, **settings: object) -> Checkpoints:
         return Checkpoints(
-            tmp_path,
+            tmp_path / "checkpoints",
             CheckpointConfig(**settings),  # type: ignore[arg-type]
             last_step=100,
             clock=clock,
@@ -311,7 +311,7 @@ def test_whoever_waits_for_the_last_checkpoint_may_be_cancelled_and_it_is_writte
 
     async def program() -> None:
         checkpoints = Checkpoints(
-            tmp_path,
+            tmp_path / "checkpoints",
             CheckpointConfig(),
             last_step=1,
             clock=RealClock(),

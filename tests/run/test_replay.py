@@ -575,7 +575,7 @@ def standing(version: int) -> PipelineState:
 
 def checkpoints_in(folder: Path, sink: MemorySink, config: CheckpointConfig) -> Checkpoints:
     return Checkpoints(
-        folder,
+        folder / "checkpoints",
         config,
         last_step=1000,
         clock=RealClock(),

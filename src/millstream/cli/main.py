@@ -185,7 +185,7 @@ def _show_result(result: RunResult) -> None:
 def trace(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of an active run or not.")],
 ) -> None:
-    """Write RUN/trace.json, a timeline of every worker, for ui.perfetto.dev."""
+    """Write a timeline of a run. RUN/trace.json shows every worker at ui.perfetto.dev."""
     with errors_shown():
         target = _run_folder(run_dir).write_trace()
         console.print(f"wrote {target}: open it at https://ui.perfetto.dev", highlight=False)
@@ -215,7 +215,7 @@ def status(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of an active run.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show what an active run is doing: engines, versions, groups in flight, and what waits for what."""
+    """Show what an active run is doing. Engines, versions, groups in flight, and what waits for what."""
     with errors_shown():
         found = control.ask_run(run_dir, control.StatusRequest())
         _print(found, status_lines(found), as_json=as_json)
@@ -236,7 +236,7 @@ def export_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write what a run has trained so far as a Hugging Face model, from one of its checkpoints."""
+    """Export a checkpoint of a run. Writes what was trained so far as a Hugging Face model."""
     with errors_shown():
         found = millstream.export(run_dir, target, step=step)
         for trouble in found.troubles:
@@ -252,7 +252,7 @@ def audit_command(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of an active run or not.")],
     as_json: AsJson = False,
 ) -> None:
-    """Verify from a run's events and checkpoints what happened to every prompt. Exit code 1 if something is wrong."""
+    """Verify what happened to every prompt. Reads a run's events and checkpoints. Exit code 1 if something is wrong."""
     with errors_shown():
         found = audit(_run_folder(run_dir).path)
         if as_json:
@@ -269,7 +269,8 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of an active run or not.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show what was admitted, trained, filtered, failed and aborted, and test whether long, slow or hard rollouts were lost."""
+    """Report which rollouts were trained. Shows what was admitted, trained, filtered, failed and aborted, and tests whether
+    long, slow or hard rollouts were lost."""
     with errors_shown():
         found = bias_report(read_history(_run_folder(run_dir).events))
         if as_json:
@@ -293,7 +294,7 @@ def evaluate_command(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a model on the held-out tasks: sampled as in training, and greedy."""
+    """Evaluate a model on the held-out tasks. Sampled as in training, and greedy."""
     with errors_shown():
         if path.is_dir():
             path, model = _config_in(path), model or str(path)
@@ -328,7 +329,7 @@ def _model_in(path: str, what: str) -> str:
 def init(
     path: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The file to write.")] = Path("run.toml"),
 ) -> None:
-    """Write a commented config, to be filled in with your own data, reward and model."""
+    """Write a commented config. Fill in your own data, reward and model, then train with it."""
     with errors_shown():
         if path.exists():
             raise ConfigError(f"{path} exists already: choose another name")
@@ -423,7 +424,7 @@ def serve_command(
     ] = None,
     token: TokenOption = None,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API: completions, chats, streams, and sessions that become rollouts."""
+    """Serve a model with OpenAI's API. Completions, chats, streams, and sessions that become rollouts, over HTTP."""
     with errors_shown():
         from millstream.serve.openai import model
         from millstream.serve.openai import service as openai
@@ -466,7 +467,7 @@ def serve_store_command(
     ] = None,
     token: TokenOption = None,
 ) -> None:
-    """Serve a store over HTTP: prompts, experience and notices of new weights, for programs in any language."""
+    """Serve a store over HTTP. Prompts, experience and notices of new weights, for programs in any language."""
     with errors_shown():
         from millstream.serve.store import service as store
 

@@ -25,6 +25,7 @@ from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
 from millstream.run.config import RunConfig
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
+from millstream.store.memory import MemoryStore
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
 
@@ -117,7 +118,8 @@ class LocalBackend:
         return build_scorers(self._config, self._context.model, saved)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
-        return build.build_store(self._config, stages)
+        tasks, capacity = build.store_plan(self._config, stages)
+        return MemoryStore(tasks, capacity_rows=capacity)
 
     def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
         return LocalChannel(version)

@@ -43,7 +43,6 @@ from millstream.run.config import ModelConfig, RunConfig, critic_of, server_toke
 from millstream.run.text import TokenizerText
 from millstream.seeds import derive_seed
 from millstream.store import Reads
-from millstream.store.memory import MemoryStore
 from millstream.types import Sampling, Task
 
 
@@ -225,12 +224,7 @@ def build_learner(
     )
 
 
-def build_store(config: RunConfig, stages: Sequence[Stage] = ()) -> MemoryStore:
-    tasks, capacity = store_plan(config, stages)
-    return MemoryStore(tasks, capacity_rows=capacity)
-
-
-def store_plan(config: RunConfig, stages: Sequence[Stage] = ()) -> tuple[Mapping[str, Reads], int]:
+def store_plan(config: RunConfig, stages: Sequence[Stage]) -> tuple[Mapping[str, Reads], int]:
     """The tasks of a run's store, and its capacity: room for every rollout that may be in flight or taken. With less, the
     pipeline would block itself."""
     tasks = store_tasks(

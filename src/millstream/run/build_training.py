@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from millstream.algo.recipe import Recipe
-from millstream.events import WARMUP
+from millstream.events import WARMUP, EventSink
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.model.adapters import lora_of, merged
 from millstream.model.load import save_model
 from millstream.run.active import ActiveRun
 from millstream.run.build_scorers import Scorers
-from millstream.run.checkpoint import WARMUP_FOLDER, Checkpoints
+from millstream.run.checkpoint import FOLDER, WARMUP_FOLDER, Checkpoints
 from millstream.run.config import WarmupConfig, reference_of
 from millstream.run.evaluate import Evaluator
 from millstream.run.replay import ReplayedCritic, ReplayedLearner
@@ -37,16 +37,7 @@ SILENT_SHARE = 0.9
 
 
 def build_checkpoints(run: ActiveRun) -> Checkpoints:
-    checkpoints = Checkpoints(
-        run.folder.path,
-        run.config.checkpoint,
-        last_step=run.config.pipeline.steps,
-        clock=run.clock,
-        sink=run.log,
-        last_seq=run.log.last_seq,
-        sync=run.log.sync,
-        run_state=run.checkpoint_state,
-    )
+    checkpoints = _checkpoints(run, FOLDER, run.log, last_step=run.config.pipeline.steps)
     if run.found is not None:
         checkpoints.resume_from(run.start_version)
     return checkpoints
@@ -54,16 +45,20 @@ def build_checkpoints(run: ActiveRun) -> Checkpoints:
 
 def build_sft_checkpoints(run: ActiveRun, config: WarmupConfig) -> Checkpoints:
     """By the `[checkpoint]` table; none after the last step, since reinforcement learning begins with one."""
+    num_steps = config.num_steps(len(run.prepared.data.train))
+    return _checkpoints(run, WARMUP_FOLDER, SftCheckpointSink(run.log), last_step=num_steps + 1)
+
+
+def _checkpoints(run: ActiveRun, folder: str, sink: EventSink, *, last_step: int) -> Checkpoints:
     return Checkpoints(
-        run.folder.path,
+        run.folder.path / folder,
         run.config.checkpoint,
-        last_step=config.num_steps(len(run.prepared.data.train)) + 1,
+        last_step=last_step,
         clock=run.clock,
-        sink=SftCheckpointSink(run.log),
+        sink=sink,
         last_seq=run.log.last_seq,
         sync=run.log.sync,
         run_state=run.checkpoint_state,
-        folder=WARMUP_FOLDER,
     )
 
 

@@ -115,7 +115,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        run_dir: Path,
+        folder: Path,
         config: CheckpointConfig,
         *,
         last_step: int,
@@ -124,9 +124,8 @@ class Checkpoints:
         last_seq: Callable[[], int],
         sync: Callable[[], None],
         run_state: Callable[[], RunState],
-        folder: str = FOLDER,
     ) -> None:
-        self._folder = run_dir / folder
+        self._folder = folder
         self._config = config
         self._last_step = last_step
         self._clock = clock
