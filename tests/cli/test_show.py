@@ -116,7 +116,7 @@ def test_plain_lines_say_the_same_where_there_is_no_terminal() -> None:
     assert "step 6/6  reward" in text and "sampled before: accuracy 0.125" in text and "has waited 31 s" in text
 
 
-def test_the_view_and_the_lines_say_when_an_engine_leaves_and_when_one_joins_and_when_a_learner_begins_anew() -> None:
+def test_the_view_and_the_lines_show_engines_that_leave_or_join_and_learners_that_restart() -> None:
     view = View(Console(file=io.StringIO()), num_steps=6, max_lag=1)
     lines = Console(file=io.StringIO(), width=200)
     shown = Lines(lines, num_steps=6)
@@ -254,7 +254,7 @@ def test_init_makes_the_folder_and_says_in_one_line_why_it_cannot(tmp_path: Path
     )
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0 and result.output.strip() == f"millstream {millstream.__version__}"
 

@@ -48,7 +48,7 @@ def copy_of(run_dir: Path, to: Path) -> Path:
     return to
 
 
-def test_a_killed_run_goes_on_and_its_books_are_in_order(killed: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_and_its_audit_is_clean(killed: Path, tmp_path: Path) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
     done = resume(run_dir)
     assert done.returncode == 0, done.stderr
@@ -98,7 +98,7 @@ def flip(path: Path) -> None:
         (lambda folder: os.truncate(folder / "manifest.json", 40), "is not a complete checkpoint"),
     ],
 )
-def test_a_spoiled_checkpoint_is_named_and_the_one_before_it_taken(
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     killed: Path, tmp_path: Path, spoil: Callable[[Path], None], words: str
 ) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
@@ -110,7 +110,7 @@ def test_a_spoiled_checkpoint_is_named_and_the_one_before_it_taken(
     assert (run_dir / "checkpoints" / f"{folders[-1].name}.corrupt").is_dir()
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_spoiled_one(killed: Path, tmp_path: Path) -> None:
+def test_a_run_is_resumed_from_the_checkpoint_before_a_damaged_one(killed: Path, tmp_path: Path) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
     *_, before, last = sorted((run_dir / "checkpoints").glob("step-*"))
     flip(last / "learner.pt")
@@ -121,9 +121,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_spoiled_one(killed: Path, tm
     assert resumed.version == int(before.name.removeprefix("step-"))
 
 
-def test_without_any_whole_checkpoint_nothing_is_touched_and_the_choice_is_the_users(
-    killed: Path, tmp_path: Path
-) -> None:
+def test_without_an_intact_checkpoint_nothing_is_changed_and_the_user_chooses(killed: Path, tmp_path: Path) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     for folder in folders:
@@ -149,7 +147,7 @@ def test_a_checkpoint_of_another_run_is_not_taken(killed: Path, tmp_path: Path) 
         find_newest(run_dir, {"the digest of none of them"})
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(killed: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(killed: Path, tmp_path: Path) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
     shutil.rmtree(run_dir / "checkpoints")
     with (run_dir / "events.jsonl").open("ab") as file:
@@ -195,7 +193,7 @@ def test_a_stop_does_not_wait_longer_than_its_grace_for_a_batch(tmp_path: Path) 
     assert time.monotonic() - began < 30
 
 
-def test_a_full_disk_at_the_checkpoint_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_at_the_checkpoint_is_reported_and_the_run_continues(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     limit = 1 << 20  # bytes of a file: the learner's state is larger, everything else is smaller
     process = start(
@@ -222,7 +220,7 @@ def test_two_processes_cannot_write_to_one_run(killed: Path, tmp_path: Path) -> 
     ours.unlock()
 
 
-def test_checkpoints_are_few_whole_and_told(killed: Path) -> None:
+def test_checkpoints_are_few_intact_and_in_the_log(killed: Path) -> None:
     folders = sorted((killed / "checkpoints").glob("step-*"))
     assert 1 <= len(folders) <= 3, "the newest two, and perhaps one about to be removed"
     told = {e.version: e.digest for e in read_events(killed / "events.jsonl") if isinstance(e, CheckpointSealed)}
@@ -303,7 +301,7 @@ def test_a_checkpoint_is_due_by_time_or_by_steps_and_never_twice_for_one_step(tm
     assert [version for version in range(1, 10) if by_steps.is_due(version, is_last=False)] == [3, 6, 9]
 
 
-def test_whoever_waits_for_the_last_checkpoint_may_be_cancelled_and_it_is_written_all_the_same(tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_written_even_if_the_waiter_is_cancelled(tmp_path: Path) -> None:
     class Slow:
         def write(self, folder: Path) -> None:
             time.sleep(0.3)

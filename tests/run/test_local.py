@@ -393,7 +393,7 @@ def test_a_prompt_beyond_the_context_is_named_by_file_and_line(finished: Path, t
         prepare_run(own_data(finished, tmp_path, "1>", 60 * "1" + ">", "2>"))
 
 
-def test_what_the_tokenizer_does_not_know_is_told_once_at_the_start(finished: Path, tmp_path: Path) -> None:
+def test_text_that_the_tokenizer_does_not_know_is_reported_once_at_the_start(finished: Path, tmp_path: Path) -> None:
     assert prepare_run(own_data(finished, tmp_path, "1>", "2>")).warning == ""
     warning = prepare_run(own_data(finished, tmp_path, "1>", "Ä2É>", "3>", "X>")).warning
     assert warning.startswith("2 of 4 prompts have something in them") and "<unk> instead. The first is" in warning
@@ -428,7 +428,7 @@ def test_a_function_is_passed_from_python_and_the_run_folder_tells_of_it(finishe
     assert resume(run_dir, reward=mine).summary.steps == 1 and seen
 
 
-def test_from_python_one_reward_is_enough_and_a_function_in_a_config_is_told_where_to_go() -> None:
+def test_in_python_one_reward_is_enough_and_a_function_in_a_config_is_refused_with_what_to_do() -> None:
     model, data = ModelConfig(path="m"), DataConfig(path="d.jsonl")
     config = RunConfig(model=model, data=data, reward=RewardConfig(weight=2.0))  # type: ignore[arg-type]
     assert config.reward == (RewardConfig(weight=2.0),)

@@ -204,7 +204,7 @@ def runner(folder: Path, processes: Processes, *, minutes: float = 1.0) -> Runne
     return Runner(folder, SMALL, jobs=2, minutes=minutes, seeds=1, command=processes)
 
 
-def test_a_cell_that_was_cut_short_begins_anew_and_what_is_done_is_never_run_again(tmp_path: Path) -> None:
+def test_a_cell_that_was_cut_short_starts_again_and_a_finished_one_does_not(tmp_path: Path) -> None:
     slow, met, folder = tmp_path / "slow", tmp_path / "met", tmp_path / "folder"
     slow.touch()
     folder.mkdir()
@@ -221,7 +221,7 @@ def test_a_cell_that_was_cut_short_begins_anew_and_what_is_done_is_never_run_aga
     assert sorted(path.name for path in folder.iterdir()) == ["results.jsonl", "warm-0.tar"], "nothing else travels"
 
 
-def test_a_killed_run_leaves_whole_results(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_complete_results(tmp_path: Path) -> None:
     words = [sys.executable, "-c", KILLED, str(tmp_path)]
     process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     until = time.monotonic() + 30
@@ -244,7 +244,7 @@ runner(folder, Processes(folder / "slow")).run()
 """
 
 
-def test_a_cell_that_fails_is_named_with_its_last_words_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_cell_that_fails_is_named_with_its_last_output_and_the_others_continue(tmp_path: Path) -> None:
     unlucky = Cell("CISPO", 2, 0)
     running = runner(tmp_path, Processes(tmp_path / "slow", fails=unlucky))
     assert not running.run()

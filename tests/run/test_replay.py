@@ -252,7 +252,7 @@ deaths = st.dictionaries(st.integers(1, 150), st.integers(0, 2), max_size=MAX_LE
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.filter_too_much])
 @given(world=worlds, deaths=deaths, every=st.integers(1, 4))
-def test_whenever_learners_die_the_last_one_has_heard_all_that_was_told_once_and_in_order(
+def test_whenever_learners_die_the_last_one_has_executed_every_call_once_and_in_order(
     world: World, deaths: dict[int, int], every: int
 ) -> None:
     try:
@@ -270,7 +270,7 @@ def test_whenever_learners_die_the_last_one_has_heard_all_that_was_told_once_and
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_at_max_lag_zero_whoever_dies_what_is_trained_and_published_is_that_of_an_undisturbed_run(seed: int) -> None:
+def test_at_max_lag_zero_a_run_with_deaths_trains_and_publishes_the_same_as_an_undisturbed_run(seed: int) -> None:
     draw = random.Random(seed)
     deaths = {draw.randrange(1, 30): draw.randrange(3) for _ in range(4)}
     world = World(max_lag=0, steps=6, groups_per_step=3, mini_batches=draw.choice([1, 3]), seed=seed)
@@ -372,7 +372,7 @@ def test_a_learner_that_refuses_is_not_asked_again() -> None:
     run_virtual(program())
 
 
-def test_one_that_says_nothing_is_taken_for_dead_and_progress_is_told() -> None:
+def test_a_learner_that_does_not_answer_counts_as_dead_and_progress_is_reported() -> None:
     async def program() -> None:
         made, sink, progress = list[SimLearner](), MemorySink(), list[float]()
 
@@ -724,7 +724,7 @@ def test_a_rank_with_a_disk_of_its_own_costs_the_checkpoint_and_not_the_one_befo
 
 
 @pytest.mark.slow
-def test_ranks_that_stand_still_are_killed_and_others_go_on() -> None:
+def test_ranks_that_do_not_answer_are_killed_and_replaced() -> None:
     async def program() -> list[LearnerRestarted]:
         sink = MemorySink()
         learner = ReplayedLearner(two_ranks, NoCheckpoints(), clock=RealClock(), sink=sink, patience_s=20.0)
@@ -783,7 +783,7 @@ def test_at_max_lag_zero_the_model_of_a_run_whose_rank_was_killed_is_that_of_an_
 
 
 @pytest.mark.slow
-def test_supervised_training_whose_rank_is_killed_goes_on_to_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_supervised_training_whose_rank_is_killed_has_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
     models = []
     for name in ("killed", "undisturbed"):
         run_dir = tmp_path / name

@@ -194,7 +194,7 @@ def supervise(
     return learner, examples[-1], reports
 
 
-def test_a_batch_goes_through_passes_of_so_many_tokens_and_nothing_is_left_out() -> None:
+def test_a_batch_is_packed_into_passes_of_limited_tokens_and_no_row_is_lost() -> None:
     learner, _, _ = supervise(WarmupConfig(epochs=1, batch_size=10))
     assert len(learner.calls) > 1
     assert all(sum(len(row.tokens) for row in call) <= 40 or len(call) == 1 for call in learner.calls)
@@ -204,7 +204,7 @@ def test_a_batch_goes_through_passes_of_so_many_tokens_and_nothing_is_left_out()
     assert list(packed([], 10)) == []
 
 
-def test_it_is_measured_every_so_many_steps_and_after_the_last_and_stops_by_accuracy_if_it_is_to() -> None:
+def test_it_is_measured_at_intervals_and_after_the_last_step_and_stops_by_accuracy() -> None:
     _, _, told = supervise(WarmupConfig(max_steps=7, batch_size=2, check_every=3))
     assert [(each.step, each.accuracy) for each in told] == [(3, None), (6, None), (7, None)]
     assert told[0].loss == 1.0 and told[0].held_out_loss == 2.0
@@ -212,7 +212,7 @@ def test_it_is_measured_every_so_many_steps_and_after_the_last_and_stops_by_accu
     assert [(each.step, each.accuracy) for each in told] == [(3, 0.6)]
 
 
-def test_training_that_goes_on_has_the_batches_that_were_still_to_come() -> None:
+def test_resumed_training_has_the_remaining_batches() -> None:
     config = WarmupConfig(epochs=2, batch_size=4)
     whole, _, _ = supervise(config, micro_batch_tokens=10**6)
     begun, _, _ = supervise(config, micro_batch_tokens=10**6, stop_after=2)
@@ -348,7 +348,7 @@ def assert_same_model(one: Path, other: Path) -> None:
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_stop_in_supervised_training_keeps_the_step_in_hand_and_the_run_goes_on_with_the_same_bits(whole: Path, tmp_path: Path) -> None:  # fmt: skip
+def test_a_stop_in_supervised_training_keeps_the_current_step_and_the_run_is_resumed_with_the_same_bits(whole: Path, tmp_path: Path) -> None:  # fmt: skip
     with pytest.raises(Stopped, match=r"the checkpoint of supervised step \d+ is written"):
         train(run_config(tmp_path, "whole"), sinks=[AtStep(10)])  # type: ignore[list-item]
     run_dir = tmp_path / "whole"
@@ -362,7 +362,7 @@ def test_a_stop_in_supervised_training_keeps_the_step_in_hand_and_the_run_goes_o
     assert audit(run_dir).is_clean
 
 
-def test_killed_in_supervised_training_a_run_goes_on_from_its_checkpoint_with_the_same_bits(whole: Path, tmp_path: Path) -> None:  # fmt: skip
+def test_a_run_killed_in_supervised_training_is_resumed_from_its_checkpoint_with_the_same_bits(whole: Path, tmp_path: Path) -> None:  # fmt: skip
     """In a process of its own, by SIGKILL: several seconds."""
     run_dir = tmp_path / "whole"
     run_config(tmp_path)

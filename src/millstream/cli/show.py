@@ -89,7 +89,8 @@ class Lines:
         self._console = console
         self._num_steps = num_steps
         self._metrics = StepMetrics()
-        self._shown_at = self._counted_at = float("-inf")
+        self._shown_at = float("-inf")
+        self._counted_at = float("-inf")
         self._repeats: Counter[str] = Counter()
 
     def emit(self, event: Event) -> None:

@@ -112,9 +112,11 @@ class Player(NamedTuple):
             failure = self._too_late(error, limit) if limit is not None and limit.is_expired() else error
         except Exception as error:  # whatever an environment or a reward raises is a failed episode
             failure = error
-        turns = episode.all_turns
-        episode.close()
-        return EpisodeResult(parts, failure, turns)
+        try:
+            return EpisodeResult(parts, failure, episode.all_turns)
+        finally:
+            episode.close()
+            failure = None  # its traceback refers to this frame: a reference cycle
 
     def _named_wait(self, owner: str) -> NamedWait:
         waits = self.waits

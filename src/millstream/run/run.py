@@ -174,7 +174,8 @@ class Trainers(NamedTuple):
 @asynccontextmanager
 async def _trainers(run: ActiveRun) -> AsyncIterator[Trainers]:
     """Scorers are built before the learner, which changes the model."""
-    checkpoints = run.checkpoints = build_checkpoints(run)
+    checkpoints = build_checkpoints(run)
+    run.checkpoints = checkpoints
     async with AsyncExitStack() as closing:
         building = asyncio.to_thread(build_run_scorers, run, checkpoints)
         scorers = await run.waits.on(OWNER, "the scorers to be built", building)
@@ -249,7 +250,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     )
     if run.found is None:
         run.emit_started()
-    run.pipeline = run.at_work = Pipeline(
+    run.pipeline = Pipeline(
         parts,
         in_order(prepared.data.train, seed=config.seed, shuffle=config.data.shuffle),
         build_algorithm(config, prepared.sampling, prepared.text, prepared.rewards, prepared.backend.launcher),
@@ -263,6 +264,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         router=fleet.router,
         first_weights=(await channel.fetch()).weights,
     )
+    run.at_work = run.pipeline
     if run.state is not None:
         restore_random_states(run.state.generators)
     fleet.follow(channel.fetch)
