@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from millstream.run.run import resume, train
 
 __version__ = "0.1.0"
-LAZY = {
+_LAZY = {
     "evaluate": "millstream.run.evaluate",
     "export": "millstream.run.export",
     "resume": "millstream.run.run",
@@ -38,9 +38,9 @@ LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in LAZY:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(LAZY[name]), name)
+    return getattr(import_module(_LAZY[name]), name)
 
 
 __all__ = [

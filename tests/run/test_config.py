@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from millstream.algo.presets import PRESETS
 from millstream.config import load, to_toml
-from millstream.errors import ConfigError
-from millstream.run.check import check_combinations
+from millstream.errors import ConfigError, MillstreamError
+from millstream.run.check import check_combinations, check_config
 from millstream.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -177,6 +177,20 @@ def test_combinations_that_no_component_sees_are_refused(tmp_path: Path) -> None
     check_combinations(load(written(tmp_path, several), RunConfig))
     with pytest.raises(ConfigError, match="without a reward"):
         check_combinations(load(written(tmp_path, "reward = []\n" + MINIMAL), RunConfig))
+
+
+def test_all_errors_of_a_config_are_found_in_one_walk(tmp_path: Path) -> None:
+    text = MINIMAL + "[critic]\nlearning_rate = 1e-4\n[learner]\nmini_batches = 3\n"
+    with pytest.raises(ConfigError, match=r"a \[critic\] table") as combinations:
+        check_config(load(written(tmp_path, text), RunConfig))
+    assert any("mini_batches = 3 does not divide" in note for note in combinations.value.__notes__)
+    changes = ["data.path=no.jsonl", "reward=[{function='no.py:reward'}]", "model.path=no/such/folder/here"]
+    with pytest.raises(MillstreamError, match=r"no\.jsonl") as named:
+        check_config(load(written(tmp_path, MINIMAL), RunConfig, changes))
+    assert [next(word for word in ("no.py", "no/such") if word in note) for note in named.value.__notes__] == [
+        "no.py",
+        "no/such",
+    ]
 
 
 def keys(kind: type[Struct], place: str = "") -> Iterator[tuple[str, str]]:

@@ -765,7 +765,7 @@ def test_what_cannot_be_scaled_is_refused_and_says_why(tmp_path: Path) -> None:
         clock, sink = VirtualClock(), MemorySink()
         await site.open(BackendContext(model=make("qwen3"), tokenizer=None, folder=tmp_path, clock=clock, sink=sink))
         servers = build_fleet(site, http, is_queueing=True, clock=clock, sink=sink)
-        with pytest.raises(ConfigError, match="a fixed set of servers"):
+        with pytest.raises(ConfigError, match="servers that others have started"):
             await servers.scale(2)
 
     run_virtual(play())

@@ -32,9 +32,9 @@ from millstream.events.bias import bias_report
 from millstream.events.sinks import read_history
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run import control
-from millstream.run.check import check_config
+from millstream.run.check import check_combinations, check_config
 from millstream.run.config import ModelConfig, RunConfig
-from millstream.run.env_check import report_lines, run_env_check
+from millstream.run.env_check import env_report_lines, run_env_check
 from millstream.run.folder import RunFolder, check_changes, program, resume_command
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ def train_command(
                 console.out(f"# {finding}", highlight=False)
             console.out(configs.to_toml(config), end="", highlight=False)
             return
+        check_combinations(config)  # an error here comes before the view is drawn
         with _shown(config.pipeline, is_quiet=quiet or as_json) as sinks:
             if resume is not None:
                 result = millstream.resume(resume, sinks=sinks, changes=overrides or [])
@@ -379,7 +380,7 @@ def env_check_command(
         if as_json:
             console.out(msgspec.json.encode(reports).decode(), highlight=False)
         else:
-            for line in (line for report in reports for line in report_lines(report)):
+            for line in (line for report in reports for line in env_report_lines(report)):
                 console.out(line, highlight=False)
     if not all(report.is_fit for report in reports):
         raise typer.Exit(1)

@@ -29,7 +29,7 @@ from millstream.store.memory import MemoryStore
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
 
-FIXED_SERVERS = "the engine is a fixed set of servers: engine.http.urls says which"
+SERVERS = "the engine is made of servers that others have started: engine.http.urls says which"
 
 
 class BackendContext(NamedTuple):
@@ -137,7 +137,7 @@ def build_fleet(backend: Backend, config: EngineConfig, *, is_queueing: bool, cl
         clock=clock,
         sink=sink,
         is_lone_replaced=backend.is_lone_engine_replaced,
-        why_fixed=FIXED_SERVERS if config.kind == "http" else "",
+        why_fixed=SERVERS if config.kind == "http" else "",
     )
 
 

@@ -351,7 +351,7 @@ def _tasks(kind: Kind, names: Sequence[str], config: RunConfig | None, num_tasks
     return kind.make_tasks(num_tasks, 0 if config is None else config.seed)
 
 
-def report_lines(report: EnvironmentReport) -> Iterator[str]:
+def env_report_lines(report: EnvironmentReport) -> Iterator[str]:
     played = f"{report.num_tasks} tasks, {report.num_episodes} episodes"
     yield from map(str, report.findings)
     yield f"{report.environment}: {'fit' if report.is_fit else 'not fit'} ({played})"
