@@ -9,31 +9,30 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from msgspec import structs
-from rich.console import Console
 
 import millstream
 from millstream import config as configs
 from millstream.audit.audit import audit
 from millstream.audit.audit import lines as audit_lines
+from millstream.cli.common import console, errors, errors_shown, model_in
+from millstream.cli.serve import serve_command, serve_store_command
 from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text, scaled_lines, status_lines
 from millstream.cli.template import TEMPLATE
 from millstream.cli.view import View
-from millstream.engine import EngineConfig
-from millstream.errors import ConfigError, MillstreamError, Stopped
+from millstream.errors import ConfigError
 from millstream.events import EventSink
 from millstream.events.bias import bias_report
 from millstream.events.sinks import read_history
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run import control
 from millstream.run.check import check_combinations, check_config
-from millstream.run.config import ModelConfig, RunConfig
+from millstream.run.config import RunConfig
 from millstream.run.env_check import env_report_lines, run_env_check
 from millstream.run.folder import RunFolder, check_changes, program, resume_command
 
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from millstream.run.folder import RunResult
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-console = Console()
-errors = Console(stderr=True)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -60,17 +57,6 @@ def common_options(
     """Millstream: asynchronous reinforcement learning for language models."""
 
 
-class Device(StrEnum):
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Dtype(StrEnum):
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -78,18 +64,6 @@ Overrides = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
-HostOption = Annotated[
-    str, typer.Option("--host", help="The address to listen on. Other than this machine's own only with a token.")
-]
-PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="The port to listen on. 0: any free port.")]
-TokenOption = Annotated[
-    str | None,
-    typer.Option(
-        "--token",
-        envvar="MILLSTREAM_TOKEN",
-        help="The token that clients must send. Prefer the environment variable: others may see what is typed.",
-    ),
-]
 
 
 @app.command(name="train")
@@ -302,7 +276,7 @@ def evaluate_command(
         config = configs.load(path, RunConfig, overrides or [])
         if model is not None:
             config = structs.replace(
-                config, model=structs.replace(config.model, path=_model_in(model, "evaluating"), tiny=None)
+                config, model=structs.replace(config.model, path=model_in(model, "evaluating"), tiny=None)
             )
         measured = millstream.evaluate(config)
         measured = structs.replace(measured, samples=measured.samples[:show])
@@ -313,17 +287,6 @@ def evaluate_command(
                 console.out(sample_text(sample), highlight=False)
             console.out(f"accuracy, sampled  {measured.accuracy:.3f}", highlight=False)
             console.out(f"accuracy, greedy   {measured.greedy:.3f}", highlight=False)
-
-
-def _model_in(path: str, what: str) -> str:
-    """The path itself, or the model of the run whose folder it is."""
-    folder = RunFolder(Path(path))
-    if not folder.config.is_file():
-        return path
-    if not folder.model.is_dir():
-        raise ConfigError(f"the run in {path} has no model yet. To resume the run:\n  {resume_command(folder.path)}")
-    errors.out(f"{path} is a run folder: {what} its model, {folder.model}", highlight=False)
-    return str(folder.model)
 
 
 @app.command()
@@ -386,118 +349,8 @@ def env_check_command(
         raise typer.Exit(1)
 
 
-@app.command(name="serve")
-def serve_command(
-    path: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, a name on the hub, or a run folder.")
-    ],
-    name: Annotated[
-        str | None, typer.Option("--name", help="The name of the model for clients. Default: MODEL.")
-    ] = None,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 8000,
-    device: Annotated[
-        Device, typer.Option("--device", help="Where the model runs. auto: on a GPU if there is one.")
-    ] = Device.AUTO,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="The type of the weights.")] = Dtype.FLOAT32,
-    slots: Annotated[
-        int, typer.Option("--slots", min=1, help="The number of answers that are decoded at the same time.")
-    ] = 32,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            "--max-length", min=2, help="Maximal tokens of a prompt and its answer. Default: the model's context."
-        ),
-    ] = None,
-    max_requests: Annotated[
-        int,
-        typer.Option(
-            "--max-requests", min=1, help="The number of requests at a time; further ones are refused with status 429."
-        ),
-    ] = 256,
-    weights_from: Annotated[
-        Path | None,
-        typer.Option(
-            "--weights-from",
-            metavar="DIR",
-            help="Load new weights from folders in DIR when a client asks for it: for training.",
-        ),
-    ] = None,
-    token: TokenOption = None,
-) -> None:
-    """Serve a model with OpenAI's API. Completions, chats, streams, and sessions that become rollouts, over HTTP."""
-    with errors_shown():
-        from millstream.serve.openai import model
-        from millstream.serve.openai import service as openai
-
-        chosen = model.ServedConfig(
-            name=name or path,
-            max_length=max_length,
-            model=ModelConfig(path=_model_in(path, "serving"), device=device.value, dtype=dtype.value),
-            engine=EngineConfig(slots=slots),
-        )
-        model.run(
-            chosen,
-            openai.ModelServiceConfig(
-                host=host,
-                port=port,
-                max_requests=max_requests,
-                weights_from=None if weights_from is None else str(weights_from),
-            ),
-            token=token,
-            on_ready=lambda url, known_as: console.out(f"{known_as} is at {url}/v1", highlight=False),
-        )
-
-
-@app.command(name="serve-store")
-def serve_store_command(
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--task",
-            metavar="NAME:COLUMNS",
-            help="A task and the columns that it reads: train:tokens,reward. Append :rows for rows instead of whole groups, "
-            ":after=NAME for a task that follows another. May be repeated.",
-        ),
-    ] = None,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 7077,
-    capacity_rows: Annotated[
-        int | None,
-        typer.Option("--capacity-rows", min=1, help="The number of rows beyond which puts wait. Default: no limit."),
-    ] = None,
-    token: TokenOption = None,
-) -> None:
-    """Serve a store over HTTP. Prompts, experience and notices of new weights, for programs in any language."""
-    with errors_shown():
-        from millstream.serve.store import service as store
-
-        store.run(
-            tasks or [],
-            store.StoreServiceConfig(host=host, port=port),
-            capacity_rows=capacity_rows,
-            token=token,
-            on_ready=lambda url: console.out(f"the store is at {url}", highlight=False),
-        )
-
-
-@contextmanager
-def errors_shown() -> Iterator[None]:
-    """A `MillstreamError` becomes one message and exit code 1; a stop, the command that resumes the run and the signal's
-    exit code."""
-    try:
-        yield
-    except MillstreamError as error:
-        errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        errors.out("\n".join([str(error), *getattr(error, "__notes__", ())]), highlight=False)
-        raise typer.Exit(1) from error
-    except Stopped as stopped:
-        errors.out(str(stopped), highlight=False)
-        raise typer.Exit(stopped.exit_code) from None
-    except KeyboardInterrupt:
-        errors.print("stopped by Ctrl-C")
-        raise typer.Exit(130) from None
-
+app.command(name="serve")(serve_command)
+app.command(name="serve-store")(serve_store_command)
 
 if __name__ == "__main__":
     app()

@@ -193,7 +193,7 @@ class SupervisedTraining:
         weights which the run began with, however often it was resumed."""
         try:
             self._held_out_rows = await self._held_out_examples()
-            self._report(0, held_out_loss=await self._held_out_loss())
+            self._report(0, await self._held_out_loss())
             first_step = 0 if found is None else await self._restore(found)
             self._checkpoints.resume_from(first_step)
             await self._train(first_step)
@@ -236,7 +236,7 @@ class SupervisedTraining:
         if is_check and stop_at is not None:
             weights = await self._waits.on("warm-up", "the learner to copy weights", self._learner.weights())
             accuracy = await self._accuracy_of(weights)
-        self._report(step, loss=loss, held_out_loss=held_out_loss, accuracy=accuracy)
+        self._report(step, held_out_loss, loss=loss, accuracy=accuracy)
         return accuracy is not None and stop_at is not None and accuracy >= stop_at
 
     async def _held_out_examples(self) -> list[TrainRow]:
@@ -255,12 +255,7 @@ class SupervisedTraining:
         return total / num_tokens if num_tokens else None
 
     def _report(
-        self,
-        step: int,
-        *,
-        loss: float | None = None,
-        held_out_loss: float | None = None,
-        accuracy: float | None = None,
+        self, step: int, held_out_loss: float | None, *, loss: float | None = None, accuracy: float | None = None
     ) -> None:
         self._sink.emit(
             WarmedUp(
