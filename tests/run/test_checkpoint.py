@@ -54,8 +54,8 @@ def test_a_killed_run_is_resumed_and_its_audit_is_clean(killed: Path, tmp_path: 
     assert done.returncode == 0, done.stderr
     assert_clean(run_dir)
     assert done.stdout.index("sampled before: accuracy") < done.stdout.index("resumed from step"), "shown again"
-    lives = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed)]
-    assert len(lives) == 1 and lives[0].version > 0 and lives[0].incarnation == 1
+    resumes = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed)]
+    assert len(resumes) == 1 and resumes[0].version > 0 and resumes[0].incarnation == 1
     steps = [event.version for event in read_history(run_dir / "events.jsonl") if isinstance(event, Stepped)]
     assert steps == list(range(1, 61))
     metrics = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -223,10 +223,10 @@ def test_two_processes_cannot_write_to_one_run(killed: Path, tmp_path: Path) -> 
 def test_checkpoints_are_few_intact_and_in_the_log(killed: Path) -> None:
     folders = sorted((killed / "checkpoints").glob("step-*"))
     assert 1 <= len(folders) <= 3, "the newest two, and perhaps one about to be removed"
-    told = {e.version: e.digest for e in read_events(killed / "events.jsonl") if isinstance(e, CheckpointSealed)}
+    sealed = {e.version: e.digest for e in read_events(killed / "events.jsonl") if isinstance(e, CheckpointSealed)}
     for folder in folders:
         found = verify(folder)
-        assert told[found.manifest.version] == found.digest
+        assert sealed[found.manifest.version] == found.digest
 
 
 def test_rows_come_back_with_the_types_and_shapes_they_had() -> None:

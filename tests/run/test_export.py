@@ -190,7 +190,7 @@ def test_a_description_that_is_no_pickle_at_all_is_refused(tmp_path: Path) -> No
 
 
 def at_work(monkeypatch: pytest.MonkeyPatch, run_dir: Path, removes: list[int], seals: list[int]) -> None:
-    """A run that goes on while its checkpoints are read: with every file that is begun one more is removed, or sealed."""
+    """An active run whose checkpoints are read: with every file that is opened one more checkpoint is removed, or sealed."""
     folder, digest = run_dir / "checkpoints", checkpoint._sha256
 
     def meanwhile(path: Path) -> str:

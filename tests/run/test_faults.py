@@ -156,7 +156,7 @@ def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(writer, b"x" * 4000)  # nearly full, and nobody reads
+    os.write(writer, b"x" * 4000)  # nearly full, and not read
     process = subprocess.Popen(command(run_dir, {"pipeline.steps": 10}), stdout=writer, stderr=subprocess.DEVNULL)
     until(lambda: steps_of(run_dir) >= 10, process)
     process.kill()

@@ -55,7 +55,7 @@ Heard = list[tuple[str, tuple[str, ...]]]
 
 
 class Fates:
-    """Which calls, counted over all learners, are somebody's last, and when in the call: 0 before, 1 in the middle, 2 when it
+    """Which calls, counted over all learners, are the last of one of them, and when in the call: 0 before, 1 in the middle, 2 when it
     is done and only the answer is lost."""
 
     def __init__(self, deaths: dict[int, int]) -> None:
@@ -181,28 +181,28 @@ class Sealing(Diary):
 
 
 class Recorder:
-    """What the pipeline told its learner, and was told done."""
+    """The calls of the pipeline that its learner has executed."""
 
     def __init__(self, learner: ReplayedLearner) -> None:
-        self._learner, self.told, self.weighed = learner, Heard(), list[int]()
+        self._learner, self.calls, self.weighed = learner, Heard(), list[int]()
 
     async def begin_batch(self) -> None:
         await self._learner.begin_batch()
-        self.told.append(("begin_batch", ()))
+        self.calls.append(("begin_batch", ()))
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         await self._learner.accumulate(rows)
-        self.told.append(("accumulate", tuple(one.label for one in rows)))
+        self.calls.append(("accumulate", tuple(one.label for one in rows)))
 
     async def step(self) -> Metrics:
         metrics = await self._learner.step()
-        self.told.append(("step", ()))
+        self.calls.append(("step", ()))
         return metrics
 
     async def weights(self) -> Weights:
         weights = await self._learner.weights()
         self.weighed.append(weights["num_rows"])
-        assert weights["num_rows"] == sum(len(labels) for _, labels in self.told)
+        assert weights["num_rows"] == sum(len(labels) for _, labels in self.calls)
         return weights
 
     def __getattr__(self, name: str) -> Any:
@@ -210,7 +210,7 @@ class Recorder:
 
 
 class Played:
-    """A world whose learners die as they are told to."""
+    """A world whose learners die at given calls."""
 
     def __init__(self, world: World, deaths: dict[int, int], folder: Path, every: int = 2) -> None:
         self.fates = Fates(deaths)
@@ -262,7 +262,7 @@ def test_whenever_learners_die_the_last_one_has_executed_every_call_once_and_in_
         assume(False)
         return
     check(world, played.outcome)
-    assert played.survivor.heard == played.recorder.told
+    assert played.survivor.heard == played.recorder.calls
     assert len(played.restarts) <= played.fates.num_dead
     assert all(one.from_version <= one.to_version for one in played.restarts)
     versions = [one.to_version for one in played.restarts]
@@ -276,7 +276,7 @@ def test_at_max_lag_zero_a_run_with_deaths_trains_and_publishes_the_same_as_an_u
     world = World(max_lag=0, steps=6, groups_per_step=3, mini_batches=draw.choice([1, 3]), seed=seed)
     disturbed, undisturbed = play(world, deaths), play(world, {})
     assert disturbed.restarts and not undisturbed.restarts
-    assert disturbed.recorder.told == undisturbed.recorder.told == disturbed.survivor.heard
+    assert disturbed.recorder.calls == undisturbed.recorder.calls == disturbed.survivor.heard
     assert disturbed.recorder.weighed == undisturbed.recorder.weighed
 
 
@@ -293,7 +293,7 @@ def test_every_checkpoint_that_is_sealed_gives_a_restart_back() -> None:
     deaths = {36 * number: number % 3 for number in range(1, 9)}
     played = play(World(steps=60, max_lag=1), deaths, every=1)
     assert len(played.restarts) == 8 > MAX_LEARNER_RESTARTS
-    assert played.survivor.heard == played.recorder.told
+    assert played.survivor.heard == played.recorder.calls
 
 
 # ---- the log, the budget ---------------------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ def test_a_checkpoint_is_sealed_only_if_all_that_was_written_elsewhere_is_seen_h
 
 async def bereft(checkpoints: Checkpoints, learner: ReplayedLearner | ReplayedCritic, die: Callable[[], None]) -> None:
     """Trains a batch, seals it, begins another one, whereupon the log drops the first; then the checkpoint is moved, and
-    whoever learns dies."""
+    the learner or critic dies."""
     begin = learner.begin_batch if isinstance(learner, ReplayedLearner) else learner.ready
     await learner.ready()
     await begin()

@@ -205,19 +205,19 @@ def test_a_batch_is_packed_into_passes_of_limited_tokens_and_no_row_is_lost() ->
 
 
 def test_it_is_measured_at_intervals_and_after_the_last_step_and_stops_by_accuracy() -> None:
-    _, _, told = supervise(WarmupConfig(max_steps=7, batch_size=2, check_every=3))
-    assert [(each.step, each.accuracy) for each in told] == [(3, None), (6, None), (7, None)]
-    assert told[0].loss == 1.0 and told[0].held_out_loss == 2.0
-    _, _, told = supervise(WarmupConfig(max_steps=7, batch_size=2, check_every=3, stop_at=0.5), accuracy=0.6)
-    assert [(each.step, each.accuracy) for each in told] == [(3, 0.6)]
+    _, _, reports = supervise(WarmupConfig(max_steps=7, batch_size=2, check_every=3))
+    assert [(each.step, each.accuracy) for each in reports] == [(3, None), (6, None), (7, None)]
+    assert reports[0].loss == 1.0 and reports[0].held_out_loss == 2.0
+    _, _, reports = supervise(WarmupConfig(max_steps=7, batch_size=2, check_every=3, stop_at=0.5), accuracy=0.6)
+    assert [(each.step, each.accuracy) for each in reports] == [(3, 0.6)]
 
 
 def test_resumed_training_has_the_remaining_batches() -> None:
     config = WarmupConfig(epochs=2, batch_size=4)
     whole, _, _ = supervise(config, micro_batch_tokens=10**6)
-    begun, _, _ = supervise(config, micro_batch_tokens=10**6, stop_after=2)
+    first, _, _ = supervise(config, micro_batch_tokens=10**6, stop_after=2)
     rest, script, _ = supervise(config, micro_batch_tokens=10**6, after_step=2)
-    joined = [*begun.calls, *rest.calls]
+    joined = [*first.calls, *rest.calls]
     assert [[row.tokens.tolist() for row in call] for call in joined] == [
         [row.tokens.tolist() for row in call] for call in whole.calls
     ]
@@ -357,8 +357,10 @@ def test_a_stop_in_supervised_training_keeps_the_current_step_and_the_run_is_res
     assert_same_model(run_dir, whole)
     before = json.loads((whole / "summary.json").read_text())["held_out_loss_before"]
     assert result.held_out_loss_before == pytest.approx(before) and result.accuracy_before == 0.0
-    told = [event.step for event in read_events(run_dir / "events.jsonl") if isinstance(event, WarmedUp)]
-    assert told.count(0) == 2 and [step for step in told if step] == [10, 20, 30, 40, 50], "no step was made twice"
+    reports = [event.step for event in read_events(run_dir / "events.jsonl") if isinstance(event, WarmedUp)]
+    assert reports.count(0) == 2 and [step for step in reports if step] == [10, 20, 30, 40, 50], (
+        "no step was made twice"
+    )
     assert audit(run_dir).is_clean
 
 
