@@ -22,6 +22,7 @@ from unittest.mock import patch
 from millstream import RunConfig, train
 from millstream.config import load
 from millstream.events import Event, Stepped
+from millstream.run import log
 from millstream.run import run as running
 
 ROOT = Path(__file__).parent.parent
@@ -88,8 +89,8 @@ def run(steps: int, *, is_kept: bool, seed: int) -> tuple[float, float]:
         ]
         if not is_kept:
             for name in ("JsonlSink", "MetricsSink"):
-                stack.enter_context(patch.object(running, name, Nothing))
-            stack.enter_context(patch.object(running._Run, "_build_checkpoints", lambda self: Never()))
+                stack.enter_context(patch.object(log, name, Nothing))
+            stack.enter_context(patch.object(running, "build_checkpoints", lambda run: Never()))
             stack.enter_context(patch.object(running.RunFolder, "conclude", lambda self: None))
         train(load(ROOT / "recipes/demo.toml", RunConfig, changes), sinks=[meter])
     return meter.rates()

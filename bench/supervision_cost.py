@@ -31,6 +31,7 @@ from bookkeeping import Never, Nothing
 from millstream import RunConfig, train
 from millstream.config import load
 from millstream.events import Event, GroupTaken, Stepped
+from millstream.run import log, supervision
 from millstream.run import run as running
 from millstream.run.backend import LocalBackend
 
@@ -77,17 +78,17 @@ class Meter:
             self.seconds, self.groups = processor_s(os.getpid()) - self._began, self._num_taken
 
 
-async def _no_status(run: Any) -> None:
+async def _no_status(supervision: Any) -> None:
     await asyncio.get_running_loop().create_future()
 
 
 def without_supervision(stack: ExitStack) -> None:
     for name in ("JsonlSink", "MetricsSink"):
-        stack.enter_context(patch.object(running, name, Nothing))
-    stack.enter_context(patch.object(running, "Watchdog", Asleep))
-    stack.enter_context(patch.object(running._Run, "_watch", _no_status))
-    stack.enter_context(patch.object(running._Run, "_build_checkpoints", lambda self: Never()))
-    stack.enter_context(patch.object(LocalBackend, "has_ranks_elsewhere", lambda site, learner: False))
+        stack.enter_context(patch.object(log, name, Nothing))
+    stack.enter_context(patch.object(supervision, "Watchdog", Asleep))
+    stack.enter_context(patch.object(supervision.Supervision, "_report_status", _no_status))
+    stack.enter_context(patch.object(running, "build_checkpoints", lambda run: Never()))
+    stack.enter_context(patch.object(LocalBackend, "has_learner_processes", lambda backend, learner: False))
     stack.enter_context(patch.object(running.RunFolder, "conclude", lambda folder: None))
 
 

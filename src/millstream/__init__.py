@@ -3,14 +3,13 @@
     from millstream import RunConfig, train
     result = train(RunConfig(...))
 
-Importing the package is light: torch is loaded by `train`.
+Importing the package is light: torch is imported with `train`, `resume`, `export` and `evaluate`, when they are first used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from millstream.algo import AlgorithmConfig
 from millstream.engine import EngineConfig
@@ -25,51 +24,23 @@ from millstream.run.checkpoint import CheckpointConfig
 from millstream.run.config import EvaluationConfig, ModelConfig, RunConfig, TinyConfig, WarmupConfig
 
 if TYPE_CHECKING:
-    from millstream.env.rewards import Reward
-    from millstream.events import EventSink
-    from millstream.run.evaluate import Measured
-    from millstream.run.export import Exported
-    from millstream.run.folder import RunResult
+    from millstream.run.evaluate import evaluate
+    from millstream.run.export import export
+    from millstream.run.run import resume, train
 
 __version__ = "0.1.0"
+_LAZY = {
+    "evaluate": "millstream.run.evaluate",
+    "export": "millstream.run.export",
+    "resume": "millstream.run.run",
+    "train": "millstream.run.run",
+}
 
 
-def train(
-    config: RunConfig, *, reward: Reward | None = None, sinks: Sequence[EventSink] = (), name: str = "run"
-) -> RunResult:
-    """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` takes
-    the place of the one that the config names."""
-    from millstream.run import run
-
-    return run.train(config, reward=reward, sinks=sinks, name=name)
-
-
-def resume(
-    run_dir: str | Path,
-    *,
-    reward: Reward | None = None,
-    sinks: Sequence[EventSink] = (),
-    changes: Sequence[str] = (),
-) -> RunResult:
-    """Go on with a run that was stopped or died, from its newest checkpoint. A `reward` that was passed to `train` is passed
-    again. `changes` of where its parts are, as in `learner.ranks=1`, are kept in the run folder."""
-    from millstream.run import run
-
-    return run.resume(Path(run_dir), reward=reward, sinks=sinks, changes=changes)
-
-
-def export(run_dir: str | Path, target: str | Path, *, step: int | None = None) -> Exported:
-    """What a run has trained so far, from a checkpoint of it, as a folder that transformers loads."""
-    from millstream.run import export as exporting
-
-    return exporting.export(Path(run_dir), Path(target), step=step)
-
-
-def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
-    """The mean reward of the config's model on its held-out tasks: sampled as in training, and greedy; and what it wrote."""
-    from millstream.run import evaluator
-
-    return evaluator.evaluate_model(config, reward=reward)
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
 
 
 __all__ = [

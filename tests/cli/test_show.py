@@ -116,7 +116,7 @@ def test_plain_lines_say_the_same_where_there_is_no_terminal() -> None:
     assert "step 6/6  reward" in text and "sampled before: accuracy 0.125" in text and "has waited 31 s" in text
 
 
-def test_the_view_and_the_lines_say_when_an_engine_leaves_and_when_one_joins_and_when_a_learner_begins_anew() -> None:
+def test_the_view_and_the_lines_show_engines_that_leave_or_join_and_learners_that_restart() -> None:
     view = View(Console(file=io.StringIO()), num_steps=6, max_lag=1)
     lines = Console(file=io.StringIO(), width=200)
     shown = Lines(lines, num_steps=6)
@@ -130,9 +130,9 @@ def test_the_view_and_the_lines_say_when_an_engine_leaves_and_when_one_joins_and
     console = Console(file=io.StringIO(), width=200)
     console.print(view)
     for text in (console.file.getvalue(), lines.file.getvalue()):  # type: ignore[attr-defined]
-        assert "engine-0 has left: engine-0 broke: exit code -9; 3 requests go on elsewhere" in text
+        assert "engine-0 has left: engine-0 broke: exit code -9; 3 requests continue on other engines" in text
         assert "engine-0 has joined at version 4" in text
-        assert "the learner was restarted at step 5: rank 1 died; 2 batches since step 3 again, 7 s" in text
+        assert "the learner was restarted at step 5: rank 1 died; 2 batches since step 3 were replayed, 7 s" in text
 
 
 def test_the_view_and_the_lines_show_a_sample_of_every_evaluation() -> None:
@@ -180,8 +180,8 @@ def test_the_same_failure_is_said_once_and_then_counted() -> None:
         view.emit(event)
     said = [line.partition("] ")[2] for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert said == [
-        f"group 1 goes on without member 0: {first}: 'key 0'",
-        "group 1 goes on without member 50: another",
+        f"group 1 continues without member 0: {first}: 'key 0'",
+        "group 1 continues without member 50: another",
         f"the same, 37 times more: RewardFailed: {first}",
         "the same, once more: RewardFailed: another",
     ]
@@ -254,7 +254,7 @@ def test_init_makes_the_folder_and_says_in_one_line_why_it_cannot(tmp_path: Path
     )
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0 and result.output.strip() == f"millstream {millstream.__version__}"
 

@@ -58,7 +58,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         output = stop(process)
         assert process.returncode == 128 + signal.SIGTERM, output
         assert time.monotonic() - began < 20 + 15, "the grace for the batch, and the time that all parts take to end"
-        assert f"To go on:\n  millstream train --resume {run_dir}" in output and "Traceback" not in output
+        assert f"To resume the run:\n  millstream train --resume {run_dir}" in output and "Traceback" not in output
         wait_until_gone(pids)
         assert memory, "weights and rows are in shared memory while it runs"
         assert not [path for path in memory if path.exists()]
@@ -174,7 +174,7 @@ def test_a_full_disk_at_a_checkpoint_is_said_the_run_goes_on_and_later_ones_are_
         output = stop(process)
     failed = [event.message for event in events_of(run_dir) if isinstance(event, CheckpointFailed)]
     assert set(failed) == {"No space left on device"}, failed
-    assert "failed: No space left on device; the run goes on" in output
+    assert "failed: No space left on device; the run continues" in output
     assert not list((run_dir / "checkpoints").glob(".*")), "nothing half written is left"
     assert_clean(run_dir)
 

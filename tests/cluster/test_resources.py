@@ -16,9 +16,9 @@ from millstream.config import convert
 from millstream.errors import ClusterError, ConfigError
 from millstream.rpc.process import engine_names, rank_name
 from millstream.run.backend import BackendContext, LocalBackend
-from millstream.run.check import check_parts
-from millstream.run.config import RunConfig, check_run, weight_ways
-from millstream.run.evaluator import evaluate_model
+from millstream.run.check import check_combinations, check_config
+from millstream.run.config import RunConfig, weight_ways
+from millstream.run.evaluate import evaluate
 
 RUN = """
 runtime = "ray"
@@ -114,7 +114,7 @@ def test_a_table_that_cannot_be_meant_is_refused_in_words(text: str, says: str) 
 )
 def test_combinations_that_do_not_go_together_are_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_run(run(text))
+        check_combinations(run(text))
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_weights_have_a_way_to_every_engine_on_whichever_gpu_it_is_and_a_dry_run
     text: str, ways: tuple[str, ...], said: str
 ) -> None:
     config = run(text)
-    check_run(config)
+    check_combinations(config)
     assert weight_ways(config, is_one_node=True) == ways
-    assert f"checked: weights reach engines by {said}" in check_parts(config)
+    assert f"checked: weights reach engines by {said}" in check_config(config).findings
 
 
 def test_a_proximal_policy_beside_the_learner_is_on_no_gpu_of_its_and_over_nodes_everything_is_on_the_host() -> None:
@@ -145,15 +145,15 @@ def test_a_proximal_policy_beside_the_learner_is_on_no_gpu_of_its_and_over_nodes
 def test_a_table_that_nobody_would_read_is_refused() -> None:
     elsewhere = run("[resources]\nengine_cpus = 2")
     with pytest.raises(ConfigError, match='set runtime = "ray", or leave the table out'):
-        check_run(structs.replace(elsewhere, runtime="local"))
-    check_run(elsewhere)
+        check_combinations(structs.replace(elsewhere, runtime="local"))
+    check_combinations(elsewhere)
 
 
 @pytest.mark.timeout(120)
 def test_the_model_of_a_run_on_ray_is_evaluated_on_this_machine_and_rewards_have_their_processes_here() -> None:
     config = run('[rollout]\nmax_tokens = 2\n[[reward]]\nfunction = "exact_match"\nprocess = true\nworkers = 1\n')
     small = structs.replace(config, data=structs.replace(config.data, holdout=2))
-    measured = evaluate_model(structs.replace(small, resources=ResourcesConfig(engine_cpus=2.0)))
+    measured = evaluate(structs.replace(small, resources=ResourcesConfig(engine_cpus=2.0)))
     assert 0.0 <= measured.accuracy <= 1.0
 
 

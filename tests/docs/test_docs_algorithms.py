@@ -23,7 +23,8 @@ from millstream.learner import CriticConfig, ReferenceConfig
 from millstream.model.load import save_model
 from millstream.model.objective import LossInputs
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
-from millstream.run.config import RunConfig, check_run
+from millstream.run.check import check_combinations
+from millstream.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs/algorithms.md").read_text()
@@ -102,7 +103,7 @@ def test_the_config_of_the_docs_is_valid(folder: Path) -> None:
     text = '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n[rollout]\nmax_tokens = 2048\n'
     (folder / "run.toml").write_text(text + DAPO)
     config = load(folder / "run.toml", RunConfig)
-    check_run(config)
+    check_combinations(config)
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.3)
 
 

@@ -14,7 +14,8 @@ from millstream.config import load
 from millstream.env.config import EnvironmentConfig
 from millstream.env.registry import Environments, Hosted
 from millstream.env.resolve import BUILT_IN, find
-from millstream.run.config import RunConfig, check_run
+from millstream.run.check import check_combinations
+from millstream.run.config import RunConfig
 from millstream.run.env_check import WHAT_TO_DO
 from support.talk import Scripted, text_with
 
@@ -42,7 +43,7 @@ def test_the_config_of_the_docs_is_valid(folder: Path) -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", DOCS, flags=re.S)
     (folder / "run.toml").write_text(text)
     config = load(folder / "run.toml", RunConfig)
-    check_run(config)
+    check_combinations(config)
     assert find(config.environment[0]).make_tasks is not None
 
 

@@ -21,7 +21,8 @@ from millstream.model.load import save_model
 from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.run.build import build_model
-from millstream.run.config import RunConfig, check_run
+from millstream.run.check import check_combinations
+from millstream.run.config import RunConfig
 from support.simulated import World, simulate
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def test_the_config_of_the_proximal_policy_trains_beside_a_critic_and_a_referenc
     assert tables["proximal"].keys() == set(ProximalConfig.__struct_fields__), "every key is shown"
     shown = [f"{table}.{key}={value}" for table, keys in tables.items() for key, value in keys.items()]
     changes = ["algorithm={}", *shown]
-    check_run(load(ROOT / "recipes/demo.toml", RunConfig, changes))
+    check_combinations(load(ROOT / "recipes/demo.toml", RunConfig, changes))
     few = ["pipeline.steps=2", "pipeline.groups_per_step=8", "data.holdout=0", "warmup=", "engine.process=false"]
     others = [
         "algorithm.advantage=gae",

@@ -27,8 +27,8 @@ from millstream.learner import LearnerConfig
 from millstream.model.lora import LoraConfig
 from millstream.model.shared_memory import Layout
 from millstream.run.build import build_engine
-from millstream.run.check import check_parts
-from millstream.run.config import ModelConfig, RunConfig, TinyConfig, check_run
+from millstream.run.check import check_combinations, check_config
+from millstream.run.config import ModelConfig, RunConfig, TinyConfig
 from support.tiny import make, request
 
 VLLM = EngineConfig(kind="vllm")
@@ -54,7 +54,7 @@ def test_without_vllm_the_error_says_what_to_type_before_a_run_and_in_it() -> No
     with pytest.raises(ConfigError, match=expected):
         build_engine(VLLM, make("llama"), clock=RealClock(), sink=MemorySink())
     with pytest.raises(ConfigError, match=expected):
-        check_parts(RunConfig(model=ModelConfig(tiny=TinyConfig()), engine=VLLM, data=DataConfig(toy="sort_digits")))
+        check_config(RunConfig(model=ModelConfig(tiny=TinyConfig()), engine=VLLM, data=DataConfig(toy="sort_digits")))
 
 
 def test_the_guide_that_the_error_names_is_there() -> None:
@@ -75,7 +75,7 @@ def test_values_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
 def test_adapters_are_refused() -> None:
     learner = LearnerConfig(lora=LoraConfig(rank=4))
     with pytest.raises(ConfigError, match=r"\[learner\.lora\] with engine\.kind"):
-        check_run(RunConfig(model=ModelConfig(tiny=TinyConfig()), engine=VLLM, learner=learner))
+        check_combinations(RunConfig(model=ModelConfig(tiny=TinyConfig()), engine=VLLM, learner=learner))
 
 
 def test_every_option_reaches_vllm() -> None:

@@ -1,4 +1,4 @@
-"""Environments on trial: every finding has a planted environment that shows it, and one that is fit has none."""
+"""The check of environments: every finding has a planted environment that shows it, and one that is fit has none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millstream.cli.main import app
 from millstream.env.bytes_text import Bytes
 from millstream.env.config import EnvironmentConfig
 from millstream.env.resolve import find
-from millstream.run.env_check import NOTES, WHAT_TO_DO, Verdict, examine
+from millstream.run.env_check import NOTES, WHAT_TO_DO, EnvironmentReport, check_environment
 from millstream.types import Message
 
 BEGIN = """
@@ -73,11 +73,11 @@ PLANTED = {
 }
 
 
-def trial(path: Path, source: str, num_tasks: int = 3, block_s: float = 0.08, **config: Any) -> Verdict:
+def checked(path: Path, source: str, num_tasks: int = 3, block_s: float = 0.08, **config: Any) -> EnvironmentReport:
     path.write_text(source)
     kind = find(EnvironmentConfig(use=f"{path}:Game", step_timeout_s=0.5, **config))
     assert kind.make_tasks is not None
-    return asyncio.run(examine(kind, kind.make_tasks(num_tasks, 0), block_s=block_s))
+    return asyncio.run(check_environment(kind, kind.make_tasks(num_tasks, 0), block_s=block_s))
 
 
 def test_every_finding_is_planted_and_has_something_to_do() -> None:
@@ -93,7 +93,7 @@ def test_what_is_planted_is_found_by_name(tmp_path: Path, name: str) -> None:
         assert old in source
         source = source.replace(old, new).replace("PID", str(os.getpid()))
     num_tasks = 1 if name in ("blocks", "too-slow") else 3
-    verdict = trial(tmp_path / "game.py", source, num_tasks, process=name == "not-in-a-process")
+    verdict = checked(tmp_path / "game.py", source, num_tasks, process=name == "not-in-a-process")
     found = {finding.name: finding for finding in verdict.findings}
     assert name in found, found
     assert found[name].what and found[name].do == WHAT_TO_DO[name]
@@ -103,9 +103,9 @@ def test_what_is_planted_is_found_by_name(tmp_path: Path, name: str) -> None:
 
 
 def test_an_environment_that_is_fit_has_no_findings(tmp_path: Path) -> None:
-    verdict = trial(tmp_path / "game.py", BEGIN, block_s=1.0)
+    verdict = checked(tmp_path / "game.py", BEGIN, block_s=1.0)
     assert verdict.is_fit and not verdict.findings and verdict.num_episodes > 3 * 4
-    assert trial(tmp_path / "game.py", BEGIN, process=True, block_s=1.0).findings == ()
+    assert checked(tmp_path / "game.py", BEGIN, process=True, block_s=1.0).findings == ()
 
 
 def test_the_command_says_what_it_found_and_ends_with_one(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from millstream.env.registry import Environments, Hosted, check_tasks
 from millstream.env.resolve import Kind, find, make_tasks
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, EnvironmentFailed, RequestRefused
-from millstream.run.check import check_parts
-from millstream.run.config import check_run, with_absolute_paths
-from millstream.run.warmup import Script
+from millstream.run.check import check_combinations, check_config
+from millstream.run.config import with_absolute_paths
+from millstream.run.sft import GoldExamples
 from millstream.types import Finish, Message, Rollout, Task
 from support.talk import CHATML, Scripted, text_with
 
@@ -363,14 +363,16 @@ def test_names_are_different_and_rewards_are_asked_of_single_turns_alone() -> No
     config = convert(
         {"model": {"tiny": {}}, "reward": [], "environment": [{"use": "frozen_lake"}]}, RunConfig, where=""
     )
-    check_run(config)
+    check_combinations(config)
     with pytest.raises(ConfigError, match="without a reward"):
-        check_run(convert({"model": {"tiny": {}}, "reward": [], "data": {"toy": "sort_digits"}}, RunConfig, where=""))
+        check_combinations(
+            convert({"model": {"tiny": {}}, "reward": [], "data": {"toy": "sort_digits"}}, RunConfig, where="")
+        )
     twice = [{"use": "frozen_lake"}] * 2
     with pytest.raises(ConfigError, match=r"two \[\[environment\]\] tables are named 'frozen_lake'"):
-        check_run(convert({"model": {"tiny": {}}, "environment": twice}, RunConfig, where=""))
+        check_combinations(convert({"model": {"tiny": {}}, "environment": twice}, RunConfig, where=""))
     with pytest.raises(ConfigError, match=r"environment = \[\]"):
-        check_run(convert({"model": {"tiny": {}}, "environment": []}, RunConfig, where=""))
+        check_combinations(convert({"model": {"tiny": {}}, "environment": []}, RunConfig, where=""))
 
 
 def test_a_dry_run_checks_environments_and_makes_their_tasks(game: str) -> None:
@@ -379,13 +381,13 @@ def test_a_dry_run_checks_environments_and_makes_their_tasks(game: str) -> None:
         RunConfig,
         where="",
     )
-    assert check_parts(config) == [
+    assert check_config(config).findings == [
         "checked: 40 tasks to train on, 10 held out",
         "checked: the environment frozen_lake is there",
     ]
     nothing = convert({"model": {"tiny": {}}, "environment": [{"use": f"{game}:Once"}]}, RunConfig, where="")
     with pytest.raises(DataError, match=r"environment Once makes no tasks of its own: set one of data\.path"):
-        check_parts(nothing)
+        check_config(nothing)
 
 
 def test_several_environments_make_tasks_in_their_proportion_and_get_them_back(game: str) -> None:
@@ -437,7 +439,7 @@ def test_the_example_of_a_single_turn_is_its_prompt_and_its_answer_and_nothing_i
     text = text_with(None)
     kind = find(EnvironmentConfig())
     single = SingleTurn(encode=lambda task: text.opening(task.prompt), decode=text.decode, scorer=None)  # type: ignore[arg-type]
-    script = Script(Environments([Hosted(kind, single, text)]), text, run_config(data={"toy": "sort_digits"}))
+    script = GoldExamples(Environments([Hosted(kind, single, text)]), text, run_config(data={"toy": "sort_digits"}))
     (row,) = asyncio.run(script.rows(Task(id="1", prompt="31>", answer="13")))
     prompt, answer = text.opening("31>"), [*text.encode("13"), text.end_token]
     assert row.tokens.tolist() == [*prompt, *answer]
@@ -452,13 +454,13 @@ def test_the_example_of_a_single_turn_is_its_prompt_and_its_answer_and_nothing_i
 
 def test_the_example_of_an_episode_is_what_a_perfect_player_would_have_played(game: str) -> None:
     text, kind = text_with(None), found("frozen_lake")
-    script = Script(Environments([Hosted(kind, kind.environment, text)]), text, run_config())  # type: ignore[arg-type]
+    script = GoldExamples(Environments([Hosted(kind, kind.environment, text)]), text, run_config())  # type: ignore[arg-type]
     (row,) = asyncio.run(script.rows(Task(id="1", prompt="pf=fg>")))
     assert text.tokenizer.decode(row.tokens) == "pf=fg>d<|im_end|>10>r<|im_end|>"
     assert text.tokenizer.decode(row.tokens[row.loss_mask]) == "d<|im_end|>r<|im_end|>"
     Path(game).write_text(GAME.replace("return [task.answer]", "return ['0', '1']"))
     kind = found(f"{game}:Guess")
-    script = Script(Environments([Hosted(kind, kind.environment, text)]), text, run_config())  # type: ignore[arg-type]
+    script = GoldExamples(Environments([Hosted(kind, kind.environment, text)]), text, run_config())  # type: ignore[arg-type]
     (row,) = asyncio.run(script.rows(TASK))
     assert text.tokenizer.decode(row.tokens) == "guess>0<|im_end|>no>1<|im_end|>", (
         "gold that is too short is played as far"
@@ -516,11 +518,12 @@ def test_a_tiny_model_knows_the_alphabet_that_it_is_given() -> None:
 def test_what_an_environment_says_and_the_tokenizer_does_not_know_is_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from millstream.run.build import Text, build_environment, build_model
+    from millstream.run.build import build_environment, build_model
+    from millstream.run.text import TokenizerText
 
     config = run_config(model={"tiny": {"alphabet": "abc"}}, environment=[{"use": "frozen_lake"}])
     _, tokenizer = build_model(config.model, seed=0)
-    text, kind = Text(tokenizer=tokenizer), found("frozen_lake")
+    text, kind = TokenizerText(tokenizer=tokenizer), found("frozen_lake")
     environments = build_environment([kind], text, [])
     task = Task(id="1", prompt="pf=fg>")
     for _ in range(2):

@@ -26,7 +26,7 @@ from millstream.env.registry import Environments, Hosted
 from millstream.env.resolve import find
 from millstream.errors import ConfigError, EngineError, EnvironmentFailed
 from millstream.pipeline.waits import Limit
-from millstream.run.config import check_run
+from millstream.run.check import check_combinations
 from millstream.types import Message, Task
 from support.talk import CHATML, Scripted, text_with
 
@@ -471,14 +471,14 @@ def test_what_does_not_go_together_is_refused() -> None:
         tables = {"model": {"tiny": {}}, "environment": [table], "pipeline": pipeline, "rollout": rollout}
         return convert(tables, RunConfig, where="")
 
-    check_run(config(max_concurrent=128))
-    check_run(config(max_concurrent=8, lockstep=False))
+    check_combinations(config(max_concurrent=128))
+    check_combinations(config(max_concurrent=8, lockstep=False))
     with pytest.raises(ConfigError, match="all 144 rollouts"):
-        check_run(config(max_concurrent=128, extra_members=1))
+        check_combinations(config(max_concurrent=128, extra_members=1))
     with pytest.raises(
         ConfigError, match=r"max_concurrent = 8 does not go with pipeline\.max_lag = 0.*all 128 rollouts"
     ):
-        check_run(config(max_concurrent=8))
+        check_combinations(config(max_concurrent=8))
     with pytest.raises(ConfigError, match="single_turn needs no process"):
         config(use="single_turn", process=True)
     with pytest.raises(ConfigError, match="max_concurrent must be at least 1"):

@@ -31,7 +31,7 @@ from millstream.env.rewards.code import last_block
 from millstream.env.rewards.mathematics import last_boxed
 from millstream.env.rewards.text import Format, fuzzy_match
 from millstream.errors import ConfigError, RewardFailed
-from millstream.run.check import check_parts
+from millstream.run.check import check_config
 from millstream.run.config import RunConfig
 from millstream.types import Task
 
@@ -297,10 +297,10 @@ def test_a_dry_run_looks_at_arguments_and_tells_what_the_sandbox_contains(tmp_pa
     def run(**reward: Any) -> RunConfig:
         return convert({"model": {"tiny": {}}, "data": data, "reward": [reward]}, RunConfig, where="here")
 
-    said = "\n".join(check_parts(run(function="python_tests")))
+    said = "\n".join(check_config(run(function="python_tests")).findings)
     assert "the reward python_tests is there, and takes its arguments" in said and "a program runs " in said
     with pytest.raises(ConfigError, match="Did you mean tags"):
-        check_parts(run(function="format", args={"tag": ["a"]}))
+        check_config(run(function="format", args={"tag": ["a"]}))
 
 
 def test_arguments_survive_the_run_folder() -> None:

@@ -110,7 +110,7 @@ def test_another_vocabulary_is_refused_by_the_token_that_differs() -> None:
         check_vocabulary(ours, character_tokenizer("acb"), "reference.path = 'x'")
     with pytest.raises(ModelError, match="'c' is number 5 here and is not there"):
         check_vocabulary(ours, character_tokenizer("ab"), "reference.path = 'x'")
-    with pytest.raises(ModelError, match="the token 'd' is only there"):
+    with pytest.raises(ModelError, match="only it has the token 'd'"):
         check_vocabulary(ours, character_tokenizer("abcd"), "reference.path = 'x'")
 
 

@@ -34,8 +34,9 @@ from millstream.model.adapters import add_adapters, copy_of, lora_of, trained_we
 from millstream.model.load import model_weights
 from millstream.model.lora import LoraConfig
 from millstream.run.build import build_engine
-from millstream.run.config import ModelConfig, RunConfig, TinyConfig, check_run
-from millstream.run.evaluator import evaluate_model
+from millstream.run.check import check_combinations
+from millstream.run.config import ModelConfig, RunConfig, TinyConfig
+from millstream.run.evaluate import evaluate
 from millstream.run.run import resume
 from millstream.run.run import train as run
 from millstream.types import TrainRow
@@ -352,7 +353,7 @@ def test_a_runs_checkpoints_are_small_and_its_model_is_measured_without_adapters
     assert "lora" not in (whole / "model/config.json").read_text()
     config = load(whole / "config.toml", RunConfig)
     model = structs.replace(config.model, path=str(whole / "model"), tiny=None)
-    found = evaluate_model(structs.replace(config, model=model))
+    found = evaluate(structs.replace(config, model=model))
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["held_out_loss_after"] < 0.9 * summary["held_out_loss_before"], "adapters alone learn"
     assert found.accuracy == summary["accuracy_after"] and found.greedy == summary["greedy_after"]
@@ -364,8 +365,8 @@ def test_what_is_wrong_with_the_table_is_said_with_what_to_type(monkeypatch: pyt
     with pytest.raises(ValueError, match="rank must be at least 1, alpha above 0"):
         LoraConfig(rank=0)
     config = RunConfig(model=ModelConfig(tiny=TinyConfig()), learner=LearnerConfig(lora=LORA))
-    check_run(config)
+    check_combinations(config)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("millstream.model.lora.find_spec", lambda name: None if name == "peft" else find_spec(name))
     with pytest.raises(ConfigError, match=r"pip install millstream\[lora\]"):
-        check_run(config)
+        check_combinations(config)

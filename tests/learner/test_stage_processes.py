@@ -35,7 +35,7 @@ from millstream.model.lora import LoraConfig
 from millstream.pipeline.state import LearnerAndCritic
 from millstream.rpc.process import Kind, LocalLauncher, LocalWorker
 from millstream.run.checkpoint import CheckpointConfig, Sealed
-from millstream.run.replay_critic import ReplayedCritic
+from millstream.run.replay import ReplayedCritic
 from millstream.sim.learner import SimSnapshot
 from millstream.testing.learner import make_rows
 from millstream.types import Floats, TrainRow

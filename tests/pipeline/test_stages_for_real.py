@@ -41,7 +41,7 @@ from millstream.pipeline.stages import REFERENCE, VALUES, Stage, store_tasks
 from millstream.pipeline.waits import Waits
 from millstream.run.build import build_engine, build_model
 from millstream.run.build_scorers import build_scorers
-from millstream.run.check import check_parts
+from millstream.run.check import check_config
 from millstream.run.config import RunConfig
 from millstream.store.memory import MemoryStore
 from millstream.testing.learner import make_rows
@@ -207,10 +207,10 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_the_run(tmp_path: Pa
 @pytest.mark.parametrize("key", ["reference.path", "critic.path"])
 def test_a_dry_run_looks_for_every_checkpoint_that_is_named(tmp_path: Path, teacher: Path, key: str) -> None:
     algorithm = "algorithm.name=ppo" if key == "critic.path" else "algorithm.name=grpo"
-    said = check_parts(config(tmp_path, algorithm, f"{key}={teacher}", "model.tiny.hidden=32"))
+    said = check_config(config(tmp_path, algorithm, f"{key}={teacher}", "model.tiny.hidden=32")).findings
     assert f"checked: {teacher} is a checkpoint's folder with a tokenizer" in said
     with pytest.raises(ModelError, match=rf"{key} = 'no/such/folder/here': no such folder.*--set {key}=FOLDER"):
-        check_parts(config(tmp_path, algorithm, f"{key}=no/such/folder/here"))
+        check_config(config(tmp_path, algorithm, f"{key}=no/such/folder/here"))
 
 
 def test_a_critic_may_begin_as_another_checkpoint(tmp_path: Path, teacher: Path) -> None:

@@ -66,7 +66,7 @@ def own(loss: str) -> str:
     return f"{{loss='{__file__}:{loss}'}}"
 
 
-def test_a_step_whose_loss_is_not_a_number_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_step_whose_loss_is_not_a_number_is_skipped_and_the_run_continues(tmp_path: Path) -> None:
     run(tmp_path / "run", algorithm=own("sometimes_not_finite"), pipeline__steps=6)
     skipped = [step.metrics.get("skipped_steps", 0) for step in steps_of(tmp_path / "run")]
     assert len(skipped) == 6 and 1 <= sum(skipped) <= 3

@@ -24,7 +24,7 @@ from millstream.errors import CheckpointError
 from millstream.events import CheckpointFailed, CheckpointSealed, Resumed, RunEnded, Stepped
 from millstream.events.sinks import MemorySink, read_events, read_history
 from millstream.pipeline.state import Ledger, PipelineState
-from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, newest, verify
+from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, find_newest, verify
 from millstream.run.folder import RunFolder
 from millstream.store import Row, Saved, codec
 from support.runs import assert_clean, command, kill_at, resume, start, steps_of, until
@@ -48,14 +48,14 @@ def copy_of(run_dir: Path, to: Path) -> Path:
     return to
 
 
-def test_a_killed_run_goes_on_and_its_books_are_in_order(killed: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_and_its_audit_is_clean(killed: Path, tmp_path: Path) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
     done = resume(run_dir)
     assert done.returncode == 0, done.stderr
     assert_clean(run_dir)
-    assert done.stdout.index("sampled before: accuracy") < done.stdout.index("goes on from step"), "shown again"
-    lives = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed)]
-    assert len(lives) == 1 and lives[0].version > 0 and lives[0].incarnation == 1
+    assert done.stdout.index("sampled before: accuracy") < done.stdout.index("resumed from step"), "shown again"
+    resumes = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed)]
+    assert len(resumes) == 1 and resumes[0].version > 0 and resumes[0].incarnation == 1
     steps = [event.version for event in read_history(run_dir / "events.jsonl") if isinstance(event, Stepped)]
     assert steps == list(range(1, 61))
     metrics = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -94,23 +94,23 @@ def flip(path: Path) -> None:
         (lambda folder: flip(folder / "learner.pt"), "learner.pt is not as it was written"),
         (lambda folder: flip(folder / "rows.msgpack"), "rows.msgpack is not as it was written"),
         (lambda folder: os.truncate(folder / "learner.pt", 1000), "learner.pt has 1000 bytes instead of"),
-        (lambda folder: (folder / "ledger.json").unlink(), "is not a whole checkpoint"),
-        (lambda folder: os.truncate(folder / "manifest.json", 40), "is not a whole checkpoint"),
+        (lambda folder: (folder / "ledger.json").unlink(), "is not a complete checkpoint"),
+        (lambda folder: os.truncate(folder / "manifest.json", 40), "is not a complete checkpoint"),
     ],
 )
-def test_a_spoiled_checkpoint_is_named_and_the_one_before_it_taken(
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     killed: Path, tmp_path: Path, spoil: Callable[[Path], None], words: str
 ) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     spoil(folders[-1])
-    found, troubles = newest(run_dir, sealed_in(run_dir))
+    found, troubles = find_newest(run_dir, sealed_in(run_dir))
     assert found is not None and found.folder == folders[-2]
     assert len(troubles) == 1 and words in troubles[0] and folders[-1].name in troubles[0]
     assert (run_dir / "checkpoints" / f"{folders[-1].name}.corrupt").is_dir()
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_spoiled_one(killed: Path, tmp_path: Path) -> None:
+def test_a_run_is_resumed_from_the_checkpoint_before_a_damaged_one(killed: Path, tmp_path: Path) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
     *_, before, last = sorted((run_dir / "checkpoints").glob("step-*"))
     flip(last / "learner.pt")
@@ -121,15 +121,15 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_spoiled_one(killed: Path, tm
     assert resumed.version == int(before.name.removeprefix("step-"))
 
 
-def test_without_any_whole_checkpoint_nothing_is_touched_and_the_choice_is_the_users(
-    killed: Path, tmp_path: Path
-) -> None:
+def test_without_an_intact_checkpoint_nothing_is_changed_and_the_user_chooses(killed: Path, tmp_path: Path) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     for folder in folders:
         flip(folder / "learner.pt")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* will do: .*learner.pt is not as .* To begin anew"):
-        newest(run_dir, sealed_in(run_dir))
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* is usable: .*learner.pt is not as .* To start again"
+    ):
+        find_newest(run_dir, sealed_in(run_dir))
     assert sorted((run_dir / "checkpoints").glob("step-*")) == folders
 
 
@@ -137,17 +137,17 @@ def test_a_checkpoint_of_before_rows_had_rewards_by_turn_is_refused_by_its_forma
     run_dir = copy_of(killed, tmp_path / "run")
     for manifest in (run_dir / "checkpoints").glob("*/manifest.json"):
         manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
-    with pytest.raises(CheckpointError, match=r"has format 1; this version of Millstream reads 2.*To begin anew"):
-        newest(run_dir, sealed_in(run_dir))
+    with pytest.raises(CheckpointError, match=r"has format 1; this version of Millstream reads 2.*To start again"):
+        find_newest(run_dir, sealed_in(run_dir))
 
 
 def test_a_checkpoint_of_another_run_is_not_taken(killed: Path, tmp_path: Path) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
     with pytest.raises(CheckpointError, match="is not a checkpoint of this run"):
-        newest(run_dir, {"the digest of none of them"})
+        find_newest(run_dir, {"the digest of none of them"})
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(killed: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(killed: Path, tmp_path: Path) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
     shutil.rmtree(run_dir / "checkpoints")
     with (run_dir / "events.jsonl").open("ab") as file:
@@ -165,11 +165,11 @@ def test_sigterm_is_a_clean_stop_with_a_checkpoint_of_the_last_step(tmp_path: Pa
     until(lambda: steps_of(run_dir) >= 5, process)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 143 and f"To go on:\n  millstream train --resume {run_dir}" in output
+    assert process.returncode == 143 and f"To resume the run:\n  millstream train --resume {run_dir}" in output
     assert "Traceback" not in output
     *_, last = read_events(run_dir / "events.jsonl")
     assert isinstance(last, RunEnded) and last.outcome == "Stopped" and last.version >= 5
-    found, _ = newest(run_dir, sealed_in(run_dir))
+    found, _ = find_newest(run_dir, sealed_in(run_dir))
     assert found is not None and found.manifest.version == last.version, "nothing that was trained is lost"
     assert_clean(run_dir)
 
@@ -193,7 +193,7 @@ def test_a_stop_does_not_wait_longer_than_its_grace_for_a_batch(tmp_path: Path) 
     assert time.monotonic() - began < 30
 
 
-def test_a_full_disk_at_the_checkpoint_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_at_the_checkpoint_is_reported_and_the_run_continues(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     limit = 1 << 20  # bytes of a file: the learner's state is larger, everything else is smaller
     process = start(
@@ -203,7 +203,7 @@ def test_a_full_disk_at_the_checkpoint_is_said_and_the_run_goes_on(tmp_path: Pat
     output = process.communicate(timeout=120)[0]
     failed = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, CheckpointFailed)]
     assert failed and {event.message for event in failed} == {"File too large"}
-    assert "failed: File too large; the run goes on" in output
+    assert "failed: File too large; the run continues" in output
     assert sum(isinstance(event, Stepped) for event in read_events(run_dir / "events.jsonl")) == 8, output
     left = [path.name for path in (run_dir / "checkpoints").iterdir()]
     assert left == ["step-000000"], (
@@ -216,17 +216,17 @@ def test_two_processes_cannot_write_to_one_run(killed: Path, tmp_path: Path) -> 
     ours = RunFolder(run_dir)
     ours.lock()
     other = resume(run_dir)
-    assert other.returncode == 1 and "is alive" in other.stderr
+    assert other.returncode == 1 and "is active" in other.stderr
     ours.unlock()
 
 
-def test_checkpoints_are_few_whole_and_told(killed: Path) -> None:
+def test_checkpoints_are_few_intact_and_in_the_log(killed: Path) -> None:
     folders = sorted((killed / "checkpoints").glob("step-*"))
     assert 1 <= len(folders) <= 3, "the newest two, and perhaps one about to be removed"
-    told = {e.version: e.digest for e in read_events(killed / "events.jsonl") if isinstance(e, CheckpointSealed)}
+    sealed = {e.version: e.digest for e in read_events(killed / "events.jsonl") if isinstance(e, CheckpointSealed)}
     for folder in folders:
         found = verify(folder)
-        assert told[found.manifest.version] == found.digest
+        assert sealed[found.manifest.version] == found.digest
 
 
 def test_rows_come_back_with_the_types_and_shapes_they_had() -> None:
@@ -275,7 +275,7 @@ def test_a_checkpoint_is_due_by_time_or_by_steps_and_never_twice_for_one_step(tm
 
     def checkpoints(clock: Hands, **settings: object) -> Checkpoints:
         return Checkpoints(
-            tmp_path,
+            tmp_path / "checkpoints",
             CheckpointConfig(**settings),  # type: ignore[arg-type]
             last_step=100,
             clock=clock,
@@ -288,7 +288,7 @@ def test_a_checkpoint_is_due_by_time_or_by_steps_and_never_twice_for_one_step(tm
     clock = Hands()
     by_time = checkpoints(clock, every_s=10.0)
     assert by_time.is_due(0, is_last=False), "one before the first step"
-    by_time.goes_on_from(0)
+    by_time.resume_from(0)
     assert not by_time.is_due(0, is_last=True) and not by_time.is_due(1, is_last=False)
     clock.time = 9.9
     assert (
@@ -297,11 +297,11 @@ def test_a_checkpoint_is_due_by_time_or_by_steps_and_never_twice_for_one_step(tm
     clock.time = 10.0
     assert by_time.is_due(5, is_last=False)
     by_steps = checkpoints(clock, every_s=None, every_steps=3)
-    by_steps.goes_on_from(0)
+    by_steps.resume_from(0)
     assert [version for version in range(1, 10) if by_steps.is_due(version, is_last=False)] == [3, 6, 9]
 
 
-def test_whoever_waits_for_the_last_checkpoint_may_be_cancelled_and_it_is_written_all_the_same(tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_written_even_if_the_waiter_is_cancelled(tmp_path: Path) -> None:
     class Slow:
         def write(self, folder: Path) -> None:
             time.sleep(0.3)
@@ -309,7 +309,7 @@ def test_whoever_waits_for_the_last_checkpoint_may_be_cancelled_and_it_is_writte
 
     async def program() -> None:
         checkpoints = Checkpoints(
-            tmp_path,
+            tmp_path / "checkpoints",
             CheckpointConfig(),
             last_step=1,
             clock=RealClock(),

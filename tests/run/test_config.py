@@ -12,8 +12,9 @@ from msgspec import Struct
 
 from millstream.algo.presets import PRESETS
 from millstream.config import load, to_toml
-from millstream.errors import ConfigError
-from millstream.run.config import RunConfig, check_run
+from millstream.errors import ConfigError, MillstreamError
+from millstream.run.check import check_combinations, check_config
+from millstream.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n'
@@ -137,45 +138,59 @@ def test_a_preset_reads_back_with_every_value_that_it_stands_for(tmp_path: Path,
     config = load(written(tmp_path, MINIMAL), RunConfig, changes)
     assert f'loss = "{config.algorithm.loss}"' in to_toml(config) and config.algorithm.loss
     again = load(written(tmp_path, to_toml(config)), RunConfig)
-    check_run(again)
+    check_combinations(again)
     assert again == config
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_is_valid(recipe: Path) -> None:
-    check_run(load(recipe, RunConfig))
+    check_combinations(load(recipe, RunConfig))
 
 
 def test_combinations_that_no_component_sees_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mini_batches = 3 does not divide pipeline\.groups_per_step = 16"):
-        check_run(load(written(tmp_path, MINIMAL + "[learner]\nmini_batches = 3"), RunConfig))
+        check_combinations(load(written(tmp_path, MINIMAL + "[learner]\nmini_batches = 3"), RunConfig))
     with pytest.raises(ConfigError, match="no off-policy correction"):
-        check_run(load(written(tmp_path, MINIMAL + '[algorithm]\nloss = "reinforce"'), RunConfig))
+        check_combinations(load(written(tmp_path, MINIMAL + '[algorithm]\nloss = "reinforce"'), RunConfig))
     with pytest.raises(ConfigError, match=r"Set pipeline\.filter_zero_signal = false"):
-        check_run(load(written(tmp_path, MINIMAL + '[algorithm]\nname = "reinforce_plus_plus"'), RunConfig))
+        check_combinations(load(written(tmp_path, MINIMAL + '[algorithm]\nname = "reinforce_plus_plus"'), RunConfig))
     with pytest.raises(ConfigError, match=r"overlong_buffer = 300 is more than rollout\.max_tokens = 256"):
-        check_run(load(written(tmp_path, MINIMAL + "[algorithm]\noverlong_buffer = 300"), RunConfig))
+        check_combinations(load(written(tmp_path, MINIMAL + "[algorithm]\noverlong_buffer = 300"), RunConfig))
     game = MINIMAL + '[algorithm]\noverlong_buffer = 30\n[[environment]]\nuse = "frozen_lake"'
     with pytest.raises(ConfigError, match="leave it out, and let the environment's reward say"):
-        check_run(load(written(tmp_path, game), RunConfig))
+        check_combinations(load(written(tmp_path, game), RunConfig))
     with pytest.raises(ConfigError, match=r'a \[critic\] table, and algorithm\.advantage = "grpo" needs none'):
-        check_run(load(written(tmp_path, MINIMAL + "[critic]\nlearning_rate = 1e-4"), RunConfig))
+        check_combinations(load(written(tmp_path, MINIMAL + "[critic]\nlearning_rate = 1e-4"), RunConfig))
     distil = MINIMAL + '[algorithm]\nname = "distillation"\n[pipeline]\nfilter_zero_signal = false\n'
     for table in ("", "[reference]\nmicro_batch_tokens = 100"):
         with pytest.raises(ConfigError, match=r"needs a teacher: set reference\.path"):
-            check_run(load(written(tmp_path, distil + table), RunConfig))
-    check_run(load(written(tmp_path, distil + '[reference]\npath = "teacher"'), RunConfig))
+            check_combinations(load(written(tmp_path, distil + table), RunConfig))
+    check_combinations(load(written(tmp_path, distil + '[reference]\npath = "teacher"'), RunConfig))
     proximal = MINIMAL + "[proximal]\nmicro_batch_tokens = 100\n"
     with pytest.raises(ConfigError, match=r"a \[proximal\] table, and learner\.mini_batches = 1: .* 2 or more"):
-        check_run(load(written(tmp_path, proximal + '[algorithm]\nname = "decoupled_ppo"'), RunConfig))
+        check_combinations(load(written(tmp_path, proximal + '[algorithm]\nname = "decoupled_ppo"'), RunConfig))
     with pytest.raises(ConfigError, match=r'loss = "ppo" does not look at the proximal policy: .* "decoupled_ppo"'):
-        check_run(
+        check_combinations(
             load(written(tmp_path, proximal + '[learner]\nmini_batches = 2\n[algorithm]\nname = "grpo"'), RunConfig)
         )
     several = proximal + '[learner]\nmini_batches = 2\n[algorithm]\nname = "decoupled_ppo"'
-    check_run(load(written(tmp_path, several), RunConfig))
+    check_combinations(load(written(tmp_path, several), RunConfig))
     with pytest.raises(ConfigError, match="without a reward"):
-        check_run(load(written(tmp_path, "reward = []\n" + MINIMAL), RunConfig))
+        check_combinations(load(written(tmp_path, "reward = []\n" + MINIMAL), RunConfig))
+
+
+def test_all_errors_of_a_config_are_found_in_one_walk(tmp_path: Path) -> None:
+    text = MINIMAL + "[critic]\nlearning_rate = 1e-4\n[learner]\nmini_batches = 3\n"
+    with pytest.raises(ConfigError, match=r"a \[critic\] table") as combinations:
+        check_config(load(written(tmp_path, text), RunConfig))
+    assert any("mini_batches = 3 does not divide" in note for note in combinations.value.__notes__)
+    changes = ["data.path=no.jsonl", "reward=[{function='no.py:reward'}]", "model.path=no/such/folder/here"]
+    with pytest.raises(MillstreamError, match=r"no\.jsonl") as named:
+        check_config(load(written(tmp_path, MINIMAL), RunConfig, changes))
+    assert [next(word for word in ("no.py", "no/such") if word in note) for note in named.value.__notes__] == [
+        "no.py",
+        "no/such",
+    ]
 
 
 def keys(kind: type[Struct], place: str = "") -> Iterator[tuple[str, str]]:

@@ -82,7 +82,7 @@ def test_the_checkpoint_of_a_step_is_another_model_and_a_step_without_one_is_ref
         millstream.export(tmp_path / "two", tmp_path / "four")
 
 
-def test_a_run_at_work_is_exported_from_a_whole_checkpoint_and_does_not_notice(tmp_path: Path) -> None:
+def test_an_active_run_is_exported_from_an_intact_checkpoint_and_is_not_disturbed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with running(command(run_dir, {"pipeline.steps": 100_000, "checkpoint.every_steps": 1})) as process:
         until(lambda: any(steps_in(run_dir)), process)
@@ -93,9 +93,7 @@ def test_a_run_at_work_is_exported_from_a_whole_checkpoint_and_does_not_notice(t
     assert_clean(run_dir)
 
 
-def test_a_spoiled_checkpoint_is_named_left_where_it_is_and_the_one_before_is_exported(
-    done: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_kept_and_the_one_before_is_exported(done: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     subprocess.run(["cp", "-r", str(done), str(run_dir)], check=True)
     newest = run_dir / "checkpoints/step-000004"
@@ -103,7 +101,7 @@ def test_a_spoiled_checkpoint_is_named_left_where_it_is_and_the_one_before_is_ex
     found = millstream.export(run_dir, tmp_path / "model")
     assert found.step == steps_in(done)[-2] and len(found.troubles) == 1 and "step-000004" in found.troubles[0]
     assert newest.is_dir(), "that is for a resume to set aside"
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* will do: .*step-000004"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is usable: .*step-000004"):
         millstream.export(run_dir, tmp_path / "four", step=4)
 
 
@@ -167,7 +165,7 @@ def forged(folder: Path, kind: str, trace: Path) -> None:
         ("what it describes", "torch.distributed.checkpoint.metadata.BytesStorageMetadata"),
     ],
 )
-def test_what_is_read_of_somebody_elses_shards_runs_nothing_and_is_refused_by_name(
+def test_reading_untrusted_shards_runs_no_code_and_is_refused_by_name(
     done: Path, tmp_path: Path, kind: str, named: str
 ) -> None:
     run_dir, trace = tmp_path / "run", tmp_path / "harm"
@@ -192,7 +190,7 @@ def test_a_description_that_is_no_pickle_at_all_is_refused(tmp_path: Path) -> No
 
 
 def at_work(monkeypatch: pytest.MonkeyPatch, run_dir: Path, removes: list[int], seals: list[int]) -> None:
-    """A run that goes on while its checkpoints are read: with every file that is begun one more is removed, or sealed."""
+    """An active run whose checkpoints are read: with every file that is opened one more checkpoint is removed, or sealed."""
     folder, digest = run_dir / "checkpoints", checkpoint._sha256
 
     def meanwhile(path: Path) -> str:
@@ -240,7 +238,7 @@ def test_a_run_that_removes_one_checkpoint_after_the_other_is_not_read_for_ever(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_numbers_of_parts_and_its_folder_says_so(tmp_path: Path) -> None:
+def test_a_run_is_resumed_with_other_numbers_of_parts_and_its_folder_says_so(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     kill_at(run_dir, 2, {"pipeline.steps": 6, "checkpoint.every_steps": 1})
     changes = ["--set", "engine.replicas=2", "--set", "engine.process="]
@@ -257,7 +255,7 @@ def test_a_run_goes_on_with_other_numbers_of_parts_and_its_folder_says_so(tmp_pa
 @pytest.mark.parametrize(
     "change", ["algorithm.loss=gspo", "seed=3", "pipeline.steps=9", "engine.slots=2", "resource.x=1"]
 )
-def test_what_a_run_is_does_not_change_when_it_goes_on(done: Path, change: str) -> None:
+def test_what_defines_a_run_cannot_change_when_it_is_resumed(done: Path, change: str) -> None:
     result = CliRunner().invoke(app, ["train", "--resume", str(done), "--set", change])
     assert result.exit_code == 1 and f"--set {change} does not go with --resume" in result.output, result.output
     assert "learner.ranks, engine.replicas" in " ".join(result.output.split())

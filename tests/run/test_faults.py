@@ -26,7 +26,7 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_an_engine_that_stops_answering_is_replaced_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_an_engine_that_stops_answering_is_replaced_by_name_and_the_run_continues(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(command(run_dir, {"engine.process": "true", "engine.answer_s": 4, "pipeline.steps": 12}))
     until(lambda: steps_of(run_dir) >= 3, process)
@@ -68,7 +68,7 @@ def test_an_async_reward_that_blocks_the_event_loop_is_named_with_its_line(tmp_p
     assert process.returncode == 1
     place = f"by reward ({tmp_path / 'mine.py'}, line 4: time.sleep(1e6))"
     assert "StallError: the event loop has been blocked for" in output and place in output, output
-    assert "To go on:\n  millstream train --resume" in output
+    assert "To resume the run:\n  millstream train --resume" in output
     stacks = (run_dir / "stacks.txt").read_text()
     assert "time.sleep(1e6)" in stacks and "waits, the longest first:" in stacks and "for reward" in stacks
     events = list(read_events(run_dir / "events.jsonl"))
@@ -76,7 +76,7 @@ def test_an_async_reward_that_blocks_the_event_loop_is_named_with_its_line(tmp_p
     assert isinstance(events[-1], RunEnded) and events[-1].outcome == "StallError"
 
 
-def test_on_sigusr1_a_run_says_what_everything_is_doing_and_goes_on(tmp_path: Path) -> None:
+def test_on_sigusr1_a_run_writes_what_everything_is_doing_and_continues(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import asyncio\n\nasync def reward(task, completion):\n    await asyncio.sleep(0.2)\n    return len(completion) % 2\n"
     )
@@ -141,7 +141,7 @@ def test_sigterm_to_the_whole_process_group_is_a_clean_stop_too(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_run_that_was_suspended_with_the_machine_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_was_suspended_with_the_machine_continues(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(command(run_dir, {"pipeline.steps": 60, "pipeline.stall_s": 1, "pipeline.deadline_s": 3}))
     until(lambda: steps_of(run_dir) >= 2, process)
@@ -156,7 +156,7 @@ def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(writer, b"x" * 4000)  # nearly full, and nobody reads
+    os.write(writer, b"x" * 4000)  # nearly full, and not read
     process = subprocess.Popen(command(run_dir, {"pipeline.steps": 10}), stdout=writer, stderr=subprocess.DEVNULL)
     until(lambda: steps_of(run_dir) >= 10, process)
     process.kill()
@@ -195,7 +195,7 @@ def test_text_that_is_not_unicode_is_written_down_all_the_same(tmp_path: Path) -
     assert isinstance(event, RolloutFailed) and event.message == "half a character: ?"
 
 
-def test_a_last_line_of_any_length_is_mended(tmp_path: Path) -> None:
+def test_a_partial_last_line_of_any_length_is_repaired(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     long = b'{"seq":0,"kind":"run_ended","at":0,"outcome":"' + b"x" * (3 << 20) + b'","version":0}\n'
     path.write_bytes(long + b'{"seq":1,"kind":"run_en')

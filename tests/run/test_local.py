@@ -24,7 +24,7 @@ from millstream.events.sinks import MemorySink, read_events
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.config import RunConfig, with_absolute_paths
 from millstream.run.folder import RunFolder
-from millstream.run.prepare import prepare
+from millstream.run.prepare import prepare_run
 from millstream.types import Task
 from support.runs import recipe_in
 from support.tiny import make
@@ -140,7 +140,7 @@ def test_eval_shows_prompts_with_completion_answer_and_reward(finished: Path, tm
 def test_a_model_is_asked_of_a_run_that_has_none_yet(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(Path(DEMO).read_text())
     said = CliRunner().invoke(app, ["eval", str(tmp_path)]).output
-    assert f"has no model yet. To go on with it:\n  millstream train --resume {tmp_path}\n" in said
+    assert f"has no model yet. To resume the run:\n  millstream train --resume {tmp_path}\n" in said
 
 
 def test_a_finished_run_says_where_its_model_is_and_what_to_type_to_go_further(finished: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_wrong_model_is_answered_with_what_was_found_and_expected(
 ) -> None:
     config = load(Path(DEMO), RunConfig, ["model.tiny=", f"model.path={path.replace('RUN', str(finished))}"])
     with pytest.raises(ModelError) as caught:
-        prepare(config)
+        prepare_run(config)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -320,7 +320,9 @@ def test_ctrl_c_is_a_clean_stop_with_an_exit_code_of_its_own(tmp_path: Path) -> 
     process.send_signal(signal.SIGINT)
     rest = process.stdout.read()
     assert (
-        process.wait(timeout=60) == 130 and "To go on:\n  millstream train --resume" in rest and "Traceback" not in rest
+        process.wait(timeout=60) == 130
+        and "To resume the run:\n  millstream train --resume" in rest
+        and "Traceback" not in rest
     )
     *_, last = read_events(tmp_path / "run/events.jsonl")
     assert isinstance(last, RunEnded) and last.outcome == "Stopped"
@@ -388,12 +390,12 @@ def own_data(finished: Path, tmp_path: Path, *prompts: str) -> RunConfig:
 
 def test_a_prompt_beyond_the_context_is_named_by_file_and_line(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"mine\.jsonl, line 2: the prompt has 61 tokens.*model's context of 64"):
-        prepare(own_data(finished, tmp_path, "1>", 60 * "1" + ">", "2>"))
+        prepare_run(own_data(finished, tmp_path, "1>", 60 * "1" + ">", "2>"))
 
 
-def test_what_the_tokenizer_does_not_know_is_told_once_at_the_start(finished: Path, tmp_path: Path) -> None:
-    assert prepare(own_data(finished, tmp_path, "1>", "2>")).warning == ""
-    warning = prepare(own_data(finished, tmp_path, "1>", "Ä2É>", "3>", "X>")).warning
+def test_text_that_the_tokenizer_does_not_know_is_reported_once_at_the_start(finished: Path, tmp_path: Path) -> None:
+    assert prepare_run(own_data(finished, tmp_path, "1>", "2>")).warning == ""
+    warning = prepare_run(own_data(finished, tmp_path, "1>", "Ä2É>", "3>", "X>")).warning
     assert warning.startswith("2 of 4 prompts have something in them") and "<unk> instead. The first is" in warning
     assert re.search(r"mine\.jsonl, line 2: 'Ä', 'É'$|mine\.jsonl, line 4: 'X'$", warning)
     sink = MemorySink()
@@ -426,7 +428,7 @@ def test_a_function_is_passed_from_python_and_the_run_folder_tells_of_it(finishe
     assert resume(run_dir, reward=mine).summary.steps == 1 and seen
 
 
-def test_from_python_one_reward_is_enough_and_a_function_in_a_config_is_told_where_to_go() -> None:
+def test_in_python_one_reward_is_enough_and_a_function_in_a_config_is_refused_with_what_to_do() -> None:
     model, data = ModelConfig(path="m"), DataConfig(path="d.jsonl")
     config = RunConfig(model=model, data=data, reward=RewardConfig(weight=2.0))  # type: ignore[arg-type]
     assert config.reward == (RewardConfig(weight=2.0),)
@@ -435,7 +437,7 @@ def test_from_python_one_reward_is_enough_and_a_function_in_a_config_is_told_whe
     with pytest.raises(ConfigError, match=r"train\(config, reward=function\)"):
         RewardConfig(function=lambda task, completion: 1.0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="stands for one reward, and the config has 2"):
-        prepare(structs.replace(config, reward=(RewardConfig(), RewardConfig())), lambda task, completion: 1.0)
+        prepare_run(structs.replace(config, reward=(RewardConfig(), RewardConfig())), lambda task, completion: 1.0)
 
 
 def test_a_reward_that_always_fails_is_found_before_anything_is_trained(tmp_path: Path) -> None:

@@ -186,13 +186,13 @@ if kind == "fails":
 
 
 class Processes:
-    """Made-up ones for a `Runner`, and which were begun."""
+    """Made-up ones for a `Runner`, and which were started."""
 
     def __init__(self, slow: Path, fails: Cell | None = None) -> None:
-        self._slow, self._fails, self.begun = slow, fails, list[str]()
+        self._slow, self._fails, self.started = slow, fails, list[str]()
 
     def __call__(self, job: Job, model: Path, scratch: Path) -> list[str]:
-        self.begun.append(str(job))
+        self.started.append(str(job))
         if job.cell is None:
             return [sys.executable, "-c", WARM, str(scratch)]
         kind = "fails" if job.cell == self._fails else "ends"
@@ -204,7 +204,7 @@ def runner(folder: Path, processes: Processes, *, minutes: float = 1.0) -> Runne
     return Runner(folder, SMALL, jobs=2, minutes=minutes, seeds=1, command=processes)
 
 
-def test_a_cell_that_was_cut_short_begins_anew_and_what_is_done_is_never_run_again(tmp_path: Path) -> None:
+def test_a_cell_that_was_cut_short_starts_again_and_a_finished_one_does_not(tmp_path: Path) -> None:
     slow, met, folder = tmp_path / "slow", tmp_path / "met", tmp_path / "folder"
     slow.touch()
     folder.mkdir()
@@ -215,13 +215,13 @@ def test_a_cell_that_was_cut_short_begins_anew_and_what_is_done_is_never_run_aga
     assert met.exists()
     done = {str(cell) for cell in read_results(folder)[1]}
     assert runner(folder, second).run()
-    assert first.begun[0] == "warm-up, seed 0" and "warm-up, seed 0" not in second.begun
-    assert sorted(second.begun) == sorted(set(map(str, cells(1))) - done), "exactly what was missing"
-    assert runner(folder, third).run() and not third.begun
+    assert first.started[0] == "warm-up, seed 0" and "warm-up, seed 0" not in second.started
+    assert sorted(second.started) == sorted(set(map(str, cells(1))) - done), "exactly what was missing"
+    assert runner(folder, third).run() and not third.started
     assert sorted(path.name for path in folder.iterdir()) == ["results.jsonl", "warm-0.tar"], "nothing else travels"
 
 
-def test_a_killed_run_leaves_whole_results(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_complete_results(tmp_path: Path) -> None:
     words = [sys.executable, "-c", KILLED, str(tmp_path)]
     process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     until = time.monotonic() + 30
@@ -233,7 +233,7 @@ def test_a_killed_run_leaves_whole_results(tmp_path: Path) -> None:
     assert settings == SMALL and found
     again = Processes(tmp_path / "slow")
     assert runner(tmp_path, again).run()
-    assert set(again.begun) == set(map(str, cells(1))) - set(map(str, found))
+    assert set(again.started) == set(map(str, cells(1))) - set(map(str, found))
 
 
 KILLED = """
@@ -244,7 +244,7 @@ runner(folder, Processes(folder / "slow")).run()
 """
 
 
-def test_a_cell_that_fails_is_named_with_its_last_words_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_cell_that_fails_is_named_with_its_last_output_and_the_others_continue(tmp_path: Path) -> None:
     unlucky = Cell("CISPO", 2, 0)
     running = runner(tmp_path, Processes(tmp_path / "slow", fails=unlucky))
     assert not running.run()
@@ -258,7 +258,7 @@ def test_no_cell_begins_that_is_not_expected_to_end_in_time(tmp_path: Path) -> N
     (tmp_path / "warm-0.tar").touch()
     Results(tmp_path, SMALL).add(replace(made_up(Cell("TIS", 0, 0), 0.5), seconds=61.0))
     processes = Processes(tmp_path / "slow")
-    assert not runner(tmp_path, processes, minutes=1.0).run() and not processes.begun
+    assert not runner(tmp_path, processes, minutes=1.0).run() and not processes.started
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:

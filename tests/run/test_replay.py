@@ -38,8 +38,8 @@ from millstream.learner.shared_disk import files_in
 from millstream.pipeline.state import LearnerAndCritic, Ledger, PipelineState
 from millstream.run import build, replay
 from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, Sealed
-from millstream.run.replay import MOST, Call, ReplayedLearner, ReplayLog
-from millstream.run.replay_critic import ReplayedCritic
+from millstream.run.replay import MAX_LEARNER_RESTARTS, ReplayedCritic, ReplayedLearner
+from millstream.run.replay_log import LearnerCall, ReplayLog
 from millstream.sim.learner import SimCritic, SimLearner, SimSnapshot
 from millstream.store import Saved
 from millstream.types import Floats, Metrics, TrainRow, Weights
@@ -55,7 +55,7 @@ Heard = list[tuple[str, tuple[str, ...]]]
 
 
 class Fates:
-    """Which calls, counted over all learners, are somebody's last, and when in the call: 0 before, 1 in the middle, 2 when it
+    """Which calls, counted over all learners, are the last of one of them, and when in the call: 0 before, 1 in the middle, 2 when it
     is done and only the answer is lost."""
 
     def __init__(self, deaths: dict[int, int]) -> None:
@@ -181,28 +181,28 @@ class Sealing(Diary):
 
 
 class Recorder:
-    """What the pipeline told its learner, and was told done."""
+    """The calls of the pipeline that its learner has executed."""
 
     def __init__(self, learner: ReplayedLearner) -> None:
-        self._learner, self.told, self.weighed = learner, Heard(), list[int]()
+        self._learner, self.calls, self.weighed = learner, Heard(), list[int]()
 
     async def begin_batch(self) -> None:
         await self._learner.begin_batch()
-        self.told.append(("begin_batch", ()))
+        self.calls.append(("begin_batch", ()))
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         await self._learner.accumulate(rows)
-        self.told.append(("accumulate", tuple(one.label for one in rows)))
+        self.calls.append(("accumulate", tuple(one.label for one in rows)))
 
     async def step(self) -> Metrics:
         metrics = await self._learner.step()
-        self.told.append(("step", ()))
+        self.calls.append(("step", ()))
         return metrics
 
     async def weights(self) -> Weights:
         weights = await self._learner.weights()
         self.weighed.append(weights["num_rows"])
-        assert weights["num_rows"] == sum(len(labels) for _, labels in self.told)
+        assert weights["num_rows"] == sum(len(labels) for _, labels in self.calls)
         return weights
 
     def __getattr__(self, name: str) -> Any:
@@ -210,7 +210,7 @@ class Recorder:
 
 
 class Played:
-    """A world whose learners die as they are told to."""
+    """A world whose learners die at given calls."""
 
     def __init__(self, world: World, deaths: dict[int, int], folder: Path, every: int = 2) -> None:
         self.fates = Fates(deaths)
@@ -247,12 +247,12 @@ def play(world: World, deaths: dict[int, int], every: int = 2) -> Played:
         return Played(world, deaths, Path(folder), every).run()
 
 
-deaths = st.dictionaries(st.integers(1, 150), st.integers(0, 2), max_size=MOST)
+deaths = st.dictionaries(st.integers(1, 150), st.integers(0, 2), max_size=MAX_LEARNER_RESTARTS)
 
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.filter_too_much])
 @given(world=worlds, deaths=deaths, every=st.integers(1, 4))
-def test_whenever_learners_die_the_last_one_has_heard_all_that_was_told_once_and_in_order(
+def test_whenever_learners_die_the_last_one_has_executed_every_call_once_and_in_order(
     world: World, deaths: dict[int, int], every: int
 ) -> None:
     try:
@@ -262,7 +262,7 @@ def test_whenever_learners_die_the_last_one_has_heard_all_that_was_told_once_and
         assume(False)
         return
     check(world, played.outcome)
-    assert played.survivor.heard == played.recorder.told
+    assert played.survivor.heard == played.recorder.calls
     assert len(played.restarts) <= played.fates.num_dead
     assert all(one.from_version <= one.to_version for one in played.restarts)
     versions = [one.to_version for one in played.restarts]
@@ -270,13 +270,13 @@ def test_whenever_learners_die_the_last_one_has_heard_all_that_was_told_once_and
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_at_max_lag_zero_whoever_dies_what_is_trained_and_published_is_that_of_an_undisturbed_run(seed: int) -> None:
+def test_at_max_lag_zero_a_run_with_deaths_trains_and_publishes_the_same_as_an_undisturbed_run(seed: int) -> None:
     draw = random.Random(seed)
     deaths = {draw.randrange(1, 30): draw.randrange(3) for _ in range(4)}
     world = World(max_lag=0, steps=6, groups_per_step=3, mini_batches=draw.choice([1, 3]), seed=seed)
     disturbed, undisturbed = play(world, deaths), play(world, {})
     assert disturbed.restarts and not undisturbed.restarts
-    assert disturbed.recorder.told == undisturbed.recorder.told == disturbed.survivor.heard
+    assert disturbed.recorder.calls == undisturbed.recorder.calls == disturbed.survivor.heard
     assert disturbed.recorder.weighed == undisturbed.recorder.weighed
 
 
@@ -292,11 +292,11 @@ def test_the_deaths_of_these_tests_hit_every_call_and_leave_checkpoints_unsealed
 def test_every_checkpoint_that_is_sealed_gives_a_restart_back() -> None:
     deaths = {36 * number: number % 3 for number in range(1, 9)}
     played = play(World(steps=60, max_lag=1), deaths, every=1)
-    assert len(played.restarts) == 8 > MOST
-    assert played.survivor.heard == played.recorder.told
+    assert len(played.restarts) == 8 > MAX_LEARNER_RESTARTS
+    assert played.survivor.heard == played.recorder.calls
 
 
-# ---- the book, the budget --------------------------------------------------------------------------------------------
+# ---- the log, the budget ---------------------------------------------------------------------------------------------
 
 
 def rows_of(*lengths: int) -> list[TrainRow]:
@@ -304,28 +304,28 @@ def rows_of(*lengths: int) -> list[TrainRow]:
     return [row(rng, length, f"row {length}") for length in lengths]
 
 
-def write_batch(book: ReplayLog, *lengths: int, steps: int = 1) -> None:
-    book.write(Call("begin_batch"))
+def write_batch(log: ReplayLog, *lengths: int, steps: int = 1) -> None:
+    log.append(LearnerCall("begin_batch"))
     for _ in range(steps):
-        book.write(Call("accumulate", tuple(rows_of(*lengths))))
-        book.write(Call("step"))
+        log.append(LearnerCall("accumulate", tuple(rows_of(*lengths))))
+        log.append(LearnerCall("step"))
 
 
-def test_the_book_counts_batches_as_versions_and_forgets_what_a_checkpoint_covers() -> None:
-    book = ReplayLog(7)
-    write_batch(book, 5, 6, steps=2)
-    book.mark()
-    size = book.num_bytes
-    write_batch(book, 9)
-    assert (book.version, book.num_batches, book.num_rows) == (9, 2, 5)
-    assert book.cut(8) and not book.cut(8)
-    assert (book.since, book.version, book.num_batches, book.num_rows) == (8, 9, 1, 1)
-    assert 0 < book.num_bytes < size
+def test_the_log_counts_batches_as_versions_and_drops_what_a_checkpoint_covers() -> None:
+    log = ReplayLog(7)
+    write_batch(log, 5, 6, steps=2)
+    log.mark()
+    size = log.num_bytes
+    write_batch(log, 9)
+    assert (log.version, log.num_batches, log.num_rows) == (9, 2, 5)
+    assert log.truncate(8) and not log.truncate(8)
+    assert (log.since, log.version, log.num_batches, log.num_rows) == (8, 9, 1, 1)
+    assert 0 < log.num_bytes < size
     with pytest.raises(InvariantError, match="checkpoint of version 12 is sealed: snapshots were taken of 8"):
-        book.cut(12)
+        log.truncate(12)
 
 
-class NoSeals:
+class NoCheckpoints:
     version = None
     num_hurried = 0
 
@@ -337,7 +337,7 @@ class NoSeals:
 
 
 def replayed(make: Callable[[], Any], sink: MemorySink, **more: Any) -> ReplayedLearner:
-    return ReplayedLearner(make, NoSeals(), clock=VirtualClock(), sink=sink, in_thread=at_once, **more)
+    return ReplayedLearner(make, NoCheckpoints(), clock=VirtualClock(), sink=sink, in_thread=at_once, **more)
 
 
 def test_where_learners_die_again_and_again_it_ends_with_how_often_and_why() -> None:
@@ -347,7 +347,7 @@ def test_where_learners_die_again_and_again_it_ends_with_how_often_and_why() -> 
         await learner.ready()
         await learner.begin_batch()
         with pytest.raises(
-            LearnerError, match="restarted 5 times, and is gone again: the learner broke, on purpose"
+            LearnerError, match="restarted 5 times, and died again: the learner broke, on purpose"
         ) as error:
             await learner.step()
         assert not isinstance(error.value, LearnerGone)
@@ -372,7 +372,7 @@ def test_a_learner_that_refuses_is_not_asked_again() -> None:
     run_virtual(program())
 
 
-def test_one_that_says_nothing_is_taken_for_dead_and_progress_is_told() -> None:
+def test_a_learner_that_does_not_answer_counts_as_dead_and_progress_is_reported() -> None:
     async def program() -> None:
         made, sink, progress = list[SimLearner](), MemorySink(), list[float]()
 
@@ -397,18 +397,18 @@ def test_one_that_says_nothing_is_taken_for_dead_and_progress_is_told() -> None:
     run_virtual(program())
 
 
-def test_a_book_that_grows_asks_for_a_checkpoint_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MAX_BYTES", 1000)
+def test_a_log_that_grows_asks_for_a_checkpoint_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MAX_LOG_BYTES", 1000)
 
     async def program() -> None:
         sink = MemorySink()
         learner = replayed(SimLearner, sink)
-        seals: Any = learner._seals
+        checkpoints: Any = learner._checkpoints
         await learner.accumulate(rows_of(20))
-        assert not seals.num_hurried
+        assert not checkpoints.num_hurried
         for _ in range(20):
             await learner.accumulate(rows_of(20))
-        assert seals.num_hurried
+        assert checkpoints.num_hurried
         assert [event.message.partition(" of rows")[2] for event in sink.of(Warned)] == [
             " were trained since version 0 and are kept until a checkpoint covers them: none was written"
         ]
@@ -484,8 +484,8 @@ def test_a_checkpoint_is_sealed_only_if_all_that_was_written_elsewhere_is_seen_h
 
 
 async def bereft(checkpoints: Checkpoints, learner: ReplayedLearner | ReplayedCritic, die: Callable[[], None]) -> None:
-    """Trains a batch, seals it, begins another one, whereupon the book forgets the first; then the checkpoint is moved, and
-    whoever learns dies."""
+    """Trains a batch, seals it, begins another one, whereupon the log drops the first; then the checkpoint is moved, and
+    the learner or critic dies."""
     begin = learner.begin_batch if isinstance(learner, ReplayedLearner) else learner.ready
     await learner.ready()
     await begin()
@@ -500,7 +500,7 @@ async def bereft(checkpoints: Checkpoints, learner: ReplayedLearner | ReplayedCr
     await learner.accumulate(rows_of(6))
     sealed.folder.rename(sealed.folder.with_name("moved"))
     die()
-    with pytest.raises(LearnerError, match=r"checkpoints/step-000001(/critic)? is not there any more") as error:
+    with pytest.raises(LearnerError, match=r"checkpoints/step-000001(/critic)?, which has everything") as error:
         await learner.step()
     assert not isinstance(error.value, LearnerGone)
 
@@ -520,7 +520,7 @@ class MortalCritic(SimCritic):
 
 
 @pytest.mark.parametrize("who", ["learner", "critic"])
-def test_without_the_checkpoint_that_the_book_goes_on_from_nobody_is_begun_anew(tmp_path: Path, who: str) -> None:
+def test_without_the_checkpoint_before_its_log_nothing_is_restarted(tmp_path: Path, who: str) -> None:
     made: list[Any] = []
 
     def make() -> Any:
@@ -542,7 +542,7 @@ def test_without_the_checkpoint_that_the_book_goes_on_from_nobody_is_begun_anew(
     asyncio.run(program())
 
 
-def test_while_the_book_has_all_of_it_a_checkpoint_that_was_moved_is_not_missed(tmp_path: Path) -> None:
+def test_while_the_log_is_complete_a_checkpoint_that_was_moved_is_not_needed(tmp_path: Path) -> None:
     made = list[MortalLearner]()
 
     async def program() -> None:
@@ -575,7 +575,7 @@ def standing(version: int) -> PipelineState:
 
 def checkpoints_in(folder: Path, sink: MemorySink, config: CheckpointConfig) -> Checkpoints:
     return Checkpoints(
-        folder,
+        folder / "checkpoints",
         config,
         last_step=1000,
         clock=RealClock(),
@@ -724,10 +724,10 @@ def test_a_rank_with_a_disk_of_its_own_costs_the_checkpoint_and_not_the_one_befo
 
 
 @pytest.mark.slow
-def test_ranks_that_stand_still_are_killed_and_others_go_on() -> None:
+def test_ranks_that_do_not_answer_are_killed_and_replaced() -> None:
     async def program() -> list[LearnerRestarted]:
         sink = MemorySink()
-        learner = ReplayedLearner(two_ranks, NoSeals(), clock=RealClock(), sink=sink, patience_s=20.0)
+        learner = ReplayedLearner(two_ranks, NoCheckpoints(), clock=RealClock(), sink=sink, patience_s=20.0)
         try:
             await learner.ready()
             first = learner.inner
@@ -783,7 +783,7 @@ def test_at_max_lag_zero_the_model_of_a_run_whose_rank_was_killed_is_that_of_an_
 
 
 @pytest.mark.slow
-def test_supervised_training_whose_rank_is_killed_goes_on_to_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_supervised_training_whose_rank_is_killed_has_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
     models = []
     for name in ("killed", "undisturbed"):
         run_dir = tmp_path / name

@@ -12,7 +12,8 @@ import sys
 import weakref
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -37,13 +38,13 @@ from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
 from millstream.pipeline.waits import Waits
 from millstream.run import build
-from millstream.run.config import RunConfig, WarmupConfig, check_run
-from millstream.run.evaluator import evaluate_model
+from millstream.run.check import check_combinations
+from millstream.run.config import RunConfig, WarmupConfig
+from millstream.run.evaluate import evaluate
 from millstream.run.run import resume, train
-from millstream.run.sft import learner_config
-from millstream.run.warmup import Checks, WarmedUpSoFar, batches, micro_batches, warm_up
+from millstream.run.sft import SupervisedTraining, learner_config, packed, sft_batches
 from millstream.seeds import derive_seed
-from millstream.types import Metrics, Task, TrainRow
+from millstream.types import Floats, Metrics, Task, TrainRow, Weights
 from support.runs import start, until
 from support.tiny import make
 
@@ -59,19 +60,19 @@ def config_of(**changes: Any) -> RunConfig:
 
 def test_an_epoch_has_every_example_once_in_an_order_of_its_own_and_batches_are_full_but_the_last() -> None:
     config = WarmupConfig(epochs=3, batch_size=4)
-    found = list(batches(TASKS, config, seed=0))
+    found = list(sft_batches(TASKS, config, seed=0))
     assert [len(batch) for batch in found] == [4] * 7 + [2] and len(found) == config.num_steps(len(TASKS))
     order = [task.id for batch in found for task in batch]
     epochs = [order[begin : begin + 10] for begin in (0, 10, 20)]
     assert all(Counter(epoch) == Counter(task.id for task in TASKS) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 3
-    assert found == list(batches(TASKS, config, seed=0)) != list(batches(TASKS, config, seed=1))
+    assert found == list(sft_batches(TASKS, config, seed=0)) != list(sft_batches(TASKS, config, seed=1))
 
 
 def test_with_max_steps_examples_are_drawn_with_replacement_as_they_always_were() -> None:
     rng = random.Random(derive_seed(7, "warmup"))
     expected = [rng.choices(TASKS, k=5) for _ in range(6)]
-    assert list(batches(TASKS, WarmupConfig(max_steps=6, batch_size=5), seed=7)) == expected
+    assert list(sft_batches(TASKS, WarmupConfig(max_steps=6, batch_size=5), seed=7)) == expected
     assert WarmupConfig().num_steps(10) == 400
 
 
@@ -90,7 +91,7 @@ def test_what_is_wrong_with_the_table_is_said(table: dict[str, int], words: str)
 
 def test_no_step_of_anything_is_refused_with_what_to_type() -> None:
     with pytest.raises(ConfigError, match=r"there is no \[warmup\] table: add one, or set pipeline.steps"):
-        check_run(config_of(pipeline={"steps": 0}, data={"toy": "sort_digits"}))
+        check_combinations(config_of(pipeline={"steps": 0}, data={"toy": "sort_digits"}))
 
 
 # ---- in what pieces --------------------------------------------------------------------------------------------------
@@ -110,9 +111,17 @@ class Recorder:
     async def step(self) -> Metrics:
         return {"loss": 1.0}
 
+    async def logprobs(self, rows: list[TrainRow]) -> list[Floats]:
+        return [np.full(int(row.loss_mask.sum()), -2.0, dtype=np.float32) for row in rows]
+
+    async def weights(self) -> Weights:
+        return {}
+
+    def restore(self, folder: Path) -> None: ...
+
 
 class Gold:
-    """A script without an environment."""
+    """Examples without an environment."""
 
     def __init__(self) -> None:
         self.skipped = 0
@@ -124,53 +133,91 @@ class Gold:
         self.skipped += len(tasks)
 
 
-def supervise(config: WarmupConfig, *, after_step: int = 0, accuracy: float = 0.0, stop_after: int = 10**9,
-              micro_batch_tokens: int = 40) -> tuple[Recorder, Gold, list[WarmedUpSoFar]]:  # fmt: skip
-    learner, script, told = Recorder(), Gold(), list[WarmedUpSoFar]()
+class NoCheckpoints:
+    """Checkpoints that are never due. `stop` is called at a step."""
 
-    async def loss() -> float:
-        return 2.0
+    def __init__(self, stop_after: int) -> None:
+        self._stop_after = stop_after
+        self.stop = lambda: None
 
-    async def measured() -> float:
+    def resume_from(self, version: int) -> None: ...
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        if step >= self._stop_after:
+            self.stop()
+        return False
+
+    async def close(self) -> None: ...
+
+
+def supervise(
+    config: WarmupConfig,
+    *,
+    after_step: int = 0,
+    accuracy: float = 0.0,
+    stop_after: int = 10**9,
+    micro_batch_tokens: int = 40,
+) -> tuple[Recorder, Gold, list[WarmedUp]]:
+    """The learner, the examples, and what was reported after step 0."""
+    learner, examples, sink = Recorder(), list[Gold](), MemorySink()
+
+    def new_examples() -> Any:
+        examples.append(Gold())
+        return examples[-1]
+
+    async def accuracy_of(weights: Weights) -> float:
         return accuracy
 
-    async def ends(step: int) -> bool:
-        return step >= stop_after
-
     async def program() -> None:
-        clock, sink = RealClock(), MemorySink()
-        checks = Checks(accuracy=measured, held_out_loss=loss, told=told.append, ends_after=ends)
-        waits = Waits(clock=clock, sink=sink, stall_s=30, deadline_s=30)
-        await warm_up(learner, TASKS, script, config, checks, waits=waits, seed=0, micro_batch_tokens=micro_batch_tokens, after_step=after_step)  # type: ignore[arg-type]  # fmt: skip
+        clock, checkpoints = RealClock(), NoCheckpoints(stop_after)
+        training = SupervisedTraining(
+            config,
+            cast(Any, learner),
+            cast(Any, checkpoints),
+            tasks=TASKS,
+            held_out=TASKS[:2],
+            new_examples=new_examples,
+            accuracy_of=accuracy_of,
+            micro_batch_tokens=micro_batch_tokens,
+            seed=0,
+            clock=clock,
+            sink=sink,
+            waits=Waits(clock=clock, sink=sink, stall_s=30, deadline_s=30),
+        )
+        checkpoints.stop = training.stop
+        found: Any = SimpleNamespace(folder=Path(), manifest=SimpleNamespace(version=after_step))
+        await training.run(found if after_step else None)
 
     asyncio.run(program())
-    return learner, script, told
+    first, *reports = sink.of(WarmedUp)
+    assert first.step == 0 and first.held_out_loss == 2.0
+    return learner, examples[-1], reports
 
 
-def test_a_batch_goes_through_passes_of_so_many_tokens_and_nothing_is_left_out() -> None:
+def test_a_batch_is_packed_into_passes_of_limited_tokens_and_no_row_is_lost() -> None:
     learner, _, _ = supervise(WarmupConfig(epochs=1, batch_size=10))
     assert len(learner.calls) > 1
     assert all(sum(len(row.tokens) for row in call) <= 40 or len(call) == 1 for call in learner.calls)
     assert sum(map(len, learner.calls)) == 10
     whole, _, _ = supervise(WarmupConfig(epochs=1, batch_size=10), micro_batch_tokens=10**6)
     assert len(whole.calls) == 1
-    assert list(micro_batches([], 10)) == []
+    assert list(packed([], 10)) == []
 
 
-def test_it_is_measured_every_so_many_steps_and_after_the_last_and_stops_by_accuracy_if_it_is_to() -> None:
-    _, _, told = supervise(WarmupConfig(max_steps=7, batch_size=2, check_every=3))
-    assert [(each.step, each.accuracy) for each in told] == [(3, None), (6, None), (7, None)]
-    assert told[0].loss == 1.0 and told[0].held_out_loss == 2.0
-    _, _, told = supervise(WarmupConfig(max_steps=7, batch_size=2, check_every=3, stop_at=0.5), accuracy=0.6)
-    assert [(each.step, each.accuracy) for each in told] == [(3, 0.6)]
+def test_it_is_measured_at_intervals_and_after_the_last_step_and_stops_by_accuracy() -> None:
+    _, _, reports = supervise(WarmupConfig(max_steps=7, batch_size=2, check_every=3))
+    assert [(each.step, each.accuracy) for each in reports] == [(3, None), (6, None), (7, None)]
+    assert reports[0].loss == 1.0 and reports[0].held_out_loss == 2.0
+    _, _, reports = supervise(WarmupConfig(max_steps=7, batch_size=2, check_every=3, stop_at=0.5), accuracy=0.6)
+    assert [(each.step, each.accuracy) for each in reports] == [(3, 0.6)]
 
 
-def test_training_that_goes_on_has_the_batches_that_were_still_to_come() -> None:
+def test_resumed_training_has_the_remaining_batches() -> None:
     config = WarmupConfig(epochs=2, batch_size=4)
     whole, _, _ = supervise(config, micro_batch_tokens=10**6)
-    begun, _, _ = supervise(config, micro_batch_tokens=10**6, stop_after=2)
+    first, _, _ = supervise(config, micro_batch_tokens=10**6, stop_after=2)
     rest, script, _ = supervise(config, micro_batch_tokens=10**6, after_step=2)
-    joined = [*begun.calls, *rest.calls]
+    joined = [*first.calls, *rest.calls]
     assert [[row.tokens.tolist() for row in call] for call in joined] == [
         [row.tokens.tolist() for row in call] for call in whole.calls
     ]
@@ -256,7 +303,7 @@ def test_the_commands_that_read_a_run_read_one_of_supervised_training(whole: Pat
     for command in ("audit", "report", "trace"):
         result = CliRunner().invoke(app, [command, str(whole)])
         assert result.exit_code == 0, result.output
-    found = evaluate_model(
+    found = evaluate(
         convert(
             {"model": {"path": str(whole / "model")}, "data": {"path": str(whole.parent / "pairs.jsonl"), "holdout": 8},
              "rollout": {"max_tokens": 4}, "engine": {"process": False}}, RunConfig, where="")
@@ -301,7 +348,7 @@ def assert_same_model(one: Path, other: Path) -> None:
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_stop_in_supervised_training_keeps_the_step_in_hand_and_the_run_goes_on_with_the_same_bits(whole: Path, tmp_path: Path) -> None:  # fmt: skip
+def test_a_stop_in_supervised_training_keeps_the_current_step_and_the_run_is_resumed_with_the_same_bits(whole: Path, tmp_path: Path) -> None:  # fmt: skip
     with pytest.raises(Stopped, match=r"the checkpoint of supervised step \d+ is written"):
         train(run_config(tmp_path, "whole"), sinks=[AtStep(10)])  # type: ignore[list-item]
     run_dir = tmp_path / "whole"
@@ -310,12 +357,14 @@ def test_a_stop_in_supervised_training_keeps_the_step_in_hand_and_the_run_goes_o
     assert_same_model(run_dir, whole)
     before = json.loads((whole / "summary.json").read_text())["held_out_loss_before"]
     assert result.held_out_loss_before == pytest.approx(before) and result.accuracy_before == 0.0
-    told = [event.step for event in read_events(run_dir / "events.jsonl") if isinstance(event, WarmedUp)]
-    assert told.count(0) == 2 and [step for step in told if step] == [10, 20, 30, 40, 50], "no step was made twice"
+    reports = [event.step for event in read_events(run_dir / "events.jsonl") if isinstance(event, WarmedUp)]
+    assert reports.count(0) == 2 and [step for step in reports if step] == [10, 20, 30, 40, 50], (
+        "no step was made twice"
+    )
     assert audit(run_dir).is_clean
 
 
-def test_killed_in_supervised_training_a_run_goes_on_from_its_checkpoint_with_the_same_bits(whole: Path, tmp_path: Path) -> None:  # fmt: skip
+def test_a_run_killed_in_supervised_training_is_resumed_from_its_checkpoint_with_the_same_bits(whole: Path, tmp_path: Path) -> None:  # fmt: skip
     """In a process of its own, by SIGKILL: several seconds."""
     run_dir = tmp_path / "whole"
     run_config(tmp_path)

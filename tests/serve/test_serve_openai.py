@@ -35,7 +35,8 @@ from millstream.events.sinks import MemorySink
 from millstream.model.load import save_model, set_up_cpu
 from millstream.model.safetensors_io import write_weights
 from millstream.model.tiny import TinyShape, tiny_model
-from millstream.run.build import Text, build_engine
+from millstream.run.build import build_engine
+from millstream.run.text import TokenizerText
 from millstream.serve.openai import service
 from millstream.serve.openai.detokenize import TextStream
 from millstream.serve.openai.service import ModelServiceConfig, Served, serve
@@ -57,7 +58,9 @@ class ScriptedEngine:
 
     name, slots, version = "scripted", 8, 3
 
-    def __init__(self, text: Text, says: Sequence[str] = (), *, step_s: float = 0.0, tells: bool = True) -> None:
+    def __init__(
+        self, text: TokenizerText, says: Sequence[str] = (), *, step_s: float = 0.0, tells: bool = True
+    ) -> None:
         self._text, self._says, self._step_s, self._tells = text, iter(says), step_s, tells
         self.requests: list[Request] = []
         self.aborted: list[RequestKey] = []
@@ -125,7 +128,7 @@ class RefusingEngine(ScriptedEngine):
         return await super().generate(request, on_sampled)
 
 
-def served(text: Text, engine: Engine, *, context: int = CONTEXT) -> Served:
+def served(text: TokenizerText, engine: Engine, *, context: int = CONTEXT) -> Served:
     return Served(
         name="tiny",
         engine=engine,

@@ -39,8 +39,8 @@ from millstream.rpc.frames import frame
 from millstream.run import control, run
 from millstream.run.backend import BackendContext, LocalBackend, build_fleet
 from millstream.run.config import ModelConfig, TinyConfig
-from millstream.run.control import Control, Look, Now, Refused, Scale, Scaled
-from millstream.run.evaluator import Evaluator
+from millstream.run.control import Control, ControlError, RunStatus, ScaleRequest, ScaleResult, StatusRequest
+from millstream.run.evaluate import Evaluator
 from millstream.serving.fleet import BACK_OFF_S, MAX_REPLACED, SERVED_S, WINDOW_S, Fleet
 from millstream.sim.draws import constant
 from millstream.sim.engine import SimEngine
@@ -781,13 +781,15 @@ def folder_in(path: Path) -> Path:
 
 
 async def served(folder: Path, ask: Callable[[], Any]) -> Any:
-    async def carry(question: control.Question) -> control.Answer:
-        if isinstance(question, Scale) and question.engines == 13:
+    async def carry(question: control.Question) -> control.ControlReply:
+        if isinstance(question, ScaleRequest) and question.engines == 13:
             raise ConfigError("not thirteen")
-        if isinstance(question, Scale) and question.engines == 14:
+        if isinstance(question, ScaleRequest) and question.engines == 14:
             raise EngineError("engine-3 could not be started: no room")
-        now = Now(version=1, engines=[], requests_waiting=0, groups_in_flight=0, budget=0, rows_in_store=0, waits=[])
-        return Scaled(joined=["a"], left=[], engines=["a"]) if isinstance(question, Scale) else now
+        now = RunStatus(
+            version=1, engines=[], requests_waiting=0, groups_in_flight=0, budget=0, rows_in_store=0, waits=[]
+        )
+        return ScaleResult(joined=["a"], left=[], engines=["a"]) if isinstance(question, ScaleRequest) else now
 
     door = Control(folder, carry)
     await door.open()
@@ -804,12 +806,12 @@ def test_a_run_can_be_asked_through_a_socket_that_is_its_owners_alone_however_lo
     folder = folder_in(tmp_path / name)
     (folder / "control.sock").touch()  # a run that was killed has left it behind
 
-    def ask() -> tuple[Scaled, Now]:
+    def ask() -> tuple[ScaleResult, RunStatus]:
         mode = (folder / "control.sock").stat().st_mode
         assert stat.S_ISSOCK(mode) and stat.S_IMODE(mode) == 0o600
         with pytest.raises(ConfigError, match="not thirteen"):
-            control.ask(folder, Scale(engines=13))
-        return control.ask(folder, Scale(engines=2)), control.ask(folder, Look())
+            control.ask_run(folder, ScaleRequest(engines=13))
+        return control.ask_run(folder, ScaleRequest(engines=2)), control.ask_run(folder, StatusRequest())
 
     scaled, now = asyncio.run(served(folder, ask))
     assert scaled.joined == ["a"] and now.version == 1
@@ -829,8 +831,8 @@ def test_whatever_comes_through_the_socket_is_refused_and_the_next_is_answered(t
             line.shutdown(socket.SHUT_WR)
             answer = line.recv(1 << 16)
         if answer:
-            assert isinstance(msgspec.msgpack.decode(answer[4:], type=control.Answer), Refused)
-        assert control.ask(folder, Look()).version == 1
+            assert isinstance(msgspec.msgpack.decode(answer[4:], type=control.ControlReply), ControlError)
+        assert control.ask_run(folder, StatusRequest()).version == 1
 
     asyncio.run(served(folder, ask))
 
@@ -843,16 +845,16 @@ def test_whoever_asks_for_engines_that_cannot_be_started_is_told_why_and_it_is_a
 
 def test_a_run_that_is_not_there_is_said_to_be_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a run folder"):
-        control.ask(tmp_path, Look())
+        control.ask_run(tmp_path, StatusRequest())
     folder = folder_in(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"is not running. To go on with it:\n  millstream train --resume"):
-        control.ask(folder, Look())
+    with pytest.raises(ConfigError, match=r"is not running. To resume it:\n  millstream train --resume"):
+        control.ask_run(folder, StatusRequest())
     program = "import fcntl,sys;f=open(sys.argv[1],'wb');fcntl.lockf(f,2);print(1,flush=True);sys.stdin.read()"
     words = [sys.executable, "-c", program, str(folder / ".lock")]
     holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline()
     with pytest.raises(ConfigError, match="is starting or ending"):
-        control.ask(folder, Look())
+        control.ask_run(folder, StatusRequest())
     holder.communicate()
     (folder / "summary.json").touch()
     result = CliRunner().invoke(app, ["scale", str(folder), "engines=3"])
@@ -933,7 +935,7 @@ def test_an_engine_that_is_lost_while_the_model_of_a_resumed_run_is_saved_comes_
         router.on_joined = joined
         router.lose(router.engines[0], EngineError("found dead"))
 
-    save = run._Run._save
+    save = run._write_model
 
     def save_slowly(one: Any, learner: Any) -> None:
         loop[0].call_soon_threadsafe(lose)
@@ -941,7 +943,7 @@ def test_an_engine_that_is_lost_while_the_model_of_a_resumed_run_is_saved_comes_
         save(one, learner)
 
     monkeypatch.setattr(run, "build_fleet", build)
-    monkeypatch.setattr(run._Run, "_save", save_slowly)
+    monkeypatch.setattr(run, "_write_model", save_slowly)
     resume(tmp_path / "run", sinks=[sink])
     assert [event.version for event in sink.of(ReplicaJoined)] == [2]
     assert {event.name: event.version for event in sink.of(Evaluated)} == {"sampled after": 2, "greedy after": 2}

@@ -11,7 +11,7 @@ from millstream.env.dialog import Conversation
 from millstream.errors import RequestRefused
 from millstream.model.tiny import character_tokenizer
 from millstream.pipeline.episode import Episode
-from millstream.run.build import Text
+from millstream.run.text import TokenizerText
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task
 
 CHATML = (
@@ -35,13 +35,13 @@ SPECIAL = ["<|im_start|>", "<|im_end|>"]
 THINKING = ["<think>", "</think>"]
 
 
-def text_with(template: str | None) -> Text:
+def text_with(template: str | None) -> TokenizerText:
     tokenizer: Any = character_tokenizer(string.ascii_letters + string.digits + " \n.,?!:+-*/=<>|[]()_'\"^")
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.add_tokens(THINKING)
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.chat_template = template
-    return Text(tokenizer=tokenizer)
+    return TokenizerText(tokenizer=tokenizer)
 
 
 def completion(tokens: Sequence[int], finish: Finish = Finish.STOP) -> Completion:
@@ -54,7 +54,7 @@ class Scripted:
 
     def __init__(
         self,
-        text: Text,
+        text: TokenizerText,
         says: Sequence[str],
         *,
         task: Task | None = None,

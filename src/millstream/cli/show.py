@@ -1,4 +1,4 @@
-"""What a person sees without a terminal, and at the end: plain lines, and a table. Reads events and nothing else."""
+"""Plain output of a run: lines where there is no terminal, warnings, and the tables at the end. Reads only events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from millstream.events.metrics import StepMetrics
 from millstream.events.summary import Summary
 
 if TYPE_CHECKING:
-    from millstream.run.control import Now, Scaled
+    from millstream.run.control import RunStatus, ScaleResult
     from millstream.run.folder import RunResult
 
 
@@ -42,25 +42,27 @@ Alarm = CheckpointFailed | LearnerRestarted | ReplicaLeft | Stalled | StopReques
 
 def alarm(event: Alarm) -> str:
     if isinstance(event, StopRequested):
-        return f"stopping: the batch in hand comes first, for at most {event.grace_s:g} s; once more to stop at once"
+        return (
+            f"stopping after the current batch, in at most {event.grace_s:g} s; send the signal again to stop at once"
+        )
     if isinstance(event, Warned):
         return f"warning: {event.message}"
     if isinstance(event, LearnerRestarted):
-        replayed = f"{event.num_batches_replayed} batches since step {event.from_version} again"
+        replayed = f"{event.num_batches_replayed} batches since step {event.from_version} were replayed"
         return f"{event.who} was restarted at step {event.to_version}: {event.why}; {replayed}, {event.seconds:.0f} s"
     if isinstance(event, ReplicaLeft):
-        moved = f"{event.num_moved} requests go on elsewhere" if event.num_left else "no engine is left"
+        moved = f"{event.num_moved} requests continue on other engines" if event.num_left else "no engine is left"
         return f"{event.engine} has left: {event.why}; {moved}"
     if isinstance(event, Stalled) and event.owner == EVENT_LOOP:
         return f"{event.owner} has been blocked for {event.seconds:.0f} s by {event.what}"
     if isinstance(event, Stalled):
         return f"{event.owner} has waited {event.seconds:.0f} s for {event.what}"
-    return f"the checkpoint of step {event.version} failed: {event.message}; the run goes on"
+    return f"the checkpoint of step {event.version} failed: {event.message}; the run continues"
 
 
 def resumed(event: Resumed) -> str:
     changes = f", with {', '.join(event.changes)}" if event.changes else ""
-    return f"goes on from step {event.version}{changes}"
+    return f"resumed from step {event.version}{changes}"
 
 
 def joined(event: ReplicaJoined) -> str:
@@ -68,7 +70,7 @@ def joined(event: ReplicaJoined) -> str:
 
 
 class Alarms:
-    """Only what is wrong: for `--quiet`."""
+    """Prints warnings only: for `--quiet`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -79,7 +81,7 @@ class Alarms:
 
 
 class Lines:
-    """One line every few seconds, and one for whatever is out of the ordinary."""
+    """Prints one line every few seconds, and one for every unusual event."""
 
     EVERY_S = 5.0
 
@@ -87,7 +89,8 @@ class Lines:
         self._console = console
         self._num_steps = num_steps
         self._metrics = StepMetrics()
-        self._shown_at = self._counted_at = float("-inf")
+        self._shown_at = float("-inf")
+        self._counted_at = float("-inf")
         self._repeats: Counter[str] = Counter()
 
     def emit(self, event: Event) -> None:
@@ -122,12 +125,12 @@ class Lines:
                 self._say_repeats(event.at)
 
     def _say_failed(self, event: RolloutFailed) -> None:
-        """In full the first time; the same again is counted, and told now and then."""
+        """In full the first time; repetitions are counted, and the counts printed from time to time."""
         if event.at - self._counted_at >= self.EVERY_S:
             self._say_repeats(event.at)
         kind = _kind_of(event)
         if kind not in self._repeats:
-            self._say(event.at, f"group {event.group_id} goes on without member {event.member}: {event.message}")
+            self._say(event.at, f"group {event.group_id} continues without member {event.member}: {event.message}")
         self._repeats[kind] += kind in self._repeats
 
     def _say_repeats(self, at: float) -> None:
@@ -142,7 +145,7 @@ class Lines:
 
 
 def warmed_words(event: WarmedUp) -> str:
-    """How far supervised training is, and what was measured."""
+    """The step of supervised training, and what was measured."""
     found = [f"{event.step}/{event.max_steps}"]
     found += [] if event.loss is None else [f"loss {event.loss:.3f}"]
     found += [] if event.held_out_loss is None else [f"held out {event.held_out_loss:.3f}"]
@@ -153,12 +156,12 @@ def warmed_words(event: WarmedUp) -> str:
 
 
 def _kind_of(event: RolloutFailed) -> str:
-    """What failures that differ only in their details have in common."""
+    """The same for failures that differ only in details."""
     return f"{event.error}: {event.message.partition(': ')[0]}"
 
 
 def sample_text(sample: Sample) -> str:
-    """A rollout in full, one paragraph."""
+    """A rollout in full, as a paragraph."""
     parts = [("prompt", sample.prompt), ("completion", sample.completion)]
     parts += [] if sample.answer is None else [("answer", sample.answer)]
     parts += [("reward", f"{sample.reward:.3f}{_because(sample)}")]
@@ -166,7 +169,7 @@ def sample_text(sample: Sample) -> str:
 
 
 def sample_line(sample: Sample) -> str:
-    """A rollout at a glance, one line."""
+    """A rollout in short, as one line."""
     answer = "" if sample.answer is None else f", answer {_clipped(sample.answer)}"
     reward = f"reward {sample.reward:.3f}{_because(sample)}"
     return f"{_clipped(sample.prompt)} -> {_clipped(sample.completion)}  {reward}{answer}"
@@ -176,8 +179,8 @@ def _because(sample: Sample) -> str:
     return f" ({sample.failure})" if sample.failure else ""
 
 
-def _clipped(text: str, most: int = 40) -> str:
-    return repr(text if len(text) <= most else text[:most] + "…")
+def _clipped(text: str, max_length: int = 40) -> str:
+    return repr(text if len(text) <= max_length else text[:max_length] + "…")
 
 
 def result_table(result: RunResult) -> Table:
@@ -214,25 +217,25 @@ def result_table(result: RunResult) -> Table:
 
 
 def _declared(summary: Summary) -> list[tuple[str, str]]:
-    """What was thrown away because the config said so."""
+    """What was aborted because the config said so."""
     if not summary.rollouts_aborted:
         return []
     return [
-        ("groups aborted, begun anew", f"{summary.groups_aborted}, {summary.groups_restarted}"),
+        ("groups aborted, restarted", f"{summary.groups_aborted}, {summary.groups_restarted}"),
         ("rollouts aborted", str(summary.rollouts_aborted)),
     ]
 
 
-def scaled_lines(found: Scaled) -> list[str]:
+def scaled_lines(found: ScaleResult) -> list[str]:
     lines = [f"{name} has joined" for name in found.joined] + [f"{name} has left" for name in found.left]
     return [*(lines or ["nothing to do"]), f"engines: {', '.join(found.engines)}"]
 
 
-def status_lines(now: Now) -> list[str]:
+def status_lines(now: RunStatus) -> list[str]:
     lines = [f"version {now.version}"]
     for one in now.engines:
         if one.version is None:
-            lines.append(f"{one.name}: to come")
+            lines.append(f"{one.name}: starting")
         else:
             lines.append(
                 f"{one.name}: version {one.version}, {one.running} requests decoding of {one.slots}, {one.waiting} queued"

@@ -1,4 +1,4 @@
-"""What `millstream init` writes: the few keys that a first run needs, each with a word on it."""
+"""The config that `millstream init` writes: the few keys that a first run needs, each with a comment."""
 
 TEMPLATE = """\
 # A Millstream run: `millstream train THIS_FILE`. Every key can be changed on the command line: --set pipeline.max_lag=2
@@ -14,7 +14,7 @@ path = "data.jsonl"               # one object a line
 prompt_key = "prompt"             # a string, or a list of {role, content} messages
 answer_key = "answer"             # what the reward compares with; optional
 # system = "Think step by step."  # makes a chat of every prompt that is a string, for a model with a chat template
-holdout = 64                      # tasks set aside for evaluation: the mean reward on them is the run's accuracy
+holdout = 64                      # tasks kept for evaluation: the mean reward on them is the run's accuracy
 
 [[reward]]
 function = "exact_match"          # or one of your own: "my_reward.py:reward", with  def reward(task, completion) -> float

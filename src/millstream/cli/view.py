@@ -1,6 +1,6 @@
-"""The live terminal view: where the run is, how well it does, how stale its samples are, and what every part waits for.
+"""The live terminal view: progress, reward, lag, and what every part waits for.
 
-It reads events and nothing else. Where there is no terminal, `show.Lines` takes its place.
+Reads only events. Where there is no terminal, `show.Lines` is used.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ from millstream.events import (
 from millstream.events.metrics import StepMetrics
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-RECENT = 20
-"""Steps that the rates and the reward shown are averaged over."""
+RECENT = 20  # steps that the shown rates and rewards are averaged over
 
 
 class View:
-    """An event sink that draws. Use as a context manager."""
+    """An event sink that draws, within its `with` block."""
 
     def __init__(self, console: Console, *, num_steps: int, max_lag: float) -> None:
         self._num_steps = num_steps
@@ -122,12 +121,12 @@ class View:
         grid = Table.grid(padding=(0, 1), expand=True)
         for ratio in (None, 1, None):
             grid.add_column(ratio=ratio)
-        done, most = self._version, self._num_steps
-        if not most and self._warmed is not None:  # supervised training alone
-            done, most = self._warmed.step, self._warmed.max_steps
+        done, num_steps = self._version, self._num_steps
+        if not num_steps and self._warmed is not None:  # supervised training alone
+            done, num_steps = self._warmed.step, self._warmed.max_steps
         grid.add_row(
-            Text(f"step {done}/{most}", style="bold"),
-            ProgressBar(total=max(1, most), completed=done),
+            Text(f"step {done}/{num_steps}", style="bold"),
+            ProgressBar(total=max(1, num_steps), completed=done),
             Text(self._time_left()),
         )
         return grid
@@ -169,12 +168,12 @@ class View:
         grid = Table.grid(padding=(0, 1))
         for wait in sorted(status.waits, key=_order):
             grid.add_row(
-                Text(f"{_who(wait)}", style="bold"), Text(f"waiting for {wait.what}"), Text(_since(wait), style="dim")
+                Text(_owner(wait), style="bold"), Text(f"waiting for {wait.what}"), Text(_since(wait), style="dim")
             )
         return grid
 
 
-def _who(wait: WaitNow) -> str:
+def _owner(wait: WaitNow) -> str:
     return wait.owner if wait.owner != "rollouts" else f"{wait.count} rollouts"
 
 
@@ -188,7 +187,7 @@ def _since(wait: WaitNow) -> str:
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """The course of a value from 0 to its greatest, in blocks."""
+    """A graph of values from 0 to their maximum, in block characters."""
     if not values:
         return ""
     size = max(1, -(-len(values) // width))

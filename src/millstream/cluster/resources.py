@@ -1,8 +1,8 @@
-"""What a run has of a Ray cluster: the `[resources]` table. Light: imports neither Ray nor torch.
+"""The `[resources]` table: what a run gets of a Ray cluster. Light: imports neither Ray nor torch.
 
-Every engine replica and every learner rank is a process with a share of CPUs and GPUs; together they are one placement group,
-so that a run gets all of it or waits, and two runs never hold half of what they need each. Environments, rewards and stages
-take what is free beside it.
+Every engine replica and every learner rank is a process with a share of CPUs and GPUs. Together they are one placement group: a
+run gets all of it or waits, so that two runs never hold half of what each needs. Environments, rewards and scorers take what is
+free beside it.
 """
 
 from __future__ import annotations
@@ -15,43 +15,42 @@ from msgspec import Struct
 from millstream.errors import ConfigError
 from millstream.rpc.process import Kind, engine_names, rank_name
 
-Way = Literal["shared", "ipc", "broadcast", "files"]
+TransferWay = Literal["shared", "ipc", "broadcast", "files"]
 
 
 class ResourcesConfig(Struct, frozen=True, kw_only=True):
     address: str = "local"
-    """local: Ray is started on this machine for this run, on loopback. auto: the cluster that this machine belongs to. Else the
-    cluster's address, HOST:PORT."""
+    """local: Ray is started on this machine for this run, on loopback. auto: the cluster of this machine. Otherwise the
+    address of a cluster, HOST:PORT."""
     engine_cpus: float = 1.0
     """CPUs of each engine replica."""
     engine_gpus: float = 0.0
-    """GPUs of each engine replica: 0 is a CPU, 0.5 half of a GPU. Ray counts, and nobody is held to it: engine.cache_gb bounds
-    what an engine takes of the memory."""
+    """GPUs of each engine replica: 0 is a CPU, 0.5 half of a GPU. Ray counts shares and does not enforce them: engine.cache_gb
+    limits the memory of an engine."""
     learner_cpus: float = 1.0
     """CPUs of each learner rank."""
     learner_gpus: float = 0.0
     """GPUs of each learner rank."""
     stage_cpus: float = 0.0
-    """CPUs of each of those who work beside the learner: a reference, a critic, a proximal policy."""
+    """CPUs of each scorer: a reference, a critic, a proximal policy."""
     stage_gpus: float = 0.0
-    """GPUs of each of them."""
+    """GPUs of each scorer."""
     environment_cpus: float = 0.0
-    """CPUs of each process in which an environment is played."""
+    """CPUs of each process of an environment."""
     reward_cpus: float = 0.0
-    """CPUs of each process in which rewards are computed."""
+    """CPUs of each process that computes rewards."""
     reward_gpus: float = 0.0
-    """GPUs of each of them, for rewards that are models."""
+    """GPUs of each process that computes rewards, for rewards that are models."""
     colocate: bool = False
-    """Whether engine i and rank i are on the same GPU, where their shares must have room together. Else everybody has a place
-    of their own."""
+    """Whether engine i and rank i share one GPU, on which both shares must fit. Otherwise no two of them share one."""
     spread: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
-    """How they are put on nodes: on as few as possible, or on as many; strict: only so."""
-    weights: tuple[Way, ...] | None = None
-    """The ways by which weights may reach engines, of which each takes the nearest: ipc (in the memory of a GPU that both are
-    on), shared (in the memory of a node), broadcast (to other nodes), files (in the run folder, which all nodes must then see).
-    None: ipc where engines and ranks share GPUs, and shared unless all are on one; broadcast where there are several nodes."""
+    """How engines and ranks are placed on nodes: on as few as possible, or on as many; strict: only so."""
+    weights: tuple[TransferWay, ...] | None = None
+    """How weights may reach engines; each engine uses the nearest: ipc (in the memory of a GPU that both use), shared (in the
+    memory of a node), broadcast (to other nodes), files (in the run folder, which all nodes must then see). None: ipc where
+    engines and ranks share GPUs, shared unless all are on one GPU, broadcast where there are several nodes."""
     patience_s: float = 300.0
-    """How long a process may wait for room on the cluster before that is an error."""
+    """How long a process waits for room on the cluster before that is an error."""
 
     def __post_init__(self) -> None:
         shares = (self.engine_cpus, self.engine_gpus, self.learner_cpus, self.learner_gpus, self.stage_cpus)
@@ -95,12 +94,11 @@ Bundle = dict[str, float]
 
 
 class Placement(Struct, frozen=True, kw_only=True):
-    """Bundles of a placement group, and whose each of them is."""
+    """The bundles of a placement group, and which engine or rank has which."""
 
     bundles: list[Bundle]
-    engines: list[int]
-    """Of engine i, its bundle; likewise of rank i."""
-    ranks: list[int]
+    engines: list[int]  # of engine i, its bundle
+    ranks: list[int]  # of rank i, its bundle
 
     @property
     def total(self) -> Bundle:
@@ -108,7 +106,7 @@ class Placement(Struct, frozen=True, kw_only=True):
         return {kind: sum(bundle.get(kind, 0.0) for bundle in self.bundles) for kind in sorted(kinds)}
 
     def bundle_of(self, kind: Kind, name: str) -> int | None:
-        """What is reserved under this name, for whoever bears it now. None: nothing, as for engines that are added later."""
+        """The bundle reserved for the process with this name. None: nothing is, as for engines that are added later."""
         match kind:
             case "engine":
                 return dict(zip(engine_names(len(self.engines)), self.engines, strict=True)).get(name)
@@ -119,7 +117,7 @@ class Placement(Struct, frozen=True, kw_only=True):
 
 
 def placement_of(config: ResourcesConfig, *, replicas: int, ranks: int) -> Placement:
-    """Raises `ConfigError` where engines and ranks that share GPUs are not as many."""
+    """Raises `ConfigError` where engines and ranks share GPUs and their numbers differ."""
     engine, learner = _bundle(*config.shares("engine")), _bundle(*config.shares("learner"))
     if not config.colocate:
         bundles = [learner] * ranks + [engine] * replicas
@@ -133,20 +131,21 @@ def placement_of(config: ResourcesConfig, *, replicas: int, ranks: int) -> Place
     return Placement(bundles=[both] * ranks, ranks=list(range(ranks)), engines=list(range(ranks)))
 
 
-def ways_of(config: ResourcesConfig, *, ranks: int, has_proximal: bool, is_one_node: bool) -> tuple[Way, ...]:
-    """By which rank 0 lets others have weights. A copy in the memory of its GPU alone does only where nobody who takes them is
-    elsewhere: one rank with its engine, and no proximal policy beside them. Raises `ConfigError` where the config asks for that
-    alone, and it does not."""
+def ways_of(config: ResourcesConfig, *, ranks: int, has_proximal: bool, is_one_node: bool) -> tuple[TransferWay, ...]:
+    """How rank 0 publishes weights. A copy in the memory of its GPU alone is enough only where every reader uses that GPU: one
+    rank with its engine, and no proximal policy. Raises `ConfigError` where the config asks for that alone and it is not
+    enough."""
     is_on_gpu = bool(config.colocate and config.learner_gpus and config.engine_gpus)
     is_one_gpu = is_on_gpu and ranks == 1 and not has_proximal
     if config.weights == ("ipc",) and not is_one_gpu:
         raise ConfigError(
             'resources.weights = ["ipc"] is for processes on the GPU of rank 0 alone: one engine, with resources.colocate = '
-            'true, learner.ranks = 1 and no [proximal] table. Others need a way, too: add "shared", or leave it out'
+            'true, learner.ranks = 1 and no [proximal] table. Other processes need another way: add "shared", or leave '
+            "resources.weights out"
         )
     if config.weights is not None:
         return config.weights
-    ways: list[Way] = ["ipc"] if is_on_gpu else []
+    ways: list[TransferWay] = ["ipc"] if is_on_gpu else []
     if not (is_one_gpu and is_one_node):
         ways.append("shared")
     if not is_one_node:
@@ -154,15 +153,15 @@ def ways_of(config: ResourcesConfig, *, ranks: int, has_proximal: bool, is_one_n
     return tuple(ways)
 
 
-def check_installed() -> None:
+def check_ray_installed() -> None:
     if find_spec("ray") is None:
         raise ConfigError(
             'runtime = "ray", and Ray is not installed here: pip install "millstream[ray]", on every node of the cluster'
         )
 
 
-def words(config: ResourcesConfig, *, replicas: int, ranks: int, has_proximal: bool) -> list[str]:
-    """What is placed where, and how weights get there."""
+def placement_lines(config: ResourcesConfig, *, replicas: int, ranks: int, has_proximal: bool) -> list[str]:
+    """In words: what is placed where, and how weights reach engines."""
     placement = placement_of(config, replicas=replicas, ranks=ranks)
     engines, learners = (f"{_shares(*config.shares(kind))} each" for kind in ("engine", "learner"))
     parts = f"{_count(ranks, 'learner rank')} ({learners}) and {_count(replicas, 'engine')} ({engines})"
@@ -182,7 +181,7 @@ def words(config: ResourcesConfig, *, replicas: int, ranks: int, has_proximal: b
     ]
 
 
-def _ways_in_words(ways: tuple[Way, ...]) -> str:
+def _ways_in_words(ways: tuple[TransferWay, ...]) -> str:
     if len(ways) == 1:
         return ways[0]
     where = {
@@ -203,7 +202,7 @@ def _shares(cpus: float, gpus: float) -> str:
 
 
 def _bundle(cpus: float, gpus: float) -> Bundle:
-    """Ray has no empty bundles."""
+    """A bundle for Ray, which refuses empty ones."""
     shares = {"CPU": cpus, "GPU": gpus}
     return {kind: share for kind, share in shares.items() if share} or {"CPU": 0.001}
 

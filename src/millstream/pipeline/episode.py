@@ -1,7 +1,11 @@
-"""One rollout on its way: collects, token by token, what was shown, what was sampled, by which version, how likely.
+"""One episode: a task played in an environment, and the one driver that plays it.
 
-Tokens in, tokens out: what was sampled is what is trained; nothing is ever decoded and encoded again. A rollout may have
-several parts, each a sequence of its own: several agents, or one whose history is rewritten between two turns.
+`Episode` is the token-level `Context` of an environment. It records every token: whether it was shown or sampled, by which
+weights version, with which log-probability. Tokens in, tokens out: what was sampled is what is trained; nothing is decoded and
+encoded again. An episode may have several parts, each a token sequence: several agents, or one whose history is rewritten
+between two turns.
+
+`Player` plays episodes for training, evaluation, supervised examples and `env check`. They differ in what generates the turns.
 """
 
 from __future__ import annotations
@@ -10,162 +14,157 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from millstream.env import Content, Reward, Text
-from millstream.errors import EnvironmentFailed, RequestRefused
-from millstream.pipeline.waits import Limit
+from millstream.env import Content, Environment, Reward, Text
+from millstream.errors import (
+    EngineError,
+    EnvironmentFailed,
+    InvariantError,
+    RequestRefused,
+    RolloutTimeout,
+    StallError,
+)
+from millstream.pipeline.waits import Limit, Waits
 from millstream.seeds import request_seed
 from millstream.types import Completion, Finish, Request, RequestKey, Rollout, Sampling, Task
 
 T = TypeVar("T")
 Generate = Callable[[Request], Awaitable[Completion]]
-Waiting = Callable[[str, Awaitable[Any]], Awaitable[Any]]
-"""Awaits under a name: see `pipeline.waits`."""
+NamedWait = Callable[[str, Awaitable[Any]], Awaitable[Any]]  # awaits under a name: see `pipeline.waits`
 TURNS_PER_PART = 1 << 16
-"""Requests of one rollout are told apart, and seeded, by their turn: those of part n count from n times this."""
+"""Offset of request turn numbers per part: turn t of part n has number n * TURNS_PER_PART + t, which also seeds it."""
 
 
-class Episode:
-    """The `Context` of an environment, as far as tokens go. `role` keeps the seeds of training and evaluation apart; `limit` is
-    the rollout's time limit, which waits that are not its own suspend."""
+class EndOfScript(EnvironmentFailed):
+    """Raised by a scripted `Generate` that has no more turns: the episode ends there, with reward 0."""
 
-    def __init__(
+
+class EpisodeResult(NamedTuple):
+    """What one episode gave: its parts with their rewards, or why there are none."""
+
+    parts: tuple[Rollout, ...]
+    failure: Exception | None
+    turns: list[Completion]  # part after part; also those of an episode that failed later
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(turn.tokens) for turn in self.turns)
+
+
+class Player(NamedTuple):
+    """Plays episodes in one environment. `role` keeps the seeds of training, evaluation and others apart."""
+
+    environment: Environment
+    sampling: Sampling
+    run_seed: int
+    role: str
+    max_parts: int = 1
+    waits: Waits | None = None  # None: waits have no name
+
+    async def play(
         self,
         task: Task,
         key: RequestKey,
-        *,
         generate: Generate,
-        waiting: Waiting,
-        sampling: Sampling,
-        run_seed: int,
-        role: str,
-        max_parts: int = 1,
+        *,
+        owner: str = "",
         limit: Limit | None = None,
+        is_aborted: Callable[[], bool] = lambda: False,
+    ) -> EpisodeResult:
+        """Play one episode to its end. A failed episode is a result, not an exception: whatever the environment raises, its
+        own cancellation, and `limit` running out. Raises only what ends the run (`EngineError`, `InvariantError`,
+        `StallError`) and the cancellation of the current task, unless `is_aborted` says that this episode alone was meant."""
+        waiting = self._named_wait(owner)
+        episode = Episode(
+            task,
+            key,
+            generate=generate,
+            waiting=waiting,
+            sampling=self.sampling,
+            run_seed=self.run_seed,
+            role=self.role,
+            max_parts=self.max_parts,
+            limit=limit,
+        )
+        parts: tuple[Rollout, ...] = ()
+        failure: Exception | None = None
+        try:
+            async with limit or nullcontext():
+                reward: Reward = await waiting("its environment", self.environment.rollout(episode))
+            parts = episode.finish(reward)
+        except EndOfScript:
+            parts = episode.finish(0.0)
+        except (EngineError, InvariantError, StallError):
+            raise
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if own is not None and own.cancelling():
+                if not is_aborted():
+                    raise  # the caller is cancelled
+                own.uncancel()
+            failure = EnvironmentFailed("the environment was cancelled from inside")
+        except TimeoutError as error:
+            failure = self._too_late(error, limit) if limit is not None and limit.is_expired() else error
+        except Exception as error:  # whatever an environment or a reward raises is a failed episode
+            failure = error
+        try:
+            return EpisodeResult(parts, failure, episode.all_turns)
+        finally:
+            episode.close()
+            failure = None  # its traceback refers to this frame: a reference cycle
+
+    def _named_wait(self, owner: str) -> NamedWait:
+        waits = self.waits
+        if waits is None:
+            return lambda what, work: work
+        return lambda what, work: waits.on(owner, what, work, has_deadline=False, has_alarm=False)
+
+    def _too_late(self, error: TimeoutError, limit: Limit) -> RolloutTimeout:
+        """Names what the episode was waiting for when its time was up."""
+        cut, waiting = Waits.cut_by(error), ""
+        if cut is not None and self.waits is not None:
+            waiting = f": {self.waits.now() - cut.since:.0f} s of it it waited for {cut.what}"
+        return RolloutTimeout(f"no reward after {limit.seconds:g} s{waiting}; rollout.timeout_s sets the limit")
+
+
+class EpisodePart:
+    """One token sequence of an episode, and the `Context` that extends it. It speaks tokens only."""
+
+    def __init__(
+        self, task: Task, seed: int, *, index: int = 0, agent: int = 0, episode: Episode | None = None
     ) -> None:
+        if agent < 0:
+            raise EnvironmentFailed(f"context.part({agent}): agents count from 0")
         self.task = task
-        self._waiting = waiting
-        self._limit = limit
-        self.seed = request_seed(run_seed, f"{role}/environment", key)
-        self._key = key
-        self._generate = generate
-        self._sampling = sampling
-        self._run_seed = run_seed
-        self._role = role
-        self._max_parts = max_parts
-        self._turn = asyncio.Lock()  # one request at a time: synchronous training counts rollouts by their requests
-        self._is_cut = False
-        self._parts: list[_Part] = []
-        self.part()
+        self.seed = seed
+        self._first_part = episode  # None: this is the first part
+        self.index = index
+        self.agent = agent
+        self._is_generating = False
+        self.turns: list[Completion] = []
+        self._tokens: list[int] = []
+        self._num_shown: list[int] = []  # tokens shown before each turn
+        self._earned: list[float] = []  # by each turn, as far as the environment said so
 
-    async def generate(self, tokens: Sequence[int]) -> Completion:
-        return await self._parts[0].generate(tokens)
-
-    async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
-        with nullcontext() if is_timed or self._limit is None else self._limit.paused():
-            result: T = await self._waiting(what, work)
-        return result
-
-    def earned(self, reward: float) -> None:
-        self._parts[0].earned(reward)
-
-    def part(self, agent: int = 0) -> _Part:
-        self._parts.append(_Part(self, len(self._parts), agent))
-        return self._parts[-1]
+    @property
+    def _episode(self) -> Episode:
+        assert self._first_part is not None
+        return self._first_part
 
     @property
     def text(self) -> Text:
         raise EnvironmentFailed("this context speaks tokens: `millstream.env.dialog.Conversation` gives it words")
 
     async def ask(self, content: Content) -> str:
-        return self.text.decode([])  # says why not
-
-    async def request(self, part: _Part, turn: int, tokens: Sequence[int]) -> Completion:
-        """One turn of a part, if that has its place among those that may speak."""
-        key = RequestKey(
-            group_id=self._key.group_id,
-            member=self._key.member,
-            attempt=self._key.attempt,
-            turn=part.index * TURNS_PER_PART + turn,
-        )
-        seed = request_seed(self._run_seed, self._role, key)
-        request = Request(key=key, tokens=tuple(tokens), sampling=self._sampling, seed=seed)
-        async with self._turn:
-            if not part.turns and sum(bool(one.turns) for one in self._parts) >= self._max_parts:
-                raise EnvironmentFailed(
-                    f"more than {self._max_parts} sequences in one rollout: set rollout.max_parts to as many as the "
-                    'environment needs (with thinking = "drop", one for every turn)'
-                )
-            try:
-                return await self._generate(request)
-            except RequestRefused:
-                self._is_cut = True
-                raise
-
-    def close(self) -> None:
-        """It is over. Parts know their episode: without this, nothing of it is freed before the garbage collector comes."""
-        self._parts.clear()
-
-    @property
-    def num_sampled(self) -> int:
-        """Tokens of the turns that are finished."""
-        return sum(len(turn.tokens) for turn in self.turns)
-
-    @property
-    def turns(self) -> list[Completion]:
-        """What the model has said, part after part."""
-        return [turn for part in self._parts for turn in part.turns]
-
-    def finish(self, reward: Reward) -> tuple[Rollout, ...]:
-        """The rollout, part by part, with its reward. Fails if the environment never let the model speak. Where the model's
-        context had no room for one more turn, the last part says that its length ended it."""
-        spoken = [part for part in self._parts if any(turn.tokens for turn in part.turns)]
-        if not spoken:
-            raise EnvironmentFailed(
-                "the environment ended without a token sampled: call context.generate at least once"
-            )
-        rewards = _rewards(reward, num_agents=1 + max(part.agent for part in spoken))
-        rollouts = [
-            part.finish(self._key, number, rewards[min(part.agent, len(rewards) - 1)])
-            for number, part in enumerate(spoken)
-        ]
-        if self._is_cut:
-            rollouts[-1] = structs.replace(rollouts[-1], finish=Finish.LENGTH)
-        return tuple(rollouts)
-
-
-class _Part:
-    """One sequence of an episode: a `Context`, too."""
-
-    def __init__(self, episode: Episode, index: int, agent: int) -> None:
-        if agent < 0:
-            raise EnvironmentFailed(f"context.part({agent}): agents count from 0")
-        self.task = episode.task
-        self.seed = episode.seed
-        self._episode = episode
-        self.index = index
-        self.agent = agent
-        self._is_generating = False
-        self.turns: list[Completion] = []
-        self._tokens: list[int] = []
-        self._num_shown: list[int] = []
-        """Before each turn."""
-        self._earned: list[float] = []
-        """By each turn, as far as the environment said so."""
-
-    @property
-    def text(self) -> Text:
-        return self._episode.text
-
-    async def ask(self, content: Content) -> str:
-        return await self._episode.ask(content)
+        return self.text.decode([])  # raises
 
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
-        return await self._episode.waiting(what, work, is_timed=is_timed)
+        return await self._episode.wait(what, work, is_timed=is_timed)
 
     def earned(self, reward: float) -> None:
         if not self.turns:
@@ -173,11 +172,11 @@ class _Part:
                 "context.earned was called before the first turn: there is nothing that has earned it"
             )
         if not math.isfinite(reward):
-            raise EnvironmentFailed(f"context.earned was told {reward}: expected a finite number")
+            raise EnvironmentFailed(f"context.earned was called with {reward}: expected a finite number")
         self._earned[-1] += float(reward)
 
-    def part(self, agent: int = 0) -> _Part:
-        return self._episode.part(agent)
+    def part(self, agent: int = 0) -> EpisodePart:
+        return self._episode.add_part(agent)
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
         if self._is_generating:
@@ -195,7 +194,7 @@ class _Part:
         self.turns.append(completion)
         return completion
 
-    def finish(self, key: RequestKey, number: int, reward: float) -> Rollout:
+    def as_rollout(self, key: RequestKey, number: int, reward: float) -> Rollout:
         mask, logprobs, versions = list[bool](), list[float](), list[int]()
         for num_shown, turn in zip(self._num_shown, self.turns, strict=True):
             mask += [False] * num_shown + [True] * len(turn.tokens)
@@ -220,8 +219,8 @@ class _Part:
         )
 
     def _turn_rewards(self) -> NDArray[np.float64]:
-        """One for each run of the mask: a turn that follows another without a word between is the same run, and what a turn
-        without a token earned is that of the one before it, or of the first."""
+        """One reward for each run of sampled tokens in the mask. A turn that follows another with no token shown between them
+        belongs to the same run. The reward of a turn without tokens goes to the run before it, or to the first run."""
         runs: list[float] = []
         owed, has_gap = 0.0, True
         for num_shown, turn, earned in zip(self._num_shown, self.turns, self._earned, strict=True):
@@ -237,8 +236,101 @@ class _Part:
         return np.array(runs, dtype=np.float64)
 
 
+class Episode(EpisodePart):
+    """The first part of an episode, and the record of all its parts. `limit` is the time limit of the whole episode; waits that
+    are not timed suspend it."""
+
+    def __init__(
+        self,
+        task: Task,
+        key: RequestKey,
+        *,
+        generate: Generate,
+        waiting: NamedWait,
+        sampling: Sampling,
+        run_seed: int,
+        role: str,
+        max_parts: int = 1,
+        limit: Limit | None = None,
+    ) -> None:
+        super().__init__(task, request_seed(run_seed, f"{role}/environment", key))
+        self._key = key
+        self._generate = generate
+        self._wait = waiting
+        self._limit = limit
+        self._sampling = sampling
+        self._run_seed = run_seed
+        self._role = role
+        self._max_parts = max_parts
+        self._turn = asyncio.Lock()  # one request at a time: synchronous training counts rollouts by their requests
+        self._is_cut = False
+        self._parts: list[EpisodePart] = [self]
+
+    @property
+    def _episode(self) -> Episode:
+        return self
+
+    def add_part(self, agent: int) -> EpisodePart:
+        part = EpisodePart(self.task, self.seed, index=len(self._parts), agent=agent, episode=self)
+        self._parts.append(part)
+        return part
+
+    async def wait(self, what: str, work: Awaitable[T], *, is_timed: bool) -> T:
+        with nullcontext() if is_timed or self._limit is None else self._limit.paused():
+            result: T = await self._wait(what, work)
+        return result
+
+    async def request(self, part: EpisodePart, turn: int, tokens: Sequence[int]) -> Completion:
+        """Sample one turn of a part. Raises `EnvironmentFailed` if more than `max_parts` parts have turns."""
+        key = RequestKey(
+            group_id=self._key.group_id,
+            member=self._key.member,
+            attempt=self._key.attempt,
+            turn=part.index * TURNS_PER_PART + turn,
+        )
+        seed = request_seed(self._run_seed, self._role, key)
+        request = Request(key=key, tokens=tuple(tokens), sampling=self._sampling, seed=seed)
+        async with self._turn:
+            if not part.turns and sum(bool(one.turns) for one in self._parts) >= self._max_parts:
+                raise EnvironmentFailed(
+                    f"more than {self._max_parts} sequences in one rollout: set rollout.max_parts to as many as the "
+                    'environment needs (with thinking = "drop", one for every turn)'
+                )
+            try:
+                return await self._generate(request)
+            except RequestRefused:
+                self._is_cut = True
+                raise
+
+    def close(self) -> None:
+        """Break the reference cycles, so that the memory is freed without the garbage collector."""
+        self._parts.clear()
+
+    @property
+    def all_turns(self) -> list[Completion]:
+        """Every finished turn, part after part."""
+        return [turn for part in self._parts for turn in part.turns]
+
+    def finish(self, reward: Reward) -> tuple[Rollout, ...]:
+        """The rollout, part by part, with its reward. Raises `EnvironmentFailed` if no token was sampled. Where the model's
+        context had no room for one more turn, the last part has `Finish.LENGTH`."""
+        spoken = [part for part in self._parts if any(turn.tokens for turn in part.turns)]
+        if not spoken:
+            raise EnvironmentFailed(
+                "the environment ended without a token sampled: call context.generate at least once"
+            )
+        rewards = _rewards(reward, num_agents=1 + max(part.agent for part in spoken))
+        rollouts = [
+            part.as_rollout(self._key, number, rewards[min(part.agent, len(rewards) - 1)])
+            for number, part in enumerate(spoken)
+        ]
+        if self._is_cut:
+            rollouts[-1] = structs.replace(rollouts[-1], finish=Finish.LENGTH)
+        return tuple(rollouts)
+
+
 def _rewards(reward: Any, *, num_agents: int) -> list[float]:
-    """One number for all, or one for each agent."""
+    """Checked rewards: one number for all agents, or one for each."""
     is_one = not isinstance(reward, Sequence) or isinstance(reward, str)
     try:
         rewards = [float(reward)] if is_one else [float(one) for one in reward]

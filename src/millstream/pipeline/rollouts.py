@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from msgspec import Struct, structs
 
 from millstream.clock import Clock
 from millstream.env import Environment
-from millstream.errors import (
-    EngineError,
-    EnvironmentFailed,
-    InvariantError,
-    LagError,
-    RolloutTimeout,
-    StallError,
-)
+from millstream.errors import LagError
 from millstream.events import Event, RolloutAborted, RolloutEnded, RolloutFailed, RolloutStarted
 from millstream.pipeline.admission import Place
-from millstream.pipeline.episode import Episode
+from millstream.pipeline.episode import Player
 from millstream.pipeline.lockstep import Gate
 from millstream.pipeline.waits import Limit, Notifier, QuiescePoint, Waits
 from millstream.serving.router import Router
@@ -137,6 +131,14 @@ class Rollouts:
         self._emit = emit
         self._close = close
         self._on_failure = on_failure
+        self._player = Player(
+            environment=setting.environment,
+            sampling=setting.sampling,
+            run_seed=setting.seed,
+            role="train",
+            max_parts=setting.config.max_parts,
+            waits=setting.waits,
+        )
         self._groups: dict[int, dict[int, _Member]] = {}
         self._num_ended: dict[int, int] = {}
         self._running: set[asyncio.Task[None]] = set()
@@ -233,71 +235,31 @@ class Rollouts:
         self, key: RequestKey, member: _Member, task: Task, place: Place, last: int
     ) -> tuple[tuple[Rollout, ...], float]:
         """One attempt, part by part, and how long it took; no part if it failed, which is data and not a crash."""
-        began, limit = self._now(), Limit(self._set.config.timeout_s)
+        began, limit, owner = self._now(), Limit(self._set.config.timeout_s), owner_of(key)
         self._emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
-        episode = self._episode(key, member, task, place, limit)
-        outcome = await self._play(episode, member, limit, owner_of(key))
+        generate = partial(self._generate, member=member, place=place, owner=owner, limit=limit)
+        result = await self._player.play(
+            task, key, generate, owner=owner, limit=limit, is_aborted=lambda: bool(member.why)
+        )
         if self._is_ending and not member.why:
             raise asyncio.CancelledError
-        seconds, num_sampled = self._now() - began - limit.paused_s, episode.num_sampled
-        episode.close()
+        seconds = self._now() - began - limit.paused_s
         if member.why:
             member.is_done = True
-            self._record_abort(key, member, seconds, num_sampled)
+            self._record_abort(key, member, seconds, result.num_sampled)
             raise _Aborted
-        if isinstance(outcome, Exception):
-            self._record_failure(key, outcome, seconds, num_sampled, is_final=key.attempt == last)
+        if result.failure is not None:
+            self._record_failure(key, result.failure, seconds, result.num_sampled, is_final=key.attempt == last)
             return (), seconds
         member.is_done = True
-        return outcome, seconds
+        return result.parts, seconds
 
-    def _episode(self, key: RequestKey, member: _Member, task: Task, place: Place, limit: Limit) -> Episode:
-        waits, owner = self._set.waits, owner_of(key)
-
-        async def generate(request: Request) -> Completion:
-            if self._set.gate is not None:
-                await self._pass_gate(self._set.gate, request.key, limit)
-            return await self._generate(request, member, place, owner)
-
-        return Episode(
-            task,
-            key,
-            generate=generate,
-            waiting=lambda what, work: waits.on(owner, what, work, has_deadline=False, has_alarm=False),
-            sampling=self._set.sampling,
-            run_seed=self._set.seed,
-            role="train",
-            max_parts=self._set.config.max_parts,
-            limit=limit,
-        )
-
-    async def _play(
-        self, episode: Episode, member: _Member, limit: Limit, owner: str
-    ) -> tuple[Rollout, ...] | Exception:
-        """The episode in its environment: what was sampled, or why there is nothing."""
-        try:
-            async with limit:
-                playing = self._set.environment.rollout(episode)
-                reward = await self._set.waits.on(
-                    owner, "its environment", playing, has_deadline=False, has_alarm=False
-                )
-            return episode.finish(reward)
-        except (EngineError, InvariantError, StallError):
-            raise
-        except asyncio.CancelledError:
-            own = asyncio.current_task()
-            if own is not None and own.cancelling():
-                if not member.why:
-                    raise  # the run is ending
-                own.uncancel()
-            return EnvironmentFailed("the environment was cancelled from inside")
-        except TimeoutError as error:
-            return self._too_late(error) if limit.is_expired() else error
-        except Exception as error:  # whatever an environment or a reward raises is a failed rollout
-            return error
-
-    async def _generate(self, request: Request, member: _Member, place: Place, owner: str) -> Completion:
+    async def _generate(
+        self, request: Request, *, member: _Member, place: Place, owner: str, limit: Limit
+    ) -> Completion:
         """One turn, on an engine that is not older than the group's start."""
+        if self._set.gate is not None:
+            await self._pass_gate(self._set.gate, request.key, limit)
         if self._set.books.version > place.deadline:
             raise LagError(f"{owner} is overdue: deadline {place.deadline}, version {self._set.books.version}")
         if member.why or self._is_ending:  # an environment that does not let itself be cancelled
@@ -343,12 +305,6 @@ class Rollouts:
             member.task.cancel()
 
     # ---- what happened -----------------------------------------------------------------------------------------------
-
-    def _too_late(self, error: TimeoutError) -> RolloutTimeout:
-        """Names what the rollout was waiting for when its time was up."""
-        limit, cut = self._set.config.timeout_s, Waits.cut_by(error)
-        waiting = "" if cut is None else f": {self._now() - cut.since:.0f} s of it it waited for {cut.what}"
-        return RolloutTimeout(f"no reward after {limit:g} s{waiting}; rollout.timeout_s sets the limit")
 
     def _record_rollout(self, parts: tuple[Rollout, ...], seconds: float) -> None:
         first, agents = parts[0], {part.agent for part in parts}

@@ -146,6 +146,7 @@ class Limit:
     last of them is over, it goes on with what was left of it."""
 
     def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self._first = asyncio.get_running_loop().time() + seconds
         self._timeout = asyncio.timeout_at(self._first)
         self._num_paused = 0

@@ -1,6 +1,6 @@
-"""Where the parts of a run are: all of them here, or on a cluster. The pipeline sees no difference.
+"""Backends: where the parts of a run are started. The pipeline sees no difference between them.
 
-`LocalBackend` is this machine; `run.ray_backend` is a Ray cluster. Chosen in one place, `backend_for`. Imports torch.
+`LocalBackend` is this machine; `run.ray_backend` is a Ray cluster. `backend_for` chooses. Imports torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
-from millstream.cluster.resources import check_installed
+from millstream.cluster.resources import check_ray_installed
 from millstream.engine import Engine, EngineConfig
 from millstream.engine.native.engine import START_S
 from millstream.events import EventSink
@@ -21,12 +21,11 @@ from millstream.learner import LearnerConfig, RunLearner
 from millstream.pipeline.stages import Stage
 from millstream.rpc.process import Launcher
 from millstream.run import build
-from millstream.run import build_scorers as build_stages
-from millstream.run.build import RunEngine
-from millstream.run.build_scorers import Lasting, Scorers
+from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
 from millstream.run.config import RunConfig
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
+from millstream.store.memory import MemoryStore
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
 
@@ -34,95 +33,93 @@ SERVERS = "the engine is made of servers that others have started: engine.http.u
 
 
 class BackendContext(NamedTuple):
-    """What a site is told when it is opened."""
+    """What a backend is opened with."""
 
-    model: PreTrainedModel
-    """What the run starts from."""
-    tokenizer: PreTrainedTokenizerBase | None
-    """For engines that look for text."""
-    folder: Path
-    """The run's."""
+    model: PreTrainedModel  # what the run starts from
+    tokenizer: PreTrainedTokenizerBase | None  # for engines that look for stop strings
+    folder: Path  # of the run
     clock: Clock
     sink: EventSink
 
 
 class Backend(Protocol):
-    """Made before it is opened: what is made of it in between may be used afterwards."""
+    """Starts the parts of a run. Its `launcher` may be handed out before it is open, and used afterwards."""
 
     launcher: Launcher | None
-    """For processes of environments and rewards. None: they are this machine's."""
+    """Starts processes of environments and rewards. None: they are started on this machine."""
 
     @property
     def is_lone_engine_replaced(self) -> bool:
-        """Whether an engine has a process, so that it may die alone."""
+        """Whether the only engine of a run has a process, so that it can die and be replaced."""
         ...
 
-    def has_ranks_elsewhere(self, learner: LearnerConfig) -> bool:
-        """Whether this learner has processes, of which one may die alone."""
+    def has_learner_processes(self, learner: LearnerConfig) -> bool:
+        """Whether this learner has processes, of which one can die."""
         ...
 
-    async def open(self, around: BackendContext) -> None: ...
+    async def open(self, context: BackendContext) -> None: ...
 
     def make_engine(self, name: str) -> Engine:
-        """May return before it is ready. Called on any thread."""
+        """An engine, perhaps not ready yet. Called on any thread."""
         ...
 
     def build_learner(
         self, tokenizer: PreTrainedTokenizerBase, *, learner: LearnerConfig, recipe: Recipe, num_steps: int | None
     ) -> RunLearner:
-        """Trains what the model is now."""
+        """A learner that trains the model as it is now."""
         ...
 
-    def build_scorers(self, kept: Path | None, lasting: Lasting) -> Scorers:
-        """Who works beside the learner, with the model as it is now; perhaps not yet ready. `kept`: see
-        `build_stages.build_scorers`. `lasting`: makes of critics that may die one that outlives them. Called on a thread."""
+    def build_scorers(self, saved: Path | None, durable: DurableCritic) -> Scorers:
+        """Reference, critic and proximal policy, of the model as it is now; perhaps not ready yet. `saved`: see
+        `run.build_scorers`. `durable` wraps a critic whose process can die. Called on a thread."""
         ...
 
     async def open_store(self, stages: Sequence[Stage]) -> Store: ...
 
     def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
-        """`version`: that of the weights the engines start with. `learner`: who can be asked for weights again."""
+        """`version`: of the weights that the engines start with. `learner` can publish lost weights again."""
         ...
 
     async def close(self) -> None:
-        """Of everything else that was opened. Engines, learners and those beside them were closed before."""
+        """Close everything else that was opened. Engines, learners and scorers were closed before."""
         ...
 
 
 class LocalBackend:
-    """Everything in this process, or in processes that it starts."""
+    """This process, and processes that it starts."""
 
     launcher: Launcher | None = None
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
-    async def open(self, around: BackendContext) -> None:
-        self._around = around
+    async def open(self, context: BackendContext) -> None:
+        self._context = context
 
     @property
     def is_lone_engine_replaced(self) -> bool:
         config = self._config.engine
-        return config.kind == "vllm" or (config.kind == "torch" and build.has_process(config, self._around.model))
+        return config.kind == "vllm" or (config.kind == "torch" and build.has_process(config, self._context.model))
 
-    def has_ranks_elsewhere(self, learner: LearnerConfig) -> bool:
+    def has_learner_processes(self, learner: LearnerConfig) -> bool:
         return learner.ranks > 1
 
     def make_engine(self, name: str) -> Engine:
-        return local_engine(self._config, self._around, name)
+        return local_engine(self._config, self._context, name)
 
     def build_learner(
         self, tokenizer: PreTrainedTokenizerBase, *, learner: LearnerConfig, recipe: Recipe, num_steps: int | None
     ) -> RunLearner:
         return build.build_learner(
-            self._config, self._around.model, tokenizer, learner=learner, recipe=recipe, num_steps=num_steps
+            self._config, self._context.model, tokenizer, learner=learner, recipe=recipe, num_steps=num_steps
         )
 
-    def build_scorers(self, kept: Path | None, lasting: Lasting) -> Scorers:
-        return build_stages.build_scorers(self._config, self._around.model, kept)
+    def build_scorers(self, saved: Path | None, durable: DurableCritic) -> Scorers:
+        return build_scorers(self._config, self._context.model, saved)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
-        return build.build_store(self._config, stages)
+        tasks, capacity = build.store_plan(self._config, stages)
+        return MemoryStore(tasks, capacity_rows=capacity)
 
     def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
         return LocalChannel(version)
@@ -130,29 +127,29 @@ class LocalBackend:
     async def close(self) -> None: ...
 
 
-def build_fleet(site: Backend, config: EngineConfig, *, is_queueing: bool, clock: Clock, sink: EventSink) -> Fleet:
-    """As many engines as the config asks for, wherever they are, behind one router."""
+def build_fleet(backend: Backend, config: EngineConfig, *, is_queueing: bool, clock: Clock, sink: EventSink) -> Fleet:
+    """The configured number of engines behind one router."""
     return Fleet(
-        site.make_engine,
+        backend.make_engine,
         config.replicas,
         is_queueing=is_queueing,
         patience_s=max(config.answer_s, START_S),
         clock=clock,
         sink=sink,
-        is_lone_replaced=site.is_lone_engine_replaced,
+        is_lone_replaced=backend.is_lone_engine_replaced,
         why_fixed=SERVERS if config.kind == "http" else "",
     )
 
 
-def local_engine(config: RunConfig, around: BackendContext, name: str) -> RunEngine:
+def local_engine(config: RunConfig, context: BackendContext, name: str) -> build.RunEngine:
     return build.build_engine(
         config.engine,
-        around.model,
-        clock=around.clock,
-        sink=around.sink,
+        context.model,
+        clock=context.clock,
+        sink=context.sink,
         name=name,
         seed=config.seed,
-        tokenizer=around.tokenizer,
+        tokenizer=context.tokenizer,
     )
 
 
@@ -161,7 +158,7 @@ def backend_for(config: RunConfig) -> Backend:
         case "local":
             return LocalBackend(config)
         case "ray":
-            check_installed()
+            check_ray_installed()
             from millstream.run.ray_backend import RayBackend  # Ray is an extra
 
             return RayBackend(config)

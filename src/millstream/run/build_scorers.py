@@ -1,4 +1,4 @@
-"""From a config to those who work beside the learner: the reference, the critic, the proximal policy, and their stages. Imports
+"""From a config to the models that score rows for the learner: reference, critic, proximal policy, and their stages. Imports
 torch."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from millstream.model.locate import check_path
 from millstream.pipeline.stages import REFERENCE, VALUES, Stage
 from millstream.rpc.process import Launcher
 from millstream.run.config import RunConfig, critic_of, reference_of
-from millstream.run.replay_critic import ReplayedCritic
+from millstream.run.replay import ReplayedCritic
 from millstream.weights.transfer.publisher import WeightsPublisher
 
 
 class Scorers(NamedTuple):
-    """Who works beside the learner; nobody, in most runs."""
+    """The models beside the learner; most runs have none."""
 
     stages: tuple[Stage, ...] = ()
     reference: TorchScorer | RemoteScorer | None = None
@@ -36,7 +36,7 @@ class Scorers(NamedTuple):
     proximal: TorchScorer | RemoteScorer | None = None
 
     async def ready(self) -> None:
-        """Returns when all are there. Those in this process are, from the beginning."""
+        """Returns when all are ready. Those in this process are ready from the start."""
         for one in (self.reference, self.critic, self.proximal):
             if isinstance(one, RemoteScorer | ReplayedCritic):
                 await one.ready()
@@ -47,8 +47,8 @@ class Scorers(NamedTuple):
                 await one.close()
 
 
-def check_models(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """What can be wrong with other checkpoints and is found without loading them."""
+def check_scorer_models(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check devices and tokenizers of the tables; loads no model."""
     for key, one in (("reference", config.reference), ("critic", config.critic), ("proximal", config.proximal)):
         if one is not None and (one.device or "cpu") != "cpu" and not torch.cuda.is_available():
             raise ConfigError(f'{key}.device = "{one.device}", and torch sees no GPU here: set {key}.device = "cpu"')
@@ -59,7 +59,7 @@ def check_models(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_vocabulary(ours: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, where: str) -> None:
-    """Raises `ModelError` unless every token has the same number in both: what one samples the other must be able to read."""
+    """Raises `ModelError` unless every token has the same number in both: one model must read what another samples."""
     mine, theirs = ours.get_vocab(), other.get_vocab()
     for token, number in sorted(mine.items(), key=lambda one: one[1]):
         if theirs.get(token) != number:
@@ -71,37 +71,37 @@ def check_vocabulary(ours: PreTrainedTokenizerBase, other: PreTrainedTokenizerBa
     if len(theirs) > len(mine):
         more = min(theirs.keys() - mine.keys(), key=lambda token: theirs[token])
         raise ModelError(
-            f"{where} has another tokenizer than the model: the token {more!r} is only there. Expected a checkpoint with the "
+            f"{where} has another tokenizer than the model: only it has the token {more!r}. Expected a checkpoint with the "
             "same vocabulary"
         )
 
 
-def build_scorers(config: RunConfig, start: PreTrainedModel, kept: Path | None) -> Scorers:
-    """`start`: the model that reinforcement learning starts from, which is copied. `kept`: where it was saved, in a run that
-    goes on and whose start is not to be had otherwise."""
-    reference, critic = _build_reference(config, start, kept), _build_critic(config, start)
+def build_scorers(config: RunConfig, start: PreTrainedModel, saved: Path | None) -> Scorers:
+    """Scorers in this process. `start`: the model that reinforcement learning starts from, which is copied. `saved`: its
+    folder, in a resumed run that cannot build it again."""
+    reference, critic = _build_reference(config, start, saved), _build_critic(config, start)
     return Scorers(build_stages(config, reference, critic), reference, critic, _build_proximal(config, start))
 
 
-def reference_model(config: RunConfig, start: PreTrainedModel, kept: Path | None) -> PreTrainedModel:
-    """A model of its own, on its device."""
+def reference_model(config: RunConfig, start: PreTrainedModel, saved: Path | None) -> PreTrainedModel:
+    """A separate model on the reference's device."""
     table = reference_of(config) or ReferenceConfig()
     device = table.device or str(start.device)
     dtype: torch.dtype = start.dtype if table.dtype is None else getattr(torch, table.dtype)
-    path = table.path or kept
+    path = table.path or saved
     if path is not None:
         return load_model(path, device=device, dtype=dtype)
-    # merged, as it is saved: a life of the run that reads it has the same numbers
+    # merged, as it is saved: a resumed run that reads it has the same numbers
     model = copy.deepcopy(start if lora_of(start) is None else merged(start)).to(device)
     for parameter in model.parameters():  # and no buffers, as when it is read: positions are computed in float32
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def _build_reference(config: RunConfig, start: PreTrainedModel, kept: Path | None) -> TorchScorer | None:
+def _build_reference(config: RunConfig, start: PreTrainedModel, saved: Path | None) -> TorchScorer | None:
     if reference_of(config) is None:
         return None
-    return TorchScorer(reference_model(config, start, kept), temperature=config.rollout.temperature)
+    return TorchScorer(reference_model(config, start, saved), temperature=config.rollout.temperature)
 
 
 def _build_critic(config: RunConfig, start: PreTrainedModel) -> TorchCritic | None:
@@ -118,7 +118,7 @@ def _build_critic(config: RunConfig, start: PreTrainedModel) -> TorchCritic | No
 
 
 def _build_proximal(config: RunConfig, start: PreTrainedModel) -> TorchScorer | None:
-    """What adapters stand on is shared with the learner, where it is on the same device."""
+    """The weights below adapters are shared with the learner, where they are on the same device."""
     if config.proximal is None:
         return None
     device = config.proximal.device or str(start.device)
@@ -127,38 +127,37 @@ def _build_proximal(config: RunConfig, start: PreTrainedModel) -> TorchScorer | 
     return TorchScorer(model, temperature=config.rollout.temperature, name="proximal")
 
 
-Lasting = Callable[[Callable[[], RunCritic]], ReplayedCritic]
+DurableCritic = Callable[[Callable[[], RunCritic]], ReplayedCritic]
+"""Wraps critics, each made by the given function, in one that outlives their processes."""
 
 
-class Place(NamedTuple):
-    """Where those who work beside the learner have processes of their own."""
-
-    launcher: Launcher
-    open_publisher: Callable[[], WeightsPublisher]
-    """What each begins with is staged in one of its own, until it has it."""
-    device: str
-    lasting: Lasting
-    """Makes of critics that may die alone one that outlives them."""
-
-
-def build_remote_scorers(config: RunConfig, start: PreTrainedModel, kept: Path | None, place: Place) -> Scorers:
-    """As `build_scorers`; they may not be ready yet. A process that is started again gets the current weights of `start`, which
-    must not change meanwhile."""
-    begin = partial(beginning, open_publisher=place.open_publisher, device=place.device)
+def build_remote_scorers(
+    config: RunConfig,
+    start: PreTrainedModel,
+    saved: Path | None,
+    *,
+    launcher: Launcher,
+    open_publisher: Callable[[], WeightsPublisher],
+    device: str,
+    durable: DurableCritic,
+) -> Scorers:
+    """As `build_scorers`, each in a process, perhaps not ready yet. The first weights of each are published through a publisher
+    of its own until it has them. A process that is started again gets the weights of `start`, which must not change."""
+    begin = partial(beginning, open_publisher=open_publisher, device=device)
     temperature, table = config.rollout.temperature, critic_of(config)
     made: dict[str, RemoteScorer] = {}
     critic: ReplayedCritic | None = None
     try:
         if reference_of(config) is not None:
-            setup = partial(begin, partial(reference_model, config, start, kept), temperature=temperature)
-            made["reference"] = RemoteScorer(setup, place.launcher)
+            setup = partial(begin, partial(reference_model, config, start, saved), temperature=temperature)
+            made["reference"] = RemoteScorer(setup, launcher)
         if config.proximal is not None:
             setup = partial(begin, lambda: start, temperature=temperature)
-            made["proximal"] = RemoteScorer(setup, place.launcher, name="proximal")
+            made["proximal"] = RemoteScorer(setup, launcher, name="proximal")
         if table is not None:
             setup = partial(begin, partial(_critic_model, table, start), critic=table, num_steps=config.pipeline.steps)
-            critic = place.lasting(partial(RemoteCritic, setup, place.launcher))
-    except BaseException:  # whatever it is, those that were started have no owner
+            critic = durable(partial(RemoteCritic, setup, launcher))
+    except BaseException:  # whatever it is: the processes that were started have no owner
         for one in made.values():
             one.end()
         raise

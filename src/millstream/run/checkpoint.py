@@ -1,4 +1,4 @@
-"""Checkpoints: written beside training, whole or not at all, verified before they are believed.
+"""Checkpoints: written beside training, complete or not at all, verified before they are used.
 
     RUN/checkpoints/step-000120/
         learner.pt        what the learner wrote: weights, optimizer, schedule; several ranks: .metadata, __0_0.distcp, ...
@@ -8,9 +8,10 @@
         run.json          the run's identity, a digest of its data, the state of global generators
         manifest.json     version, the last event covered, size and SHA-256 of every file
 
-The order of writing is the promise. Files first, into a folder under another name; then the manifest; all of it flushed to the
-disk; then the event `CheckpointSealed`, flushed with every event before it; and only then the folder gets its name. Whatever is
-killed when, a folder with a right name is complete, and the events that it covers are in the log.
+The order of writing is the promise. 1. The files, into a folder under a temporary name. 2. The manifest. 3. All of it is synced
+to the disk. 4. The event `CheckpointSealed` is emitted, and synced with every event before it. 5. The folder is renamed to its
+final name. Whatever is killed at whatever time, a folder with a final name is complete, and the events that it covers are in
+the log.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from millstream.pipeline.state import Ledger, PipelineState
 from millstream.rpc.threads import DaemonThreads
 from millstream.store import codec
 
-FORMAT = 2
-"""1: had rows without `turn_rewards`, which would never be settled, and a state of the learner without masters."""
+FORMAT = 2  # 1 had rows without `turn_rewards`, which would never be settled, and a learner state without masters
 FOLDER = "checkpoints"
-WARMUP_FOLDER = "warmup"
-"""Those of supervised training; gone when the run is over."""
-MANIFEST, LEDGER, ROWS, RUN = "manifest.json", "ledger.json", "rows.msgpack", "run.json"
-TRIES = 3
-"""Of checkpoints that a run at work removes while they are read."""
-MAX_HELD = 0.01
-"""The share of the time that training may stand still for checkpoints: where one takes long, they are made less often."""
+WARMUP_FOLDER = "warmup"  # of supervised training; removed when the model is saved
+MANIFEST = "manifest.json"
+LEDGER = "ledger.json"
+ROWS = "rows.msgpack"
+RUN = "run.json"
+MAX_REMOVED = 3  # checkpoints that an active run may remove while they are read
+MAX_HELD = 0.01  # the share of the time that training may stand still for checkpoints: slow ones are made less often
 
 
 class CheckpointConfig(Struct, frozen=True, kw_only=True):
-    """There is always one before the first step, after the last, and at a clean stop."""
+    """When checkpoints are written, and how many are kept. There is always one before the first step, after the last, and at a
+    clean stop."""
 
     every_s: float | None = 60.0
-    """Between two steps, when so many seconds have passed since the last one. None: not by time."""
+    """Seconds between two checkpoints. None: not by time."""
     every_steps: int | None = None
-    """Instead, or as well: after every so many steps."""
+    """Instead, or as well: steps between two checkpoints."""
     keep: int = 2
-    """How many are kept: the newest ones."""
+    """The number of newest checkpoints that are kept."""
     grace_s: float = 20.0
-    """After SIGTERM or Ctrl-C: how long to wait for the batch in hand, so that it is in the last checkpoint."""
+    """After SIGTERM or Ctrl-C: how long to wait for the current batch, so that it is in the last checkpoint."""
 
     def __post_init__(self) -> None:
         if (self.every_s is not None and self.every_s <= 0) or (self.every_steps is not None and self.every_steps < 1):
@@ -65,30 +66,30 @@ class CheckpointConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("keep must be at least 1 and grace_s at least 0")
 
 
-class File(Struct, frozen=True, kw_only=True):
+class ManifestFile(Struct, frozen=True, kw_only=True):
     bytes: int
     sha256: str
 
 
-class Manifest(Struct, frozen=True, kw_only=True):
+class CheckpointManifest(Struct, frozen=True, kw_only=True):
     format: int
     run_id: str
     version: int
     covers_seq: int
-    files: dict[str, File]
+    files: dict[str, ManifestFile]
 
 
 class RunState(Struct, frozen=True, kw_only=True):
-    """What outlives a process beside the pipeline's own standing."""
+    """What a resumed run needs beside the state of its pipeline and learner."""
 
     run_id: str
     data_digest: str
     generators: dict[str, Any]
-    """Of Python, numpy and torch: rewards of the user's own may draw from them."""
+    """The random states of Python, numpy and torch, which rewards written by users may use."""
 
 
 class Sealed(NamedTuple):
-    """A checkpoint that this process wrote, or began with."""
+    """A checkpoint that this process wrote, or resumed from."""
 
     version: int
     folder: Path
@@ -98,10 +99,10 @@ class Found(NamedTuple):
     """A checkpoint that was verified."""
 
     folder: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
     digest: str
 
-    def standing(self) -> PipelineState:
+    def pipeline_state(self) -> PipelineState:
         ledger = msgspec.json.decode((self.folder / LEDGER).read_bytes(), type=Ledger)
         return PipelineState(ledger, codec.unpack((self.folder / ROWS).read_bytes()))
 
@@ -110,11 +111,11 @@ class Found(NamedTuple):
 
 
 class Checkpoints:
-    """A `Checkpointer` that writes to the run folder, on a thread of its own, one at a time."""
+    """A `Checkpointer` that writes to the run folder, on its own thread, one checkpoint at a time."""
 
     def __init__(
         self,
-        run_dir: Path,
+        folder: Path,
         config: CheckpointConfig,
         *,
         last_step: int,
@@ -123,9 +124,8 @@ class Checkpoints:
         last_seq: Callable[[], int],
         sync: Callable[[], None],
         run_state: Callable[[], RunState],
-        folder: str = FOLDER,
     ) -> None:
-        self._folder = run_dir / folder
+        self._folder = folder
         self._config = config
         self._last_step = last_step
         self._clock = clock
@@ -142,8 +142,8 @@ class Checkpoints:
         self._is_hurried = False
         _tidy(self._folder)
 
-    def goes_on_from(self, version: int) -> None:
-        """The run was resumed: this one is there already."""
+    def resume_from(self, version: int) -> None:
+        """The run was resumed from the checkpoint of this version, which is not written again."""
         self._began_at = self._clock.now()
         self._version = version
         self._written = version
@@ -164,52 +164,48 @@ class Checkpoints:
         return by_time is not None and self._clock.now() - self._began_at >= by_time
 
     def hurry(self) -> None:
-        """The next one is due as soon as no other is being written, whatever the config says."""
+        """Make the next one due as soon as no other is being written, whatever the config says."""
         self._is_hurried = True
 
     def mark(self) -> int:
         return self._last_seq()
 
-    async def keep(self, standing: PipelineState, mark: int, snapshot: Snapshot, held_s: float) -> None:
-        """The copies are made; the writing goes on beside training, one at a time."""
+    async def keep(self, pipeline: PipelineState, mark: int, snapshot: Snapshot, held_s: float) -> None:
+        """Start writing a snapshot beside training; waits for the one before it to be written."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
         self._began_at = self._clock.now()
-        self._version = standing.ledger.version
+        self._version = pipeline.ledger.version
         self._rest_s = held_s / MAX_HELD
         self._is_hurried = False
         state = self._run_state()
-        self._writing = asyncio.create_task(self._try(standing, mark, snapshot, state, held_s))
+        self._writing = asyncio.create_task(self._try(pipeline, mark, snapshot, state, held_s))
 
     async def close(self) -> None:
-        """Wait until the last one is written, even if whoever waits is told to stop."""
+        """Wait until the last one is written, even if the caller is cancelled."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
         await self._thread.close()
 
     @property
     def version(self) -> int | None:
-        """That of the newest one that is written; None if there is none."""
+        """The version of the newest one that is written; None if there is none."""
         return self._written
 
     async def newest_sealed(self) -> Sealed | None:
-        """Waits until the one that is being written is sealed, or has failed. Nobody has looked whether it is still there."""
+        """Waits until the one that is being written is sealed or has failed. Whether its folder still exists is not checked."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
         return None if self._written is None else Sealed(self._written, self._folder / _name(self._written))
 
     async def _try(
-        self, standing: PipelineState, mark: int, snapshot: Snapshot, state: RunState, held_s: float
+        self, pipeline: PipelineState, mark: int, snapshot: Snapshot, state: RunState, held_s: float
     ) -> None:
-        version = standing.ledger.version
+        version = pipeline.ledger.version
         try:
-            await self._thread.call(lambda: self._write(standing, mark, snapshot, state, held_s))
+            await self._thread.call(lambda: self._write(pipeline, mark, snapshot, state, held_s))
             self._written = version
-        except (
-            OSError,
-            RuntimeError,
-            LearnerError,
-        ) as error:  # torch wraps the errors of its file; ranks may die of it
+        except (OSError, RuntimeError, LearnerError) as error:  # torch wraps errors of its file; ranks may die of it
             self._sink.emit(CheckpointFailed(at=self._clock.now(), version=version, message=_reason(error)))
             shutil.rmtree(self._unfinished(version), ignore_errors=True)
 
@@ -218,21 +214,21 @@ class Checkpoints:
     def _unfinished(self, version: int) -> Path:
         return self._folder / f".{_name(version)}.tmp"
 
-    def _write(self, standing: PipelineState, mark: int, snapshot: Snapshot, state: RunState, held_s: float) -> None:
-        began, version = self._clock.now(), standing.ledger.version
+    def _write(self, pipeline: PipelineState, mark: int, snapshot: Snapshot, state: RunState, held_s: float) -> None:
+        began, version = self._clock.now(), pipeline.ledger.version
         folder = self._unfinished(version)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         snapshot.write(folder)
-        (folder / ROWS).write_bytes(codec.pack(standing.rows))
-        (folder / LEDGER).write_bytes(msgspec.json.encode(standing.ledger))
+        (folder / ROWS).write_bytes(codec.pack(pipeline.rows))
+        (folder / LEDGER).write_bytes(msgspec.json.encode(pipeline.ledger))
         (folder / RUN).write_bytes(msgspec.json.encode(state))
         written = sorted(path for path in folder.rglob("*") if path.is_file())
         files = {
-            path.relative_to(folder).as_posix(): File(bytes=path.stat().st_size, sha256=_sha256(path))
+            path.relative_to(folder).as_posix(): ManifestFile(bytes=path.stat().st_size, sha256=_sha256(path))
             for path in written
         }
-        manifest = Manifest(format=FORMAT, run_id=state.run_id, version=version, covers_seq=mark, files=files)
+        manifest = CheckpointManifest(format=FORMAT, run_id=state.run_id, version=version, covers_seq=mark, files=files)
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
         for path in (*folder.rglob("*"), folder):
             _sync(path)
@@ -253,9 +249,9 @@ class Checkpoints:
             _remove(old)
 
 
-def newest(run_dir: Path, sealed: Collection[str], folder: str = FOLDER) -> tuple[Found | None, list[str]]:
-    """The newest checkpoint that is whole and that the run's own log tells of (`sealed` has the digests), and what is wrong
-    with the newer ones, which are set aside under another name. Raises `CheckpointError` if there are some and none will do."""
+def find_newest(run_dir: Path, sealed: Collection[str], folder: str = FOLDER) -> tuple[Found | None, list[str]]:
+    """The newest checkpoint that is intact and that the run's own log mentions (`sealed` has the digests), and what is wrong
+    with newer ones, which are renamed to `.corrupt`. Raises `CheckpointError` if there are checkpoints and none is usable."""
     troubles: list[str] = []
     spoiled: list[Path] = []
     found = None
@@ -264,14 +260,14 @@ def newest(run_dir: Path, sealed: Collection[str], folder: str = FOLDER) -> tupl
             found = verify(path)
             if found.digest in sealed:
                 break
-            troubles.append(f"{path} is not a checkpoint of this run: its log knows nothing of it")
+            troubles.append(f"{path} is not a checkpoint of this run: it is not in the run's log")
         except CheckpointError as error:
             troubles.append(str(error))
         found = None
         spoiled.append(path)
     if spoiled and found is None:
         raise CheckpointError(
-            f"no checkpoint in {run_dir} will do: {'; '.join(troubles)}. To begin anew, with the same config: "
+            f"no checkpoint in {run_dir} is usable: {'; '.join(troubles)}. To start again with the same config: "
             f"millstream train {run_dir / 'config.toml'} --set run_dir=ANOTHER"
         )
     for path in spoiled:
@@ -281,13 +277,13 @@ def newest(run_dir: Path, sealed: Collection[str], folder: str = FOLDER) -> tupl
     return found, troubles
 
 
-def look_for(run_dir: Path, folder: str, step: int | None) -> tuple[Found | None, list[str]]:
-    """The newest checkpoint that is whole, or that of a step, and what is wrong with others that were looked at. Touches
-    nothing, so that the run may be alive: one that it removes meanwhile is none, and there may be a newer one then. Raises
-    `CheckpointError` where it removes one after the other."""
+def find_for_reading(run_dir: Path, folder: str, step: int | None) -> tuple[Found | None, list[str]]:
+    """The newest intact checkpoint, or that of a step, and what is wrong with others that were read. Changes nothing, so that
+    the run may be active: one that it removes meanwhile is skipped, and a newer one is looked for. Raises `CheckpointError` if
+    the run removes one after the other."""
     troubles: list[str] = []
     looked_at: list[str] = []
-    while len(looked_at) - len(troubles) < TRIES:
+    while len(looked_at) - len(troubles) < MAX_REMOVED:
         there = [path for path in _all(run_dir / folder) if step is None or path.name == _name(step)]
         path = next((path for path in reversed(there) if path.name not in looked_at), None)
         if path is None:
@@ -302,20 +298,20 @@ def look_for(run_dir: Path, folder: str, step: int | None) -> tuple[Found | None
                 troubles.append(str(error))
     raise CheckpointError(
         f"the run in {run_dir} removed {', '.join(looked_at)} while they were read. Try again, or let it keep more of them: "
-        "checkpoint.keep"
+        "set checkpoint.keep higher"
     )
 
 
 def steps_in(run_dir: Path) -> list[int]:
-    """Those of which there are checkpoints, whole or not; the oldest first."""
+    """The steps that have checkpoints, intact or not, oldest first."""
     return [int(path.name.removeprefix("step-")) for path in _all(run_dir / FOLDER)]
 
 
 def verify(folder: Path) -> Found:
-    """Every byte. Raises `CheckpointError` that names the file that is not as it was written."""
+    """Verify every byte. Raises `CheckpointError` that names the file that differs from what was written."""
     try:
         raw = (folder / MANIFEST).read_bytes()
-        manifest = msgspec.json.decode(raw, type=Manifest)
+        manifest = msgspec.json.decode(raw, type=CheckpointManifest)
         if manifest.format != FORMAT:
             raise CheckpointError(f"{folder} has format {manifest.format}; this version of Millstream reads {FORMAT}")
         if _name(manifest.version) != folder.name:
@@ -327,9 +323,9 @@ def verify(folder: Path) -> Found:
             if _sha256(path) != expected.sha256:
                 raise CheckpointError(f"{path} is not as it was written: its SHA-256 differs")
     except (FileNotFoundError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{folder} is not a whole checkpoint: {error}") from error
-    except OSError as error:  # not a word about the checkpoint itself: it stays where it is
-        raise OutputError(f"cannot read {folder}: {error.strerror}. Mend that, and try again") from error
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {error}") from error
+    except OSError as error:  # says nothing about the checkpoint itself: it is not renamed
+        raise OutputError(f"cannot read {folder}: {error.strerror}. Repair that, and try again") from error
     return Found(folder, manifest, hashlib.sha256(raw).hexdigest())
 
 
@@ -338,19 +334,19 @@ def _name(version: int) -> str:
 
 
 def _all(folder: Path) -> list[Path]:
-    """The oldest first."""
+    """Every checkpoint folder, oldest first."""
     found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what a kill left half written or half removed."""
+    """Remove folders that a killed process left partly written or partly removed."""
     for path in (*folder.glob(".step-*.tmp"), *folder.glob(".step-*.old")):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:
-    """Under another name first: what is half removed must not look like a checkpoint."""
+    """Renamed first: a partly removed folder must not look like a checkpoint."""
     old = folder.with_name(f".{folder.name}.old")
     folder.rename(old)
     shutil.rmtree(old, ignore_errors=True)
@@ -370,7 +366,7 @@ def _sync(path: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """In the operating system's words, if it was its refusal that began it."""
+    """The operating system's message, if its refusal was the first cause."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

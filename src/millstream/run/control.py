@@ -1,8 +1,8 @@
-"""The door to a run at work: a Unix socket in its folder, `control.sock`, for its owner alone.
+"""The control socket of an active run: a Unix socket in its folder, `control.sock`, which only its owner may use.
 
-One question a connection, one answer: messages of `millstream.rpc.frames`, no pickle, nothing that listens on a network. It is
-there while the run is, replaces one that a killed run has left behind, and goes with it. A run that cannot have one says so,
-and goes on without.
+One request a connection, one reply: messages of `millstream.rpc.frames`, no pickle, nothing that listens on a network. It
+exists while the run has engines, replaces one that a killed run has left, and is removed at the end. A run that cannot have one
+warns, and runs without it.
 """
 
 from __future__ import annotations
@@ -30,57 +30,55 @@ MAX_PATH = 100
 """Bytes of a socket's name: the kernel has room for 107."""
 MAX_BYTES = 1 << 16
 ASK_S = 10.0
-"""How long a question may take to come in."""
+"""How long a request may take to arrive."""
 
 
-class Scale(Struct, frozen=True, kw_only=True, tag=True):
-    """Have so many engines. Answered when they have joined, or left."""
+class ScaleRequest(Struct, frozen=True, kw_only=True, tag=True):
+    """Change the number of engines. Answered when they have joined or left."""
 
     engines: int
 
 
-class Look(Struct, frozen=True, kw_only=True, tag=True):
-    """What is the run doing?"""
+class StatusRequest(Struct, frozen=True, kw_only=True, tag=True):
+    """Report what the run is doing."""
 
 
-class EngineNow(Struct, frozen=True, kw_only=True):
+class EngineStatus(Struct, frozen=True, kw_only=True):
     name: str
-    version: int | None = None
-    """None: it is to come, and serves nobody yet."""
+    version: int | None = None  # None: it is being started
     running: int = 0
     waiting: int = 0
     slots: int = 0
 
 
-class Now(Struct, frozen=True, kw_only=True, tag=True):
+class RunStatus(Struct, frozen=True, kw_only=True, tag=True):
     version: int
-    engines: list[EngineNow]
-    requests_waiting: int
-    """For an engine with room."""
+    engines: list[EngineStatus]
+    requests_waiting: int  # for an engine with room
     groups_in_flight: int
     budget: int
     rows_in_store: int
     waits: list[WaitNow]
 
 
-class Scaled(Struct, frozen=True, kw_only=True, tag=True):
+class ScaleResult(Struct, frozen=True, kw_only=True, tag=True):
     joined: list[str]
     left: list[str]
     engines: list[str]
 
 
-class Refused(Struct, frozen=True, kw_only=True, tag=True):
+class ControlError(Struct, frozen=True, kw_only=True, tag=True):
     message: str
 
 
-Question = Scale | Look
-Answer = Now | Scaled | Refused
-Carry = Callable[[Question], Awaitable[Answer]]
+ControlRequest = ScaleRequest | StatusRequest
+ControlReply = RunStatus | ScaleResult | ControlError
+ControlHandler = Callable[[ControlRequest], Awaitable[ControlReply]]
 
 
 @contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """A name that the kernel has room for, valid within the block: through a descriptor of the folder, if need be."""
+    """An address short enough for the kernel, valid within the block: through a descriptor of the folder, if need be."""
     path = str(folder.absolute() / SOCKET)
     if len(os.fsencode(path)) <= MAX_PATH:
         yield path
@@ -92,21 +90,21 @@ def _address(folder: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
-# ---- the run's end -------------------------------------------------------------------------------------------------------
+# ---- in the run ----------------------------------------------------------------------------------------------------------
 
 
 class Control:
-    """`carry` does what is asked; what it refuses by an error of ours is told to whoever asked."""
+    """Answers requests by `handler`. A `MillstreamError` that it raises is the reply."""
 
-    def __init__(self, folder: Path, carry: Carry) -> None:
+    def __init__(self, folder: Path, handler: ControlHandler) -> None:
         self._folder = folder
-        self._carry = carry
+        self._handler = handler
         self._server: asyncio.Server | None = None
         self._answering: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Raises `OSError` where there can be no such socket. Only one process may write to a run's folder, so that whatever
-        stands in the way is of a run that is dead."""
+        """Raises `OSError` where no socket can be made. Only one process may write to a run's folder, so that a socket that is
+        there was left by a dead one."""
         (self._folder / SOCKET).unlink(missing_ok=True)
         listening = socket.socket(socket.AF_UNIX)
         try:
@@ -120,7 +118,7 @@ class Control:
             raise
 
     async def close(self) -> None:
-        """Whoever still waits for an answer hears that the other end is gone."""
+        """Clients that still wait for a reply see the end of the connection."""
         if self._server is None:
             return
         self._server.close()
@@ -135,22 +133,22 @@ class Control:
         self._answering.add(task)
         try:
             async with asyncio.timeout(ASK_S):
-                question = await _receive(reader)
-            writer.write(frame(await self._carry_out(question)))
+                request = await _receive(reader)
+            writer.write(frame(await self._reply_to(request)))
             await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            pass  # nobody listens any more, or the run ends: there is nothing left to say
+            pass  # the client is gone, or the run ends: there is no reply
         finally:
             self._answering.discard(task)
             writer.close()
 
-    async def _carry_out(self, question: bytes | None) -> Answer:
+    async def _reply_to(self, request: bytes | None) -> ControlReply:
         try:
-            if question is None:
-                raise ConfigError(f"a question of more than {MAX_BYTES} bytes")
-            return await self._carry(msgspec.msgpack.decode(question, type=Question))
+            if request is None:
+                raise ConfigError(f"a request of more than {MAX_BYTES} bytes")
+            return await self._handler(msgspec.msgpack.decode(request, type=ControlRequest))
         except (MillstreamError, msgspec.DecodeError) as error:
-            return Refused(message=str(error))
+            return ControlError(message=str(error))
 
 
 async def _receive(reader: asyncio.StreamReader) -> bytes | None:
@@ -159,17 +157,19 @@ async def _receive(reader: asyncio.StreamReader) -> bytes | None:
     return await reader.readexactly(size) if size <= MAX_BYTES else None
 
 
-def now_of(status: Status, router: Router, names: list[str], version: int) -> Now:
+def run_status(status: Status, router: Router, names: list[str], version: int) -> RunStatus:
     engines = {engine.name: engine for engine in router.engines}
     found = []
     for name in dict.fromkeys([*engines, *names]):
         if name not in engines:
-            found.append(EngineNow(name=name))
+            found.append(EngineStatus(name=name))
             continue
         stats, engine = engines[name].stats(), engines[name]
         running, waiting = stats.running, stats.waiting
-        found.append(EngineNow(name=name, version=engine.version, running=running, waiting=waiting, slots=engine.slots))
-    return Now(
+        found.append(
+            EngineStatus(name=name, version=engine.version, running=running, waiting=waiting, slots=engine.slots)
+        )
+    return RunStatus(
         version=version,
         engines=found,
         requests_waiting=router.num_waiting,
@@ -180,11 +180,11 @@ def now_of(status: Status, router: Router, names: list[str], version: int) -> No
     )
 
 
-# ---- the other end -------------------------------------------------------------------------------------------------------
+# ---- in other processes --------------------------------------------------------------------------------------------------
 
 
-def number_of(change: str) -> int:
-    """From what is typed: engines=3."""
+def parse_scale(change: str) -> int:
+    """The number in `engines=3`."""
     name, _, number = change.partition("=")
     if name != "engines" or not number.isdecimal():
         raise ConfigError(f"{change!r}: expected engines=NUMBER, as in engines=3")
@@ -192,15 +192,15 @@ def number_of(change: str) -> int:
 
 
 @overload
-def ask(folder: Path, question: Scale) -> Scaled: ...
+def ask_run(folder: Path, request: ScaleRequest) -> ScaleResult: ...
 
 
 @overload
-def ask(folder: Path, question: Look) -> Now: ...
+def ask_run(folder: Path, request: StatusRequest) -> RunStatus: ...
 
 
-def ask(folder: Path, question: Question) -> Now | Scaled:
-    """Waits for the answer, however long that takes. Raises `ConfigError` if the run refuses, or is not there."""
+def ask_run(folder: Path, request: ControlRequest) -> RunStatus | ScaleResult:
+    """Waits for the reply, however long that takes. Raises `ConfigError` if the run refuses, or is not active."""
     if not RunFolder(folder).config.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no config.toml")
     with socket.socket(socket.AF_UNIX) as line:
@@ -209,25 +209,25 @@ def ask(folder: Path, question: Question) -> Now | Scaled:
                 line.connect(address)
         except OSError as error:
             raise ConfigError(_why_not(folder, error)) from error
-        with suppress(OSError):  # the run has ended in this moment: so there is no answer
-            line.sendall(frame(question))
+        with suppress(OSError):  # the run has just ended: there will be no reply
+            line.sendall(frame(request))
         frames = Frames(line).receive(block=True)
     if not frames:
         raise ConfigError(f"the run in {folder} ended before it answered")
-    answer: Answer = msgspec.msgpack.decode(frames[0], type=Answer)
-    if isinstance(answer, Refused):
-        raise ConfigError(answer.message)
-    return answer
+    reply: ControlReply = msgspec.msgpack.decode(frames[0], type=ControlReply)
+    if isinstance(reply, ControlError):
+        raise ConfigError(reply.message)
+    return reply
 
 
 def _why_not(folder: Path, error: OSError) -> str:
     if isinstance(error, PermissionError):
-        return f"{folder / SOCKET} is for whoever started the run: {error.strerror}"
+        return f"{folder / SOCKET} may be used by the owner of the run only: {error.strerror}"
     if (folder / "summary.json").exists():
         return f"the run in {folder} is finished: nothing of it is running"
     if _is_alive(folder):
-        return f"the run in {folder} is starting or ending, and answers nobody: try again in a moment"
-    return f"the run in {folder} is not running. To go on with it:\n  {resume_command(folder)}"
+        return f"the run in {folder} is starting or ending, and does not answer: try again in a moment"
+    return f"the run in {folder} is not running. To resume it:\n  {resume_command(folder)}"
 
 
 def _is_alive(folder: Path) -> bool:

@@ -1,7 +1,7 @@
-"""An environment on trial, before there is a model: played with scripted policies, it shows what is wrong with it.
+"""`millstream env check`: plays environments with scripted policies, without a model, and reports what is wrong with them.
 
-A policy says its lines whatever it is shown: the gold turns, random text, nothing, very much. Every finding has a name, says
-what was seen, and what to do. Light: imports no torch.
+A policy says its turns whatever it is shown: the gold turns, random text, an empty text, a very long one. Every finding has a
+name, what was seen, and what to do. Light: imports no torch.
 """
 
 from __future__ import annotations
@@ -11,31 +11,33 @@ import random
 import string
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec import Struct, structs
 
-from millstream.env import Reward
+from millstream import config as configs
 from millstream.env.bytes_text import Bytes
+from millstream.env.config import EnvironmentConfig
+from millstream.env.data import read
 from millstream.env.isolated import NotMade
 from millstream.env.multi_turn import NothingToShow
-from millstream.env.registry import Hosted
-from millstream.env.resolve import Kind
+from millstream.env.registry import Hosted, name_of
+from millstream.env.resolve import Kind, find
 from millstream.env.rewards import RewardConfig, Scorer, prepare
 from millstream.env.single_turn import SingleTurn
-from millstream.errors import EnvironmentFailed
-from millstream.pipeline.episode import Episode
+from millstream.errors import ConfigError, EnvironmentFailed
+from millstream.pipeline.episode import Player
+from millstream.run.config import RunConfig
 from millstream.seeds import derive_seed
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task
 
 MAX_TURNS = 256
 MAX_PARTS = 64
-LONG = 2_000
-"""Characters of a very long answer."""
+LONG = 2_000  # characters of a very long answer
 STEP_S = 10.0
 TICK_S = 0.005
-Policy = Callable[[int], str]
-"""From the number of the turn to what is said."""
+ScriptedPolicy = Callable[[int], str]  # from the number of a turn to its text
 
 WHAT_TO_DO = {
     "no-tasks": "let tasks(num, seed) give at least one Task",
@@ -47,7 +49,7 @@ WHAT_TO_DO = {
     "too-slow": "make the step faster, or set environment.step_timeout_s higher",
     "never-ends": "count the turns and end the episode, as max_turns does for reset and step",
     "reward-not-finite": "return a finite number",
-    "gold-below-one": "let what gold(task) says earn 1.0, or mend the reward: no model can do better than gold",
+    "gold-below-one": "let what gold(task) says earn 1.0, or correct the reward: no model can do better than gold",
     "not-repeatable": "draw all randomness from the seed that reset, or context.seed, gives; read no clock",
     "shared-state": "keep what an episode changes in the instance that reset sees (or in local variables), not in the class",
     "blocks": "make the method a coroutine that awaits, leave is_quick out so that it runs on a thread, or set process = true",
@@ -57,57 +59,56 @@ WHAT_TO_DO = {
 NOTES = ("reward-out-of-range", "no-gold")
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class EnvironmentFinding(Struct, frozen=True, kw_only=True):
     name: str
-    what: str
-    """What was seen."""
-    do: str
+    what: str  # what was seen
+    do: str  # what to do
     is_note: bool
 
     def __str__(self) -> str:
         return f"{'note' if self.is_note else 'FOUND'} {self.name}: {self.what}\n  what to do: {self.do}"
 
 
-class Verdict(Struct, frozen=True, kw_only=True):
+class EnvironmentReport(Struct, frozen=True, kw_only=True):
     environment: str
     num_tasks: int
     num_episodes: int
-    findings: tuple[Finding, ...]
+    findings: tuple[EnvironmentFinding, ...]
 
     @property
     def is_fit(self) -> bool:
         return all(finding.is_note for finding in self.findings)
 
 
-class Played(NamedTuple):
-    """What can be compared of two plays."""
+class Transcript(NamedTuple):
+    """What is compared of two episodes."""
 
     tokens: tuple[tuple[int, ...], ...]
     rewards: tuple[float, ...]
 
 
 class _Endless(EnvironmentFailed):
-    """The policy has spoken often enough."""
+    """The policy was asked for more than `MAX_TURNS` turns."""
 
 
-async def examine(
+async def check_environment(
     kind: Kind, tasks: Sequence[Task], *, rewards: Sequence[RewardConfig] = (), seed: int = 0, block_s: float = 0.25
-) -> Verdict:
-    """Plays these tasks with every policy. `block_s`: how long the event loop may be held up."""
-    trial = _Trial(kind, rewards, seed, block_s)
+) -> EnvironmentReport:
+    """Play these tasks with every policy. `block_s`: how long the event loop may be blocked."""
+    checker = _Checker(kind, rewards, seed, block_s)
     try:
-        await trial.hold(tasks)
+        await checker.check(tasks)
     finally:
-        await trial.hosted.close()
-    return Verdict(
+        await checker.hosted.close()
+    return EnvironmentReport(
         environment=kind.name,
         num_tasks=len(tasks),
-        num_episodes=trial.num_episodes,
-        findings=tuple(sorted(trial.findings.values(), key=lambda finding: finding.is_note)),
+        num_episodes=checker.num_episodes,
+        findings=tuple(sorted(checker.findings.values(), key=lambda finding: finding.is_note)),
     )
 
 
-class _Trial:
+class _Checker:
     def __init__(self, kind: Kind, rewards: Sequence[RewardConfig], seed: int, block_s: float) -> None:
         limit = min(kind.config.step_timeout_s, STEP_S)
         kind = structs.replace(kind, config=structs.replace(kind.config, step_timeout_s=limit, max_concurrent=None))
@@ -116,7 +117,14 @@ class _Trial:
         self._block_s = block_s
         self._text = Bytes()
         self.hosted = Hosted(kind, kind.environment or self._single_turn(rewards), self._text)
-        self.findings: dict[str, Finding] = {}
+        self._player = Player(
+            environment=self.hosted,
+            sampling=Sampling(max_tokens=LONG),
+            run_seed=seed,
+            role="check",
+            max_parts=MAX_PARTS,
+        )
+        self.findings: dict[str, EnvironmentFinding] = {}
         self.num_episodes = 0
 
     def _single_turn(self, rewards: Sequence[RewardConfig]) -> SingleTurn:
@@ -124,27 +132,27 @@ class _Trial:
         return SingleTurn(encode=lambda task: self._text.opening(task.prompt), decode=self._text.decode, scorer=scorer)
 
     def _find(self, name: str, what: str) -> None:
-        """The first of its name stands for all of them."""
-        finding = Finding(name=name, what=what, do=WHAT_TO_DO[name], is_note=name in NOTES)
+        """Record a finding; only the first of each name is kept."""
+        finding = EnvironmentFinding(name=name, what=what, do=WHAT_TO_DO[name], is_note=name in NOTES)
         self.findings.setdefault(name, finding)
 
-    async def hold(self, tasks: Sequence[Task]) -> None:
-        for name, what in tasks_trouble(tasks):
+    async def check(self, tasks: Sequence[Task]) -> None:
+        for name, what in task_findings(tasks):
             self._find(name, what)
         if not tasks:
             return
         await self._gold(tasks)
         for task in tasks:
             for policy, says in self._policies():
-                if not self._is_hopeless():
+                if not self._is_over():
                     await self._play(task, policy, says)
         await self._compare(tasks)
 
-    def _is_hopeless(self) -> bool:
-        """More of it would only take time."""
+    def _is_over(self) -> bool:
+        """Whether more episodes would only take time."""
         return any(name in self.findings for name in ("not-in-a-process", "never-ends", "too-slow"))
 
-    def _policies(self) -> Iterator[tuple[str, Policy]]:
+    def _policies(self) -> Iterator[tuple[str, ScriptedPolicy]]:
         yield "random", self._random
         yield "empty", lambda turn: ""
         yield "very long", lambda turn: "long " * (LONG // 5)
@@ -156,7 +164,7 @@ class _Trial:
     async def _gold(self, tasks: Sequence[Task]) -> None:
         has_gold = False
         for task in tasks:
-            if self._is_hopeless():
+            if self._is_over():
                 return
             try:
                 gold = [] if self._kind.gold is None else self._kind.gold(task)
@@ -164,7 +172,7 @@ class _Trial:
                 self._find("raises", f"gold of task {task.id!r} raised {type(error).__name__}: {error}")
                 continue
             has_gold = has_gold or bool(gold)
-            played = await self._play(task, "gold", _lines(gold)) if gold else None
+            played = await self._play(task, "gold", _turns(gold)) if gold else None
             if played is not None and any(abs(reward - 1.0) > 1e-6 for reward in played.rewards):
                 said = ", ".join(map(repr, gold[:4])) + (", ..." if len(gold) > 4 else "")
                 self._find("gold-below-one", f"on task {task.id!r} gold earns {_shown(played.rewards)}; it says {said}")
@@ -172,11 +180,12 @@ class _Trial:
             self._find("no-gold", "no task has gold turns")
 
     async def _compare(self, tasks: Sequence[Task]) -> None:
-        """Twice alone, then beside another: what an episode does depends on its own seed, task and answers, on nothing else."""
-        if self._is_hopeless() or any(name in self.findings for name in ("raises", "empty-observation")):
+        """Play two tasks twice one after the other, then at the same time. An episode may depend on its own seed, task and
+        answers only."""
+        if self._is_over() or any(name in self.findings for name in ("raises", "empty-observation")):
             return
         pair = (tasks[0], tasks[-1])
-        for says in (_lines(self._gold_of(pair[0])), self._random):
+        for says in (_turns(self._gold_of(pair[0])), self._random):
             alone = [await self._play(task, "again", says) for task in pair]
             again = [await self._play(task, "again", says) for task in pair]
             if alone != again:
@@ -189,9 +198,9 @@ class _Trial:
     def _gold_of(self, task: Task) -> Sequence[str]:
         return [] if self._kind.gold is None else self._kind.gold(task)
 
-    async def _play(self, task: Task, policy: str, says: Policy) -> Played | None:
-        """None if it failed, which is a finding. What held up the event loop once may have been the machine: it is played
-        again."""
+    async def _play(self, task: Task, policy: str, says: ScriptedPolicy) -> Transcript | None:
+        """One episode; None if it failed, which is a finding. If it blocked the event loop it is played again, since a busy
+        machine may have done that."""
         where = f"task {task.id!r}, policy {policy}"
         played, late_s = await self._once(task, says, where)
         if late_s > self._block_s and "blocks" not in self.findings:
@@ -202,8 +211,8 @@ class _Trial:
                 )
         return played
 
-    async def _once(self, task: Task, says: Policy, where: str) -> tuple[Played | None, float]:
-        """And how late the latest tick of the event loop came."""
+    async def _once(self, task: Task, says: ScriptedPolicy, where: str) -> tuple[Transcript | None, float]:
+        """One episode, and the longest delay of the event loop meanwhile, in seconds."""
         late = [0.0]
         watch = asyncio.create_task(_watch(late))
         await asyncio.sleep(0)
@@ -213,71 +222,51 @@ class _Trial:
         finally:
             watch.cancel()
 
-    async def _attempt(self, task: Task, says: Policy, where: str) -> Played | None:
+    async def _attempt(self, task: Task, says: ScriptedPolicy, where: str) -> Transcript | None:
         self.num_episodes += 1
-        episode = self._episode(task, says)
-        try:
-            return self._judged(episode, await self.hosted.rollout(episode), where)
-        except NotMade as error:
-            self._find("not-in-a-process", str(error))
-        except NothingToShow as error:
-            self._find("empty-observation", f"{where}: {error}")
-        except _Endless:
-            self._find("never-ends", f"{where}: the model was asked {MAX_TURNS} times, and the episode went on")
-        except Exception as error:  # the border to the user's code: whatever it raises is a finding
-            self._find(_name_of(error), f"{where}: {type(error).__name__}: {error}")
-        finally:
-            await asyncio.sleep(TICK_S)  # a tick that is late has its chance to say so
+        result = await self._player.play(task, RequestKey(group_id=0, member=0), self._generate_by(says))
+        await asyncio.sleep(TICK_S)  # lets a late tick be counted
+        match result.failure:
+            case None:
+                rewards = tuple(part.reward for part in result.parts)
+                if any(not 0.0 <= one <= 1.0 for one in rewards):
+                    self._find("reward-out-of-range", f"{where}: a reward of {_shown(rewards)}")
+                return Transcript(tuple(tuple(part.tokens.tolist()) for part in result.parts), rewards)
+            case NotMade() as error:
+                self._find("not-in-a-process", str(error))
+            case NothingToShow() as error:
+                self._find("empty-observation", f"{where}: {error}")
+            case _Endless():
+                self._find("never-ends", f"{where}: the model was asked {MAX_TURNS} times, and the episode went on")
+            case error:
+                self._find(_name_of(error), f"{where}: {type(error).__name__}: {error}")
         return None
 
-    def _judged(self, episode: Episode, reward: Reward, where: str) -> Played | None:
-        try:
-            parts = episode.finish(reward)
-        except EnvironmentFailed as error:
-            self._find(_name_of(error), f"{where}: {error}")
-            return None
-        rewards = tuple(part.reward for part in parts)
-        if any(not 0.0 <= one <= 1.0 for one in rewards):
-            self._find("reward-out-of-range", f"{where}: a reward of {_shown(rewards)}")
-        return Played(tuple(tuple(part.tokens.tolist()) for part in parts), rewards)
-
-    def _episode(self, task: Task, says: Policy) -> Episode:
+    def _generate_by(self, says: ScriptedPolicy) -> Callable[[Request], Awaitable[Completion]]:
         num_said = 0
 
-        async def speak(request: Request) -> Completion:
+        async def generate(request: Request) -> Completion:
             nonlocal num_said
             if num_said >= MAX_TURNS:
-                raise _Endless("the policy has nothing more to say")
+                raise _Endless("the policy has no more turns")
             tokens = [*self._text.encode(says(num_said)), self._text.end_token]
             num_said += 1
-            await asyncio.sleep(TICK_S)  # others may move meanwhile, as they do while a model speaks
+            await asyncio.sleep(TICK_S)  # other episodes run meanwhile, as they do while a model generates
             zeros = (0,) * len(tokens)
             return Completion(tokens=tuple(tokens), logprobs=zeros, versions=zeros, finish=Finish.STOP)
 
-        async def waiting(what: str, work: Awaitable[Any]) -> Any:
-            return await work
-
-        return Episode(
-            task,
-            RequestKey(group_id=0, member=0),
-            generate=speak,
-            waiting=waiting,
-            sampling=Sampling(max_tokens=LONG),
-            run_seed=self._seed,
-            role="check",
-            max_parts=MAX_PARTS,
-        )
+        return generate
 
 
 async def _watch(late: list[float]) -> None:
-    """Ticks; one that comes late says that somebody held the event loop."""
+    """Tick, and record how late each tick came: a late one means that the event loop was blocked."""
     while True:
         began = time.monotonic()
         await asyncio.sleep(TICK_S)
         late.append(time.monotonic() - began - TICK_S)
 
 
-def tasks_trouble(tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
+def task_findings(tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
     ids = [task.id for task in tasks]
     if not tasks:
         yield "no-tasks", "there is no task to play"
@@ -288,17 +277,81 @@ def tasks_trouble(tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
 
 
 def _name_of(error: Exception) -> str:
-    """Of a failure, by what our own side says of it."""
+    """The name of the finding for a failed episode."""
     if isinstance(error, EnvironmentFailed) and "took longer than" in str(error):
         return "too-slow"
     is_infinite = isinstance(error, EnvironmentFailed) and "expected a finite number" in str(error)
     return "reward-not-finite" if is_infinite else "raises"
 
 
-def _lines(said: Sequence[str]) -> Policy:
-    """When they are over, nothing is said."""
+def _turns(said: Sequence[str]) -> ScriptedPolicy:
+    """Says these turns; after the last one, an empty text."""
     return lambda turn: said[turn] if turn < len(said) else ""
 
 
 def _shown(rewards: Sequence[float]) -> str:
     return ", ".join(f"{reward:g}" for reward in rewards)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def run_env_check(
+    use: str | None, args: Sequence[str], path: Path | None, *, process: bool = False, num_tasks: int = 8
+) -> list[EnvironmentReport]:
+    """Check one environment, or all that a config names."""
+    if use is None and path is None:
+        raise ConfigError("type what to check (millstream env check file.py:Name), or a config (--config RUN.toml)")
+    config = None if path is None else configs.load(path, RunConfig)
+    tables = _tables(use, args, config)
+    if process:
+        tables = [structs.replace(table, process=True) for table in tables]
+    kinds = [find(table) for table in tables]
+    rewards = (RewardConfig(),) if config is None else config.reward
+    tasks = [_tasks(kind, [kind.name for kind in kinds], config, num_tasks) for kind in kinds]
+
+    async def check_all() -> list[EnvironmentReport]:
+        return [await check_environment(kind, of, rewards=rewards) for kind, of in zip(kinds, tasks, strict=True)]
+
+    return asyncio.run(check_all())
+
+
+def _tables(use: str | None, args: Sequence[str], config: RunConfig | None) -> list[EnvironmentConfig]:
+    given = _given(args)
+    if use is None:
+        assert config is not None
+        if given:
+            raise ConfigError("--args goes with one environment: type which (millstream env check USE --args ...)")
+        return list(config.environment)
+    named = [] if config is None else [one for one in config.environment if use in (one.use, one.shown)]
+    table = named[0] if named else EnvironmentConfig(use=use)
+    return [structs.replace(table, args={**table.args, **given})]
+
+
+def _given(args: Sequence[str]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for arg in args:
+        key, equals, _ = arg.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise ConfigError(f"--args {arg}: expected KEY=VALUE, such as --args size=5")
+        configs._override(data, arg)
+    return data
+
+
+def _tasks(kind: Kind, names: Sequence[str], config: RunConfig | None, num_tasks: int) -> list[Task]:
+    """The environment's tasks from the data set, or those that it makes itself."""
+    data = None if config is None else config.data
+    if config is not None and data is not None and (data.path or data.name or data.toy):
+        found = read(structs.replace(data, holdout=0), seed=config.seed).tasks
+        return [task for task in found if len(names) == 1 or name_of(task, names) == kind.name][:num_tasks]
+    if kind.make_tasks is None:
+        raise ConfigError(
+            f"environment {kind.name} makes no tasks of its own: give the data set with --config RUN.toml"
+        )
+    return kind.make_tasks(num_tasks, 0 if config is None else config.seed)
+
+
+def env_report_lines(report: EnvironmentReport) -> Iterator[str]:
+    played = f"{report.num_tasks} tasks, {report.num_episodes} episodes"
+    yield from map(str, report.findings)
+    yield f"{report.environment}: {'fit' if report.is_fit else 'not fit'} ({played})"

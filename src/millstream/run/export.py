@@ -1,7 +1,7 @@
-"""What a run has trained so far as a Hugging Face model, from one of its checkpoints: while it runs, when it is dead or done.
+"""Export: the model of a run's checkpoint as a Hugging Face model, whether the run is active, stopped or finished.
 
-The run is not asked and nothing of it is touched. The folder is whole or not there: it is written under another name first.
-Neither the optimizer's state nor more than one copy of the weights is read. Imports torch.
+Only reads the run's files. The folder is complete or not there: it is written under a temporary name first. Neither the
+optimizer's state nor more than one copy of the weights is read. Imports torch.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ from millstream.run.checkpoint import Found
 from millstream.run.config import RunConfig
 from millstream.run.folder import RunFolder, program, resume_command
 
-TRIES = 3
-"""A run at work removes old checkpoints, the one that is being read among them, if that takes long."""
+MAX_EXPORT_TRIES = 3  # an active run removes old checkpoints, also the one that is being read, if that takes long
 
 
 class Exported(Struct, frozen=True, kw_only=True):
     folder: str
     step: int
     is_supervised: bool
-    """Whether that is a step of supervised training: there was no checkpoint of reinforcement learning yet."""
+    """Whether it is a step of supervised training: there was no checkpoint of reinforcement learning yet."""
     troubles: list[str]
-    """Checkpoints that were looked at and are not whole."""
+    """What is wrong with checkpoints that were tried before."""
 
     @property
     def what(self) -> str:
         return f"{'supervised ' if self.is_supervised else ''}step {self.step}"
 
 
-def export(run_dir: Path, target: Path, *, step: int | None = None) -> Exported:
-    """`step`: of the checkpoint; None is the newest one. With adapters: see `save_trained`."""
+def export(run_dir: str | Path, target: str | Path, *, step: int | None = None) -> Exported:
+    """Write what a run has trained so far to a new folder that transformers loads. `step`: of the checkpoint; None: the newest
+    one. With adapters: see `save_trained`."""
+    run_dir, target = Path(run_dir), Path(target)
     folder = RunFolder(run_dir)
     if not folder.config.is_file():
         raise ConfigError(f"{run_dir} is not a run folder: it has no config.toml")
     if target.exists():
         raise ConfigError(f"{target} is there already: choose another folder, or remove it")
     config = load(folder.config, RunConfig)
-    for attempt in range(1, TRIES + 1):
+    for attempt in range(1, MAX_EXPORT_TRIES + 1):
         found, is_supervised, troubles = _find(run_dir, step)
         try:
             _write(config, found, target)
         except LearnerError:
-            if found.folder.exists() or attempt == TRIES:
+            if found.folder.exists() or attempt == MAX_EXPORT_TRIES:
                 raise
         else:
             version = found.manifest.version
@@ -61,22 +62,22 @@ def export(run_dir: Path, target: Path, *, step: int | None = None) -> Exported:
 
 
 def _find(run_dir: Path, step: int | None) -> tuple[Found, bool, list[str]]:
-    """And whether it is one of supervised training."""
+    """The checkpoint, whether it is one of supervised training, and what is wrong with others."""
     troubles: list[str] = []
     for name in (checkpoint.FOLDER, checkpoint.WARMUP_FOLDER) if step is None else (checkpoint.FOLDER,):
-        found, more = checkpoint.look_for(run_dir, name, step)
+        found, more = checkpoint.find_for_reading(run_dir, name, step)
         troubles += more
         if found is not None:
             return found, name == checkpoint.WARMUP_FOLDER, troubles
     if troubles:
-        raise CheckpointError(f"no checkpoint in {run_dir} will do: {'; '.join(troubles)}")
+        raise CheckpointError(f"no checkpoint in {run_dir} is usable: {'; '.join(troubles)}")
     if step is not None and (there := checkpoint.steps_in(run_dir)):
         steps = ", ".join(map(str, there))
         raise ConfigError(
             f"the run in {run_dir} has no checkpoint of step {step}; it has those of {steps}: type --step {there[-1]}, or "
             "leave it out for the newest"
         )
-    raise ConfigError(f"the run in {run_dir} has no checkpoint yet. To go on with it:\n  {resume_command(run_dir)}")
+    raise ConfigError(f"the run in {run_dir} has no checkpoint yet. To resume the run:\n  {resume_command(run_dir)}")
 
 
 def _write(config: RunConfig, found: Found, target: Path) -> None:
@@ -97,6 +98,6 @@ def _write(config: RunConfig, found: Found, target: Path) -> None:
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise OutputError(
-            f"cannot write {target}: {error.strerror or error}. Mend that, and type\n  {program()} export "
+            f"cannot write {target}: {error.strerror or error}. Repair that, and type\n  {program()} export "
             f"{found.folder.parent.parent} {target}"
         ) from error

@@ -1,16 +1,16 @@
-"""The run folder: what a run leaves behind, readable whether the run is alive, dead or done.
+"""The run folder: the files of a run, readable whether the run is active, stopped or finished.
 
 config.toml      the resolved config
-events.jsonl     everything that happened
-metrics.jsonl    a line a step
+events.jsonl     every event
+metrics.jsonl    one line a step
 checkpoints/     see `run.checkpoint`
-warmup/          those of supervised training, until the model is saved
-reference/       the model after its warm-up, where what is trained is compared with it
+warmup/          checkpoints of supervised training, until the model is saved
+reference/       the model after its warm-up, where that is the reference
 model/           the trained model
-summary.json     the run in numbers; there when the run is finished
+summary.json     the run in numbers; written when the run is finished
 trace.json       a timeline for ui.perfetto.dev
-control.sock     while the run is at work: see `run.control`
-stacks.txt       what everything was doing when the run stood still, or was asked (SIGUSR1)
+control.sock     while the run is active: see `run.control`
+stacks.txt       waits and stacks, written when the run stalls or on SIGUSR1
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import fcntl
 import shutil
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,12 +37,12 @@ from millstream.run.config import RunConfig, with_absolute_paths
 FINISHED = "finished"
 LOCK = ".lock"
 MAY_CHANGE = ("runtime", "resources", "learner.ranks", "engine.replicas", "engine.process", "model.device")
-"""Keys of a run that may be others when it goes on: of where its parts are, and how many. `engine.process` and `model.device`
-are refused on a cluster, so that a run which has them could never move to one."""
+"""Keys that may change when a run is resumed: where its parts run, and how many there are. `engine.process` and `model.device`
+are refused on a cluster, so that a run which has them could otherwise never move to one."""
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
-    """What a run has to show. Accuracies are mean rewards on the held-out tasks; None if there are none."""
+    """The result of a run. Accuracies are mean rewards on the held-out tasks; None if there are none."""
 
     run_dir: str
     accuracy_before: float | None
@@ -50,7 +50,7 @@ class RunResult(Struct, frozen=True, kw_only=True):
     greedy_before: float | None
     greedy_after: float | None
     held_out_loss_before: float | None = None
-    """Of supervised training: mean negative log-likelihood of a token of the held-out tasks. None without any."""
+    """Of supervised training: mean negative log-likelihood of a token of the held-out tasks; None without it."""
     held_out_loss_after: float | None = None
     summary: Summary
 
@@ -68,12 +68,12 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, name: str) -> RunFolder:
-        """For a new run, with the resolved config in it."""
+        """A locked folder for a new run, with the resolved config in it."""
         if config.run_dir is not None:
             path = Path(config.run_dir)
             if (path / "events.jsonl").exists():
                 raise ConfigError(
-                    f"{path} holds a run already: choose another run_dir, or go on with it:\n  {resume_command(path)}"
+                    f"{path} holds a run already: choose another run_dir, or resume the run:\n  {resume_command(path)}"
                 )
         else:
             number = 1
@@ -90,8 +90,8 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, changes: Sequence[str] = ()) -> tuple[RunFolder, RunConfig]:
-        """Of a run that was stopped, or died, with its config and `changes` of it, as in `learner.ranks=1`: of where its parts
-        are, and no others. Raises `ConfigError` if there is nothing to go on with."""
+        """The locked folder of a run that was stopped or died, and its config with `changes` of where its parts run, such as
+        `learner.ranks=1`. Raises `ConfigError` if there is nothing to resume."""
         folder = cls(path)
         if not folder.config.is_file():
             raise ConfigError(f"{path} is not a run folder: it has no config.toml")
@@ -106,28 +106,28 @@ class RunFolder:
         return folder, config
 
     def keep(self, config: RunConfig) -> None:
-        """In place of the config that is there: what a run goes on with is what its folder says."""
+        """Replace the config in the folder by the one that the run is resumed with."""
         self._write(self.config.name, to_toml(with_absolute_paths(config)).encode())
 
     def lock(self) -> None:
-        """For the life of this process: two must not write to one run."""
+        """Held until `unlock` or the end of this process: two processes must not write to one run."""
         self._lock = (self.path / LOCK).open("wb")
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by whatever forks
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked processes
         except OSError as error:
-            raise ConfigError(f"the run in {self.path} is alive: another process is writing to it") from error
+            raise ConfigError(f"the run in {self.path} is active: another process is writing to it") from error
 
     def unlock(self) -> None:
         if self._lock is not None:
             self._lock.close()
 
     def is_finished(self) -> bool:
-        """Whether the last life came to its end, with or without writing the summary."""
+        """Whether the last process of the run finished it, with or without writing the summary."""
         last = next(iter(deque(read_events(self.events), maxlen=1)), None) if self.events.exists() else None
         return isinstance(last, RunEnded) and last.outcome == FINISHED
 
     def conclude(self) -> RunResult:
-        """The run in numbers, from its events: what is returned, and written as `trace.json` and, last, `summary.json`."""
+        """Compute the result from the events; write `trace.json` and, last, `summary.json`."""
         history = list(read_history(self.events))
         accuracy = {event.name: event.accuracy for event in history if isinstance(event, Evaluated)}
         losses = [event.held_out_loss for event in history if isinstance(event, WarmedUp)]
@@ -160,19 +160,26 @@ class RunFolder:
             raise OutputError(self.cannot_write(path, error)) from error
         return path
 
+    def write(self, path: Path, write: Callable[[Path], None]) -> None:
+        """Write something large. Raises `OutputError` with what to type, where that fails."""
+        try:
+            write(path)
+        except OSError as error:
+            raise OutputError(self.cannot_write(path, error)) from error
+
     def cannot_write(self, path: Path, error: OSError) -> str:
-        found = f"cannot write {path}: {error.strerror}. The run is not lost: mend that, then type"
+        found = f"cannot write {path}: {error.strerror}. The run is not lost: repair that, then type"
         return f"{found}\n  {resume_command(self.path)}"
 
 
 def check_changes(changes: Sequence[str]) -> None:
-    """Data, algorithm and seed are what a run is; another value of those is another run."""
+    """Raises `ConfigError` unless all of them are in `MAY_CHANGE`: other data, algorithm or seed make another run."""
     for change in changes:
         key = change.partition("=")[0].strip()
         if key not in MAY_CHANGE and not key.startswith("resources."):
             raise ConfigError(
-                f"--set {change} does not go with --resume: a run goes on with the config it began with, but for where its "
-                f"parts are ({', '.join(MAY_CHANGE)}, resources.*). For another config, begin another run"
+                f"--set {change} does not go with --resume: a run is resumed with the config it began with, but for where its "
+                f"parts run ({', '.join(MAY_CHANGE)}, resources.*). For another config, start another run"
             )
 
 
@@ -181,7 +188,7 @@ def resume_command(path: Path) -> str:
 
 
 def _further_command(folder: RunFolder, config: RunConfig) -> str:
-    """Trains a finished run's model with the run's own config, less what made a model from nothing."""
+    """Trains a finished run's model further, with the run's own config."""
     changes = [f"model.path={folder.model}"]
     changes += ["model.tiny="] if config.model.tiny is not None else []
     changes += ["learner.lora="] if config.learner.lora is not None else []
@@ -191,7 +198,7 @@ def _further_command(folder: RunFolder, config: RunConfig) -> str:
 
 
 def program() -> str:
-    """What to type for `millstream`: the path by which it was started, where the shell would not find it by name."""
+    """What to type for `millstream`: its path where the shell would not find it by name."""
     typed = Path(sys.argv[0])
     is_found = typed.name != "millstream" or shutil.which("millstream") is not None
     return "millstream" if is_found else str(typed)

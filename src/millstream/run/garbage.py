@@ -1,8 +1,8 @@
-"""Garbage collection that a run with many coroutines can afford.
+"""Garbage collection settings for a run with many coroutines.
 
-Python looks for cycles after every 700 new objects, and now and then among all there are: with ten thousand environments in
-flight that is a third of the scheduler's time, and hardly anything is found. What the libraries made at import is set aside for
-good, and the rest is looked through less often.
+By default Python looks for reference cycles after every 700 new objects, and at times among all objects: with ten thousand
+environments in flight that takes a third of the scheduler's time and finds hardly anything. Objects made at import are frozen,
+and the others are scanned less often.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SELDOM = (50_000, 50, 100)
+THRESHOLDS = (50_000, 50, 100)
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def seldom_collected() -> Iterator[None]:
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*SELDOM)
+    gc.set_threshold(*THRESHOLDS)
     try:
         yield
     finally:

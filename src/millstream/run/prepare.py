@@ -1,4 +1,4 @@
-"""From a config to all that a run begins with: what can be wrong with a config, data, a reward or a model is found here."""
+"""Prepare: from a config to everything that a run begins with. What can be wrong with it is found here. Imports torch."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.env.data import DataSet, digest, read
 from millstream.env.registry import Environments, check_tasks
-from millstream.env.resolve import find, make_tasks
 from millstream.env.rewards import Reward, Rewards, passed
 from millstream.env.rewards import prepare as prepare_rewards
 from millstream.model.load import set_up_cpu
 from millstream.run import build
-from millstream.run import build_scorers as build_stages
 from millstream.run.backend import Backend, backend_for
-from millstream.run.config import RunConfig, check_run
+from millstream.run.build_scorers import check_scorer_models
+from millstream.run.check import check_config
+from millstream.run.check_prompts import check_lengths, unknown_text
+from millstream.run.config import RunConfig
+from millstream.run.text import TokenizerText
 from millstream.types import Sampling, Task
 
 
 class Prepared(Struct, frozen=True, kw_only=True, eq=False):
-    """Everything that can be wrong with a config, a data set, a reward or a model is found while this is made."""
+    """A checked config, and what was built and loaded for it before the run has a folder."""
 
     config: RunConfig
-    site: Backend
+    backend: Backend
     data: DataSet
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    text: build.Text
+    text: TokenizerText
     environment: Environments
     rewards: Rewards
     sampling: Sampling
@@ -40,29 +42,29 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def tokenizer_for_stops(self) -> PreTrainedTokenizerBase | None:
-        """An engine needs one only if it must look for text."""
+        """For an engine that looks for stop strings; None where there are none."""
         return self.tokenizer if self.config.rollout.stop else None
 
 
-def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
+def prepare_run(config: RunConfig, reward: Reward | None = None) -> Prepared:
+    """Raises an error that says what to change where anything is wrong with the config, the data, a reward or a model."""
     if reward is not None:
         config = structs.replace(config, reward=passed(reward, config.reward))
-    check_run(config)
+    checked = check_config(config, is_reward_passed=reward is not None)
     set_up_cpu()
-    kinds = [find(one) for one in config.environment]
-    data = read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
-    site = backend_for(config)
-    of_driver = structs.replace(config.model, device="cpu") if config.runtime == "ray" else config.model
-    model, tokenizer = build.build_model(of_driver, seed=config.seed, lora=config.learner.lora)
-    text = build.Text(tokenizer=tokenizer)
+    data = read(config.data, seed=config.seed) if checked.data is None else checked.data
+    backend = backend_for(config)
+    driver_model = structs.replace(config.model, device="cpu") if config.runtime == "ray" else config.model
+    model, tokenizer = build.build_model(driver_model, seed=config.seed, lora=config.learner.lora)
+    text = TokenizerText(tokenizer=tokenizer)
     rewards = prepare_rewards(config.reward, reward)
-    environment = build.build_environment(kinds, text, rewards, site.launcher)
-    build_stages.check_models(config, tokenizer)
+    environment = build.build_environment(checked.kinds, text, rewards, backend.launcher)
+    check_scorer_models(config, tokenizer)
     check_tasks(environment, data, needs_gold=config.warmup is not None)
-    build.check_lengths(config, model, text, data, environment)
+    check_lengths(config, model, text, data, environment)
     return Prepared(
         config=config,
-        site=site,
+        backend=backend,
         data=data,
         model=model,
         tokenizer=tokenizer,
@@ -71,5 +73,5 @@ def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
         rewards=rewards,
         sampling=build.build_sampling(config, model, tokenizer),
         data_digest=digest(data),
-        warning=build.unknown_text(text, data, environment),
+        warning=unknown_text(text, data, environment),
     )

@@ -1,16 +1,16 @@
-"""A run on a Ray cluster: engines, learner ranks, those beside them, environments, rewards and the store's coordinator are
-processes that Ray places.
+"""The Ray backend: engines, learner ranks, scorers, environments, rewards and the store's coordinator are processes that Ray
+places.
 
     driver          the pipeline: admission, router, settling, checkpoints, events
-    coordinator     the store's books (`cluster.store`), on the driver's node; payloads in shared memory on every node
+    coordinator     the store's index (`cluster.store`), on the driver's node; payloads in shared memory on every node
     engine-0 ...    `engine.native.remote`, each with its place in the run's placement group
-    rank 0 ...      `learner.rank_worker`, likewise; rank 0 lets engines have weights (`parcels`)
+    rank 0 ...      `learner.rank_worker`, likewise; rank 0 publishes weights to engines (`weights.transfer`)
     reference ...   `learner.scorer_worker`: a reference, a critic, a proximal policy, where there is room
-    others          environments and rewards that have processes of their own, where there is room
+    others          environments and rewards that run in processes, where there is room
 
-The driver itself needs no GPU. Weights of the start are staged by the driver, all others by rank 0: they never pass through the
-driver. Whatever dies is replaced (`serving.fleet`, `run.replay`, Ray for the coordinator); without the driver all of it
-ends, and `millstream train --resume RUN` goes on from its checkpoint.
+The driver needs no GPU. It publishes the first weights; rank 0 publishes all others, which never pass through the driver. A
+process that dies is replaced (`serving.fleet`, `run.replay`, Ray for the coordinator). If the driver dies everything ends, and
+`millstream train --resume RUN` continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from millstream.rpc.process import Kind, Launcher
 from millstream.rpc.threads import DaemonThreads
 from millstream.run import build
 from millstream.run.backend import BackendContext, local_engine
-from millstream.run.build_scorers import Lasting, Place, Scorers, build_remote_scorers
+from millstream.run.build_scorers import DurableCritic, Scorers, build_remote_scorers
 from millstream.run.config import RunConfig, weight_ways
 from millstream.run.replay import ReplayedLearner
 from millstream.store import Store
@@ -59,8 +59,7 @@ from millstream.weights.transfer.cached_ref import CachedRef
 from millstream.weights.transfer.publisher import WeightsPublisher, open_publisher
 
 logger = logging.getLogger(__name__)
-OPENING_S = 30.0
-"""For Ray to be reached or started, when nobody wants it any more."""
+OPENING_S = 30.0  # for Ray to be reached or started, when the run is already closing
 
 
 class RayBackend:
@@ -73,16 +72,14 @@ class RayBackend:
         self._cluster: Cluster | None = None
         self._store: RayStore | None = None
         self._client: StoreClient | None = None
-        self._beginning = CachedRef(self._new_outbox)
-        self._offers = CachedRef(self._new_outbox)
-        """What engines and ranks begin with, and what this process has and an engine is offered: apart, so that neither takes
-        the other's place."""
+        # two caches, so that neither evicts the other: first weights of engines and ranks; weights that engines are offered
+        self._beginning = CachedRef(self._new_publisher)
+        self._offers = CachedRef(self._new_publisher)
         self._files = ""
         self._stopping = threading.Event()
         self._opened = threading.Event()
         self._opened.set()
-        self._thread = DaemonThreads("cluster", most=1)
-        """Kept for as long as the cluster: Ray's processes end with the thread that has started them."""
+        self._thread = DaemonThreads("cluster", most=1)  # Ray's processes end with the thread that has started them
 
     @property
     def cluster(self) -> Cluster:
@@ -92,17 +89,17 @@ class RayBackend:
 
     def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> RayWorker:
         worker = self.cluster.launch(kind, module, name=name, descriptors=descriptors)
-        self._say_started(name, kind, worker.pid, worker.node)
+        self._emit_started(name, kind, worker.pid, worker.node)
         return worker
 
-    def _say_started(self, worker: str, what: str, pid: int, node: str) -> None:
-        at = self._around.clock.now()
-        self._around.sink.emit(WorkerStarted(at=at, worker=worker, what=what, pid=pid, node=node))
+    def _emit_started(self, worker: str, what: str, pid: int, node: str) -> None:
+        at = self._context.clock.now()
+        self._context.sink.emit(WorkerStarted(at=at, worker=worker, what=what, pid=pid, node=node))
 
-    async def open(self, around: BackendContext) -> None:
-        self._around = around
-        self._model = around.model
-        self._files = str((around.folder / "weights").absolute())
+    async def open(self, context: BackendContext) -> None:
+        self._context = context
+        self._model = context.model
+        self._files = str((context.folder / "weights").absolute())
         config = self._config
         placement = placement_of(config.resources, replicas=config.engine.replicas, ranks=config.learner.ranks)
         self._opened.clear()
@@ -113,21 +110,21 @@ class RayBackend:
         self._first = await asyncio.to_thread(self._stage_first)
 
     def _open_cluster(self, placement: Placement) -> None:
-        """Whoever is told to stop does not wait for room: the call goes on without its caller, but not for long."""
+        """Not cancelled with its caller: `close` makes it end soon."""
         try:
             self._cluster = Cluster(self._resources, placement, self._stopping)
         finally:
             self._opened.set()
 
     def _delivery(self, *, is_of_rank: bool) -> Delivery:
-        """Over the network only where there is one, and on a device only by who has one: the driver has none."""
+        """Broadcast only between nodes, and GPU memory only from ranks: the driver has no GPU."""
         ways: tuple[Way, ...] = weight_ways(self._config, is_one_node=self.cluster.is_on_loopback)
         if not is_of_rank and "ipc" in ways:
             ways = tuple(dict.fromkeys("shared" if way == "ipc" else way for way in ways))
         return Delivery(ways=ways, files=self._files if "files" in ways else None)
 
     def _stage_first(self) -> WeightsRef:
-        """What the model is now."""
+        """Publish the weights of the model as it is now."""
         return self._beginning.put(model_weights(self._model))
 
     # ---- parts -------------------------------------------------------------------------------------------------------
@@ -136,15 +133,15 @@ class RayBackend:
     def is_lone_engine_replaced(self) -> bool:
         return self._config.engine.kind == "torch"
 
-    def has_ranks_elsewhere(self, learner: LearnerConfig) -> bool:
+    def has_learner_processes(self, learner: LearnerConfig) -> bool:
         return True
 
     def make_engine(self, name: str) -> Engine:
-        config, around = self._config.engine, self._around
+        config, context = self._config.engine, self._context
         if config.kind != "torch":
-            return local_engine(self._config, around, name)
+            return local_engine(self._config, context, name)
         device = "cuda" if self._resources.engine_gpus else "cpu"
-        plan = plan_of(self._model, config, around.tokenizer, device)
+        plan = plan_of(self._model, config, context.tokenizer, device)
         host = RemoteHost(
             lambda: self.launch("engine", MODULE, name=name),
             EngineSetup(plan=plan, parcel=self._first),
@@ -155,8 +152,8 @@ class RayBackend:
             host,
             slots=config.slots,
             max_length=context_length(self._model),
-            clock=around.clock,
-            sink=around.sink,
+            clock=context.clock,
+            sink=context.sink,
             answer_s=config.answer_s,
             name=name,
         )
@@ -184,44 +181,46 @@ class RayBackend:
             ),
         )
 
-    def build_scorers(self, kept: Path | None, lasting: Lasting) -> Scorers:
-        place = Place(
+    def build_scorers(self, saved: Path | None, durable: DurableCritic) -> Scorers:
+        return build_remote_scorers(
+            self._config,
+            self._model,
+            saved,
             launcher=self,
-            open_publisher=self._new_outbox,
+            open_publisher=self._new_publisher,
             device="cuda" if self._resources.stage_gpus else "cpu",
-            lasting=lasting,
+            durable=durable,
         )
-        return build_remote_scorers(self._config, self._model, kept, place)
 
-    def _new_outbox(self) -> WeightsPublisher:
+    def _new_publisher(self) -> WeightsPublisher:
         return open_publisher(self._delivery(is_of_rank=False), node=self.cluster.node, host=self.cluster.host)
 
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         tasks, capacity = build.store_plan(self._config, stages)
         self._store = await asyncio.to_thread(RayStore, tasks, capacity_rows=capacity)
-        self._say_started("the store's coordinator", "store", self._store.pid, self.cluster.node)
+        self._emit_started("the store's coordinator", "store", self._store.pid, self.cluster.node)
         self._client = await self._store.connect("pipeline")
         return self._client
 
     def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
-        """Weights that died with whoever had staged them are staged anew by the learner that took its place."""
+        """Weights that were lost with the rank that had published them are published again by the learner that replaced it."""
         return RemoteChannel(version, learner.weights_of if isinstance(learner, ReplayedLearner) else None)
 
     async def close(self) -> None:
-        """Numbered, since each leans on the next, and is closed even where one before it could not be: 1. our line to the
-        store, 2. the store, 3. staged weights, 4. the cluster, 5. files of weights that the dead have left. A cluster that is
-        still being opened is waited for: it would be nobody's."""
+        """Close in this order, since each needs the next, and each even if one before it fails: 1. the connection to the store,
+        2. the store, 3. published weights, 4. the cluster, 5. weight files of dead processes. A cluster that is still being
+        opened is waited for: otherwise nothing would close it."""
         self._stopping.set()
         if not await asyncio.to_thread(self._opened.wait, OPENING_S):
-            logger.warning("Ray is still being reached or started after %.0f s: it is left alone", OPENING_S)
+            logger.warning("Ray is still being reached or started after %.0f s: it is not closed", OPENING_S)
         async with AsyncExitStack() as closing:
             if self._files:
                 closing.callback(shutil.rmtree, self._files, ignore_errors=True)
             closing.callback(self._thread.let_go)
             if self._cluster is not None:
                 closing.push_async_callback(asyncio.to_thread, self._cluster.close)
-            for shelf in (self._beginning, self._offers):
-                closing.push_async_callback(asyncio.to_thread, shelf.close)
+            for cached in (self._beginning, self._offers):
+                closing.push_async_callback(asyncio.to_thread, cached.close)
             if self._store is not None:
                 closing.push_async_callback(asyncio.to_thread, self._store.close)
             if self._client is not None:

@@ -1,33 +1,46 @@
-"""The lives of a run before this one: what a run that goes on has behind it, and the state of global generators it takes up."""
+"""Resume: what earlier processes of a run left in its log and its checkpoints, and the random states to restore."""
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from millstream.events import (
-    CheckpointSealed,
-    Resumed,
-    WarmupSealed,
-)
-from millstream.events.sinks import read_events
-from millstream.run.checkpoint import Found
+from millstream.errors import CheckpointError
+from millstream.events import WARMUP, CheckpointSealed, Evaluated, Resumed, WarmupSealed
+from millstream.events.sinks import read_events, read_history
+from millstream.run.checkpoint import WARMUP_FOLDER, Found, find_newest
 from millstream.run.folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 
 class PreviousRun(NamedTuple):
-    """Of the processes before this one."""
+    """What the log says about earlier processes of this run."""
 
     incarnation: int
     ended_at: float
-    sealed: set[str]
-    """Digests of the checkpoints that they wrote."""
+    sealed: set[str]  # digests of the checkpoints that they wrote
 
 
-def last_life(folder: RunFolder) -> PreviousRun:
+class ResumePoint(NamedTuple):
+    """Where a resumed run continues."""
+
+    previous: PreviousRun
+    found: Found | None  # a checkpoint of reinforcement learning
+    supervised: Found | None = None  # a checkpoint of supervised training, where there is no other
+    changes: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> int:
+        return 0 if self.found is None else self.found.manifest.version
+
+
+def read_previous(folder: RunFolder) -> PreviousRun:
     incarnation, ended_at, sealed = 0, 0.0, set[str]()
     for event in read_events(folder.events) if folder.events.exists() else ():
         ended_at = max(ended_at, event.at)
@@ -38,22 +51,36 @@ def last_life(folder: RunFolder) -> PreviousRun:
     return PreviousRun(incarnation, ended_at, sealed)
 
 
-class ResumePoint(NamedTuple):
-    """What a resumed run has behind it."""
+def find_resume_point(folder: RunFolder, data_digest: str, changes: tuple[str, ...]) -> ResumePoint:
+    """The newest intact checkpoint; damaged ones are renamed, with a warning. Raises `CheckpointError` if there are checkpoints
+    and none is intact, or if the data is not what the run began with."""
+    previous, supervised = read_previous(folder), None
+    found, troubles = find_newest(folder.path, previous.sealed)
+    if found is None:
+        supervised, more = find_newest(folder.path, previous.sealed, WARMUP_FOLDER)
+        troubles += more
+    for trouble in troubles:
+        logger.warning("%s; it is set aside", trouble)
+    for one in (found, supervised):
+        if one is not None and one.run_state().data_digest != data_digest:
+            raise CheckpointError(
+                f"the data set is not the one that the run in {folder.path} began with: the run cannot be resumed. Restore "
+                "the data, or start a new run"
+            )
+    return ResumePoint(previous, found, supervised, changes)
 
-    found: Found | None
-    life: PreviousRun
-    supervised: Found | None = None
-    """A checkpoint of supervised training, where there is none of reinforcement learning."""
-    changes: tuple[str, ...] = ()
 
-    @property
-    def version(self) -> int:
-        return 0 if self.found is None else self.found.manifest.version
+def evaluations_before(folder: RunFolder, resumed: ResumePoint | None) -> Iterator[Evaluated]:
+    """The evaluations of earlier processes that the checkpoint covers, to be shown again."""
+    if resumed is None or resumed.found is None:
+        return
+    for event in read_history(folder.events, upto=resumed.found.manifest.covers_seq):
+        if isinstance(event, Evaluated) and event.name != WARMUP:
+            yield event
 
 
-def generators() -> dict[str, Any]:
-    """The states of the global generators, in plain types."""
+def random_states() -> dict[str, Any]:
+    """The states of the global generators of Python, numpy and torch, in plain types."""
     version, numbers, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -63,7 +90,7 @@ def generators() -> dict[str, Any]:
     }
 
 
-def restore_generators(states: dict[str, Any]) -> None:
+def restore_random_states(states: dict[str, Any]) -> None:
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     keys, position, has_gauss, cached = states["numpy"]

@@ -1,8 +1,8 @@
-"""Watches the event loop from a thread of its own, and says what everything is doing when nothing moves.
+"""The watchdog: a thread that detects a blocked event loop, and writes what every thread and coroutine is doing.
 
 A reward that blocks (a plain `requests.get` inside an `async def`, say) stops everything, timers included: only another thread
-can tell. After `stall_s` the watchdog writes all waits and stacks to a file and says so; after `deadline_s` it ends the run
-with the place that blocked. The same dump is written on SIGUSR1, and whenever a wait lasts too long.
+can notice. After `stall_s` the watchdog writes all waits and stacks to a file and emits `Stalled`; after `deadline_s` it ends
+the run with the place that blocked. The same dump is written on SIGUSR1, and when a wait lasts longer than `stall_s`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIBRARIES = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<fro
 
 
 class Watchdog:
-    """Start it on the event loop that it is to watch. `end` is called on its thread when the deadline has passed."""
+    """Start it on the event loop that it watches. `end` is called on its thread when the deadline has passed."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Watchdog:
         self._waits.on_stall = self._on_stall
         self._beats = asyncio.create_task(self._beat())
         self._thread.start()
-        with suppress(ValueError, AttributeError, OSError):  # the main thread's to do, and not every system has it
+        with suppress(ValueError, AttributeError, OSError):  # only in the main thread, and not on every system
             self._handler = signal.signal(signal.SIGUSR1, lambda number, frame: self._asked.append("SIGUSR1"))
             self._stacks = self._path.open("a")
             faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True, chain=True)
@@ -94,8 +94,8 @@ class Watchdog:
     # ---- on the thread -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Time is counted in looks of this thread's own: one that slept with the rest of the machine says nothing."""
-        num_beats, blocked_s, looked_at, is_told = 0, 0.0, time.monotonic(), False
+        """Time is counted in wake-ups of this thread: the time in which the whole machine slept does not count."""
+        num_beats, blocked_s, looked_at, is_reported = 0, 0.0, time.monotonic(), False
         while not self._closing.wait(BEAT_S):
             while self._asked:
                 self._dump(self._asked.pop(0))
@@ -103,20 +103,20 @@ class Watchdog:
             blocked_s = 0.0 if is_beating else blocked_s + min(now - looked_at, 2 * BEAT_S)
             num_beats, looked_at = self._num_beats, now
             if blocked_s < self._stall_s:
-                is_told = False
-            elif not is_told:
-                is_told = True
-                self._tell(blocked_s)
+                is_reported = False
+            elif not is_reported:
+                is_reported = True
+                self._report(blocked_s)
             if blocked_s >= self._deadline_s:
                 self._end(f"{EVENT_LOOP} has been blocked for {blocked_s:.0f} s by {self._culprit()}")
 
-    def _tell(self, blocked_s: float) -> None:
+    def _report(self, blocked_s: float) -> None:
         culprit = self._culprit()
         self._dump(f"{EVENT_LOOP} is blocked by {culprit}")
         self._sink.emit(Stalled(at=self._clock.now(), owner=EVENT_LOOP, what=culprit, seconds=blocked_s))
 
     def _culprit(self) -> str:
-        """Of what the event loop called last, the innermost place that is neither ours nor a library's, if there is one."""
+        """The innermost frame of the event loop's last callback that is neither Millstream's nor a library's, if any."""
         frame = sys._current_frames().get(self._watched.ident or 0)
         if frame is None:
             return "a thread that has ended"
@@ -128,7 +128,7 @@ class Watchdog:
         return f"{place.name} ({place.filename}, line {place.lineno}: {place.line})"
 
     def _dump(self, reason: str) -> None:
-        """Whatever goes wrong with it, the watch goes on."""
+        """Errors are ignored: the watchdog must not end."""
         with suppress(Exception), self._path.open("a") as file:
             file.write("\n".join([*self._waits_now(reason), *_threads(), *self._coroutines()]) + "\n\n")
 
@@ -151,7 +151,7 @@ def _threads() -> list[str]:
 
 
 def _where(task: asyncio.Task[Any]) -> str:
-    """The innermost place at which a coroutine is suspended."""
+    """Where a coroutine is suspended: its innermost frame."""
     coroutine: object = task.get_coro()
     name, line = getattr(coroutine, "__qualname__", "?"), 0
     while coroutine is not None:

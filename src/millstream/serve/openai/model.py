@@ -12,9 +12,10 @@ from millstream.engine import EngineConfig
 from millstream.events import Event
 from millstream.model.load import context_length, set_up_cpu
 from millstream.model.locate import check_path
-from millstream.run.build import Text, build_engine, build_model, end_tokens
+from millstream.run.build import build_engine, build_model, end_tokens
 from millstream.run.config import ModelConfig
 from millstream.run.folder import program
+from millstream.run.text import TokenizerText
 from millstream.serve.auth import check_token
 from millstream.serve.openai.service import ModelServiceConfig, Served, serve
 
@@ -46,7 +47,7 @@ class Nowhere:
 def build(config: ServedConfig) -> Served:
     """Must be called on the event loop that serves it. The engine is to be closed by whoever called."""
     model, tokenizer = build_model(config.model, seed=0)
-    text = Text(tokenizer=tokenizer, most_prompts_kept=1)  # prompts of strangers, of any length
+    text = TokenizerText(tokenizer=tokenizer, max_prompts_kept=1)  # prompts of strangers, of any length
     text.encode(" ")  # the first call settles how it cuts and pads: that must not change while others use it
     limits = [length for length in (context_length(model), config.max_length) if length is not None]
     return Served(

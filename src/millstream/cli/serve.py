@@ -1,0 +1,131 @@
+"""The commands that serve: a model with OpenAI's API, and a store."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from millstream.cli.common import console, errors_shown, model_in
+from millstream.engine import EngineConfig
+from millstream.run.config import ModelConfig
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+HostOption = Annotated[
+    str, typer.Option("--host", help="The address to listen on. Other than this machine's own only with a token.")
+]
+PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="The port to listen on. 0: any free port.")]
+TokenOption = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        envvar="MILLSTREAM_TOKEN",
+        help="The token that clients must send. Prefer the environment variable: others may see what is typed.",
+    ),
+]
+
+
+def serve_command(
+    path: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, a name on the hub, or a run folder.")
+    ],
+    name: Annotated[
+        str | None, typer.Option("--name", help="The name of the model for clients. Default: MODEL.")
+    ] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    device: Annotated[
+        Device, typer.Option("--device", help="Where the model runs. auto: on a GPU if there is one.")
+    ] = Device.AUTO,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="The type of the weights.")] = Dtype.FLOAT32,
+    slots: Annotated[
+        int, typer.Option("--slots", min=1, help="The number of answers that are decoded at the same time.")
+    ] = 32,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            "--max-length", min=2, help="Maximal tokens of a prompt and its answer. Default: the model's context."
+        ),
+    ] = None,
+    max_requests: Annotated[
+        int,
+        typer.Option(
+            "--max-requests", min=1, help="The number of requests at a time; further ones are refused with status 429."
+        ),
+    ] = 256,
+    weights_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights-from",
+            metavar="DIR",
+            help="Load new weights from folders in DIR when a client asks for it: for training.",
+        ),
+    ] = None,
+    token: TokenOption = None,
+) -> None:
+    """Serve a model with OpenAI's API. Completions, chats, streams, and sessions that become rollouts, over HTTP."""
+    with errors_shown():
+        from millstream.serve.openai import model
+        from millstream.serve.openai import service as openai
+
+        chosen = model.ServedConfig(
+            name=name or path,
+            max_length=max_length,
+            model=ModelConfig(path=model_in(path, "serving"), device=device.value, dtype=dtype.value),
+            engine=EngineConfig(slots=slots),
+        )
+        model.run(
+            chosen,
+            openai.ModelServiceConfig(
+                host=host,
+                port=port,
+                max_requests=max_requests,
+                weights_from=None if weights_from is None else str(weights_from),
+            ),
+            token=token,
+            on_ready=lambda url, known_as: console.out(f"{known_as} is at {url}/v1", highlight=False),
+        )
+
+
+def serve_store_command(
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task",
+            metavar="NAME:COLUMNS",
+            help="A task and the columns that it reads: train:tokens,reward. Append :rows for rows instead of whole groups, "
+            ":after=NAME for a task that follows another. May be repeated.",
+        ),
+    ] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 7077,
+    capacity_rows: Annotated[
+        int | None,
+        typer.Option("--capacity-rows", min=1, help="The number of rows beyond which puts wait. Default: no limit."),
+    ] = None,
+    token: TokenOption = None,
+) -> None:
+    """Serve a store over HTTP. Prompts, experience and notices of new weights, for programs in any language."""
+    with errors_shown():
+        from millstream.serve.store import service as store
+
+        store.run(
+            tasks or [],
+            store.StoreServiceConfig(host=host, port=port),
+            capacity_rows=capacity_rows,
+            token=token,
+            on_ready=lambda url: console.out(f"the store is at {url}", highlight=False),
+        )

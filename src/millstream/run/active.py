@@ -1,0 +1,134 @@
+"""The state of a run in this process, shared by its phases: its parts, its progress, whether it must stop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import signal
+from typing import Protocol
+
+from millstream.clock import RealClock
+from millstream.engine import Engine
+from millstream.events import Resumed, RunEnded, RunStarted, Status, Warned
+from millstream.pipeline.pipeline import Pipeline
+from millstream.run.checkpoint import Checkpoints, RunState
+from millstream.run.evaluate import new_waits
+from millstream.run.folder import RunFolder
+from millstream.run.log import RunLog
+from millstream.run.prepare import Prepared
+from millstream.run.resume import ResumePoint, random_states
+
+
+class Stoppable(Protocol):
+    def stop(self) -> None:
+        """End after the current batch, with a checkpoint."""
+        ...
+
+
+class ActiveRun:
+    """One process of a run, started new (`resumed` is None) or from a checkpoint."""
+
+    def __init__(self, prepared: Prepared, folder: RunFolder, log: RunLog, resumed: ResumePoint | None) -> None:
+        self.prepared = prepared
+        self.config = prepared.config
+        self.folder = folder
+        self.log = log
+        self.resumed = resumed
+        self.found = None if resumed is None else resumed.found
+        self.incarnation = 0 if resumed is None else resumed.previous.incarnation + 1
+        self.clock = RealClock(0.0 if resumed is None else resumed.previous.ended_at)
+        self.waits = new_waits(self.config, self.clock, log)
+        self.state = None if self.found is None else self.found.run_state()
+        self.run_id = secrets.token_hex(8) if self.state is None else self.state.run_id
+        self.start_version = 0 if resumed is None else resumed.version
+        self.pipeline: Pipeline | None = None
+        self.checkpoints: Checkpoints | None = None
+        self.sft_step_kept = 0  # the step of the newest checkpoint of supervised training that this process wrote
+        self.at_work: Stoppable | None = None  # what a first signal lets finish its batch
+        self.stopped_by: signal.Signals | None = None
+        self.grace: asyncio.TimerHandle | None = None
+        self.is_done = False
+
+    @property
+    def version(self) -> int:
+        """The version that training is at."""
+        return self.start_version if self.pipeline is None else self.pipeline.admission.version
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.stopped_by is not None
+
+    def end_grace(self) -> None:
+        """The grace period is for the batch; the last checkpoint may take as long as it needs."""
+        if self.grace is not None:
+            self.grace.cancel()
+
+    def adopt(self, engine: Engine) -> bool:
+        """Whether the pipeline, if there is one, takes this new engine in."""
+        return self.pipeline is not None and self.pipeline.adopt(engine)
+
+    def checkpoint_state(self) -> RunState:
+        return RunState(run_id=self.run_id, data_digest=self.prepared.data_digest, generators=random_states())
+
+    async def status(self) -> Status:
+        if self.pipeline is not None:
+            return await self.pipeline.status()
+        return Status(
+            at=self.clock.now(),
+            requests_running=0,
+            requests_waiting=0,
+            rows_in_store=0,
+            groups_outstanding=0,
+            groups_taken=0,
+            budget=0,
+            waits=self.waits.counted(),
+        )
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def emit_begun(self) -> None:
+        """That an earlier process is continued; of a new run, what there is to warn of."""
+        resumed, found = self.resumed, self.found
+        if resumed is None:
+            if self.prepared.warning:
+                self.warn(self.prepared.warning)
+            return
+        self.log.emit(
+            Resumed(
+                at=self.clock.now(),
+                incarnation=self.incarnation,
+                version=self.start_version,
+                from_seq=-1 if found is None else found.manifest.covers_seq,
+                digest="" if found is None else found.digest,
+                changes=resumed.changes,
+            )
+        )
+
+    def emit_started(self) -> None:
+        pipeline, rollout = self.config.pipeline, self.config.rollout
+        self.log.emit(
+            RunStarted(
+                at=self.clock.now(),
+                run_id=self.run_id,
+                seed=self.config.seed,
+                steps=pipeline.steps,
+                num_tasks=len(self.prepared.data.train),
+                filter_zero_signal=pipeline.filter_zero_signal,
+                min_group_size=rollout.min_group_size,
+                groups_per_step=pipeline.groups_per_step,
+                group_size=rollout.group_size,
+                max_lag=pipeline.max_lag,
+                lag_bound=math.ceil(pipeline.max_lag),
+                budget=pipeline.most_groups,
+                extra_members=rollout.extra_members,
+                is_first_to_finish=pipeline.is_first_to_finish,
+                max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
+            )
+        )
+
+    def emit_ended(self, outcome: str) -> None:
+        self.log.emit(RunEnded(at=self.clock.now(), outcome=outcome, version=self.version))
+
+    def warn(self, message: str) -> None:
+        self.log.emit(Warned(at=self.clock.now(), message=message))

@@ -1,0 +1,46 @@
+"""The log of a run: `events.jsonl` and `metrics.jsonl` in its folder, and the sinks that show the same events elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millstream.errors import OutputError
+from millstream.events import Event, EventSink
+from millstream.events.sinks import JsonlSink, MetricsSink, Tee
+from millstream.run.folder import RunFolder
+
+
+class RunLog:
+    """An event sink. `upto`: the version that a resumed run continues from; later metrics are removed. Raises `OutputError`
+    where a file cannot be written."""
+
+    def __init__(self, folder: RunFolder, sinks: Sequence[EventSink], *, upto: int) -> None:
+        self._folder = folder
+        try:
+            self._events = JsonlSink(folder.events)
+            self._metrics = MetricsSink(folder.metrics, upto=upto)
+        except OSError as error:
+            raise OutputError(folder.cannot_write(folder.events, error)) from error
+        self._tee = Tee([self._events, self._metrics], sinks)
+        self.emit = self._tee.emit
+
+    def show(self, event: Event) -> None:
+        """To the other sinks only: an event of an earlier process, which is in the files already."""
+        self._tee.show(event)
+
+    def last_seq(self) -> int:
+        """The number of the last event so far; -1 before the first."""
+        return self._events.last_seq
+
+    def sync(self) -> None:
+        """Returns when everything so far is on the disk."""
+        self._events.sync()
+        self._metrics.sync()
+
+    def close(self) -> None:
+        self._tee.close()
+        try:
+            self._metrics.close()
+            self._events.close()
+        except OSError as error:
+            raise OutputError(self._folder.cannot_write(self._folder.events, error)) from error

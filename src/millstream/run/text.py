@@ -1,0 +1,102 @@
+"""The tokenizer as environments see it: text to tokens, tokens to text, chats through the tokenizer's template."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from jinja2 import TemplateError
+from msgspec import Struct, field
+from transformers import PreTrainedTokenizerBase
+
+from millstream.env import Content
+from millstream.errors import DataError
+from millstream.types import Message, Task
+
+logger = logging.getLogger(__name__)
+MAX_PROMPTS_KEPT = 32_768
+MAX_CHARACTERS_KEPT = 256  # of a text that is kept with its tokens
+
+
+class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
+    """A `millstream.env.Text` by one tokenizer. Encoded texts are kept, so that each is encoded once."""
+
+    tokenizer: PreTrainedTokenizerBase
+    is_watched: bool = False
+    """Whether to warn, once, of text that the tokenizer does not know."""
+    warnings: list[str] = field(default_factory=list)
+    max_prompts_kept: int = MAX_PROMPTS_KEPT
+    """Prompts kept with their tokens, however long they are."""
+    _opened: dict[str | tuple[Message, ...], list[int]] = field(default_factory=dict)
+    _encoded: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def has_chat(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    @property
+    def end_token(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Short texts are kept: environments say the same ones again and again."""
+        found = self._encoded.get(text)
+        if found is None:
+            found = list(self.tokenizer(text, add_special_tokens=False).input_ids)
+            self._warn_of_unknown(text, found)
+            if len(text) <= MAX_CHARACTERS_KEPT:
+                if len(self._encoded) >= MAX_PROMPTS_KEPT:
+                    self._encoded.clear()
+                self._encoded[text] = found
+        return found.copy()
+
+    def opening(self, content: Content) -> list[int]:
+        """Kept: the check before the run, or the first member of a group, encodes it."""
+        key = content if isinstance(content, str) else tuple(content)
+        if key not in self._opened:
+            if len(self._opened) >= self.max_prompts_kept:
+                self._opened.clear()
+            self._opened[key] = (
+                list(self.tokenizer(key).input_ids) if isinstance(key, str) else self.encode(self.render(key))
+            )
+            self._warn_of_unknown(key, self._opened[key])
+        return self._opened[key]
+
+    def render(self, messages: Sequence[Message]) -> str:
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                "a prompt is a list of messages, and the model's tokenizer has no chat template: "
+                "use string prompts, or a model that has one"
+            )
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        except (TemplateError, TypeError) as error:  # a template may add what cannot be added
+            roles = ", ".join(message.role for message in messages)
+            raise DataError(f"the model's chat template refuses a chat of {roles}: {error}") from error
+
+    def knows(self, tokens: Sequence[int]) -> bool:
+        """Whether none of these tokens is the unknown token. A tokenizer of bytes has none."""
+        tokenizer = self.tokenizer
+        others = (None, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        return tokenizer.unk_token_id in others or tokenizer.unk_token_id not in tokens
+
+    def _warn_of_unknown(self, text: object, tokens: Sequence[int]) -> None:
+        """Prompts are checked before the run; what an environment says is known only when it says it."""
+        if self.is_watched and not self.warnings and not self.knows(tokens):
+            self.warnings.append(
+                f"the tokenizer does not know something in {text!r}: the model sees {self.tokenizer.unk_token}"
+            )
+            logger.warning("%s", self.warnings[0])
+
+    def unknown_pieces(self, task: Task) -> list[str]:
+        """The pieces of a string prompt that the tokenizer does not know, each once."""
+        if not isinstance(task.prompt, str) or not self.tokenizer.is_fast:
+            return []
+        found = self.tokenizer(task.prompt, return_offsets_mapping=True)
+        spans = zip(found.input_ids, found.offset_mapping, strict=True)
+        pieces = (task.prompt[begin:end] for token, (begin, end) in spans if token == self.tokenizer.unk_token_id)
+        return list(dict.fromkeys(pieces))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -1,0 +1,128 @@
+"""The driver of episodes: a failed episode is a result; only what ends the run, and the caller's cancellation, is raised."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from millstream.clock import VirtualClock, run_virtual
+from millstream.env import Context
+from millstream.errors import EngineError, EnvironmentFailed, RolloutTimeout
+from millstream.events.sinks import MemorySink
+from millstream.pipeline.episode import EndOfScript, EpisodeResult, Player
+from millstream.pipeline.waits import Limit, Waits
+from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task
+
+Play = Callable[[Context], Coroutine[Any, Any, float]]
+
+
+class Game:
+    def __init__(self, play: Play) -> None:
+        self.rollout = play
+
+
+async def speak(request: Request) -> Completion:
+    return Completion(tokens=(7, 8), logprobs=(-0.5, -0.25), versions=(3, 3), finish=Finish.STOP)
+
+
+async def played(play: Play, generate: Any = speak, *, limit_s: float = 10.0, **options: Any) -> EpisodeResult:
+    waits = Waits(clock=VirtualClock(), sink=MemorySink(), stall_s=100.0, deadline_s=100.0)
+    player = Player(
+        environment=Game(play), sampling=Sampling(max_tokens=2), run_seed=0, role="test", max_parts=2, waits=waits
+    )
+    key = RequestKey(group_id=1, member=0)
+    return await player.play(Task(id="1", prompt="?"), key, generate, owner="me", limit=Limit(limit_s), **options)
+
+
+def test_an_episode_has_its_parts_and_turns() -> None:
+    async def two_parts(context: Context) -> float:
+        await context.generate([1])
+        await context.part().generate([2, 3])
+        return 0.5
+
+    result = run_virtual(played(two_parts))
+    assert result.failure is None and result.num_sampled == 4
+    assert [part.tokens.tolist() for part in result.parts] == [[1, 7, 8], [2, 3, 7, 8]]
+    assert {part.reward for part in result.parts} == {0.5}
+
+
+def test_what_an_environment_raises_is_a_result_with_the_turns_before_it() -> None:
+    async def breaks(context: Context) -> float:
+        await context.generate([1])
+        raise KeyError("mine")
+
+    result = run_virtual(played(breaks))
+    assert isinstance(result.failure, KeyError) and not result.parts and result.num_sampled == 2
+
+
+def test_an_episode_that_takes_too_long_fails_with_what_it_waited_for() -> None:
+    async def slow(context: Context) -> float:
+        await context.generate([1])
+        await context.waiting("a place", asyncio.sleep(60), is_timed=False)
+        await context.waiting("a slow reward", asyncio.sleep(60))
+        return 1.0
+
+    failure = run_virtual(played(slow)).failure
+    assert isinstance(failure, RolloutTimeout)
+    assert "no reward after 10 s: 10 s of it it waited for a slow reward" in str(failure)
+
+
+def test_a_script_that_ends_ends_the_episode_with_what_was_played() -> None:
+    turns = iter([speak])
+
+    async def scripted(request: Request) -> Completion:
+        turn = next(turns, None)
+        if turn is None:
+            raise EndOfScript("no more turns")
+        return await turn(request)
+
+    async def endless(context: Context) -> float:
+        while True:
+            await context.generate([1])
+
+    result = run_virtual(played(endless, scripted))
+    assert result.failure is None and [part.reward for part in result.parts] == [0.0]
+
+
+def test_an_engine_that_fails_ends_more_than_the_episode() -> None:
+    async def broken(request: Request) -> Completion:
+        raise EngineError("no engine is left")
+
+    async def asks(context: Context) -> float:
+        await context.generate([1])
+        return 1.0
+
+    with pytest.raises(EngineError, match="no engine is left"):
+        run_virtual(played(asks, broken))
+
+
+async def forever(context: Context) -> float:
+    await context.generate([1])
+    await asyncio.get_running_loop().create_future()
+    return 1.0
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_cancelled_caller_stays_cancelled_unless_the_episode_alone_was_aborted(is_aborted: bool) -> None:
+    async def program() -> EpisodeResult:
+        task = asyncio.create_task(played(forever, is_aborted=lambda: is_aborted))
+        await asyncio.sleep(1)
+        task.cancel()
+        return await task
+
+    if not is_aborted:
+        with pytest.raises(asyncio.CancelledError):
+            run_virtual(program())
+        return
+    result = run_virtual(program())
+    assert isinstance(result.failure, EnvironmentFailed) and result.num_sampled == 2
+
+
+def test_an_environment_that_cancels_itself_has_failed() -> None:
+    async def cancels(context: Context) -> float:
+        raise asyncio.CancelledError
+
+    assert isinstance(run_virtual(played(cancels)).failure, EnvironmentFailed)
