@@ -106,7 +106,7 @@ class FarStore(MemoryStore):
 def test_a_checkpoint_is_one_moment_even_of_a_store_that_is_far_away(world: World, cut: random.Random) -> None:
     try:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("simulated.MemoryStore", FarStore)
+            patched.setattr("support.simulated.MemoryStore", FarStore)
             _, outcome = cut_and_resume(world, cut)
     except MillstreamError as error:
         assert world.failure > 0 and "in a row failed" in str(error), error

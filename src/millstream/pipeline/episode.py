@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from millstream.env import Content, Reward, Text
 from millstream.errors import EnvironmentFailed, RequestRefused
-from millstream.pipeline.waits import Limit
+from millstream.pipeline.limit import Limit
 from millstream.seeds import request_seed
 from millstream.types import Completion, Finish, Request, RequestKey, Rollout, Sampling, Task
 

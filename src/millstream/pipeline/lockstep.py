@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 
 from millstream.engine import Engine
 from millstream.errors import EngineGone
-from millstream.pipeline.waits import Notifier, Waits
+from millstream.pipeline.notify import Notifier
+from millstream.pipeline.waits import Waits
 from millstream.serving.router import Router
 from millstream.types import RequestKey
 

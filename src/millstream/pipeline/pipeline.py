@@ -58,6 +58,7 @@ from millstream.learner import Critic, Follower, Learner, Snapshot
 from millstream.learner.packing import Packer
 from millstream.pipeline.admission import Admission, Place
 from millstream.pipeline.lockstep import Gate
+from millstream.pipeline.notify import Notifier, QuiescePoint
 from millstream.pipeline.proximal import Proximal
 from millstream.pipeline.rollouts import RolloutConfig, Rollouts, Setting
 from millstream.pipeline.schedule import PipelineConfig
@@ -74,7 +75,7 @@ from millstream.pipeline.settle import (
 )
 from millstream.pipeline.stages import TRAIN, Stage, Surroundings, Updates, run_stage, this_one, train_row
 from millstream.pipeline.state import Checkpointer, GroupState, LearnerAndCritic, Ledger, PipelineState
-from millstream.pipeline.waits import Notifier, QuiescePoint, Waits
+from millstream.pipeline.waits import Waits
 from millstream.serving.router import Rank, Router
 from millstream.store import Lease, Store
 from millstream.types import Fate, Metrics, Sampling, Task, TrainRow, Weights
@@ -323,7 +324,7 @@ class Pipeline:
                 self._take_up(group_id, task)
                 continue
             room = self._pulse.until(self._start_for_next)
-            start = await self.waits.on("feed", "room under the lag bound", room, has_deadline=False, has_alarm=False)
+            start = await self.waits.idle("feed", "room under the lag bound", room)
             place = self.admission.admit(group_id, start)
             self._next_group = group_id + 1
             self._prompts[group_id] = Prompt(epoch, task.id, task)
@@ -466,7 +467,7 @@ class Pipeline:
             sampled = row.columns["tokens"][row.columns["loss_mask"]]
             said.setdefault(row.columns["member"], []).extend(sampled.tolist())
         scoring = self._algorithm.group_reward(task, list(said.values()))
-        return await self.waits.on(f"group {group_id}", "the reward of the whole group", scoring, has_deadline=False)
+        return await self.waits.on(f"group {group_id}", "the reward of the whole group", scoring, deadline=False)
 
     def _record_scores(self, group_id: int, rewards_G: Rewards, began: float, failure: str) -> None:
         rewards = [] if failure else rewards_G.tolist()
@@ -499,7 +500,7 @@ class Pipeline:
         at_version = self._engines_at_the_end()
         await self.waits.on("train", "every engine to load the new version", at_version)
         evaluation = after_step(self.admission.version)  # its rollouts have their timeouts
-        await self.waits.on("train", "what comes after the step", evaluation, has_deadline=False)
+        await self.waits.on("train", "what comes after the step", evaluation, deadline=False)
         self._is_held = False
         self._pulse.notify()
 
@@ -530,7 +531,7 @@ class Pipeline:
             metrics.append(await self._learn("step", self._learner.step()))
         if self._updates is not None:  # its waits have their deadlines
             learning = self._updates.finish_batch()
-            metrics.append(await self.waits.on("train", "the critic's batch", learning, has_deadline=False))
+            metrics.append(await self.waits.on("train", "the critic's batch", learning, deadline=False))
         await self._finish_batch(leases, [row for group in groups for row in group], _mean(metrics), began)
         return True
 
@@ -553,7 +554,7 @@ class Pipeline:
         self._is_learner_waiting = self._ahead.empty()
         if self._is_learner_waiting:
             self._store.wake()  # what is overdue may begin anew: see `_choose_and_take`
-        taken = await self.waits.on("train", "a complete group", self._ahead.get(), has_deadline=False)
+        taken = await self.waits.on("train", "a complete group", self._ahead.get(), deadline=False)
         self._is_learner_waiting = False
         return taken
 
@@ -561,16 +562,20 @@ class Pipeline:
         """Groups join the batch as they are complete, not as the learner comes to them: whoever scores them has time to.
 
         Waits for groups that the admission rule lets through; `settle` brings them."""
-        while (taken := await self._take_next("train, ahead", has_alarm=False)) is not None:
+        while (taken := await self._take_next("train, ahead", is_ahead=True)) is not None:
             self._ahead.put_nowait(taken)
         self._ahead.put_nowait(None)
 
-    async def _take_next(self, owner: str, *, has_alarm: bool = True) -> Taken | None:
+    async def _take_next(self, owner: str, *, is_ahead: bool = False) -> Taken | None:
         if self.admission.is_batch_full:
             return None
         claim = self._store.claim(TRAIN, choose=self._choose_and_take)
         try:  # rollouts time out
-            lease = await self.waits.on(owner, "a complete group", claim, has_deadline=False, has_alarm=has_alarm)
+            lease = await (
+                self.waits.idle(owner, "a complete group", claim)
+                if is_ahead
+                else self.waits.on(owner, "a complete group", claim, deadline=False)
+            )
         except StreamEnded:
             return None
         taken = Taken(lease, await self._take(lease))
@@ -703,7 +708,7 @@ class Pipeline:
         try:
             while True:
                 newer = self._pulse.until(lambda: self._channel.version > engine.version or not self._serves(engine))
-                await self.waits.on(owner, "a newer version", newer, has_deadline=False, has_alarm=False)
+                await self.waits.idle(owner, "a newer version", newer)
                 if not self._serves(engine):
                     return
                 await self.waits.on(owner, "its turn to load", self._pulse.until(self._may_load))
@@ -768,7 +773,7 @@ class Pipeline:
         Until then it serves nobody, and takes nobody's turn to load."""
         owner = f"sync of {engine.name}"
         has_weights = self._pulse.until(lambda: self._has_published or self._first is not None)
-        await self.waits.on(owner, "a version to be published", has_weights, has_deadline=False, has_alarm=False)
+        await self.waits.idle(owner, "a version to be published", has_weights)
         try:
             await self._load_until_it_has(engine, owner)
         except EngineGone as error:
@@ -819,7 +824,7 @@ class Pipeline:
         try:
             standing, mark = await self.standing(), self._keeper.mark()  # one moment: what follows is not in it
         finally:
-            self._still.go_on()
+            self._still.resume()
         snapshot: Snapshot = await self._learn("copy its state", self._learner.snapshot())
         if self._parts.critic is not None:
             copying = self._parts.critic.snapshot()

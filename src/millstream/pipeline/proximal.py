@@ -85,7 +85,7 @@ class Proximal:
         """Consumes groups that were taken; produces their columns. Waits for `train` to take one."""
         while True:
             taking = self._taken.get()
-            taken = await self._around.waits.on(OWNER, "a group to score", taking, has_deadline=False, has_alarm=False)
+            taken = await self._around.waits.idle(OWNER, "a group to score", taking)
             await self._pass(taken)
 
     async def _pass(self, taken: _Taken) -> None:
@@ -95,7 +95,7 @@ class Proximal:
         is_needed = bool(rows) and taken.is_needed and not self._around.is_vacant(taken.group_id)
         found = await self._scored([unsettled(row) for row in rows]) if is_needed else _nothing(len(rows))
         columns = {PROXIMAL: found.scores, PROXIMAL_VERSION: [found.version] * len(rows)}
-        async with self._around.still.change():
+        async with self._around.still:
             if rows:
                 await self._around.store.write([row.row_id for row in rows], columns, overwrite=True)
             await self._around.store.acknowledge(lease)
@@ -119,7 +119,7 @@ class Proximal:
         `run`, whose own waits have their deadlines."""
         claim = self._around.store.claim(LEARN, choose=partial(this_one, group_id))
         lease: Lease = await self._around.waits.on(
-            "train", f"the proximal policy's word on group {group_id}", claim, has_deadline=False
+            "train", f"the proximal policy's word on group {group_id}", claim, deadline=False
         )
         said = by_member(lease)
         await self._around.store.acknowledge(lease)

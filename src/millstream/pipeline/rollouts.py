@@ -26,8 +26,10 @@ from millstream.errors import (
 from millstream.events import Event, RolloutAborted, RolloutEnded, RolloutFailed, RolloutStarted
 from millstream.pipeline.admission import Place
 from millstream.pipeline.episode import Episode
+from millstream.pipeline.limit import Limit
 from millstream.pipeline.lockstep import Gate
-from millstream.pipeline.waits import Limit, Notifier, QuiescePoint, Waits
+from millstream.pipeline.notify import Notifier, QuiescePoint
+from millstream.pipeline.waits import Waits
 from millstream.serving.router import Router
 from millstream.store import Store
 from millstream.types import Completion, Request, RequestKey, Rollout, Sampling, Task
@@ -223,7 +225,7 @@ class Rollouts:
             return False
         self._count_ended(tasks, key.group_id)
         rows = {name: [getattr(part, name) for part in parts] for name in Rollout.__struct_fields__}
-        async with self._set.still.change():
+        async with self._set.still:
             self._record_rollout(parts, seconds)
             put = self._set.store.put(key.group_id, rows, versions=min(part.start_version for part in parts))
             await self._set.waits.on(f"group {key.group_id}", "room in the store", put)
@@ -263,7 +265,7 @@ class Rollouts:
             task,
             key,
             generate=generate,
-            waiting=lambda what, work: waits.on(owner, what, work, has_deadline=False, has_alarm=False),
+            waiting=lambda what, work: waits.idle(owner, what, work),
             sampling=self._set.sampling,
             run_seed=self._set.seed,
             role="train",
@@ -278,9 +280,7 @@ class Rollouts:
         try:
             async with limit:
                 playing = self._set.environment.rollout(episode)
-                reward = await self._set.waits.on(
-                    owner, "its environment", playing, has_deadline=False, has_alarm=False
-                )
+                reward = await self._set.waits.idle(owner, "its environment", playing)
             return episode.finish(reward)
         except (EngineError, InvariantError, StallError):
             raise
@@ -306,7 +306,7 @@ class Rollouts:
         turn = self._set.router.generate(request, floor=place.start)
         try:
             # rollout.timeout_s is its deadline
-            completion = await self._set.waits.on(owner, "an engine", turn, has_deadline=False, has_alarm=False)
+            completion = await self._set.waits.idle(owner, "an engine", turn)
         finally:
             member.request = None
         if member.why:
@@ -319,7 +319,7 @@ class Rollouts:
         """Synchronous training: wait for the others. The time spent here does not count as the rollout's own."""
         what = "the other rollouts of the step"  # which have their timeouts
         with limit.paused():
-            await self._set.waits.on(owner_of(key), what, gate.pass_through(key), has_deadline=False, has_alarm=False)
+            await self._set.waits.idle(owner_of(key), what, gate.pass_through(key))
 
     # ---- aborts ------------------------------------------------------------------------------------------------------
 

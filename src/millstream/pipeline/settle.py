@@ -22,8 +22,9 @@ from millstream.algo.credit import Credit
 from millstream.errors import MillstreamError, RolloutError, StreamEnded
 from millstream.pipeline.admission import Admission
 from millstream.pipeline.credit import columns_of, do_turns_differ
+from millstream.pipeline.notify import Notifier, QuiescePoint
 from millstream.pipeline.state import Ledger
-from millstream.pipeline.waits import Notifier, QuiescePoint, Waits
+from millstream.pipeline.waits import Waits
 from millstream.store import Lease, Row, Store
 from millstream.types import Fate, Floats
 
@@ -126,15 +127,13 @@ class GroupFinalizer:
             while True:
                 claim = self._store.claim(TASK)
                 try:
-                    lease = await self._waits.on(
-                        "settle", "a finished group", claim, has_deadline=False, has_alarm=False
-                    )
+                    lease = await self._waits.idle("settle", "a finished group", claim)
                 except StreamEnded:
                     return
                 if lease.group_id not in self.cancelling and self._rules.score is not None and lease.rows:
                     scoring.create_task(self._score_and_settle(lease, self._rules.score, in_order=in_order))
                     continue
-                async with self._still.change():
+                async with self._still:
                     if lease.group_id in self.cancelling:
                         await self._let_go(lease)
                     else:
@@ -177,7 +176,7 @@ class GroupFinalizer:
             failure = self.last_failure = f"{type(error).__name__}: {error}"
         finally:
             self._scoring.pop(group_id, None)
-        async with self._still.change():
+        async with self._still:
             await self._settle_scored(lease, extra_G, began, failure, in_order=in_order)
 
     async def _settle_scored(
@@ -227,7 +226,7 @@ class GroupFinalizer:
             waiting = sorted(self._waiting, key=lambda aside: aside.lease.group_id)
             self._waiting = []
             for aside in waiting:
-                async with self._still.change():
+                async with self._still:
                     await self._set_aside(aside)
 
     def _judge(self, lease: Lease) -> Fate:

@@ -30,9 +30,10 @@ from millstream.errors import StreamEnded
 from millstream.events import Event, Span
 from millstream.learner import Critic, Scorer
 from millstream.learner.packing import Packer
+from millstream.pipeline.notify import QuiescePoint
 from millstream.pipeline.settle import TASK as SETTLE
 from millstream.pipeline.settle import by_member
-from millstream.pipeline.waits import QuiescePoint, Waits
+from millstream.pipeline.waits import Waits
 from millstream.store import ONE_GROUP, Lease, Reads, Row, Store, Want
 from millstream.types import Floats, Metrics, TrainRow
 
@@ -103,14 +104,12 @@ async def run_stage(stage: Stage, around: Surroundings) -> None:
     while True:
         claim = around.store.claim(stage.name, want)
         try:
-            lease = await around.waits.on(
-                f"stage {stage.name}", "rows to score", claim, has_deadline=False, has_alarm=False
-            )
+            lease = await around.waits.idle(f"stage {stage.name}", "rows to score", claim)
         except StreamEnded:
             return
         rows = by_member(lease)
         scores = await _scored(stage, rows, around) if rows else []
-        async with around.still.change():
+        async with around.still:
             if rows:
                 await around.store.write([row.row_id for row in rows], {stage.name: scores})
             await around.store.acknowledge(lease)
@@ -182,9 +181,7 @@ class Updates:
         """Consumes groups that were taken; produces a better critic. Waits for `train` to take one."""
         while True:
             taking = self._taken.get()
-            taken = await self._around.waits.on(
-                CRITIC, "a group to learn from", taking, has_deadline=False, has_alarm=False
-            )
+            taken = await self._around.waits.idle(CRITIC, "a group to learn from", taking)
             if isinstance(taken, int):
                 await self._learn_from(taken)
                 continue
@@ -200,7 +197,7 @@ class Updates:
         if not self._around.is_vacant(group_id):
             for row in by_member(lease):
                 await self._accumulate(self._packer.add(train_row(row)))
-        async with self._around.still.change():
+        async with self._around.still:
             await self._around.store.acknowledge(lease)
 
     async def _accumulate(self, rows: Sequence[TrainRow]) -> None:

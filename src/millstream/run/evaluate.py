@@ -12,7 +12,8 @@ from millstream.env import Environment
 from millstream.errors import EngineError, InvariantError
 from millstream.events import Evaluated, EventSink, Sample
 from millstream.pipeline.episode import Episode
-from millstream.pipeline.waits import Limit, Waits
+from millstream.pipeline.limit import Limit
+from millstream.pipeline.waits import Waits
 from millstream.serving.router import Router
 from millstream.types import Completion, Request, RequestKey, Sampling, Task
 
@@ -46,7 +47,7 @@ async def evaluate(
 
     async def generate(request: Request) -> Completion:
         owner, turn = _owner(name, request.key), router.generate(request, floor=0)
-        completion = await waits.on(owner, "an engine", turn, has_deadline=False, has_alarm=False)
+        completion = await waits.idle(owner, "an engine", turn)
         versions.update(completion.versions)
         return completion
 
@@ -57,7 +58,7 @@ async def evaluate(
             task,
             key,
             generate=generate,
-            waiting=lambda what, work: waits.on(owner, what, work, has_deadline=False, has_alarm=False),
+            waiting=lambda what, work: waits.idle(owner, what, work),
             sampling=sampling,
             run_seed=seed,
             role=f"eval/{name}",

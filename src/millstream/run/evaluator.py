@@ -93,7 +93,7 @@ class Evaluator:
             max_parts=config.rollout.max_parts,
         )
         # its rollouts have their timeouts
-        return await self._waits.on(f"evaluation {name}", "its rollouts", evaluation, has_deadline=False)
+        return await self._waits.on(f"evaluation {name}", "its rollouts", evaluation, deadline=False)
 
     async def sampled_and_greedy(self, when: str) -> Measured | None:
         """Sampled as in training, and greedy; None without held-out tasks."""

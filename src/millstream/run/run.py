@@ -282,9 +282,7 @@ class _Run:
         )
         opening = prepared.site.open(around)
         try:  # what is open is closed, even where the rest could not be opened
-            await self._waits.on(
-                "the run", "a place for its parts", opening, has_deadline=False
-            )  # it has one of its own
+            await self._waits.on("the run", "a place for its parts", opening, deadline=False)  # it has one of its own
             await self._run_there()
         finally:
             await prepared.site.close()
