@@ -18,7 +18,7 @@ from millstream.engine import Engine, EngineConfig
 from millstream.engine.native.engine import START_S
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
-from millstream.pipeline.stages import Stage
+from millstream.pipeline.schema import Stage
 from millstream.rpc.process import Launcher
 from millstream.run import build
 from millstream.run import build_scorers as build_stages
@@ -80,8 +80,8 @@ class Backend(Protocol):
 
     async def open_store(self, stages: Sequence[Stage]) -> Store: ...
 
-    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
-        """`version`: that of the weights the engines start with. `learner`: who can be asked for weights again."""
+    def new_channel(self, learner: RunLearner) -> WeightChannel:
+        """`learner`: gives weights once more if those that it published cannot be reached."""
         ...
 
     async def close(self) -> None:
@@ -124,8 +124,8 @@ class LocalBackend:
     async def open_store(self, stages: Sequence[Stage]) -> Store:
         return build.build_store(self._config, stages)
 
-    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
-        return LocalChannel(version)
+    def new_channel(self, learner: RunLearner) -> WeightChannel:
+        return LocalChannel()
 
     async def close(self) -> None: ...
 

@@ -42,7 +42,7 @@ from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.fsdp import Elsewhere, FsdpLearner
 from millstream.learner.messages import Source
 from millstream.model.load import context_length, model_weights
-from millstream.pipeline.stages import Stage
+from millstream.pipeline.schema import Stage
 from millstream.rpc.process import Kind, Launcher
 from millstream.rpc.threads import DaemonThreads
 from millstream.run import build
@@ -203,9 +203,9 @@ class RayBackend:
         self._client = await self._store.connect("pipeline")
         return self._client
 
-    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
+    def new_channel(self, learner: RunLearner) -> WeightChannel:
         """Weights that died with whoever had staged them are staged anew by the learner that took its place."""
-        return RemoteChannel(version, learner.weights_of if isinstance(learner, ReplayedLearner) else None)
+        return RemoteChannel(learner.weights_of if isinstance(learner, ReplayedLearner) else None)
 
     async def close(self) -> None:
         """Numbered, since each leans on the next, and is closed even where one before it could not be: 1. our line to the

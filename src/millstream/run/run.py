@@ -63,7 +63,7 @@ from millstream.run.warmup import Script
 from millstream.run.watchdog import Watchdog
 from millstream.serving.fleet import Fleet
 from millstream.types import Weights
-from millstream.weights.first import WithFirst
+from millstream.weights import Publication
 
 logger = logging.getLogger(__name__)
 STATUS_S = 1.0
@@ -335,7 +335,7 @@ class _Run:
                 saving = asyncio.to_thread(self._save, learner)
                 await self._waits.on("the run", "the model to be saved", saving)
                 assert self._pipeline is not None
-                fleet.remember(self._pipeline.admission.version, trained_weights(self._prepared.model))
+                fleet.weights = Publication(self._pipeline.admission.version, trained_weights(self._prepared.model))
         finally:
             await learner.close()
 
@@ -356,7 +356,7 @@ class _Run:
         return now_of(status, fleet.router, fleet.names, version)
 
     def _adopt(self, engine: Engine) -> bool:
-        return self._pipeline is not None and self._pipeline.adopt(engine)
+        return self._pipeline is not None and self._pipeline.sync.adopt(engine)
 
     async def _begin(self, fleet: Fleet, evaluator: Evaluator) -> None:
         """Supervised training, if it is asked for. What comes after "before" is reinforcement, or, without any, that."""
@@ -459,7 +459,7 @@ class _Run:
             weights = await self._waits.on("warm-up", "the learner to copy weights", learner.weights())
             await self._waits.on("warm-up", "every engine to load its weights", fleet.load(0, weights))
             load_weights(prepared.model, weights)  # where the learner has changed another copy
-            fleet.remember(0, trained_weights(prepared.model))  # that copy ends with the learner
+            fleet.weights = Publication(0, trained_weights(prepared.model))  # that copy ends with the learner
         finally:
             self._end_grace()
             self._supervised_step = self._supervised.step_kept
@@ -515,8 +515,10 @@ class _Run:
 
     async def _reinforce(self, learner: RunLearner, staff: Scorers, fleet: Fleet, evaluator: Evaluator) -> None:
         prepared, config = self._prepared, self._prepared.config
-        first = self._waits.on("the run", "the learner to copy weights", learner.weights())
-        channel = WithFirst(prepared.site.new_channel(self._version, learner), await first)
+        channel = prepared.site.new_channel(learner)
+        weights = await self._waits.on("the run", "the learner to copy weights", learner.weights())
+        publishing = channel.publish(self._version, weights)  # what the engines have: for those that start later
+        await self._waits.on("the run", f"version {self._version} to be published", publishing)
         opening = prepared.site.open_store(staff.stages)
         parts = Parts(
             engines=fleet.router.engines,
@@ -546,16 +548,13 @@ class _Run:
             resumed=None if self._found is None else self._found.standing(),
             incarnation=self._incarnation,
             router=fleet.router,
-            first_weights=(await channel.fetch()).weights,
         )
         if self._state is not None:
             restore_generators(self._state.generators)
-        fleet.follow(channel.fetch)
+        fleet.weights = channel
         try:
             with seldom_collected():
                 await self._pipeline.run()
-            if self._stopped_by is None:
-                fleet.take_back()
         finally:
             self._end_grace()
             await self._waits.on("the run", "the last checkpoint to be written", self._checkpoints.close())
