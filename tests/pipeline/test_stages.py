@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from test_lag_bound import worlds
-from test_resume import cut_and_resume
 
 from millstream.algo.advantages import ADVANTAGES, dr_grpo
 from millstream.algo.credit import Penalty, credit_of
@@ -40,6 +38,7 @@ from millstream.store import Columns, Row
 from millstream.store.memory import MemoryStore
 from millstream.types import Fate, Floats, Metrics, TrainRow
 from support.simulated import Diary, Outcome, WatchfulLearner, World, check, simulate, stages_of
+from support.worlds import cut_and_resume, worlds
 
 staged = st.builds(
     lambda world, reference, has_critic, mini_batches, score_token_s: replace(

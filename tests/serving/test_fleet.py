@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_fsdp import children
-from test_lag_bound import worlds
 from test_router import request
 from typer.testing import CliRunner
 
@@ -50,6 +49,7 @@ from millstream.weights.local import LocalChannel
 from support.runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
 from support.simulated import OnFleet, World, check, fleet_of, simulate
 from support.tiny import make
+from support.worlds import worlds
 
 
 class Yard:
