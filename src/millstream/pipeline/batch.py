@@ -22,11 +22,11 @@ from millstream.learner.packing import Packer
 from millstream.pipeline.admission import Admission, Place
 from millstream.pipeline.context import RunContext
 from millstream.pipeline.critic import CriticUpdates
-from millstream.pipeline.grouping import by_agent, by_member
+from millstream.pipeline.grouping import by_agent, members_of
 from millstream.pipeline.parts import Algorithm
 from millstream.pipeline.policy import SchedulingPolicy
 from millstream.pipeline.proximal import Proximal
-from millstream.pipeline.schema import TRAIN, train_row
+from millstream.pipeline.schema import TRAIN, train_rows
 from millstream.pipeline.settle import GroupFinalizer
 from millstream.store import Lease
 from millstream.types import Metrics, TrainRow, Weights
@@ -125,8 +125,8 @@ class GroupTaker:
 
     def _checked_rows(self, lease: Lease, place: Place) -> list[TrainRow]:
         """The last line of defence: the rows are fresh enough, or the run stops with a `LagError`."""
-        rows, version, bound = by_member(lease), self._admission.version, self._admission.bound
-        oldest = min(row.columns["start_version"] for row in rows)
+        version, bound = self._admission.version, self._admission.bound
+        oldest = min(lease["start_version"])
         if oldest < place.start or version - oldest > bound:
             raise LagError(
                 f"group {lease.group_id} was admitted at version {place.start} and has a rollout that started at "
@@ -138,10 +138,10 @@ class GroupTaker:
                 group_id=lease.group_id,
                 version=version,
                 lag=version - oldest,
-                num_rollouts=len({row.columns["member"] for row in rows}),
+                num_rollouts=len(members_of(lease)),
             )
         )
-        return [train_row(row) for row in rows]
+        return train_rows(lease)
 
 
 class BatchTrainer:

@@ -9,8 +9,7 @@ from functools import partial
 from millstream.learner import Critic
 from millstream.learner.packing import Packer
 from millstream.pipeline.context import RunContext
-from millstream.pipeline.grouping import by_member
-from millstream.pipeline.schema import CRITIC, this_one, train_row
+from millstream.pipeline.schema import CRITIC, this_one, train_rows
 from millstream.pipeline.stages import emit_span
 from millstream.types import Metrics, TrainRow
 
@@ -61,8 +60,8 @@ class CriticUpdates:
         claim = self._context.store.claim(CRITIC, choose=partial(this_one, group_id))
         lease = await self._context.waits.on(CRITIC, f"group {group_id}, which train took", claim)
         if group_id not in self._context.vacant:
-            for row in by_member(lease):
-                await self._accumulate(self._packer.add(train_row(row)))
+            for row in train_rows(lease):
+                await self._accumulate(self._packer.add(row))
         async with self._context.quiesce:
             await self._context.store.acknowledge(lease)
 

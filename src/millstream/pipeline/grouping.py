@@ -22,7 +22,7 @@ def by_member(lease: Lease) -> list[Row]:
     return sorted(lease.rows, key=lambda row: (row.columns["member"], row.columns["part"]))
 
 
-def _in_order(lease: Lease) -> list[int]:
+def row_order(lease: Lease) -> list[int]:
     """The same order, as indices into the columns."""
     if not lease.row_ids:
         return []
@@ -32,7 +32,7 @@ def _in_order(lease: Lease) -> list[int]:
 
 def by_agent(lease: Lease) -> list[AgentRewards]:
     earned: dict[int, dict[int, float]] = {}
-    for index in _in_order(lease):
+    for index in row_order(lease):
         earned.setdefault(lease["agent"][index], {})[lease["member"][index]] = lease["reward"][index]
     return [
         AgentRewards(agent, list(of), np.array(list(of.values()), dtype=np.float64))
@@ -43,7 +43,7 @@ def by_agent(lease: Lease) -> list[AgentRewards]:
 def rewards_of(lease: Lease) -> Rewards:
     """The reward of each member: that of its first part."""
     first: dict[int, float] = {}
-    for index in _in_order(lease):
+    for index in row_order(lease):
         first.setdefault(lease["member"][index], lease["reward"][index])
     return np.array(list(first.values()), dtype=np.float64)
 

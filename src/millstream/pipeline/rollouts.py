@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+import numpy as np
 from msgspec import Struct, structs
 
 from millstream.errors import (
@@ -123,7 +124,7 @@ class Rollouts:
         self._complete_with = complete_with
         self._groups: dict[int, dict[int, _Member]] = {}
         self._num_ended: dict[int, int] = {}
-        self._running: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None] | None] = set()  # of groups without members: the store is being told
         self._is_ending = False
 
     def __contains__(self, group_id: int) -> bool:
@@ -152,8 +153,6 @@ class Rollouts:
         self._num_ended[group_id] = 0 if members is None else group.num_kept
         for number, member in list(self._groups[group_id].items()):
             member.task = self._context.spawn(self.roll_out(group_id, number, member, task, place))
-            self._running.add(member.task)
-            member.task.add_done_callback(self._running.discard)
         self._abort_if_complete(group_id)
 
     def first_attempt(self, restarts: int) -> int:
@@ -162,8 +161,10 @@ class Rollouts:
     def cancel(self) -> None:
         """The run is ending. No attempt begins any more, even if an environment ignores its cancellation."""
         self._is_ending = True
-        for task in self._running:
-            task.cancel()
+        members = [member for group in self._groups.values() for member in group.values()]
+        for task in [*(member.task for member in members), *self._closing]:
+            if task is not None:
+                task.cancel()
 
     # ---- one member --------------------------------------------------------------------------------------------------
 
@@ -184,11 +185,15 @@ class Rollouts:
 
     async def _leave(self, group_id: int, number: int) -> None:
         group = self._groups[group_id]
-        del group[number]
+        task = group.pop(number).task
         self._router.rerank(group_id)
         if not group:
             del self._groups[group_id], self._num_ended[group_id]
-            await self._finalizer.close(group_id)
+            self._closing.add(task)
+            try:
+                await self._finalizer.close(group_id)
+            finally:
+                self._closing.discard(task)
         if self._gate is not None:  # otherwise no loop waits for a member that leaves
             self._context.notifier.notify()
 
@@ -206,7 +211,8 @@ class Rollouts:
             1  # before its rows are stored, which may take a while: no member too many may end
         )
         self._abort_if_complete(key.group_id)
-        rows = {name: [getattr(part, name) for part in parts] for name in Rollout.__struct_fields__}
+        columns = zip(*map(structs.astuple, parts), strict=True)
+        rows = {name: list(values) for name, values in zip(Rollout.__struct_fields__, columns, strict=True)}
         async with self._context.quiesce:
             self._record_rollout(parts, seconds)
             put = self._context.store.put(key.group_id, rows, versions=min(part.start_version for part in parts))
@@ -333,7 +339,7 @@ class Rollouts:
         return RolloutTimeout(f"no reward after {limit:g} s{waiting}; rollout.timeout_s sets the limit")
 
     def _record_rollout(self, parts: tuple[Rollout, ...], seconds: float) -> None:
-        first, agents = parts[0], {part.agent for part in parts}
+        first, is_one = parts[0], len({part.agent for part in parts}) == 1
         self._context.emit(
             RolloutEnded(
                 at=self._now(),
@@ -341,9 +347,9 @@ class Rollouts:
                 member=first.member,
                 attempt=first.attempt,
                 reward=first.reward,
-                rewards=list({part.agent: part.reward for part in parts}.values()) if len(agents) > 1 else [],
+                rewards=[] if is_one else list({part.agent: part.reward for part in parts}.values()),
                 num_tokens=sum(len(part.tokens) for part in parts),
-                num_sampled=sum(int(part.loss_mask.sum()) for part in parts),
+                num_sampled=sum(int(np.count_nonzero(part.loss_mask)) for part in parts),
                 num_parts=len(parts),
                 start_version=min(part.start_version for part in parts),
                 end_version=max(int(part.versions.max()) for part in parts),

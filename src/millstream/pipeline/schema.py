@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from millstream.learner import Scorer
-from millstream.store import Reads, Row
+from millstream.pipeline.grouping import row_order
+from millstream.store import Lease, Reads, Row
 from millstream.types import TrainRow
 
 SETTLE = "settle"
@@ -59,13 +60,20 @@ def store_tasks(
 TRAINED_COLUMNS = tuple(name for name in TrainRow.__struct_fields__ if name != PROXIMAL)
 
 
-def train_row(row: Row) -> TrainRow:
-    """All columns of a row that a learner or critic reads, but for the proximal policy's: that may be of another batch
-    (`pipeline.proximal`)."""
-    found = row.columns
-    part = f", part {found['part']}" if found["part"] else ""
-    label = f"group {row.group_id}, member {found['member']}{part}"
-    return TrainRow(**{name: found[name] for name in TRAINED_COLUMNS if name in found}, label=label)
+def train_rows(lease: Lease) -> list[TrainRow]:
+    """The rows of one group, in the order of members and parts, with all columns that a learner or critic reads, but for the
+    proximal policy's: those may be of another batch (`pipeline.proximal`)."""
+    order = row_order(lease)
+    if not order:
+        return []
+    group_id, members, parts = lease.group_id, lease["member"], lease["part"]
+    columns = {name: lease[name] for name in TRAINED_COLUMNS if name in lease.columns}
+    rows = []
+    for i in order:
+        part = f", part {parts[i]}" if parts[i] else ""
+        label = f"group {group_id}, member {members[i]}{part}"
+        rows.append(TrainRow(**{name: values[i] for name, values in columns.items()}, label=label))
+    return rows
 
 
 def row_to_score(row: Row) -> TrainRow:

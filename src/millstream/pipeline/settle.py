@@ -23,11 +23,11 @@ from millstream.events import GroupLeft, GroupScored
 from millstream.pipeline.admission import Admission
 from millstream.pipeline.context import RunContext
 from millstream.pipeline.credit import columns_of, do_turns_differ
-from millstream.pipeline.grouping import by_agent, by_member, members_of, rewards_of
+from millstream.pipeline.grouping import by_agent, by_member, members_of, rewards_of, row_order
 from millstream.pipeline.parts import Algorithm, GroupReward
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.pipeline.schema import SETTLE
-from millstream.store import Lease, Row
+from millstream.store import Lease
 from millstream.types import Fate, Floats
 
 OnCancelled = Callable[[Lease], None]
@@ -271,35 +271,35 @@ class GroupFinalizer:
         return any(has_signal(own.rewards_G) for own in by_agent(lease))
 
     async def _write_advantages(self, lease: Lease) -> None:
-        rows = by_member(lease)
         credit = self._algorithm.credit
-        columns = {"advantages": self._by_rollout(lease, rows)} if credit is None else columns_of(rows, credit)
-        await self._write(rows, columns)
+        order = row_order(lease)
+        columns = (
+            {"advantages": self._by_rollout(lease, order)} if credit is None else columns_of(by_member(lease), credit)
+        )
+        await self._write(lease, order, columns)
 
-    def _by_rollout(self, lease: Lease, rows: Sequence[Row]) -> list[Floats]:
+    def _by_rollout(self, lease: Lease, order: Sequence[int]) -> list[Floats]:
         """Members are compared agent by agent; every token of a part has the advantage of its member and agent."""
         of = {
             (member, own.agent): value
             for own in by_agent(lease)
             for member, value in zip(own.members, self._algorithm.advantage(own.rewards_G), strict=True)
         }
-        return [
-            np.full(len(row.columns["tokens"]), of[row.columns["member"], row.columns["agent"]], dtype=np.float32)
-            for row in rows
-        ]
+        members, agents, tokens = lease["member"], lease["agent"], lease["tokens"]
+        return [np.full(len(tokens[i]), of[members[i], agents[i]], dtype=np.float32) for i in order]
 
     async def _write_nothing(self, lease: Lease) -> None:
         """Zeros, for consumers after settling that read these columns, though nothing of this group is trained."""
-        rows = by_member(lease)
-        if rows:
+        order = row_order(lease)
+        if order:
             names = ("advantages", "returns") if "values" in lease.columns else ("advantages",)
-            nothing = [np.zeros(len(row.columns["tokens"]), dtype=np.float32) for row in rows]
-            await self._write(rows, dict.fromkeys(names, nothing))
+            nothing = [np.zeros(len(lease["tokens"][i]), dtype=np.float32) for i in order]
+            await self._write(lease, order, dict.fromkeys(names, nothing))
 
-    async def _write(self, rows: Sequence[Row], columns: dict[str, list[Floats]]) -> None:
+    async def _write(self, lease: Lease, order: Sequence[int], columns: dict[str, list[Floats]]) -> None:
         is_scored = self._algorithm.group_reward is not None
-        rewards = {"reward": [row.columns["reward"] for row in rows]} if is_scored else {}
-        await self._store.write([row.row_id for row in rows], {**columns, **rewards}, overwrite=is_scored)
+        rewards = {"reward": [lease["reward"][i] for i in order]} if is_scored else {}
+        await self._store.write([lease.row_ids[i] for i in order], {**columns, **rewards}, overwrite=is_scored)
 
     async def _count_settled(self) -> None:
         self.num_unsettled -= 1
