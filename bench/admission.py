@@ -26,7 +26,7 @@ from millstream.pipeline.pipeline import (
 )
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
-from millstream.pipeline.stages import store_tasks
+from millstream.pipeline.schema import store_tasks
 from millstream.pipeline.waits import Waits
 from millstream.sim.draws import lognormal
 from millstream.sim.engine import SimEngine
@@ -45,6 +45,8 @@ TAILS = {"lengths log-normal, sigma 1.0": 1.0, "lengths log-normal, sigma 1.5": 
 async def run(max_lag: float, budget: int, sigma: float, seed: int) -> tuple[float, float]:
     """Seconds a step, and the mean lag."""
     sink, clock = MemorySink(), VirtualClock()
+    channel = LocalChannel()
+    await channel.publish(0, {})
     parts = Parts(
         engines=tuple(
             SimEngine(name=f"e{i}", slots=SLOTS, token_s=0.01, num_tokens=lognormal(400, sigma), seed=seed)
@@ -53,7 +55,7 @@ async def run(max_lag: float, budget: int, sigma: float, seed: int) -> tuple[flo
         environment=SimEnvironment(),
         learner=SimLearner(token_s=6e-5, seed=seed),
         store=MemoryStore(store_tasks(), capacity_rows=budget * MEMBERS),
-        channel=LocalChannel(),
+        channel=channel,
         clock=clock,
         sink=sink,
         waits=Waits(clock=clock, sink=sink, stall_s=1e6, deadline_s=1e6),

@@ -30,7 +30,7 @@ from millstream.pipeline.pipeline import (
 )
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
-from millstream.pipeline.stages import store_tasks
+from millstream.pipeline.schema import store_tasks
 from millstream.pipeline.waits import Waits
 from millstream.sim.draws import lognormal
 from millstream.sim.engine import SimEngine
@@ -72,12 +72,14 @@ async def _run(policy: str, steps: int, seed: int) -> Found:
     config = PipelineConfig(**(shared | of_pipeline))
     rollout = RolloutConfig(group_size=MEMBERS, max_tokens=32_768, timeout_s=1e6, **of_rollouts)
     sink, clock = MemorySink(), VirtualClock()
+    channel = LocalChannel()
+    await channel.publish(0, {})
     parts = Parts(
         engines=(SimEngine(slots=1024, token_s=0.01, num_tokens=lognormal(MEAN_TOKENS, 1.0), seed=seed),),
         environment=SimEnvironment(success=longer_is_harder(MEAN_TOKENS)),
         learner=SimLearner(token_s=1e-5, seed=seed),
         store=MemoryStore(store_tasks(), capacity_rows=config.most_groups * rollout.most_rows),
-        channel=LocalChannel(),
+        channel=channel,
         clock=clock,
         sink=sink,
         waits=Waits(clock=clock, sink=sink, stall_s=1e6, deadline_s=1e9),

@@ -30,7 +30,7 @@ from millstream.pipeline.pipeline import (
 )
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
-from millstream.pipeline.stages import store_tasks
+from millstream.pipeline.schema import store_tasks
 from millstream.pipeline.waits import Waits
 from millstream.run.garbage import seldom_collected
 from millstream.sim.learner import SimLearner
@@ -110,12 +110,14 @@ async def play(num_environments: int, num_turns: int, num_steps: int) -> tuple[F
     config = PipelineConfig(steps=num_steps, groups_per_step=groups, max_lag=1, filter_zero_signal=False)
     rollout = RolloutConfig(group_size=GROUP_SIZE, timeout_s=1e6)
     engine, memory, clock = FakeEngine(), Memory(), VirtualClock()
+    channel = LocalChannel()
+    await channel.publish(0, {})
     parts = Parts(
         engines=(engine,),
         environment=Waiting(num_turns),
         learner=SimLearner(),
         store=MemoryStore(store_tasks(), capacity_rows=config.most_groups * rollout.most_rows),
-        channel=LocalChannel(0),
+        channel=channel,
         clock=clock,
         sink=memory,
         waits=Waits(clock=clock, sink=memory, stall_s=1e6, deadline_s=1e9),

@@ -36,7 +36,7 @@ from millstream.pipeline.pipeline import (
 )
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
-from millstream.pipeline.stages import store_tasks
+from millstream.pipeline.schema import store_tasks
 from millstream.pipeline.waits import Waits
 from millstream.serving.router import Router
 from millstream.sim.draws import Draw, at_most, constant, lognormal, mixture, pareto, truncated_normal, uniform
@@ -135,12 +135,14 @@ async def _ours(world: World, seed: int, extra_members: int, knobs: dict[str, An
         steps=world.steps, groups_per_step=world.groups, filter_zero_signal=world.is_filtered, **knobs
     )
     engines = world.engines(seed)
+    channel = LocalChannel()
+    await channel.publish(0, {})
     parts = Parts(
         engines=engines,
         environment=world.environment(),
         learner=SimLearner(token_s=0.0, step_s=constant(0.0)),
         store=MemoryStore(store_tasks(), capacity_rows=100_000),
-        channel=LocalChannel(),
+        channel=channel,
         clock=clock,
         sink=sink,
         waits=Waits(clock=clock, sink=sink, stall_s=1e6, deadline_s=1e6),

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from millstream.algo.advantages import ADVANTAGES
 from millstream.algo.credit import Credited, Played
 from millstream.events import GroupTaken, RolloutEnded, Span, Stepped
-from millstream.pipeline.pipeline import Pipeline
 from millstream.sim.learner import SimLearner
 from millstream.types import Metrics, TrainRow
 from support.simulated import Outcome, World, check, simulate
@@ -37,15 +36,7 @@ class Remembering(SimLearner):
 
 def run(world: World, name: str) -> tuple[Outcome, list[list[TrainRow]]]:
     advantage, learner = ADVANTAGES[name], Remembering()
-
-    def set_up(pipeline: Pipeline) -> None:
-        pipeline._learner = learner
-        pipeline._algorithm = replace(
-            pipeline._algorithm, advantage=advantage.of_group, over_batch=advantage.over_batch
-        )
-        pipeline._settler._rules = pipeline._rules()
-
-    outcome = simulate(world, on_pipeline=set_up)
+    outcome = simulate(world, learner=learner, advantage=advantage.of_group, over_batch=advantage.over_batch)
     outcome.learner.num_rows = learner.num_rows
     check(world, outcome)
     return outcome, learner.steps[:-1]
@@ -75,13 +66,8 @@ def test_a_rollout_whose_advantage_is_no_number_is_no_part_of_the_batch() -> Non
     def first_is_broken(group: Sequence[Played]) -> list[Credited]:
         return [Credited(np.full(len(one.turn_N), np.nan if not k else float(k))) for k, one in enumerate(group)]
 
-    def set_up(pipeline: Pipeline) -> None:
-        over_batch = ADVANTAGES["reinforce_plus_plus"].over_batch
-        pipeline._learner = Keeping()
-        pipeline._algorithm = replace(pipeline._algorithm, credit=first_is_broken, over_batch=over_batch)
-        pipeline._settler._rules = pipeline._rules()
-
-    simulate(replace(WORLD, steps=1), on_pipeline=set_up)
+    over_batch = ADVANTAGES["reinforce_plus_plus"].over_batch
+    simulate(replace(WORLD, steps=1), learner=Keeping(), credit=first_is_broken, over_batch=over_batch)
     sound = [row for row in steps if np.isfinite(row.advantages).all()]
     assert (len(steps), len(sound)) == (16, 12)
     assert trained(sound).mean() == pytest.approx(0, abs=1e-5) and trained(sound).std() == pytest.approx(1, abs=1e-4)

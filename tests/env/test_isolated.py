@@ -25,7 +25,7 @@ from millstream.env.config import EnvironmentConfig
 from millstream.env.registry import Environments, Hosted
 from millstream.env.resolve import find
 from millstream.errors import ConfigError, EngineError, EnvironmentFailed
-from millstream.pipeline.waits import Limit
+from millstream.pipeline.limit import Limit
 from millstream.run.check import check_combinations
 from millstream.types import Message, Task
 from support.talk import CHATML, Scripted, text_with

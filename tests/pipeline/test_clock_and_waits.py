@@ -11,7 +11,8 @@ from millstream.clock import RealClock, VirtualClock, run_virtual
 from millstream.errors import Deadlock, StallError
 from millstream.events import Stalled
 from millstream.events.sinks import MemorySink
-from millstream.pipeline.waits import Notifier, Waits
+from millstream.pipeline.notify import Notifier
+from millstream.pipeline.waits import Waits
 
 
 def waits(sink: MemorySink, *, deadline_s: float = 100.0) -> Waits:
@@ -74,7 +75,7 @@ def test_a_wait_without_a_deadline_goes_on_and_shows_among_the_active_ones() -> 
 
     async def program() -> None:
         w = waits(sink)
-        wait = asyncio.ensure_future(w.on("feed", "room", asyncio.sleep(1000), has_deadline=False))
+        wait = asyncio.ensure_future(w.on("feed", "room", asyncio.sleep(1000), deadline=False))
         await asyncio.sleep(500)
         assert [(x.owner, x.what, x.since) for x in w.active()] == [("feed", "room", 0.0)]
         await wait

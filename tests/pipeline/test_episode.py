@@ -13,7 +13,8 @@ from millstream.env import Context
 from millstream.errors import EngineError, EnvironmentFailed, RolloutTimeout
 from millstream.events.sinks import MemorySink
 from millstream.pipeline.episode import EndOfScript, EpisodeResult, Player
-from millstream.pipeline.waits import Limit, Waits
+from millstream.pipeline.limit import Limit
+from millstream.pipeline.waits import Waits
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task
 
 Play = Callable[[Context], Coroutine[Any, Any, float]]

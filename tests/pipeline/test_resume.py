@@ -11,46 +11,23 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from test_lag_bound import worlds
 
 from millstream.errors import DataError, InvariantError, MillstreamError
 from millstream.events import (
     Event,
     GroupAdmitted,
     GroupLeft,
-    GroupResumed,
     GroupTaken,
-    RolloutAborted,
     RolloutEnded,
     RolloutFailed,
-    RolloutStarted,
     Stepped,
 )
-from millstream.events.sinks import MemorySink
 from millstream.pipeline.admission import Admission, Place
 from millstream.pipeline.state import PipelineState
 from millstream.store import Saved
 from millstream.store.memory import MemoryStore
-from support.simulated import Diary, Kept, Outcome, World, check, simulate
-
-MEMBER_EVENTS = (RolloutStarted, RolloutEnded, RolloutFailed, RolloutAborted)
-
-
-def history(first: list[Event], second: list[Event]) -> MemorySink:
-    """What counts: the events that the checkpoint covers, without the work that is done again, and those after it."""
-    to_do = {(e.group_id, member) for e in second if isinstance(e, GroupResumed) for member in e.to_do}
-    sink = MemorySink()
-    sink.events = [e for e in first if not (isinstance(e, MEMBER_EVENTS) and (e.group_id, e.member) in to_do)] + second
-    return sink
-
-
-def cut_and_resume(world: World, cut: random.Random) -> tuple[Kept, Outcome]:
-    diary = Diary()
-    whole = simulate(world, keeper=diary)
-    kept = cut.choice(diary.kept)
-    outcome = simulate(world, kept=kept)
-    sink = history(whole.sink.events[: kept.mark], outcome.sink.events)
-    return kept, Outcome(**{**{f: getattr(outcome, f) for f in outcome.__struct_fields__}, "sink": sink})
+from support.simulated import Diary, World, check, simulate
+from support.worlds import cut_and_resume, worlds
 
 
 @settings(max_examples=150)
@@ -106,7 +83,7 @@ class FarStore(MemoryStore):
 def test_a_checkpoint_is_one_moment_even_of_a_store_that_is_far_away(world: World, cut: random.Random) -> None:
     try:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("simulated.MemoryStore", FarStore)
+            patched.setattr("support.simulated.MemoryStore", FarStore)
             _, outcome = cut_and_resume(world, cut)
     except MillstreamError as error:
         assert world.failure > 0 and "in a row failed" in str(error), error

@@ -25,7 +25,6 @@ from millstream.events import (
     RolloutStarted,
     Stepped,
 )
-from millstream.pipeline.pipeline import Pipeline
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.serving.router import Router
 from millstream.sim.draws import constant
@@ -380,11 +379,7 @@ def ranked(task: Task, said: Sequence[Sequence[int]]) -> list[float]:
 
 
 def scored(world: World, score: object) -> Outcome:
-    def with_score(pipeline: Pipeline) -> None:
-        pipeline._algorithm = replace(pipeline._algorithm, group_reward=score)
-        pipeline._settler._rules = pipeline._rules()
-
-    return simulate(world, on_pipeline=with_score)
+    return simulate(world, group_reward=score)
 
 
 def test_a_group_is_rewarded_as_a_whole_when_it_is_complete_and_nobody_waits_for_it() -> None:

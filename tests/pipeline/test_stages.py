@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from test_lag_bound import worlds
-from test_resume import cut_and_resume
 
 from millstream.algo.advantages import ADVANTAGES, dr_grpo
 from millstream.algo.credit import Penalty, credit_of
@@ -33,13 +31,14 @@ from millstream.events import (
 )
 from millstream.pipeline.credit import columns_of
 from millstream.pipeline.pipeline import Pipeline
-from millstream.pipeline.stages import store_tasks
+from millstream.pipeline.schema import store_tasks
 from millstream.sim.environment import SimEnvironment
 from millstream.sim.learner import SimCritic, SimFollower, SimLearner, SimScorer
 from millstream.store import Columns, Row
 from millstream.store.memory import MemoryStore
 from millstream.types import Fate, Floats, Metrics, TrainRow
 from support.simulated import Diary, Outcome, WatchfulLearner, World, check, simulate, stages_of
+from support.worlds import cut_and_resume, worlds
 
 staged = st.builds(
     lambda world, reference, has_critic, mini_batches, score_token_s: replace(
@@ -127,13 +126,7 @@ class Remembering(SimLearner):
 def run(world: World, environment: SimEnvironment | None = None, **algorithm: object) -> tuple[Outcome, list[TrainRow]]:
     """With the learner's rows."""
     learner = Remembering()
-
-    def set_up(pipeline: Pipeline) -> None:
-        pipeline._learner = learner
-        pipeline._algorithm = replace(pipeline._algorithm, **algorithm)
-        pipeline._settler._rules = pipeline._rules()
-
-    outcome = simulate(world, environment=environment, on_pipeline=set_up)
+    outcome = simulate(world, environment=environment, learner=learner, **algorithm)
     outcome.learner.num_rows = learner.num_rows
     check(world, outcome)
     return outcome, learner.rows
@@ -404,20 +397,8 @@ class Noting(SimCritic):
 
 
 def with_critic(world: World, critic: Noting) -> tuple[Outcome, list[TrainRow]]:
-    def set_up(pipeline: Pipeline) -> None:
-        assert pipeline._updates is not None
-        pipeline._updates._critic = critic
-        stages = stages_of(world, critic)
-        pipeline._parts = replace(pipeline._parts, stages=stages, critic=critic)
-
     learner = Remembering()
-
-    def both(pipeline: Pipeline) -> None:
-        set_up(pipeline)
-        pipeline._learner = learner
-
-    outcome = simulate(world, on_pipeline=both)
-    return outcome, learner.rows
+    return simulate(world, learner=learner, critic=critic), learner.rows
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
@@ -491,12 +472,7 @@ def test_rows_after_a_step_are_scored_once_under_the_version_of_their_batch_and_
 
 
 def test_an_advantage_of_the_whole_batch_goes_with_the_proximal_policy_beside_the_learner() -> None:
-    over_batch = ADVANTAGES["reinforce_plus_plus"].over_batch
-
-    def set_up(pipeline: Pipeline) -> None:
-        pipeline._algorithm = replace(pipeline._algorithm, over_batch=over_batch)
-
-    outcome = simulate(STEPS, on_pipeline=set_up)
+    outcome = simulate(STEPS, over_batch=ADVANTAGES["reinforce_plus_plus"].over_batch)
     check(STEPS, outcome)
     assert outcome.proximal is not None and outcome.proximal.num_scored == 32
 

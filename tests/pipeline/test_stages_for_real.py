@@ -37,7 +37,7 @@ from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.pipeline.pipeline import Algorithm, Parts, Pipeline
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
-from millstream.pipeline.stages import REFERENCE, VALUES, Stage, store_tasks
+from millstream.pipeline.schema import REFERENCE, VALUES, Stage, store_tasks
 from millstream.pipeline.waits import Waits
 from millstream.run.build import build_engine, build_model
 from millstream.run.build_scorers import build_scorers
@@ -304,13 +304,15 @@ async def synchronous(delay_seed: int, sink: MemorySink, *, max_lag: float = 0) 
     reference = Delayed(TorchScorer(make("qwen3")), delays)
     stages = (Stage(REFERENCE, reference, 64, is_early=True), Stage(VALUES, critic, 64, is_early=True))
     reads = store_tasks(stages, has_critic=True, is_in_lockstep=max_lag == 0)
+    channel = LocalChannel()
+    await channel.publish(0, await learner.weights())
     run = Pipeline(
         Parts(
             engines=(engine,),
             environment=DelayedReward(delays),
             learner=learner,
             store=MemoryStore(reads, capacity_rows=100),
-            channel=LocalChannel(),
+            channel=channel,
             clock=clock,
             sink=sink,
             waits=Waits(clock=clock, sink=sink, stall_s=30.0, deadline_s=120.0),

@@ -32,7 +32,7 @@ from millstream.pipeline.pipeline import (
 )
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
-from millstream.pipeline.stages import store_tasks
+from millstream.pipeline.schema import store_tasks
 from millstream.pipeline.waits import Waits
 from millstream.run.build import build_engine
 from millstream.seeds import request_seed
@@ -152,13 +152,15 @@ async def pipeline(
     engine, learner = parts(is_process=is_process)
     engines = (engine, *(make_engine(f"engine-{number}") for number in range(num_more)))
     clock = RealClock()
+    channel = LocalChannel()
+    await channel.publish(0, await learner.weights())
     run = Pipeline(
         Parts(
             engines=engines,
             environment=DelayedReward(random.Random(delay_seed)),
             learner=learner,
             store=MemoryStore(store_tasks(), capacity_rows=100),
-            channel=LocalChannel(),
+            channel=channel,
             clock=clock,
             sink=sink,
             waits=Waits(clock=clock, sink=sink, stall_s=30.0, deadline_s=120.0),

@@ -23,7 +23,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from test_fsdp import children, is_alive
-from test_lag_bound import worlds
 
 from millstream import RunConfig
 from millstream.clock import RealClock, VirtualClock, run_virtual
@@ -46,6 +45,7 @@ from millstream.types import Floats, Metrics, TrainRow, Weights
 from support.rank_cases import CASES, STEPS, batch, row, train
 from support.runs import ROOT, assert_clean, command, start, steps_of, until
 from support.simulated import Diary, Others, World, at_once, check, simulate
+from support.worlds import worlds
 
 CASE = CASES[0]
 Heard = list[tuple[str, tuple[str, ...]]]

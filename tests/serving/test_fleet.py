@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_fsdp import children
-from test_lag_bound import worlds
 from test_router import request
 from typer.testing import CliRunner
 
@@ -34,7 +33,7 @@ from millstream.engine.http.config import HttpConfig
 from millstream.errors import ConfigError, EngineError, MillstreamError, StallError, WeightsError, WeightsUnreachable
 from millstream.events import Evaluated, ReplicaJoined, ReplicaLeft, RunEnded, Warned, WeightsLoaded
 from millstream.events.sinks import MemorySink, read_events
-from millstream.pipeline.pipeline import MAX_WEIGHTS_FAILED
+from millstream.pipeline.sync import MAX_WEIGHTS_FAILED
 from millstream.rpc.frames import frame
 from millstream.run import control, run
 from millstream.run.backend import BackendContext, LocalBackend, build_fleet
@@ -45,12 +44,12 @@ from millstream.serving.fleet import BACK_OFF_S, MAX_REPLACED, SERVED_S, WINDOW_
 from millstream.sim.draws import constant
 from millstream.sim.engine import SimEngine
 from millstream.types import RequestKey, Weights
-from millstream.weights import Publication
-from millstream.weights.first import WithFirst
+from millstream.weights import NOTHING, Publication
 from millstream.weights.local import LocalChannel
 from support.runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
 from support.simulated import OnFleet, World, check, fleet_of, simulate
 from support.tiny import make
+from support.worlds import worlds
 
 
 class Yard:
@@ -158,7 +157,7 @@ def adopting(fleet: Fleet) -> Callable[[Any], bool]:
         try:
             await engine.load(1, {})
         except EngineError:
-            fleet.router.on_lost(engine)
+            fleet.router.report_lost(engine)
         else:
             fleet.router.join(engine)
 
@@ -247,7 +246,8 @@ def test_where_the_only_engine_dies_too_often_whoever_waits_is_told_at_once_and_
 def test_an_engine_that_comes_while_nobody_trains_gets_what_was_loaded_last_or_what_training_has() -> None:
     async def play() -> list[int]:
         yard, found = Yard(), list[int]()
-        fleet, channel = fleet_of(yard.make, 2, MemorySink()), WithFirst(LocalChannel(3), {})
+        fleet, channel = fleet_of(yard.make, 2, MemorySink()), LocalChannel()
+        await channel.publish(3, {})
         replacing = asyncio.create_task(fleet.replace(lambda engine: False))
 
         async def lose() -> None:
@@ -258,7 +258,7 @@ def test_an_engine_that_comes_while_nobody_trains_gets_what_was_loaded_last_or_w
         await lose()
         await fleet.load(2, {})
         await lose()
-        fleet.follow(channel.fetch)
+        fleet.weights = channel
         await lose()
         await channel.publish(4, {"number": 4})
         await lose()
@@ -289,19 +289,19 @@ def test_an_engine_that_is_just_about_to_join_when_others_are_loaded_joins_with_
     assert run_virtual(play()) == [2]
 
 
-def test_what_engines_began_with_is_had_until_something_is_published_and_no_longer() -> None:
-    class Stagers(LocalChannel):
-        async def anew(self) -> Weights | None:
-            return {"number": 7.5}
-
+def test_the_weights_that_engines_start_with_are_published_like_any_other_version() -> None:
     async def play() -> None:
-        channel = WithFirst(Stagers(7), first)
-        assert await channel.fetch() == (7, first) and channel.version == 7
-        assert await channel.anew() == {"number": 7.5} and await channel.fetch() == (7, {"number": 7.5})
+        channel = LocalChannel()
+        assert channel.version == NOTHING
+        with pytest.raises(WeightsError, match="nothing has been published yet"):
+            await channel.fetch()
+        await channel.publish(7, {"number": 7})
+        assert await channel.fetch() == (7, {"number": 7}) and channel.version == 7
+        with pytest.raises(WeightsError, match="version 7 published after 7"):
+            await channel.publish(7, {"number": 7})
         await channel.publish(8, {"number": 8})
-        assert await channel.fetch() == (8, {"number": 8}) and channel.version == 8 and channel._first is None
+        assert await channel.fetch() == (8, {"number": 8}) and channel.version == 8
 
-    first = {"number": 7}
     asyncio.run(play())
 
 
@@ -726,14 +726,21 @@ def test_engines_that_training_has_taken_in_and_not_seen_join_are_replaced_or_gi
     async def play() -> tuple[list[str], bool, str]:
         yard, is_over = Yard(), False
         fleet = fleet_of(yard.make, 2, MemorySink())
-        replacing = asyncio.create_task(fleet.replace(lambda engine: not is_over))
+        adopted = list[Any]()
+
+        def adopt(engine: Any) -> bool:
+            adopted.append(engine)
+            return not is_over
+
+        replacing = asyncio.create_task(fleet.replace(adopt))
         yard.made[0].crash("on purpose")
         fleet.router.lose(yard.made[0], EngineError("found dead"))
         scaling = asyncio.create_task(fleet.scale(3))
         await asyncio.sleep(10)
         assert len(yard.made) == 4 and not scaling.done()
         is_over = True
-        fleet.take_back()
+        for engine in list(adopted):
+            fleet.router.report_lost(engine, "training was over before it could join")
         with pytest.raises(EngineError) as raised:
             await scaling
         await asyncio.sleep(10)
@@ -926,13 +933,8 @@ def test_an_engine_that_is_lost_while_the_model_of_a_resumed_run_is_saved_comes_
         return fleets[0]
 
     def lose() -> None:
-        router, on_joined = fleets[0].router, fleets[0].router.on_joined
-
-        def joined(engine: Any) -> None:
-            on_joined(engine)
-            has_joined.set()
-
-        router.on_joined = joined
+        router = fleets[0].router
+        router.listeners.append(lambda change: has_joined.set() if change.is_serving else None)
         router.lose(router.engines[0], EngineError("found dead"))
 
     save = run._write_model

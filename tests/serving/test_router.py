@@ -373,7 +373,9 @@ def test_what_a_replica_still_had_when_it_was_given_up_goes_on_elsewhere_once_it
     async def play() -> Completion:
         bad, good = engine("bad", num_tokens=constant(100)), engine("good", num_tokens=constant(100))
         router = Router([bad, good])
-        router.on_lost = lambda lost: closing.append(asyncio.create_task(lost.close()))
+        router.listeners.append(
+            lambda change: closing.append(asyncio.create_task(change.engine.close())) if change.is_lost else None
+        )
         closing: list[asyncio.Task[None]] = []
         turn = await until(0.4, router.generate(request(1), floor=0))
         router.lose(bad, EngineError("three failures in a row"))

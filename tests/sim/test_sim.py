@@ -520,13 +520,14 @@ def test_the_simulator_drives_the_production_pipeline_admission_rule_and_store()
     program = """
 import sys
 sys.path[:0] = ["tests", "bench"]
-import scheduling_worlds, simulated
-from millstream.pipeline import admission, pipeline, settle
+import scheduling_worlds
+from support import simulated
+from millstream.pipeline import admission, pipeline, policy, settle
 from millstream.store import memory
 for user in (simulated, scheduling_worlds):
     assert user.Pipeline is pipeline.Pipeline and user.MemoryStore is memory.MemoryStore
-assert pipeline.Admission is admission.Admission and pipeline.Settler is settle.Settler
-for part in (pipeline.Pipeline, admission.Admission, settle.Settler, memory.MemoryStore):
+assert policy.Admission is admission.Admission and pipeline.GroupFinalizer is settle.GroupFinalizer
+for part in (pipeline.Pipeline, admission.Admission, settle.GroupFinalizer, memory.MemoryStore):
     assert part.__subclasses__() == [], part
 outcome = simulated.simulate(simulated.World(steps=2))
 assert type(outcome.pipeline) is pipeline.Pipeline and type(outcome.pipeline.admission) is admission.Admission

@@ -7,13 +7,14 @@ import itertools
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from millstream.algo.advantages import grpo
 from millstream.algo.credit import Credit, Penalty, credit_of
@@ -40,7 +41,7 @@ from millstream.pipeline.pipeline import (
 )
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
-from millstream.pipeline.stages import REFERENCE, VALUES, Stage, store_tasks
+from millstream.pipeline.schema import REFERENCE, VALUES, Stage, store_tasks
 from millstream.pipeline.state import LearnerAndCritic, Ledger, PipelineState
 from millstream.pipeline.waits import Waits
 from millstream.serving.fleet import Fleet
@@ -240,12 +241,22 @@ def simulate(
     kept: Kept | None = None,
     new_learner: NewLearner | None = None,
     on_fleet: OnFleet | None = None,
+    learner: Learner | None = None,
+    critic: SimCritic | None = None,
+    **algorithm: object,
 ) -> Outcome:
-    """Run to the end. Raises whatever stops the run: a `LagError`, a `Deadlock`, a `StallError`, ... With `on_fleet` engines are
-    replaced when they die, and that runs beside it."""
+    """Run to the end. Raises what stops the run: a `LagError`, a `Deadlock`, a `StallError`, ... With `on_fleet` engines are
+    replaced when they die, and that runs concurrently. `learner`, `critic` and fields of `Algorithm` replace the default ones."""
+    parts = _Replaced(learner, critic, algorithm)
     return run_virtual(
-        _simulate(world, environment, num_tokens, after_step, on_pipeline, keeper, kept, new_learner, on_fleet)
+        _simulate(world, environment, num_tokens, after_step, on_pipeline, keeper, kept, new_learner, on_fleet, parts)
     )
+
+
+class _Replaced(NamedTuple):
+    learner: Learner | None
+    critic: SimCritic | None
+    algorithm: Mapping[str, object]
 
 
 async def _simulate(
@@ -258,6 +269,7 @@ async def _simulate(
     kept: Kept | None,
     new_learner: NewLearner | None,
     on_fleet: OnFleet | None,
+    replaced: _Replaced,
 ) -> Outcome:
     sink = MemorySink()
     learner = WatchfulLearner(has_proximal=world.has_proximal, token_s=world.train_token_s, seed=world.seed)
@@ -269,7 +281,7 @@ async def _simulate(
         with tempfile.TemporaryDirectory() as folder:
             SimSnapshot(kept.num_rows).write(Path(folder))
             learner.restore(Path(folder))
-    critic = SimCritic(token_s=world.score_token_s, seed=1) if world.has_critic else None
+    critic = replaced.critic or (SimCritic(token_s=world.score_token_s, seed=1) if world.has_critic else None)
     if kept is not None:
         with tempfile.TemporaryDirectory() as folder:
             SimSnapshot(kept.critic_rows).write(Path(folder))
@@ -305,6 +317,8 @@ async def _simulate(
             make(f"engine-{number}")
     else:
         fleet = fleet_of(make, world.num_engines, sink, is_queueing=not config.is_in_lockstep)
+    channel = LocalChannel()
+    await channel.publish(version, {"num_rows": learner.num_rows})
     parts = Parts(
         engines=tuple(engines),
         environment=environment
@@ -314,9 +328,9 @@ async def _simulate(
             failure=world.failure,
             success=world.success,
         ),
-        learner=learner if others is None else others.learner,
+        learner=replaced.learner or (learner if others is None else others.learner),
         store=store,
-        channel=LocalChannel(version),
+        channel=channel,
         clock=clock,
         sink=sink,
         waits=Waits(clock=clock, sink=sink, stall_s=30.0, deadline_s=world.deadline_s),
@@ -324,18 +338,19 @@ async def _simulate(
         critic=critic,
         proximal=proximal,
     )
+    algorithm = Algorithm(
+        advantage=grpo,
+        sampling=Sampling(max_tokens=2000),
+        micro_batch_tokens=128,
+        mini_batches=world.mini_batches,
+        credit=credit_of_world(world),
+        critic_batch_tokens=100,
+        proximal_batch_tokens=100,
+    )
     pipeline = Pipeline(
         parts,
         tasks(world),
-        Algorithm(
-            advantage=grpo,
-            sampling=Sampling(max_tokens=2000),
-            micro_batch_tokens=128,
-            mini_batches=world.mini_batches,
-            credit=credit_of_world(world),
-            critic_batch_tokens=100,
-            proximal_batch_tokens=100,
-        ),
+        replace(algorithm, **replaced.algorithm),
         config=config,
         rollout=rollout,
         seed=world.seed,
@@ -344,12 +359,11 @@ async def _simulate(
         resumed=None if kept is None else kept.standing,
         incarnation=1,
         router=None if fleet is None else fleet.router,
-        first_weights=None if fleet is None else {"num_rows": 0},
     )
     on_pipeline(pipeline)
     beside = []
     if fleet is not None and on_fleet is not None:
-        beside = [asyncio.create_task(fleet.replace(pipeline.adopt)), asyncio.create_task(on_fleet(fleet))]
+        beside = [asyncio.create_task(fleet.replace(pipeline.sync.adopt)), asyncio.create_task(on_fleet(fleet))]
     await pipeline.run()
     for task in beside:
         task.cancel()
@@ -402,7 +416,7 @@ def check(world: World, outcome: Outcome) -> None:
     assert sum(step.num_groups for step in steps) == len(trained)
     if world.num_tasks is None:
         assert len(steps) == world.steps
-    serving = outcome.pipeline._router.engines  # without those that are gone, and those that were about to join
+    serving = outcome.pipeline.router.engines  # without those that are gone, and those that were about to join
     assert serving and all(engine.version == len(steps) for engine in serving if not engine.is_gone)
 
     assert asyncio.run(outcome.store.stats()).rows == 0, "rows were left in the store"

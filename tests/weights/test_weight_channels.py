@@ -641,9 +641,10 @@ def test_a_channel_of_parcels_only_rises_and_takes_the_same_version_staged_anew(
         async def restage(version: int) -> RemoteWeights:
             return RemoteWeights(new_outbox().put(version, weights(version)), inbox)
 
-        channel, inbox = RemoteChannel(3, restage), WeightsFetcher("a")
+        channel, inbox = RemoteChannel(restage), WeightsFetcher("a")
         with pytest.raises(WeightsError, match="nothing has been published"):
             await channel.fetch()
+        await channel.publish(3, RemoteWeights(outbox.put(3, weights(3)), inbox))
         with pytest.raises(WeightsError, match="versions only rise"):
             await channel.publish(3, RemoteWeights(outbox.put(3, weights(3)), inbox))
         with pytest.raises(WeightsError, match="expected StagedWeights"):
@@ -670,7 +671,7 @@ def test_what_is_published_while_an_older_version_is_staged_anew_stays_what_it_i
             await channel.publish(5, RemoteWeights(outbox.put(5, weights(5)), inbox))
             return staged
 
-        channel = RemoteChannel(3, restage)
+        channel = RemoteChannel(restage)
         await channel.publish(4, RemoteWeights(outbox.put(4, weights(4)), inbox))
         await channel.anew()
         found = await channel.fetch()

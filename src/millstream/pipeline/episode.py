@@ -29,7 +29,8 @@ from millstream.errors import (
     RolloutTimeout,
     StallError,
 )
-from millstream.pipeline.waits import Limit, Waits
+from millstream.pipeline.limit import Limit
+from millstream.pipeline.waits import Waits
 from millstream.seeds import request_seed
 from millstream.types import Completion, Finish, Request, RequestKey, Rollout, Sampling, Task
 
@@ -122,7 +123,7 @@ class Player(NamedTuple):
         waits = self.waits
         if waits is None:
             return lambda what, work: work
-        return lambda what, work: waits.on(owner, what, work, has_deadline=False, has_alarm=False)
+        return lambda what, work: waits.idle(owner, what, work)
 
     def _too_late(self, error: TimeoutError, limit: Limit) -> RolloutTimeout:
         """Names what the episode was waiting for when its time was up."""
@@ -195,13 +196,16 @@ class EpisodePart:
         return completion
 
     def as_rollout(self, key: RequestKey, number: int, reward: float) -> Rollout:
-        mask, logprobs, versions = list[bool](), list[float](), list[int]()
+        num_tokens, end = len(self._tokens), 0
+        loss_mask = np.zeros(num_tokens, dtype=np.bool_)
+        logprobs = np.zeros(num_tokens, dtype=np.float32)
+        versions = np.full(num_tokens, -1, dtype=np.int32)
         for num_shown, turn in zip(self._num_shown, self.turns, strict=True):
-            mask += [False] * num_shown + [True] * len(turn.tokens)
-            logprobs += [0.0] * num_shown
-            logprobs += turn.logprobs
-            versions += [-1] * num_shown
-            versions += turn.versions
+            begin = end + num_shown
+            end = begin + len(turn.tokens)
+            loss_mask[begin:end] = True
+            logprobs[begin:end] = turn.logprobs
+            versions[begin:end] = turn.versions
         return Rollout(
             group_id=key.group_id,
             member=key.member,
@@ -213,9 +217,9 @@ class EpisodePart:
             turn_rewards=self._turn_rewards(),
             finish=self.turns[-1].finish,
             tokens=np.array(self._tokens, dtype=np.int32),
-            loss_mask=np.array(mask, dtype=np.bool_),
-            logprobs=np.array(logprobs, dtype=np.float32),
-            versions=np.array(versions, dtype=np.int32),
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            versions=versions,
         )
 
     def _turn_rewards(self) -> NDArray[np.float64]:

@@ -1,9 +1,9 @@
-"""The gate of synchronous training (max_lag = 0): makes the composition of decode batches depend on ids, never on timing.
+"""The gate of lockstep (max_lag = 0): makes the composition of decode batches depend on ids, never on timing.
 
-Requests wait at the gate until every living rollout waits there and nothing else can move: no group is being settled, and
-no other prompt may enter. Then all of them reach the engines at once, in the order of their keys. Rewards may take
-as long as they like; retries, replacements and later turns travel with the next opening. With that, a step at max_lag = 0
-is bit for bit what a plain generate-then-train loop computes.
+Requests wait at the gate until every rollout in flight waits there and nothing else can move: no group is being settled, and
+no other prompt may start. Then all of them reach the engines at once, in the order of their keys. Rewards may take as long as
+they like; retries, replacements and later turns pass with the next opening. With that, a step at max_lag = 0 is bit for bit
+what a plain generate-then-train loop computes.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from collections.abc import Awaitable, Callable
 
 from millstream.engine import Engine
 from millstream.errors import EngineGone
-from millstream.pipeline.waits import Notifier, Waits
+from millstream.pipeline.context import RunContext
 from millstream.serving.router import Router
 from millstream.types import RequestKey
 
 
 class Gate:
-    def __init__(self, router: Router, pulse: Notifier, waits: Waits) -> None:
+    def __init__(self, router: Router, context: RunContext) -> None:
         self._router = router
-        self._pulse = pulse
-        self._waits = waits
+        self._context = context
         self._waiting: dict[RequestKey, asyncio.Future[None]] = {}
 
     async def pass_through(self, key: RequestKey) -> None:
         """Wait for the next opening. What the caller does up to its next suspension is done in the order of keys."""
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[key] = opened
-        self._pulse.notify()
+        self._context.notifier.notify()
         try:
             await opened
         finally:
@@ -39,10 +38,11 @@ class Gate:
     def num_waiting(self) -> int:
         return len({(key.group_id, key.member) for key in self._waiting})
 
-    async def keep(self, is_quiet: Callable[[], bool]) -> None:
-        """Open whenever somebody waits and nothing else can move."""
+    async def run(self, is_quiet: Callable[[], bool]) -> None:
+        """Consumes requests that wait. Produces requests on the engines, in the order of their keys. Waits until some request
+        waits and nothing else can move (`is_quiet`). Ended by: rollouts that wait or leave, groups that are settled."""
         while True:
-            await self._pulse.until(lambda: bool(self._waiting) and is_quiet())
+            await self._context.notifier.until(lambda: bool(self._waiting) and is_quiet())
             for engine in self._router.engines:
                 await self._tell(engine, "pause", engine.pause())
             for key in sorted(self._waiting):
@@ -54,8 +54,8 @@ class Gate:
                 await self._tell(engine, "resume", engine.resume())
 
     async def _tell(self, engine: Engine, what: str, work: Awaitable[None]) -> None:
-        """One that is gone has nothing to be told: the router moves what it had, if there is another."""
+        """The requests of an engine that is gone are moved by the router, if there is another."""
         try:
-            await self._waits.on("the gate", f"{engine.name} to {what}", work)
+            await self._context.waits.on("the gate", f"{engine.name} to {what}", work)
         except EngineGone as error:
             self._router.lose(engine, error)

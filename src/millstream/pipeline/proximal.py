@@ -1,12 +1,12 @@
-"""The proximal policy beside the learner: what the policy of a batch's start says of rows that are trained after a step.
+"""The proximal policy: scores rows with the policy of the batch's start, for rows that are trained after an optimizer step.
 
-    train takes a group ──► [proximal]  the first mini-batch: passes by ──────────────► [learn] train goes on with it
+    train takes a group ──► [proximal]  the first mini-batch: passed through ─────────► [learn] train continues with it
                                         the others: scored under the batch's version ──┘
 
-Groups are taken ahead of the learner, as they are complete, so that those of later mini-batches are scored while it makes the
-steps before. The stage claims the groups that `train` has taken, those alone and in their order; they are never dropped. What
-it says bears the version of the weights that it said it with, and train uses nothing that bears another: such a row is scored
-anew. Every group has passed when its batch ends, so that a checkpoint between two batches has nothing of this in it.
+Groups are taken ahead of the learner, as they become complete, so that those of later mini-batches are scored while it makes
+the steps before. The stage claims the groups that `train` has taken, only those and in their order; they are never dropped.
+Scores carry the version of the weights that computed them, and train uses none of another version: such a row is scored
+again. Every group has passed when its batch ends, so that a checkpoint between two batches holds nothing of this.
 """
 
 from __future__ import annotations
@@ -19,24 +19,14 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from millstream.learner import Follower
-from millstream.pipeline.settle import by_member
-from millstream.pipeline.stages import (
-    LEARN,
-    PROXIMAL,
-    PROXIMAL_VERSION,
-    Stage,
-    Surroundings,
-    scores_of,
-    tell,
-    this_one,
-    unsettled,
-)
-from millstream.store import Lease
+from millstream.pipeline.context import RunContext
+from millstream.pipeline.grouping import by_member
+from millstream.pipeline.schema import LEARN, PROXIMAL, PROXIMAL_VERSION, Stage, row_to_score, this_one
+from millstream.pipeline.stages import emit_span, scores_of
 from millstream.types import Floats, TrainRow, Weights
 
 OWNER = f"stage {PROXIMAL}"
-NO_VERSION = -1
-"""Of a row that nothing was said of."""
+NO_VERSION = -1  # of a row that was not scored
 
 
 class _Taken(NamedTuple):
@@ -44,34 +34,32 @@ class _Taken(NamedTuple):
     is_needed: bool
 
 
-class _Said(NamedTuple):
+class _Scores(NamedTuple):
     version: int
     scores: Sequence[Floats | None]
 
 
-def _nothing(num_rows: int) -> _Said:
-    return _Said(NO_VERSION, [None] * num_rows)
+def _nothing(num_rows: int) -> _Scores:
+    return _Scores(NO_VERSION, [None] * num_rows)
 
 
 class Proximal:
     """`num_first`: groups of a batch that are trained before its first step, where the proximal policy is the policy itself."""
 
-    def __init__(self, follower: Follower, micro_batch_tokens: int, num_first: int, around: Surroundings) -> None:
+    def __init__(self, follower: Follower, micro_batch_tokens: int, num_first: int, context: RunContext) -> None:
         self._follower = follower
         self._num_first = num_first
-        self._around = around
+        self._context = context
         self._stage = Stage(PROXIMAL, follower, micro_batch_tokens, is_early=False)
         self._taken: asyncio.Queue[_Taken] = asyncio.Queue()
         self._num_taken = 0
         self._version = NO_VERSION
-        self._start: Weights | None = None
-        """Of this batch, until they are loaded."""
-        self._follows = NO_VERSION
-        """The version of what is loaded."""
+        self._start: Weights | None = None  # of this batch, until they are loaded
+        self._loaded = NO_VERSION  # the version of the weights that are loaded
 
     def begin_batch(self, version: int, weights: Weights) -> None:
-        """From here on rows are scored under these. They are loaded when the first row needs it: a batch that ends before
-        costs nothing."""
+        """From here on rows are scored with these weights. They are loaded when the first row needs it: a batch that ends
+        before costs nothing."""
         self._num_taken = 0
         self._version = version
         self._start = weights
@@ -82,52 +70,51 @@ class Proximal:
         self._taken.put_nowait(_Taken(group_id, self._num_taken > self._num_first))
 
     async def run(self) -> None:
-        """Consumes groups that were taken; produces their columns. Waits for `train` to take one."""
+        """Consumes groups that were taken. Produces their columns. Waits for a group to be taken. Ended by: `train`."""
         while True:
-            taking = self._taken.get()
-            taken = await self._around.waits.on(OWNER, "a group to score", taking, has_deadline=False, has_alarm=False)
-            await self._pass(taken)
+            await self._pass(await self._context.waits.idle(OWNER, "a group to score", self._taken.get()))
 
     async def _pass(self, taken: _Taken) -> None:
-        claim = self._around.store.claim(PROXIMAL, choose=partial(this_one, taken.group_id))
-        lease: Lease = await self._around.waits.on(OWNER, f"group {taken.group_id}, which train took", claim)
+        claim = self._context.store.claim(PROXIMAL, choose=partial(this_one, taken.group_id))
+        lease = await self._context.waits.on(OWNER, f"group {taken.group_id}, which train took", claim)
         rows = by_member(lease)
-        is_needed = bool(rows) and taken.is_needed and not self._around.is_vacant(taken.group_id)
-        found = await self._scored([unsettled(row) for row in rows]) if is_needed else _nothing(len(rows))
+        is_needed = bool(rows) and taken.is_needed and taken.group_id not in self._context.vacant
+        found = await self._scored([row_to_score(row) for row in rows]) if is_needed else _nothing(len(rows))
         columns = {PROXIMAL: found.scores, PROXIMAL_VERSION: [found.version] * len(rows)}
-        async with self._around.still.change():
+        async with self._context.quiesce:
             if rows:
-                await self._around.store.write([row.row_id for row in rows], columns, overwrite=True)
-            await self._around.store.acknowledge(lease)
+                await self._context.store.write([row.row_id for row in rows], columns, overwrite=True)
+            await self._context.store.acknowledge(lease)
 
-    async def _scored(self, rows: Sequence[TrainRow]) -> _Said:
-        """Under the weights of the batch's start, and by what they are called."""
-        await self._follow()
-        return _Said(self._follows, await scores_of(rows, self._stage, self._around))
+    async def _scored(self, rows: Sequence[TrainRow]) -> _Scores:
+        """With the weights of the batch's start, and with their version."""
+        await self._load()
+        return _Scores(self._loaded, await scores_of(rows, self._stage, self._context))
 
-    async def _follow(self) -> None:
+    async def _load(self) -> None:
         weights = self._start
         self._start = None
         if weights is not None:
-            began = self._around.waits.now()
-            await self._around.waits.on(OWNER, "the weights of the batch's start", self._follower.load(weights))
-            self._follows = self._version
-            tell(self._around, PROXIMAL, "load", began)
+            began = self._context.now()
+            await self._context.waits.on(OWNER, "the weights of the batch's start", self._follower.load(weights))
+            self._loaded = self._version
+            emit_span(self._context, PROXIMAL, "load", began)
 
     async def join(self, group_id: int, rows: Sequence[TrainRow], number: int) -> list[TrainRow]:
-        """The rows of the batch's group of this number, counted from 1, with what they need of the proximal policy. Waits for
-        `run`, whose own waits have their deadlines."""
-        claim = self._around.store.claim(LEARN, choose=partial(this_one, group_id))
-        lease: Lease = await self._around.waits.on(
-            "train", f"the proximal policy's word on group {group_id}", claim, has_deadline=False
+        """The rows of the batch's group of this number, counted from 1, with the proximal policy's scores where they need them.
+        Waits for `run`, whose own waits have their deadlines."""
+        claim = self._context.store.claim(LEARN, choose=partial(this_one, group_id))
+        lease = await self._context.waits.on(
+            "train", f"the proximal policy's word on group {group_id}", claim, deadline=False
         )
-        said = by_member(lease)
-        await self._around.store.acknowledge(lease)
+        scored = by_member(lease)
+        await self._context.store.acknowledge(lease)
         if number <= self._num_first or not rows:
             return list(rows)
-        stale = [row for row, one in zip(rows, said, strict=True) if one.columns[PROXIMAL_VERSION] != self._version]
+        stale = [row for row, one in zip(rows, scored, strict=True) if one.columns[PROXIMAL_VERSION] != self._version]
         scores = (await self._scored(stale)).scores if stale else []
-        anew = dict(zip(map(id, stale), scores, strict=True))
+        again = dict(zip(map(id, stale), scores, strict=True))
         return [
-            replace(row, proximal=anew.get(id(row), one.columns[PROXIMAL])) for row, one in zip(rows, said, strict=True)
+            replace(row, proximal=again.get(id(row), one.columns[PROXIMAL]))
+            for row, one in zip(rows, scored, strict=True)
         ]

@@ -1,29 +1,29 @@
-"""The rollouts in flight. Every member of a group is a coroutine of its own, and leaves exactly once, by name.
+"""The rollouts in flight. Every member of a group is a coroutine of its own, and leaves exactly once.
 
 A member ends, fails for good (its retries are spent), or is aborted; the last one to leave closes its group. An abort reaches
-the engine, where the request ends at once and says how far it had come, and the environment, which is cancelled. Finished
-turns outlive weight updates: an episode goes on with whatever version its engine serves at its next turn.
+the engine, where the request ends at once with the tokens that it has, and the environment, which is cancelled. Finished turns
+survive weight updates: an episode continues with the version that its engine serves at its next turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple, Protocol
 
+import numpy as np
 from msgspec import Struct, structs
 
-from millstream.clock import Clock
-from millstream.env import Environment
 from millstream.errors import LagError
-from millstream.events import Event, RolloutAborted, RolloutEnded, RolloutFailed, RolloutStarted
-from millstream.pipeline.admission import Place
+from millstream.events import RolloutAborted, RolloutEnded, RolloutFailed, RolloutStarted
+from millstream.pipeline.admission import Admission, Place
+from millstream.pipeline.context import RunContext
 from millstream.pipeline.episode import Player
+from millstream.pipeline.limit import Limit
 from millstream.pipeline.lockstep import Gate
-from millstream.pipeline.waits import Limit, Notifier, QuiescePoint, Waits
+from millstream.pipeline.parts import Parts
+from millstream.pipeline.settle import GroupFinalizer
 from millstream.serving.router import Router
-from millstream.store import Store
 from millstream.types import Completion, Request, RequestKey, Rollout, Sampling, Task
 
 
@@ -69,128 +69,110 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
         return self.num_members * self.max_parts
 
 
-class Books(Protocol):
-    """What a rollout must know of the rest of the run."""
-
-    @property
-    def version(self) -> int:
-        """That training is at."""
-        ...
-
-
-class Setting(NamedTuple):
-    """What all rollouts of a run share."""
-
-    environment: Environment
-    store: Store
-    router: Router
-    books: Books
-    waits: Waits
-    clock: Clock
-    pulse: Notifier
-    gate: Gate | None
-    still: QuiescePoint
-    config: RolloutConfig
-    sampling: Sampling
-    seed: int
-    is_first_to_finish: bool
-
-
 class _Aborted(Exception):
-    """An attempt came to its end on purpose."""
+    """An attempt was aborted on purpose."""
 
 
 class _Member:
-    """One place of a group, while it is at work."""
+    """One member of a group, until it leaves."""
+
+    __slots__ = ("attempt", "is_done", "num_cut", "request", "task", "why")
 
     def __init__(self, first_attempt: int) -> None:
         self.task: asyncio.Task[None] | None = None
         self.attempt = first_attempt
-        self.request: RequestKey | None = None
-        """What it has asked for, while it waits for the answer."""
-        self.is_done = False
-        """Nothing of it is left to abort: its rollout has ended, or was aborted."""
-        self.why = ""
-        """It is to be aborted for this reason."""
-        self.num_cut = 0
-        """Tokens of the turn that an abort cut short."""
+        self.request: RequestKey | None = None  # the turn that is being generated
+        self.is_done = False  # its rollout has ended or was aborted: nothing is left to abort
+        self.why = ""  # it is to be aborted for this reason
+        self.num_cut = 0  # tokens of the turn that an abort cut short
 
 
 class Rollouts:
-    """`close` is awaited when the last member of a group has left; `on_failure` hears of every failed attempt."""
+    """The members in flight. `complete_with`: how many ended rollouts complete a group, whose other members are then aborted.
+    None: all members are waited for. `gate`: in lockstep, every turn passes it."""
 
     def __init__(
         self,
-        setting: Setting,
+        context: RunContext,
+        parts: Parts,
+        config: RolloutConfig,
         *,
-        emit: Callable[[Event], None],
-        close: Callable[[int], Awaitable[None]],
-        on_failure: Callable[[str], None],
+        sampling: Sampling,
+        seed: int,
+        router: Router,
+        admission: Admission,
+        finalizer: GroupFinalizer,
+        gate: Gate | None = None,
+        complete_with: int | None = None,
     ) -> None:
-        self._set = setting
-        self._emit = emit
-        self._close = close
-        self._on_failure = on_failure
+        self._context = context
+        self._config = config
         self._player = Player(
-            environment=setting.environment,
-            sampling=setting.sampling,
-            run_seed=setting.seed,
+            environment=parts.environment,
+            sampling=sampling,
+            run_seed=seed,
             role="train",
-            max_parts=setting.config.max_parts,
-            waits=setting.waits,
+            max_parts=config.max_parts,
+            waits=context.waits,
         )
+        self._router = router
+        self._admission = admission
+        self._finalizer = finalizer
+        self._gate = gate
+        self._complete_with = complete_with
         self._groups: dict[int, dict[int, _Member]] = {}
         self._num_ended: dict[int, int] = {}
-        self._running: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None] | None] = set()  # of groups without members: the store is being told
         self._is_ending = False
 
     def __contains__(self, group_id: int) -> bool:
-        """Whether some of its members are at work."""
+        """Whether some of its members are in flight."""
         return group_id in self._groups
 
     def living(self, group_id: int) -> set[int]:
-        """The members that are at work."""
+        """The members that are in flight."""
         return set(self._groups.get(group_id, ()))
 
+    def num_living(self, group_id: int) -> int:
+        return len(self._groups.get(group_id, ()))
+
     @property
-    def num_living(self) -> int:
+    def num_in_flight(self) -> int:
+        """Members of all groups."""
         return sum(map(len, self._groups.values()))
 
-    def start(
-        self,
-        tasks: asyncio.TaskGroup,
-        group_id: int,
-        task: Task,
-        place: Place,
-        members: Iterable[int],
-        *,
-        num_ended: int = 0,
-        first_attempt: int = 0,
-    ) -> None:
-        """Begin with these members, of which there is at least one. `num_ended` others have ended before."""
-        self._groups[group_id] = {member: _Member(first_attempt) for member in sorted(members)}
-        self._num_ended[group_id] = num_ended
+    def start(self, group_id: int, task: Task, place: Place, members: Iterable[int] | None = None) -> None:
+        """Roll out these members, at least one; None: all of them. A group that was restarted draws new random numbers; what
+        a resumed run has of it counts."""
+        group = self._context.groups[group_id]
+        first_attempt = self.first_attempt(group.restarts)
+        numbers = range(self._config.num_members) if members is None else sorted(members)
+        self._groups[group_id] = {number: _Member(first_attempt) for number in numbers}
+        self._num_ended[group_id] = 0 if members is None else group.num_kept
         for number, member in list(self._groups[group_id].items()):
-            member.task = tasks.create_task(self.roll_out(tasks, group_id, number, member, task, place))
-            self._running.add(member.task)
-            member.task.add_done_callback(self._running.discard)
+            member.task = self._context.spawn(self.roll_out(group_id, number, member, task, place))
+        self._abort_if_complete(group_id)
+
+    def first_attempt(self, restarts: int) -> int:
+        return restarts * (1 + self._config.retries)
 
     def cancel(self) -> None:
-        """The run is ending. Nothing begins any more, whatever an environment makes of its cancellation."""
+        """The run is ending. No attempt begins any more, even if an environment ignores its cancellation."""
         self._is_ending = True
-        for task in self._running:
-            task.cancel()
+        members = [member for group in self._groups.values() for member in group.values()]
+        for task in [*(member.task for member in members), *self._closing]:
+            if task is not None:
+                task.cancel()
 
     # ---- one member --------------------------------------------------------------------------------------------------
 
-    async def roll_out(
-        self, tasks: asyncio.TaskGroup, group_id: int, number: int, member: _Member, task: Task, place: Place
-    ) -> None:
-        """Independent of all others. Waits for its environment, at most `timeout_s` an attempt."""
-        last = member.attempt + self._set.config.retries
+    async def roll_out(self, group_id: int, number: int, member: _Member, task: Task, place: Place) -> None:
+        """Consumes one member of an admitted group. Produces rows in the store; the last member closes its group. Waits for its
+        environment. Ended by: the environment's reward, `timeout_s` per attempt, or `abort`."""
+        last = member.attempt + self._config.retries
         try:
             while not await self._try(
-                tasks, RequestKey(group_id=group_id, member=number, attempt=member.attempt), member, task, place, last
+                RequestKey(group_id=group_id, member=number, attempt=member.attempt), member, task, place, last
             ):
                 if member.attempt == last:
                     break
@@ -201,42 +183,46 @@ class Rollouts:
 
     async def _leave(self, group_id: int, number: int) -> None:
         group = self._groups[group_id]
-        del group[number]
-        self._set.router.rerank(group_id)
+        task = group.pop(number).task
+        self._router.rerank(group_id)
         if not group:
             del self._groups[group_id], self._num_ended[group_id]
-            await self._close(group_id)
-        if self._set.gate is not None:  # who else waits, waits for groups
-            self._set.pulse.notify()
+            self._closing.add(task)
+            try:
+                await self._finalizer.close(group_id)
+            finally:
+                self._closing.discard(task)
+        if self._gate is not None:  # otherwise no loop waits for a member that leaves
+            self._context.notifier.notify()
 
-    def _count_ended(self, tasks: asyncio.TaskGroup, group_id: int) -> None:
-        """Before its rows are in the store, which may take a while: no other member ends meanwhile that is one too many."""
-        self._num_ended[group_id] += 1
-        is_complete = self._num_ended[group_id] >= self._set.config.group_size
-        if is_complete and self._set.is_first_to_finish and not self._is_ending:
-            self.abort(tasks, group_id, "its group is complete")
+    def _abort_if_complete(self, group_id: int) -> None:
+        is_complete = self._complete_with is not None and self._num_ended[group_id] >= self._complete_with
+        if is_complete and not self._is_ending:
+            self.abort(group_id, "its group is complete")
 
-    async def _try(
-        self, tasks: asyncio.TaskGroup, key: RequestKey, member: _Member, task: Task, place: Place, last: int
-    ) -> bool:
+    async def _try(self, key: RequestKey, member: _Member, task: Task, place: Place, last: int) -> bool:
         """One attempt, and its rows in the store. False if it failed, which is data and not a crash."""
         parts, seconds = await self._attempt(key, member, task, place, last)
         if not parts:
             return False
-        self._count_ended(tasks, key.group_id)
-        rows = {name: [getattr(part, name) for part in parts] for name in Rollout.__struct_fields__}
-        async with self._set.still.change():
+        self._num_ended[key.group_id] += (
+            1  # before its rows are stored, which may take a while: no member too many may end
+        )
+        self._abort_if_complete(key.group_id)
+        columns = zip(*map(structs.astuple, parts), strict=True)
+        rows = {name: list(values) for name, values in zip(Rollout.__struct_fields__, columns, strict=True)}
+        async with self._context.quiesce:
             self._record_rollout(parts, seconds)
-            put = self._set.store.put(key.group_id, rows, versions=min(part.start_version for part in parts))
-            await self._set.waits.on(f"group {key.group_id}", "room in the store", put)
+            put = self._context.store.put(key.group_id, rows, versions=min(part.start_version for part in parts))
+            await self._context.waits.on(f"group {key.group_id}", "room in the store", put)
         return True
 
     async def _attempt(
         self, key: RequestKey, member: _Member, task: Task, place: Place, last: int
     ) -> tuple[tuple[Rollout, ...], float]:
         """One attempt, part by part, and how long it took; no part if it failed, which is data and not a crash."""
-        began, limit, owner = self._now(), Limit(self._set.config.timeout_s), owner_of(key)
-        self._emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
+        began, limit, owner = self._now(), Limit(self._config.timeout_s), owner_of(key)
+        self._context.emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
         generate = partial(self._generate, member=member, place=place, owner=owner, limit=limit)
         result = await self._player.play(
             task, key, generate, owner=owner, limit=limit, is_aborted=lambda: bool(member.why)
@@ -258,17 +244,17 @@ class Rollouts:
         self, request: Request, *, member: _Member, place: Place, owner: str, limit: Limit
     ) -> Completion:
         """One turn, on an engine that is not older than the group's start."""
-        if self._set.gate is not None:
-            await self._pass_gate(self._set.gate, request.key, limit)
-        if self._set.books.version > place.deadline:
-            raise LagError(f"{owner} is overdue: deadline {place.deadline}, version {self._set.books.version}")
+        if self._gate is not None:
+            await self._pass_gate(self._gate, request.key, limit)
+        if self._admission.version > place.deadline:
+            raise LagError(f"{owner} is overdue: deadline {place.deadline}, version {self._admission.version}")
         if member.why or self._is_ending:  # an environment that does not let itself be cancelled
             raise asyncio.CancelledError
         member.request = request.key
-        turn = self._set.router.generate(request, floor=place.start)
+        turn = self._router.generate(request, floor=place.start)
         try:
             # rollout.timeout_s is its deadline
-            completion = await self._set.waits.on(owner, "an engine", turn, has_deadline=False, has_alarm=False)
+            completion = await self._context.waits.idle(owner, "an engine", turn)
         finally:
             member.request = None
         if member.why:
@@ -278,46 +264,46 @@ class Rollouts:
         return completion
 
     async def _pass_gate(self, gate: Gate, key: RequestKey, limit: Limit) -> None:
-        """Synchronous training: wait for the others. The time spent here does not count as the rollout's own."""
+        """In lockstep: wait for the other rollouts. That time does not count against the rollout's limit."""
         what = "the other rollouts of the step"  # which have their timeouts
         with limit.paused():
-            await self._set.waits.on(owner_of(key), what, gate.pass_through(key), has_deadline=False, has_alarm=False)
+            await self._context.waits.idle(owner_of(key), what, gate.pass_through(key))
 
     # ---- aborts ------------------------------------------------------------------------------------------------------
 
-    def abort(self, tasks: asyncio.TaskGroup, group_id: int, why: str) -> None:
-        """Its members at work end at once; those that have ended stay. They leave, and close the group, as soon as the engine
+    def abort(self, group_id: int, why: str) -> None:
+        """End its members in flight at once; those that have ended stay. They leave, and close the group, as soon as the engine
         has answered."""
         for member in list(self._groups.get(group_id, {}).values()):
             if not member.is_done and not member.why:
                 member.why = why
-                tasks.create_task(self._abort(member))
+                self._context.spawn(self._abort(member))
 
     async def _abort(self, member: _Member) -> None:
-        is_with_engine = member.request is not None and await self._set.router.abort(member.request)
+        is_with_engine = member.request is not None and await self._router.abort(member.request)
         if not is_with_engine and not member.is_done and member.task is not None:
             member.task.cancel()
 
     @staticmethod
     def _end_elsewhere(member: _Member) -> None:
-        """An environment may speak in tasks of its own: that one of them has ended does not end the others."""
+        """An environment may generate in tasks of its own: the end of one of them does not end the others."""
         if member.task is not None and member.task is not asyncio.current_task() and not member.is_done:
             member.task.cancel()
 
     # ---- what happened -----------------------------------------------------------------------------------------------
 
     def _record_rollout(self, parts: tuple[Rollout, ...], seconds: float) -> None:
-        first, agents = parts[0], {part.agent for part in parts}
-        self._emit(
+        first, is_one = parts[0], len({part.agent for part in parts}) == 1
+        self._context.emit(
             RolloutEnded(
                 at=self._now(),
                 group_id=first.group_id,
                 member=first.member,
                 attempt=first.attempt,
                 reward=first.reward,
-                rewards=list({part.agent: part.reward for part in parts}.values()) if len(agents) > 1 else [],
+                rewards=[] if is_one else list({part.agent: part.reward for part in parts}.values()),
                 num_tokens=sum(len(part.tokens) for part in parts),
-                num_sampled=sum(int(part.loss_mask.sum()) for part in parts),
+                num_sampled=sum(int(np.count_nonzero(part.loss_mask)) for part in parts),
                 num_parts=len(parts),
                 start_version=min(part.start_version for part in parts),
                 end_version=max(int(part.versions.max()) for part in parts),
@@ -329,8 +315,8 @@ class Rollouts:
     def _record_failure(
         self, key: RequestKey, error: Exception, seconds: float, num_sampled: int, *, is_final: bool
     ) -> None:
-        self._on_failure(f"{type(error).__name__}: {error}")
-        self._emit(
+        self._finalizer.last_failure = f"{type(error).__name__}: {error}"
+        self._context.emit(
             RolloutFailed(
                 at=self._now(),
                 group_id=key.group_id,
@@ -345,7 +331,7 @@ class Rollouts:
         )
 
     def _record_abort(self, key: RequestKey, member: _Member, seconds: float, num_sampled: int) -> None:
-        self._emit(
+        self._context.emit(
             RolloutAborted(
                 at=self._now(),
                 group_id=key.group_id,
@@ -358,7 +344,7 @@ class Rollouts:
         )
 
     def _now(self) -> float:
-        return self._set.clock.now()
+        return self._context.now()
 
 
 def owner_of(key: RequestKey) -> str:

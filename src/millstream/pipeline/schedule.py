@@ -69,6 +69,12 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
         return full if self.extra_groups is None else self.groups_per_step + self.extra_groups
 
     @property
+    def max_replaced(self) -> int:
+        """Groups that a step may replace."""
+        replaced = self.max_replaced_per_step
+        return 8 * self.groups_per_step if replaced is None else replaced
+
+    @property
     def is_first_to_finish(self) -> bool:
         return self.surplus == "abort"
 

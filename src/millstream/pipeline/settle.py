@@ -1,256 +1,227 @@
-"""What becomes of a finished group: advantages, or set aside. Every group that comes in leaves exactly once, by name.
+"""Settling: what becomes of a finished group. It gets its advantages, or is set aside; every group leaves exactly once.
 
-Rewards that are given to a group as a whole come first; they may be slow, and hold nobody else up.
+The reward of a group as a whole (`Algorithm.group_reward`) comes first; it may be slow, and delays no other group.
 
-A group without signal, or with too few members left, is replaced by a new prompt within the step's budget of replacements; past
-it, its place in the batch stays empty, and it waits for its turn like any other. When training is synchronous, groups are set
-aside only when nothing else moves, in the order of their ids: which of them is replaced then depends on ids, never on timing.
+A group without signal, or with too few members left, is replaced by a new prompt within the step's budget of replacements. Past
+it, its place in the batch stays empty (`RunContext.vacant`), and it waits to be taken like any other. In lockstep, groups are
+set aside only when nothing else moves, in the order of their ids: which of them is replaced then depends on ids, never on
+timing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from enum import Enum
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
 from millstream.algo.advantages import Rewards, has_signal
-from millstream.algo.credit import Credit
 from millstream.errors import MillstreamError, RolloutError, StreamEnded
+from millstream.events import GroupLeft, GroupScored
 from millstream.pipeline.admission import Admission
+from millstream.pipeline.context import RunContext
 from millstream.pipeline.credit import columns_of, do_turns_differ
-from millstream.pipeline.state import Ledger
-from millstream.pipeline.waits import Notifier, QuiescePoint, Waits
-from millstream.store import Lease, Row, Store
+from millstream.pipeline.grouping import by_agent, by_member, members_of, rewards_of, row_order
+from millstream.pipeline.parts import Algorithm, GroupReward
+from millstream.pipeline.schedule import PipelineConfig
+from millstream.pipeline.schema import SETTLE
+from millstream.store import Lease
 from millstream.types import Fate, Floats
 
-TASK = "settle"
-Advantage = Callable[[Rewards], Rewards]
-Leave = Callable[[int, Fate, Rewards, bool], None]
-"""(group id, fate, rewards, whether it is replaced): tells the world that a group has left."""
-
-
-Score = Callable[[Lease], Awaitable[Sequence[float]]]
-"""What each member of a complete group earns beside its own reward, in their order."""
-Scored = Callable[[int, Rewards, float, str], None]
-"""(group id, rewards, when it began, why it failed): tells the world of a group's rewards."""
-Begin = Callable[[int], None]
-"""A group whose rollouts were aborted begins anew."""
-
-
-class Rules(NamedTuple):
-    advantage: Advantage
-    credit: Credit | None
-    """Advantages within a rollout; None: every token has that of its rollout."""
-    compares_turns: bool
-    """Whether a group has a signal by what its turns earned, and not only by their sums."""
-    score: Score | None
-    min_group_size: int
-    filter_zero_signal: bool
-    max_replaced: int
-    max_failed_in_a_row: int
-
-
-class CancelReason(Enum):
-    ABORT = "abort"
-    RESTART = "restart"
+OnCancelled = Callable[[Lease], None]
+"""Called with what was left of a cancelled group when its last rollout has ended and its rows are dropped."""
 
 
 class SetAside(NamedTuple):
+    """A group that will not be trained, and why."""
+
     lease: Lease
     rewards_G: Rewards
     fate: Fate
 
 
 class GroupFinalizer:
+    """Settles finished groups. `min_group_size`: a group with fewer members has failed."""
+
     def __init__(
         self,
-        rules: Rules,
-        *,
-        store: Store,
+        context: RunContext,
         admission: Admission,
-        waits: Waits,
-        pulse: Notifier,
-        still: QuiescePoint,
-        leave: Leave,
-        begin_anew: Begin,
-        scored: Scored,
+        algorithm: Algorithm,
+        config: PipelineConfig,
+        *,
+        min_group_size: int,
     ) -> None:
-        self._rules = rules
-        self._leave = leave
-        self._begin_anew = begin_anew
-        self._scored = scored
-        self._store = store
+        self._context = context
+        self._store = context.store
         self._admission = admission
-        self._waits = waits
-        self._pulse = pulse
-        self._still = still
-        self._waiting: list[SetAside] = []
-        self.num_replaced = 0
-        self.num_failed_in_a_row = 0
-        self.num_unsettled = 0
-        """Groups that are closed and whose fate is open."""
-        self.vacant: set[int] = set()
-        """Groups whose place stays empty."""
-        self.settled: set[int] = set()
-        """Groups that wait to be taken."""
-        self.cancelling: dict[int, CancelReason] = {}
-        """Groups whose rollouts are being aborted, and what for."""
+        self._algorithm = algorithm
+        self._config = config
+        self._min_group_size = min_group_size
+        self._to_set_aside: list[SetAside] = []  # in lockstep
         self._scoring: dict[int, asyncio.Task[None] | None] = {}
-        self.is_fed = False
-        """No prompt is left: nothing can be replaced any more."""
+        self._cancelled: dict[int, OnCancelled] = {}
+        self.settled: set[int] = set()  # groups that wait to be taken
+        self.num_unsettled = 0  # groups that are closed and not settled yet
+        self.num_replaced = 0  # in this step
+        self.num_failed_in_a_row = 0
         self.last_failure = ""
+        self.is_fed = False  # no prompt is left: nothing can be replaced any more
 
     async def close(self, group_id: int) -> None:
-        """The last member of a group is done."""
+        """The last member of a group has ended."""
         self.num_unsettled += 1
         await self._store.close_groups([group_id])
-
-    def restore(self, ledger: Ledger, *, num_unsettled: int, settled: set[int]) -> None:
-        """The groups whose fate is open are in the store, and will be claimed."""
-        self.num_unsettled = num_unsettled
-        self.settled = settled
-        self.num_replaced = ledger.num_replaced
-        self.num_failed_in_a_row = ledger.num_failed_in_a_row
-        self.vacant = set(ledger.vacant)
 
     def begin_batch(self) -> None:
         self.num_replaced = 0
 
-    async def settle(self, *, in_order: bool) -> None:
-        """Consumes closed groups; produces advantages. Waits for a closed group; the last member of a group closes it."""
+    async def settle(self) -> None:
+        """Consumes closed groups. Produces advantages, or sets the group aside. Waits for a closed group. Ended by: the last
+        rollout of a group, which closes it."""
         async with asyncio.TaskGroup() as scoring:
             while True:
-                claim = self._store.claim(TASK)
+                claim = self._store.claim(SETTLE)
                 try:
-                    lease = await self._waits.on(
-                        "settle", "a finished group", claim, has_deadline=False, has_alarm=False
-                    )
+                    lease = await self._context.waits.idle("settle", "a finished group", claim)
                 except StreamEnded:
                     return
-                if lease.group_id not in self.cancelling and self._rules.score is not None and lease.rows:
-                    scoring.create_task(self._score_and_settle(lease, self._rules.score, in_order=in_order))
+                group_reward = self._algorithm.group_reward
+                if group_reward is not None and lease.rows and lease.group_id not in self._cancelled:
+                    scoring.create_task(self._score_and_settle(lease, group_reward))
                     continue
-                async with self._still.change():
-                    if lease.group_id in self.cancelling:
-                        await self._let_go(lease)
+                async with self._context.quiesce:
+                    if lease.group_id in self._cancelled:
+                        await self._finish_cancelled(lease)
                     else:
-                        await self._settle(lease, rewards_of(lease), self._judge(lease), in_order=in_order)
+                        await self._settle(lease, rewards_of(lease), self._judge(lease))
 
-    async def _settle(self, lease: Lease, rewards_G: Rewards, fate: Fate, *, in_order: bool) -> None:
+    async def _settle(self, lease: Lease, rewards_G: Rewards, fate: Fate) -> None:
         if fate is Fate.TRAINED:
             await self._write_advantages(lease)
-            if lease.group_id in self.cancelling:  # meanwhile
-                await self._let_go(lease)
+            if lease.group_id in self._cancelled:  # meanwhile
+                await self._finish_cancelled(lease)
                 return
             self.settled.add(lease.group_id)
             await self._store.acknowledge(lease)
-            await self._settled()
-        elif in_order:
-            self._waiting.append(SetAside(lease, rewards_G, fate))
-            self._pulse.notify()
+            await self._count_settled()
+        elif self._config.is_in_lockstep:
+            self._to_set_aside.append(SetAside(lease, rewards_G, fate))
+            self._context.notifier.notify()
         else:
             await self._set_aside(SetAside(lease, rewards_G, fate))
 
-    def cancel_group(self, group_id: int, doom: CancelReason) -> None:
-        """It leaves, or begins anew, as soon as its rollouts have left. Nobody waits for its reward as a whole any more."""
-        self.cancelling[group_id] = doom
-        scoring = self._scoring.get(group_id)
-        if scoring is not None:
-            scoring.cancel()
+    # ---- the reward of a group as a whole ----------------------------------------------------------------------------
 
-    async def _score_and_settle(self, lease: Lease, score: Score, *, in_order: bool) -> None:
+    async def _score_and_settle(self, lease: Lease, group_reward: GroupReward) -> None:
         """A group whose reward fails has failed."""
-        began, failure, group_id = self._waits.now(), "", lease.group_id
+        began, failure, group_id = self._context.now(), "", lease.group_id
         extra_G = np.zeros(len(rewards_of(lease)))
         try:
-            if group_id not in self.cancelling:
+            if group_id not in self._cancelled:
                 self._scoring[group_id] = asyncio.current_task()
-                extra_G = np.array(await score(lease), dtype=np.float64)
+                extra_G = np.array(await self._score(lease, group_reward), dtype=np.float64)
         except asyncio.CancelledError:
-            if group_id not in self.cancelling:
+            if group_id not in self._cancelled:
                 raise  # the run is ending
         except RolloutError as error:
             failure = self.last_failure = f"{type(error).__name__}: {error}"
         finally:
             self._scoring.pop(group_id, None)
-        async with self._still.change():
-            await self._settle_scored(lease, extra_G, began, failure, in_order=in_order)
+        async with self._context.quiesce:
+            await self._settle_scored(lease, extra_G, began, failure)
 
-    async def _settle_scored(
-        self, lease: Lease, extra_G: Rewards, began: float, failure: str, *, in_order: bool
-    ) -> None:
+    async def _score(self, lease: Lease, group_reward: GroupReward) -> Sequence[float]:
+        """Waits for the reward, which has time limits of its own; in a resumed run also for the prompt to be read again."""
+        waits, group_id = self._context.waits, lease.group_id
+        known = self._context.notifier.until(lambda: self._context.groups[group_id].task)
+        task = await waits.on(f"group {group_id}", "its prompt to be read again", known)
+        sampled = dict[int, list[int]]()
+        for row in by_member(lease):
+            tokens = row.columns["tokens"][row.columns["loss_mask"]]
+            sampled.setdefault(row.columns["member"], []).extend(tokens.tolist())
+        scoring = group_reward(task, list(sampled.values()))
+        return await waits.on(f"group {group_id}", "the reward of the whole group", scoring, deadline=False)
+
+    async def _settle_scored(self, lease: Lease, extra_G: Rewards, began: float, failure: str) -> None:
         group_id = lease.group_id
-        if group_id in self.cancelling:
-            await self._let_go(lease)
+        if group_id in self._cancelled:
+            await self._finish_cancelled(lease)
             return
         extra_of = dict(zip(members_of(lease), extra_G, strict=True))
         earned = [row.columns["reward"] + float(extra_of[row.columns["member"]]) for row in lease.rows]
         lease = replace(lease, columns={**lease.columns, "reward": earned})
-        self._scored(group_id, rewards_of(lease), began, failure)
-        fate = Fate.FAILED if failure else self._judge(lease)
-        await self._settle(lease, rewards_of(lease), fate, in_order=in_order)
+        rewards_G, now = rewards_of(lease), self._context.now()
+        self._context.emit(
+            GroupScored(
+                at=now,
+                group_id=group_id,
+                rewards=[] if failure else rewards_G.tolist(),
+                seconds=now - began,
+                failure=failure,
+            )
+        )
+        await self._settle(lease, rewards_G, Fate.FAILED if failure else self._judge(lease))
+
+    # ---- groups that leave without being trained ---------------------------------------------------------------------
+
+    @property
+    def cancelled(self) -> set[int]:
+        """Groups whose rollouts are being aborted."""
+        return set(self._cancelled)
+
+    def cancel(self, group_id: int, then: OnCancelled) -> None:
+        """`then` is called as soon as its last rollout has ended. A reward of the group that is being computed is cancelled."""
+        self._cancelled[group_id] = then
+        scoring = self._scoring.get(group_id)
+        if scoring is not None:
+            scoring.cancel()
+
+    async def _finish_cancelled(self, lease: Lease) -> None:
+        then = self._cancelled.pop(lease.group_id)
+        await self._store.drop(lease)
+        then(lease)
+        self._store.wake()
+        await self._count_settled()
+
+    def leave_aborted(self, lease: Lease) -> None:
+        self._admission.remove(lease.group_id)
+        self.leave(lease.group_id, Fate.ABORTED, rewards_of(lease), is_replaced=True)
 
     async def discard(self, lease: Lease) -> None:
-        """A settled group that nobody takes. The fate of one whose place stays empty has been told."""
+        """Drop a settled group that no batch takes. If its place was to stay empty, its fate has been recorded already."""
         await self._store.drop(lease)
-        self._admission.remove(lease.group_id)
         self.settled.discard(lease.group_id)
-        if lease.group_id in self.vacant:
-            self.vacant.discard(lease.group_id)
-        else:
-            self._leave(lease.group_id, Fate.ABORTED, rewards_of(lease), True)
-        await self.end_if_drained()
-        self._pulse.notify()
-
-    async def _let_go(self, lease: Lease) -> None:
-        """Its rollouts were aborted: it leaves, or begins anew."""
-        doom = self.cancelling.pop(lease.group_id)
-        await self._store.drop(lease)
-        if doom is CancelReason.RESTART:
-            self._begin_anew(lease.group_id)
-        else:
+        if lease.group_id in self._context.vacant:
             self._admission.remove(lease.group_id)
-            self._leave(lease.group_id, Fate.ABORTED, rewards_of(lease), True)
-        self._store.wake()
-        await self._settled()
+            self._context.vacant.discard(lease.group_id)
+        else:
+            self.leave_aborted(lease)
+        await self.end_if_drained()
+        self._context.notifier.notify()
 
     async def set_aside_in_order(self, is_still: Callable[[], bool]) -> None:
-        """Synchronous training: waits until no rollout moves (`is_still`) and every other group is settled."""
+        """In lockstep. Consumes groups to set aside. Produces replacements and empty places. Waits until no rollout moves
+        (`is_still`) and every other group is settled. Ended by: rollouts that wait at the gate, `settle`."""
         while True:
-            await self._pulse.until(
-                lambda: bool(self._waiting) and len(self._waiting) == self.num_unsettled and is_still()
+            await self._context.notifier.until(
+                lambda: bool(self._to_set_aside) and len(self._to_set_aside) == self.num_unsettled and is_still()
             )
-            waiting = sorted(self._waiting, key=lambda aside: aside.lease.group_id)
-            self._waiting = []
+            waiting = sorted(self._to_set_aside, key=lambda aside: aside.lease.group_id)
+            self._to_set_aside = []
             for aside in waiting:
-                async with self._still.change():
+                async with self._context.quiesce:
                     await self._set_aside(aside)
-
-    def _judge(self, lease: Lease) -> Fate:
-        if len(rewards_of(lease)) < self._rules.min_group_size:
-            return Fate.FAILED
-        self.num_failed_in_a_row = 0
-        if self._rules.filter_zero_signal and not self._has_signal(lease):
-            return Fate.FILTERED
-        return Fate.TRAINED
-
-    def _has_signal(self, lease: Lease) -> bool:
-        """By the rewards that were given: a KL that is taken off them has no part in it."""
-        if self._rules.compares_turns:
-            return do_turns_differ(by_member(lease))
-        return any(has_signal(own.rewards_G) for own in by_agent(lease))
 
     async def _set_aside(self, aside: SetAside) -> None:
         lease, rewards_G, fate = aside
         if fate is Fate.FAILED:
             self._count_failure()
-        stays_empty = not self.is_fed and self.num_replaced >= self._rules.max_replaced
+        stays_empty = not self.is_fed and self.num_replaced >= self._config.max_replaced
         if stays_empty:
-            self.vacant.add(lease.group_id)
+            self._context.vacant.add(lease.group_id)
             self.settled.add(lease.group_id)
             await self._write_nothing(lease)
             await self._store.acknowledge(lease)
@@ -258,97 +229,84 @@ class GroupFinalizer:
             self.num_replaced += 1
             await self._store.drop(lease)
             self._admission.remove(lease.group_id)
-            self._store.wake()  # the order that `train` may take groups in has changed
-        self._leave(lease.group_id, fate, rewards_G, not stays_empty and not self.is_fed)
-        await self._settled()
+            self._store.wake()  # the order in which `train` may take groups has changed
+        self.leave(lease.group_id, fate, rewards_G, is_replaced=not stays_empty and not self.is_fed)
+        await self._count_settled()
 
     def _count_failure(self) -> None:
         self.num_failed_in_a_row += 1
-        if self.num_failed_in_a_row >= self._rules.max_failed_in_a_row:
+        if self.num_failed_in_a_row >= max(8, self._config.groups_per_step):
             raise MillstreamError(
                 f"{self.num_failed_in_a_row} groups in a row failed: nothing is left to train on. "
                 f"The last failure was {self.last_failure}"
             )
 
-    async def _write_advantages(self, lease: Lease) -> None:
-        rows = by_member(lease)
-        credit = self._rules.credit
-        columns = {"advantages": self._by_rollout(lease, rows)} if credit is None else columns_of(rows, credit)
-        await self._write(rows, columns)
+    # ---- fates and advantages ----------------------------------------------------------------------------------------
 
-    def _by_rollout(self, lease: Lease, rows: Sequence[Row]) -> list[Floats]:
+    def leave(self, group_id: int, fate: Fate, rewards_G: Rewards, *, is_replaced: bool = False) -> None:
+        """Record a group's fate. The only place that does."""
+        self._context.emit(
+            GroupLeft(
+                at=self._context.now(),
+                group_id=group_id,
+                fate=fate,
+                is_replaced=is_replaced,
+                num_members=len(rewards_G),
+                mean_reward=float(rewards_G.mean()) if len(rewards_G) else 0.0,
+            )
+        )
+
+    def _judge(self, lease: Lease) -> Fate:
+        if len(members_of(lease)) < self._min_group_size:
+            return Fate.FAILED
+        self.num_failed_in_a_row = 0
+        if self._config.filter_zero_signal and not self._has_signal(lease):
+            return Fate.FILTERED
+        return Fate.TRAINED
+
+    def _has_signal(self, lease: Lease) -> bool:
+        """By the rewards that were given, before a KL penalty is subtracted."""
+        if self._algorithm.compares_turns:
+            return do_turns_differ(by_member(lease))
+        return any(has_signal(own.rewards_G) for own in by_agent(lease))
+
+    async def _write_advantages(self, lease: Lease) -> None:
+        credit = self._algorithm.credit
+        order = row_order(lease)
+        columns = (
+            {"advantages": self._by_rollout(lease, order)} if credit is None else columns_of(by_member(lease), credit)
+        )
+        await self._write(lease, order, columns)
+
+    def _by_rollout(self, lease: Lease, order: Sequence[int]) -> list[Floats]:
         """Members are compared agent by agent; every token of a part has the advantage of its member and agent."""
         of = {
             (member, own.agent): value
             for own in by_agent(lease)
-            for member, value in zip(own.members, self._rules.advantage(own.rewards_G), strict=True)
+            for member, value in zip(own.members, self._algorithm.advantage(own.rewards_G), strict=True)
         }
-        return [
-            np.full(len(row.columns["tokens"]), of[row.columns["member"], row.columns["agent"]], dtype=np.float32)
-            for row in rows
-        ]
+        members, agents, tokens = lease["member"], lease["agent"], lease["tokens"]
+        return [np.full(len(tokens[i]), of[members[i], agents[i]], dtype=np.float32) for i in order]
 
     async def _write_nothing(self, lease: Lease) -> None:
-        """Whoever comes after settling finds the columns that it reads, though nothing of this group is trained."""
-        rows = by_member(lease)
-        if rows:
+        """Zeros, for consumers after settling that read these columns, though nothing of this group is trained."""
+        order = row_order(lease)
+        if order:
             names = ("advantages", "returns") if "values" in lease.columns else ("advantages",)
-            nothing = [np.zeros(len(row.columns["tokens"]), dtype=np.float32) for row in rows]
-            await self._write(rows, dict.fromkeys(names, nothing))
+            nothing = [np.zeros(len(lease["tokens"][i]), dtype=np.float32) for i in order]
+            await self._write(lease, order, dict.fromkeys(names, nothing))
 
-    async def _write(self, rows: Sequence[Row], columns: dict[str, list[Floats]]) -> None:
-        is_scored = self._rules.score is not None
-        rewards = {"reward": [row.columns["reward"] for row in rows]} if is_scored else {}
-        await self._store.write([row.row_id for row in rows], {**columns, **rewards}, overwrite=is_scored)
+    async def _write(self, lease: Lease, order: Sequence[int], columns: dict[str, list[Floats]]) -> None:
+        is_scored = self._algorithm.group_reward is not None
+        rewards = {"reward": [lease["reward"][i] for i in order]} if is_scored else {}
+        await self._store.write([lease.row_ids[i] for i in order], {**columns, **rewards}, overwrite=is_scored)
 
-    async def _settled(self) -> None:
+    async def _count_settled(self) -> None:
         self.num_unsettled -= 1
         await self.end_if_drained()
-        self._pulse.notify()
+        self._context.notifier.notify()
 
     async def end_if_drained(self) -> None:
-        """No prompt is left and no group is outstanding: whoever waits for a group waits in vain."""
+        """No prompt is left and no group is outstanding: the store's streams end."""
         if self.is_fed and not self._admission.outstanding:
             await self._store.finish()
-
-
-class OfAgent(NamedTuple):
-    """What one agent earned in each member of a group; in a rollout of one agent, what the rollout earned."""
-
-    agent: int
-    members: list[int]
-    rewards_G: Rewards
-
-
-def by_member(lease: Lease) -> list[Row]:
-    """In the order of members and their parts, not in that of arrival."""
-    return sorted(lease.rows, key=lambda row: (row.columns["member"], row.columns["part"]))
-
-
-def _in_order(lease: Lease) -> list[int]:
-    """The same order, as indices into the columns."""
-    if not lease.row_ids:
-        return []
-    members, parts = lease["member"], lease["part"]
-    return sorted(range(len(members)), key=lambda index: (members[index], parts[index]))
-
-
-def by_agent(lease: Lease) -> list[OfAgent]:
-    earned: dict[int, dict[int, float]] = {}
-    for index in _in_order(lease):
-        earned.setdefault(lease["agent"][index], {})[lease["member"][index]] = lease["reward"][index]
-    return [
-        OfAgent(agent, list(of), np.array(list(of.values()), dtype=np.float64)) for agent, of in sorted(earned.items())
-    ]
-
-
-def rewards_of(lease: Lease) -> Rewards:
-    """Of each member, in their order: the reward of its first part."""
-    first: dict[int, float] = {}
-    for index in _in_order(lease):
-        first.setdefault(lease["member"][index], lease["reward"][index])
-    return np.array(list(first.values()), dtype=np.float64)
-
-
-def members_of(lease: Lease) -> list[int]:
-    return sorted(set(lease["member"])) if lease.row_ids else []

@@ -66,7 +66,7 @@ class ActiveRun:
 
     def adopt(self, engine: Engine) -> bool:
         """Whether the pipeline, if there is one, takes this new engine in."""
-        return self.pipeline is not None and self.pipeline.adopt(engine)
+        return self.pipeline is not None and self.pipeline.sync.adopt(engine)
 
     def checkpoint_state(self) -> RunState:
         return RunState(run_id=self.run_id, data_digest=self.prepared.data_digest, generators=random_states())

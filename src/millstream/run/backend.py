@@ -18,7 +18,7 @@ from millstream.engine import Engine, EngineConfig
 from millstream.engine.native.engine import START_S
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
-from millstream.pipeline.stages import Stage
+from millstream.pipeline.schema import Stage
 from millstream.rpc.process import Launcher
 from millstream.run import build
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
@@ -76,8 +76,8 @@ class Backend(Protocol):
 
     async def open_store(self, stages: Sequence[Stage]) -> Store: ...
 
-    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
-        """`version`: of the weights that the engines start with. `learner` can publish lost weights again."""
+    def new_channel(self, learner: RunLearner) -> WeightChannel:
+        """`learner`: gives weights once more if those that it published cannot be reached."""
         ...
 
     async def close(self) -> None:
@@ -121,8 +121,8 @@ class LocalBackend:
         tasks, capacity = build.store_plan(self._config, stages)
         return MemoryStore(tasks, capacity_rows=capacity)
 
-    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
-        return LocalChannel(version)
+    def new_channel(self, learner: RunLearner) -> WeightChannel:
+        return LocalChannel()
 
     async def close(self) -> None: ...
 

@@ -37,7 +37,7 @@ from millstream.model.locate import check_path
 from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.pipeline.pipeline import Algorithm, GroupReward
-from millstream.pipeline.stages import Stage, store_tasks
+from millstream.pipeline.schema import Stage, store_tasks
 from millstream.rpc.process import Launcher
 from millstream.run.config import ModelConfig, RunConfig, critic_of, server_token
 from millstream.run.text import TokenizerText

@@ -20,7 +20,7 @@ from millstream.learner.scorer import TorchScorer
 from millstream.model.adapters import copy_of, lora_of, merged
 from millstream.model.load import load_model, load_tokenizer
 from millstream.model.locate import check_path
-from millstream.pipeline.stages import REFERENCE, VALUES, Stage
+from millstream.pipeline.schema import REFERENCE, VALUES, Stage
 from millstream.rpc.process import Launcher
 from millstream.run.config import RunConfig, critic_of, reference_of
 from millstream.run.replay import ReplayedCritic

@@ -20,7 +20,8 @@ from millstream.errors import ConfigError, MillstreamError
 from millstream.events import Evaluated, EventSink, Sample
 from millstream.events.sinks import Tee
 from millstream.pipeline.episode import Player
-from millstream.pipeline.waits import Limit, Waits
+from millstream.pipeline.limit import Limit
+from millstream.pipeline.waits import Waits
 from millstream.run import build
 from millstream.run.config import RunConfig
 from millstream.run.prepare import Prepared, prepare_run
@@ -94,7 +95,7 @@ class Evaluator:
             )
         )
         # its rollouts have their timeouts
-        samples = await self._waits.on(f"evaluation {name}", "its rollouts", playing, has_deadline=False)
+        samples = await self._waits.on(f"evaluation {name}", "its rollouts", playing, deadline=False)
         result = _result(name, self._clock.now(), versions, samples)
         self._sink.emit(result)
         return result, tuple(samples)
@@ -114,7 +115,7 @@ class Evaluator:
 
     async def _generate(self, request: Request, *, owner: str, versions: set[int]) -> Completion:
         turn = self._router.generate(request, floor=0)
-        completion = await self._waits.on(owner, "an engine", turn, has_deadline=False, has_alarm=False)
+        completion = await self._waits.idle(owner, "an engine", turn)
         versions.update(completion.versions)
         return completion
 

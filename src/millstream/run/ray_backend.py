@@ -42,7 +42,7 @@ from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.fsdp import Elsewhere, FsdpLearner
 from millstream.learner.messages import Source
 from millstream.model.load import context_length, model_weights
-from millstream.pipeline.stages import Stage
+from millstream.pipeline.schema import Stage
 from millstream.rpc.process import Kind, Launcher
 from millstream.rpc.threads import DaemonThreads
 from millstream.run import build
@@ -202,9 +202,9 @@ class RayBackend:
         self._client = await self._store.connect("pipeline")
         return self._client
 
-    def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
-        """Weights that were lost with the rank that had published them are published again by the learner that replaced it."""
-        return RemoteChannel(version, learner.weights_of if isinstance(learner, ReplayedLearner) else None)
+    def new_channel(self, learner: RunLearner) -> WeightChannel:
+        """Weights that died with whoever had staged them are staged anew by the learner that took its place."""
+        return RemoteChannel(learner.weights_of if isinstance(learner, ReplayedLearner) else None)
 
     async def close(self) -> None:
         """Close in this order, since each needs the next, and each even if one before it fails: 1. the connection to the store,

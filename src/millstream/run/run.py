@@ -45,7 +45,7 @@ from millstream.run.resume import ResumePoint, evaluations_before, find_resume_p
 from millstream.run.sft import remove_sft_checkpoints
 from millstream.run.supervision import Supervision
 from millstream.serving.fleet import Fleet
-from millstream.weights.first import WithFirst
+from millstream.weights import Publication
 
 OWNER = "the run"
 """The owner of the waits of the phases."""
@@ -146,7 +146,7 @@ async def _open(run: ActiveRun, supervision: Supervision) -> AsyncIterator[tuple
     async with AsyncExitStack() as closing:
         closing.push_async_callback(prepared.backend.close)
         opening = prepared.backend.open(context)
-        await run.waits.on(OWNER, "a place for its parts", opening, has_deadline=False)  # it has one of its own
+        await run.waits.on(OWNER, "a place for its parts", opening, deadline=False)  # it has one of its own
         fleet = build_fleet(
             prepared.backend,
             run.config.engine,
@@ -206,7 +206,7 @@ async def _warm_up(run: ActiveRun, fleet: Fleet, evaluator: Evaluator, config: W
         weights = await run.waits.on("warm-up", "the learner to copy weights", learner.weights())
         await run.waits.on("warm-up", "every engine to load its weights", fleet.load(0, weights))
         load_weights(model, weights)  # where the learner has changed another copy
-        fleet.remember(0, trained_weights(model))  # that copy ends with the learner
+        fleet.weights = Publication(0, trained_weights(model))  # that copy ends with the learner
     finally:
         run.end_grace()
         run.sft_step_kept = checkpoints.version or 0
@@ -232,8 +232,10 @@ async def _restore(run: ActiveRun, trainers: Trainers, fleet: Fleet, found: Foun
 async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator: Evaluator) -> None:
     """Returns when the pipeline has ended and the last checkpoint is written."""
     prepared, config, learner, scorers = run.prepared, run.config, trainers.learner, trainers.scorers
-    first = run.waits.on(OWNER, "the learner to copy weights", learner.weights())
-    channel = WithFirst(prepared.backend.new_channel(run.start_version, learner), await first)
+    channel = prepared.backend.new_channel(learner)
+    weights = await run.waits.on(OWNER, "the learner to copy weights", learner.weights())
+    publishing = channel.publish(run.start_version, weights)  # what the engines have: for those that start later
+    await run.waits.on(OWNER, f"version {run.start_version} to be published", publishing)
     opening = prepared.backend.open_store(scorers.stages)
     parts = Parts(
         engines=fleet.router.engines,
@@ -262,17 +264,14 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         resumed=None if run.found is None else run.found.pipeline_state(),
         incarnation=run.incarnation,
         router=fleet.router,
-        first_weights=(await channel.fetch()).weights,
     )
     run.at_work = run.pipeline
     if run.state is not None:
         restore_random_states(run.state.generators)
-    fleet.follow(channel.fetch)
+    fleet.weights = channel
     try:
         with seldom_collected():
             await run.pipeline.run()
-        if not run.is_stopping:
-            fleet.take_back()
     finally:
         run.end_grace()
         await run.waits.on(OWNER, "the last checkpoint to be written", trainers.checkpoints.close())
@@ -283,7 +282,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
 
 async def _save(run: ActiveRun, learner: RunLearner, fleet: Fleet) -> None:
     await run.waits.on(OWNER, "the model to be saved", asyncio.to_thread(_write_model, run, learner))
-    fleet.remember(run.version, trained_weights(run.prepared.model))
+    fleet.weights = Publication(run.version, trained_weights(run.prepared.model))
 
 
 def _write_model(run: ActiveRun, learner: RunLearner) -> None:

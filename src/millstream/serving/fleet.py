@@ -6,15 +6,15 @@ What it was asked goes on elsewhere, or waits for it. Where an engine stands alo
 is nothing that could die by itself: the run ends with its error. One that is added and never comes to serve is not replaced:
 whoever asked for it is told why.
 
-Whoever trains takes new engines in (`Adopt`). While nobody does, none joins without what was loaded last; where nothing was,
-they serve as they were made.
+While a run trains it adopts new engines (`Adopt`). Otherwise a new engine joins with the newest weights (`Fleet.weights`): what
+was loaded last, or a channel's; where there are none, it serves as it was made.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from millstream.clock import Clock
@@ -22,9 +22,9 @@ from millstream.engine import Engine
 from millstream.errors import ConfigError, EngineError, EngineGone, MillstreamError
 from millstream.events import EventSink, Warned
 from millstream.rpc.process import engine_names
-from millstream.serving.router import Router
+from millstream.serving.router import ReplicaChange, Router
 from millstream.types import Weights
-from millstream.weights import Publication
+from millstream.weights import Publication, WeightSource
 
 MAX_REPLACED = 5
 """Of one name, within `WINDOW_S` of service: where more die there is a fault that a new process does not mend."""
@@ -40,7 +40,6 @@ IN_LOCKSTEP = (
 Make = Callable[[str], Engine]
 Adopt = Callable[[Engine], bool]
 """Whether it is taken in."""
-Newest = Callable[[], Awaitable[Publication]]
 InThread = Callable[..., Coroutine[Any, Any, Any]]
 
 
@@ -111,17 +110,16 @@ class Fleet:
         self._engines: dict[str, Engine | None] = {engine.name: engine for engine in engines}
         """The newest of each name, None while the first is made. A name leaves when its engine is removed, or given up."""
         self.router = Router(engines, is_queueing=is_queueing, clock=clock, sink=sink)
-        self.router.on_lost = self._lose
-        self.router.on_joined = self._join
+        self.router.listeners.append(self._on_change)
         self._set_patience()
         self._lost: asyncio.Queue[Engine] = asyncio.Queue()
         self._scaling = asyncio.Lock()
         self._tries: dict[str, Tries] = {}
         self._adding: dict[str, asyncio.Future[None]] = {}
         """By name: until the first engine of it has joined, or is lost."""
-        self._adopted: set[Engine] = set()
-        """Those whom training has taken in, and who do not serve yet."""
-        self._newest: Newest | None = None
+        self.weights: WeightSource | None = (
+            None  # what a new engine loads before it serves, while no training adopts it
+        )
         self._making: set[asyncio.Future[Engine]] = set()
         self._adopt: Adopt = lambda engine: False
 
@@ -135,8 +133,13 @@ class Fleet:
     def _tries_of(self, name: str) -> Tries:
         return self._tries.setdefault(name, Tries(self._clock))
 
+    def _on_change(self, change: ReplicaChange) -> None:
+        if change.is_serving:
+            self._join(change.engine)
+        elif change.is_lost:
+            self._lose(change.engine, change.why)
+
     def _join(self, engine: Engine) -> None:
-        self._adopted.discard(engine)
         if self._engines.get(engine.name) is not engine:  # it was removed meanwhile
             return
         self._tries_of(engine.name).join()
@@ -146,7 +149,6 @@ class Fleet:
 
     def _lose(self, engine: Engine, why: str = "") -> None:
         """Another takes its place, unless it is a new one that never served. `why` "": it will say so when it is asked."""
-        self._adopted.discard(engine)
         if self._engines.get(engine.name) is not engine:  # it was removed, and is closed
             return
         self._tries_of(engine.name).lose()
@@ -160,7 +162,7 @@ class Fleet:
 
     async def load(self, version: int, weights: Weights) -> None:
         """Into all of them. One that is gone is left out, unless it is the last and not replaced."""
-        self.remember(version, weights)
+        self.weights = Publication(version, weights)
 
         async def one(engine: Engine) -> None:
             try:
@@ -169,20 +171,6 @@ class Fleet:
                 self.router.lose(engine, error)
 
         await asyncio.gather(*map(one, self.router.engines))
-
-    def remember(self, version: int, weights: Weights) -> None:
-        """What an engine gets that comes while nobody trains. They must not be changed afterwards."""
-        newest = Publication(version, weights)
-
-        async def remembered() -> Publication:
-            return newest
-
-        self._newest = remembered
-
-    def follow(self, newest: Newest) -> None:
-        """Whoever trains has the weights from now on: `newest` gives them, and is asked for an engine that nobody takes in any
-        more. Nothing else is kept here."""
-        self._newest = newest
 
     # ---- replaced ----------------------------------------------------------------------------------------------------
 
@@ -238,7 +226,7 @@ class Fleet:
             await engine.close()
             return
         before, self._engines[name] = self._engines[name], engine
-        if self._hand_over(engine):
+        if self._adopt(engine):
             return
         try:
             await self._catch_up(engine)
@@ -250,28 +238,16 @@ class Fleet:
             self._engines[name] = before
             await engine.close()
             raise
-        if not self._hand_over(engine):  # training may have begun meanwhile
+        if not self._adopt(engine):  # training may have begun meanwhile
             self.router.join(engine)
 
     async def _catch_up(self, engine: Engine) -> None:
         """Returns when it has started, and has what was loaded last."""
         await engine.resume()  # it answers as soon as it has started
-        had: Newest | None = None
-        while self._newest is not None and self._newest is not had:
-            had = self._newest
-            await engine.load(*await had())
-
-    def _hand_over(self, engine: Engine) -> bool:
-        """Whether training takes it in."""
-        is_adopted = self._adopt(engine)
-        if is_adopted:
-            self._adopted.add(engine)
-        return is_adopted
-
-    def take_back(self) -> None:
-        """Training is over. Whom it has taken in and did not see join is nobody's: others take their places."""
-        for engine in list(self._adopted):
-            self._lose(engine, "training was over before it could join")
+        loaded: WeightSource | None = None
+        while self.weights is not None and self.weights is not loaded:
+            loaded = self.weights
+            await engine.load(*await loaded.fetch())
 
     # ---- added and removed -------------------------------------------------------------------------------------------
 

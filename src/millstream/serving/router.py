@@ -24,6 +24,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 from millstream.clock import Clock
 from millstream.engine import Engine
@@ -34,7 +35,7 @@ from millstream.serving.request import Lengths, Prefixes, RoutedRequest
 from millstream.serving.waiting import Rank, Waiter, Waiting
 from millstream.types import Completion, Finish, Request, RequestKey
 
-__all__ = ["Rank", "RankOf", "Router"]
+__all__ = ["Rank", "RankOf", "ReplicaChange", "Router"]
 logger = logging.getLogger(__name__)
 RankOf = Callable[[int], Rank | None]
 """Of a group; None for one that is nobody's, such as an evaluation's."""
@@ -42,12 +43,21 @@ TURNS = 4
 """One turn in so many is for requests without a rank."""
 
 
+class ReplicaChange(NamedTuple):
+    """What has happened to an engine: it serves now, or it does not serve any more, or it is lost and needs a replacement."""
+
+    engine: Engine
+    is_serving: bool = False
+    is_lost: bool = False
+    why: str = ""
+
+
 class Router:
     """`is_queueing` False: everything goes to the engines at once, in the order of the calls, and the choice depends on these
     calls and on what has ended, not on measurements. That is what synchronous training needs to be repeatable.
 
-    `on_change` is called when a replica has left or joined, `on_joined` with an engine that has, `on_lost` with one that broke
-    or was given up. `patience_s` may be set at any time."""
+    `rank_of` gives the rank of a group; `listeners` are called with every `ReplicaChange`. `patience_s` may be set at any
+    time."""
 
     def __init__(
         self,
@@ -78,9 +88,7 @@ class Router:
         for engine in engines:
             self._add(engine)
         self.rank_of: RankOf = lambda group_id: None
-        self.on_change: Callable[[], None] = lambda: None
-        self.on_joined: Callable[[Engine], None] = lambda engine: None
-        self.on_lost: Callable[[Engine], None] = lambda engine: None
+        self.listeners: list[Callable[[ReplicaChange], None]] = []
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -231,8 +239,7 @@ class Router:
         """It takes requests as soon as its version allows. Its name must not be that of another."""
         self._add(engine)
         self._say(ReplicaJoined, engine=engine.name, version=engine.version)
-        self.on_change()
-        self.on_joined(engine)
+        self._announce(ReplicaChange(engine, is_serving=True))
         self.dispatch()
 
     def abandon(self, why: str) -> None:
@@ -265,9 +272,18 @@ class Router:
         replica = self._replicas.get(engine.name)
         if replica is not None and replica.engine is engine:
             self._remove(replica, str(error), len(replica.flights))
-            self.on_lost(engine)
+            self.report_lost(engine)
         if not self._replicas and not self.patience_s:
             raise EngineError(str(error)) from error
+
+    def report_lost(self, engine: Engine, why: str = "") -> None:
+        """The engine broke or was given up, perhaps before it joined: the owner of the engines is to replace it. `why`: empty
+        if the engine itself says so when it is called."""
+        self._announce(ReplicaChange(engine, is_lost=True, why=why))
+
+    def _announce(self, change: ReplicaChange) -> None:
+        for listener in self.listeners:
+            listener(change)
 
     def _fail(self, replica: Replica, flight: RoutedRequest, error: EngineError) -> None:
         """A request goes on elsewhere; what becomes of the replica."""
@@ -304,7 +320,7 @@ class Router:
         num_left = len(self._serving())
         self._say(ReplicaLeft, engine=replica.name, why=why, num_moved=num_moved, num_left=num_left)
         self._begin_to_give_up()
-        self.on_change()
+        self._announce(ReplicaChange(replica.engine))
 
     def _begin_to_give_up(self) -> None:
         if self._num_waiting and self._giving_up is None and not self._serving():

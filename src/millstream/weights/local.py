@@ -7,21 +7,19 @@ from typing import Any
 
 from millstream.errors import WeightsError
 from millstream.types import Weights
-from millstream.weights import Publication
+from millstream.weights import NOTHING, Publication
 
 
 class LocalChannel:
     """See `millstream.weights.WeightChannel` for the promises. Keeps the newest version only."""
 
-    def __init__(self, version: int = 0) -> None:
-        """`version`: that of the weights the engines start with."""
-        self._first = version
+    def __init__(self) -> None:
         self._newest: Publication | None = None
         self._digest = 0
 
     @property
     def version(self) -> int:
-        return self._first if self._newest is None else self._newest.version
+        return NOTHING if self._newest is None else self._newest.version
 
     async def publish(self, version: int, weights: Weights) -> None:
         if version <= self.version:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from millstream.errors import WeightsError
 from millstream.types import Weights
-from millstream.weights import Publication
+from millstream.weights import NOTHING, Publication
 from millstream.weights.transfer.remote_weights import RemoteWeights
 
 Restage = Callable[[int], Awaitable[Weights | None]]
@@ -15,16 +15,14 @@ Restage = Callable[[int], Awaitable[Weights | None]]
 class RemoteChannel:
     """See `millstream.weights.WeightChannel` for the promises. Keeps the newest version only."""
 
-    def __init__(self, version: int = 0, restage: Restage | None = None) -> None:
-        """`version`: that of the weights the engines start with. `restage` gives a version's weights once more, or None where
-        nobody has them any more."""
-        self._first = version
+    def __init__(self, restage: Restage | None = None) -> None:
+        """`restage` gives a version's weights once more, or None where no process has them any more."""
         self._restage = restage
         self._newest: Publication | None = None
 
     @property
     def version(self) -> int:
-        return self._first if self._newest is None else self._newest.version
+        return NOTHING if self._newest is None else self._newest.version
 
     async def publish(self, version: int, weights: Weights) -> None:
         """Raises `WeightsError` if they are not `RemoteWeights`. The number of a parcel is its outbox's, and no version."""

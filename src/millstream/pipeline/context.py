@@ -1,0 +1,60 @@
+"""What the components of one run share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from millstream.clock import Clock
+from millstream.events import Event, EventSink
+from millstream.pipeline.notify import Notifier, QuiescePoint
+from millstream.pipeline.waits import Waits
+from millstream.store import Store
+from millstream.types import Task
+
+
+class GroupInFlight:
+    """The prompt of one admitted group, and what a resumed run has to know of it."""
+
+    __slots__ = ("epoch", "num_kept", "restarts", "task", "task_id", "to_do")
+
+    def __init__(
+        self,
+        task_id: str,
+        epoch: int,
+        task: Task | None = None,
+        *,
+        restarts: int = 0,
+        num_kept: int = 0,
+        to_do: Iterable[int] = (),
+    ) -> None:
+        self.task_id = task_id
+        self.epoch = epoch
+        self.task = task  # None until a resumed run has read it from the data set
+        self.restarts = restarts  # how often its rollouts were aborted and started again
+        self.num_kept = num_kept  # rollouts that a resumed run found in the store
+        self.to_do = set(to_do)  # members that a resumed run has not started yet
+
+
+class RunContext:
+    """The store, the clock, the event sink, named waits, the run's tasks, and the table of groups in flight."""
+
+    def __init__(self, *, store: Store, waits: Waits, clock: Clock, sink: EventSink) -> None:
+        self.store = store
+        self.waits = waits
+        self.notifier = Notifier()  # notified when state has changed that a loop of the run waits for
+        self.quiesce = QuiescePoint()  # a change of state that a checkpoint must not cut in two enters it
+        self.groups: dict[int, GroupInFlight] = {}
+        self.vacant: set[int] = set()  # groups whose place in the batch stays empty: nothing of them is trained
+        self.tasks: asyncio.TaskGroup | None = None  # while the run lasts
+        self.now = clock.now
+        self._sink = sink
+
+    def emit(self, event: Event) -> None:
+        self._sink.emit(event)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that ends with the run; its error ends the run."""
+        assert self.tasks is not None, "the run has not started"
+        return self.tasks.create_task(coroutine)

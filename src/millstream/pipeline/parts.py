@@ -1,0 +1,68 @@
+"""What a pipeline is made of: one implementation of each seam, and what it must know of the learning algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from millstream.algo.advantages import OverBatch, Rewards
+from millstream.algo.credit import Credit
+from millstream.clock import Clock
+from millstream.engine import Engine
+from millstream.env import Environment
+from millstream.events import EventSink
+from millstream.learner import Critic, Follower, Learner
+from millstream.pipeline.schema import Stage
+from millstream.pipeline.waits import Waits
+from millstream.store import Store
+from millstream.types import Sampling, Task
+from millstream.weights import WeightChannel
+
+Advantage = Callable[[Rewards], Rewards]
+AfterStep = Callable[[int], Coroutine[Any, Any, None]]
+"""Called with every new version: concurrently with training or, in lockstep, between two steps."""
+GroupReward = Callable[[Task, Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
+"""The reward that each member gets in addition to its own, from the task and the tokens that each member sampled."""
+
+
+class Parts(Struct, frozen=True, kw_only=True, eq=False):
+    """One implementation of each seam."""
+
+    engines: tuple[Engine, ...]
+    environment: Environment
+    learner: Learner
+    store: Store
+    channel: WeightChannel
+    """The weights that the engines start with must have been published to it."""
+    clock: Clock
+    sink: EventSink
+    waits: Waits
+    stages: tuple[Stage, ...] = ()
+    """Computed for every row; the store must have been made for them (`schema.store_tasks`)."""
+    critic: Critic | None = None
+    """Trained concurrently with the learner. None: there is none."""
+    proximal: Follower | None = None
+    """Scores rows with the policy of the batch's start. None: the learner does so itself, if it needs it."""
+
+
+class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
+    """What the pipeline needs to know of the learning algorithm."""
+
+    advantage: Advantage
+    sampling: Sampling
+    micro_batch_tokens: int
+    mini_batches: int = 1
+    group_reward: GroupReward | None = None
+    """Scores a complete group as a whole. None: every rollout has only its own reward."""
+    over_batch: OverBatch | None = None
+    """Shift and scale of advantages over the whole batch: its rows wait until it is complete. None: trained as they come."""
+    credit: Credit | None = None
+    """Advantages per token, instead of `advantage`. None: every token has the advantage of its rollout."""
+    compares_turns: bool = False
+    """Whether a group has a signal if the rewards of its turns differ, and not only if the rewards of its rollouts do."""
+    critic_batch_tokens: int = 8192
+    """As micro_batch_tokens, for the critic."""
+    proximal_batch_tokens: int = 8192
+    """As micro_batch_tokens, for the proximal policy."""

@@ -1,0 +1,145 @@
+"""The state of a run between two batches: captured for a checkpoint, and restored by the run that resumes from it.
+
+A resumed run continues every group that was in flight under its own id, start version and deadline: rollouts that are in the
+store are kept, the others are rolled out again with the same random numbers.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from millstream.errors import DataError
+from millstream.events import GroupResumed
+from millstream.pipeline.admission import Admission, Place
+from millstream.pipeline.batch import BatchTrainer
+from millstream.pipeline.context import GroupInFlight, RunContext
+from millstream.pipeline.parts import Parts
+from millstream.pipeline.rollouts import Rollouts
+from millstream.pipeline.schema import SETTLE
+from millstream.pipeline.settle import GroupFinalizer
+from millstream.pipeline.state import Checkpointer, GroupState, LearnerAndCritic, Ledger, PipelineState
+from millstream.types import Task
+
+
+class Resumption:
+    """Captures and restores the state of a run's components. `num_members`: rollouts that a group starts."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        *,
+        admission: Admission,
+        finalizer: GroupFinalizer,
+        rollouts: Rollouts,
+        num_members: int,
+    ) -> None:
+        self._context = context
+        self._admission = admission
+        self._finalizer = finalizer
+        self._rollouts = rollouts
+        self._num_members = num_members
+
+    # ---- capture -----------------------------------------------------------------------------------------------------
+
+    async def checkpoint(
+        self, checkpointer: Checkpointer, next_group: int, parts: Parts, learner: BatchTrainer
+    ) -> None:
+        """Write a checkpoint between two batches. Waits for changes in progress, for copies of the learner's and the critic's
+        state, and for the checkpointer."""
+        context, began = self._context, self._context.now()
+        await context.waits.on("train", "changes that have begun", context.quiesce.stop())
+        try:
+            state, mark = await self.capture(next_group), checkpointer.mark()  # one moment: later events are not in it
+        finally:
+            context.quiesce.resume()
+        snapshot = await learner.call("copy its state", parts.learner.snapshot())
+        if parts.critic is not None:
+            copying = parts.critic.snapshot()
+            copied = await context.waits.on("train", "the critic to copy its state", copying)
+            snapshot = LearnerAndCritic(snapshot, copied)
+        keeping = checkpointer.keep(state, mark, snapshot, context.now() - began)
+        await context.waits.on("train", "the checkpoint", keeping)
+
+    async def capture(self, next_group: int) -> PipelineState:
+        """To be called between two batches. A group whose rollouts are being aborted is rolled out again by a resumed run."""
+        rows = await self._context.store.snapshot()
+        cancelled = self._finalizer.cancelled
+        stored: dict[int, set[int]] = {}
+        for row in rows.rows:
+            stored.setdefault(row.group_id, set()).add(int(row.columns["member"]))
+        groups = {
+            group_id: self._group_state(
+                group_id, place, stored.get(group_id, set()), is_cancelled=group_id in cancelled
+            )
+            for group_id, place in self._admission.places()
+        }
+        is_closed = {group_id: closed and group_id not in cancelled for group_id, closed in rows.is_closed.items()}
+        # the store may not know yet that a group is complete
+        is_closed |= {group_id: True for group_id, group in groups.items() if not group.to_do}
+        ledger = Ledger(
+            version=self._admission.version,
+            next_group=next_group,
+            groups=groups,
+            vacant=sorted(self._context.vacant),
+            num_replaced=self._finalizer.num_replaced,
+            num_failed_in_a_row=self._finalizer.num_failed_in_a_row,
+        )
+        return PipelineState(ledger, replace(rows, is_closed=is_closed))
+
+    def _group_state(self, group_id: int, place: Place, stored: set[int], *, is_cancelled: bool) -> GroupState:
+        group = self._context.groups[group_id]
+        living = group.to_do or self._rollouts.living(group_id)
+        to_do = set(range(self._num_members)) if is_cancelled else living
+        return GroupState(
+            task_id=group.task_id,
+            epoch=group.epoch,
+            start=place.start,
+            deadline=place.deadline,
+            kept=sorted(stored),
+            to_do=sorted(to_do - stored),
+            restarts=group.restarts,
+        )
+
+    # ---- restore -----------------------------------------------------------------------------------------------------
+
+    def restore(self, state: PipelineState, incarnation: int) -> None:
+        """Before the run starts. Groups that were closed and not settled are in the store, and will be claimed."""
+        ledger, rows = state
+        places = {group_id: Place(group.start, group.deadline) for group_id, group in ledger.groups.items()}
+        self._admission.restore(ledger.version, places)
+        settled = rows.acknowledged[SETTLE]
+        self._finalizer.num_unsettled = sum(c for g, c in rows.is_closed.items() if g not in settled)
+        self._finalizer.settled = set(settled) & ledger.groups.keys()
+        self._finalizer.num_replaced = ledger.num_replaced
+        self._finalizer.num_failed_in_a_row = ledger.num_failed_in_a_row
+        self._context.vacant = set(ledger.vacant)
+        for group_id, group in ledger.groups.items():
+            self._context.groups[group_id] = GroupInFlight(
+                group.task_id, group.epoch, restarts=group.restarts, num_kept=len(group.kept), to_do=group.to_do
+            )
+            if group_id not in self._context.vacant:
+                self._context.emit(
+                    GroupResumed(
+                        at=self._context.now(),
+                        group_id=group_id,
+                        incarnation=incarnation,
+                        kept=group.kept,
+                        to_do=group.to_do,
+                    )
+                )
+
+    def take_up(self, group_id: int, task: Task) -> None:
+        """The data set's task of a group that was admitted before the checkpoint: start the members that it lacks."""
+        group = self._context.groups.get(group_id)
+        if group is None:  # it has left
+            return
+        if group.task_id != task.id:
+            raise DataError(
+                f"the checkpoint has group {group_id} at work on task {group.task_id!r}, the data set has {task.id!r} there: "
+                "the data must be the same as before"
+            )
+        group.task = task
+        to_do = group.to_do
+        group.to_do = set()
+        if to_do:
+            self._rollouts.start(group_id, task, self._admission.place(group_id), to_do)

@@ -1,0 +1,185 @@
+"""Weight sync: every engine of the run loads the newest published version, between two of its decode steps.
+
+The channel owns the newest weights: what the engines start with is published to it before the run, and every version after
+its step. One task per engine fetches and loads. At most half of the engines load at the same time, so that the others keep
+generating. Weights that do not arrive are fetched again after a back-off; an engine that never gets them is given up, like one
+that died. An engine that starts during the run loads the newest version before it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import NoReturn
+
+from millstream.engine import Engine
+from millstream.errors import EngineGone, InvariantError, StallError, WeightsError, WeightsUnreachable
+from millstream.events import Warned, WeightsLoaded, WeightsPublished
+from millstream.pipeline.context import RunContext
+from millstream.serving.router import Router
+from millstream.types import Weights
+from millstream.weights import WeightChannel
+
+WEIGHTS_S = 1.0  # back-off after weights that did not arrive; doubled after each further failure
+MAX_WEIGHTS_FAILED = (
+    5  # in a row, of one engine: then it is given up or, if no other serves, the run ends with the error
+)
+
+
+class WeightSync:
+    """Publishes versions and loads them into the engines behind the router. `is_in_lockstep`: all engines load at once,
+    because nothing is generated meanwhile."""
+
+    def __init__(self, context: RunContext, channel: WeightChannel, router: Router, *, is_in_lockstep: bool) -> None:
+        self._context = context
+        self._channel = channel
+        self._router = router
+        self._is_in_lockstep = is_in_lockstep
+        self._num_loading = 0
+        self._has_warned = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._joining: list[Engine] = []
+        self._is_stopped = False
+
+    def start(self, version: int) -> None:
+        """One task per engine. `version`: what the engines serve now."""
+        if self._channel.version < version:
+            raise InvariantError(
+                f"the engines start with version {version}, which has not been published (the channel is at version "
+                f"{self._channel.version}): publish it before the pipeline runs"
+            )
+        self._tasks += [self._context.spawn(self.sync(engine)) for engine in self._router.engines]
+
+    async def publish(self, version: int, weights: Weights, began: float) -> None:
+        """Produces a version that engines can fetch. `began`: when copying the weights began."""
+        await self._context.waits.on(
+            "train", f"version {version} to be published", self._channel.publish(version, weights)
+        )
+        now = self._context.now()
+        self._context.emit(WeightsPublished(at=now, version=version, seconds=now - began))
+        self._context.notifier.notify()
+
+    async def sync(self, engine: Engine) -> None:
+        """Consumes published versions. Produces an engine that serves them. Waits for a version newer than the engine's, and
+        for its turn to load. Ended by: `publish`, other engines that have loaded, the engine that leaves."""
+        waits, until = self._context.waits, self._context.notifier.until
+        owner, num_failed = f"sync of {engine.name}", 0
+        try:
+            while True:
+                newer = until(lambda: self._channel.version > engine.version or not self._serves(engine))
+                await waits.idle(owner, "a newer version", newer)
+                if not self._serves(engine):
+                    return
+                await waits.on(owner, "its turn to load", until(self._may_load))
+                self._num_loading += 1
+                try:
+                    await self._load(engine, owner)
+                    num_failed = 0
+                except WeightsError as error:
+                    num_failed += 1
+                    failure = error
+                finally:
+                    self._num_loading -= 1
+                    self._context.notifier.notify()
+                if num_failed:
+                    await self._back_off(engine, owner, failure, num_failed)
+        except EngineGone as error:
+            self._router.lose(engine, error)
+
+    def is_everywhere(self) -> bool:
+        """Whether every engine serves the newest version."""
+        return self._router.serving_versions() == [self._channel.version]
+
+    async def until_everywhere(self) -> None:
+        await self._context.notifier.until(self.is_everywhere)
+
+    def adopt(self, engine: Engine) -> bool:
+        """An engine that has started during the run serves as soon as it has loaded the newest weights. False: the run does not
+        take it, because it has not begun or is over."""
+        if self._context.tasks is None or self._is_stopped:
+            return False
+        self._joining.append(engine)
+        self._tasks.append(self._context.spawn(self._join(engine)))
+        return True
+
+    def stop(self) -> None:
+        """No engine is adopted any more."""
+        self._is_stopped = True
+
+    def finish(self, *, are_joining_lost: bool) -> None:
+        """Training is over: the tasks end. `are_joining_lost`: engines that were adopted and have not joined are replaced."""
+        self.stop()
+        for task in self._tasks:
+            task.cancel()
+        for engine in self._joining if are_joining_lost else ():
+            self._router.report_lost(engine, "training was over before it could join")
+
+    async def _join(self, engine: Engine) -> None:
+        """Until it has joined the router it gets no request, and does not count among the engines that load."""
+        try:
+            await self._load_until_it_has(engine, f"sync of {engine.name}")
+        except EngineGone as error:
+            self._context.emit(
+                Warned(at=self._context.now(), message=f"{engine.name} broke before it could join: {error}")
+            )
+            self._joining.remove(engine)
+            self._router.report_lost(engine)
+            return
+        self._joining.remove(engine)
+        self._router.join(engine)
+        await self.sync(engine)
+
+    async def _load_until_it_has(self, engine: Engine, owner: str) -> None:
+        """It may still be starting: a cluster may need longer to place it than the deadline of a wait."""
+        num_failed = 0
+        while True:
+            try:
+                await self._load(engine, owner)
+                return
+            except WeightsError as error:
+                num_failed += 1
+                await self._back_off(engine, owner, error, num_failed)
+            except StallError as error:
+                self._give_up(engine, error)
+
+    async def _load(self, engine: Engine, owner: str) -> None:
+        waits = self._context.waits
+        version, weights = await waits.on(owner, "the weights to arrive", self._channel.fetch())
+        began = self._context.now()
+        await waits.on(owner, f"{engine.name} to load version {version}", engine.load(version, weights))
+        now = self._context.now()
+        self._context.emit(WeightsLoaded(at=now, engine=engine.name, version=version, seconds=now - began))
+        self._router.dispatch()
+
+    async def _back_off(self, engine: Engine, owner: str, error: WeightsError, num_failed: int) -> None:
+        """Weights did not arrive (they were superseded, or the process that sent them died): a newer version may, or the same
+        one a little later. After `MAX_WEIGHTS_FAILED` in a row the engine is given up."""
+        if num_failed > MAX_WEIGHTS_FAILED:
+            self._give_up(engine, error)
+        if not self._has_warned:
+            self._has_warned = True
+            message = f"{owner}: {error}; it tries again, and so does whoever is next"
+            self._context.emit(Warned(at=self._context.now(), message=message))
+        if isinstance(error, WeightsUnreachable):
+            staging = self._channel.anew()
+            is_staged = await self._context.waits.on(owner, "weights to be staged anew", staging) is not None
+            if is_staged and num_failed == 1:  # later ones: the weights are there, and the way to them needs time
+                return
+        version = self._channel.version
+        newer = self._context.notifier.until(lambda: self._channel.version > version)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WEIGHTS_S * 2 ** (num_failed - 1)):
+                await self._context.waits.on(owner, "weights that arrive", newer)
+
+    def _give_up(self, engine: Engine, error: WeightsError | StallError) -> NoReturn:
+        """An engine that does not get its weights counts as gone (`EngineGone`): the fleet decides whether another takes its
+        place. Raises the error itself, which ends the run, if no other engine serves."""
+        if all(one is engine for one in self._router.engines):
+            raise error
+        raise EngineGone(f"{engine.name} does not get its weights: {error}") from error
+
+    def _may_load(self) -> bool:
+        return self._is_in_lockstep or self._num_loading < max(1, len(self._router.engines) // 2)
+
+    def _serves(self, engine: Engine) -> bool:
+        return engine in self._router.engines
