@@ -519,11 +519,11 @@ def test_the_simulator_drives_the_production_pipeline_admission_rule_and_store()
     """No subclass of any of them, no other module in their place; and no torch."""
     program = """
 import sys
-sys.path[:0] = ["tests", "bench"]
-import scheduling_worlds, simulated
+sys.path[:0] = ["tests", "tests/support", "bench"]
+import internals, simulated
 from millstream.pipeline import admission, pipeline, settle
 from millstream.store import memory
-for user in (simulated, scheduling_worlds):
+for user in (simulated, internals):
     assert user.Pipeline is pipeline.Pipeline and user.MemoryStore is memory.MemoryStore
 assert pipeline.Admission is admission.Admission and pipeline.Settler is settle.Settler
 for part in (pipeline.Pipeline, admission.Admission, settle.Settler, memory.MemoryStore):
