@@ -4,6 +4,8 @@ Imports no torch; what does is in `internals_torch.py`. Public API, which benchm
 types, events, config and clock, and the protocols `millstream.engine.Engine` and `millstream.env.Environment`.
 """
 
+# mypy: implicit-reexport
+# ruff: noqa: F401
 from __future__ import annotations
 
 import itertools
@@ -48,64 +50,6 @@ from millstream.store.segments import memory_folder
 from millstream.types import Sampling, Task
 from millstream.weights.local import LocalChannel
 from report import ROOT
-
-__all__ = [
-    "ADVANTAGES",
-    "H200",
-    "H200_KV_TOKENS",
-    "WALLS",
-    "Advantage",
-    "BiasReport",
-    "Costs",
-    "Draw",
-    "Episode",
-    "Estimator",
-    "FrozenLake",
-    "MemorySink",
-    "MemoryStore",
-    "Reads",
-    "Report",
-    "RewardConfig",
-    "Router",
-    "RunResult",
-    "Sandbox",
-    "SandboxBroken",
-    "Scorer",
-    "SimEngine",
-    "SimEnvironment",
-    "SimLearner",
-    "Success",
-    "Want",
-    "at_most",
-    "audit",
-    "bias_report",
-    "by_prompt",
-    "constant",
-    "derive_seed",
-    "exact_match",
-    "first_epoch",
-    "full_budget",
-    "gae",
-    "grpo",
-    "has_signal",
-    "lines",
-    "lognormal",
-    "longer_is_harder",
-    "memory_folder",
-    "mixture",
-    "must_be_clean",
-    "pareto",
-    "prepare",
-    "read_events",
-    "read_history",
-    "recipe",
-    "run_pipeline",
-    "seldom_collected",
-    "truncated_normal",
-    "uniform",
-    "what_is_contained",
-    "without_supervision",
-]
 
 TINY = (
     "data.size=200",

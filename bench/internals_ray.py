@@ -1,9 +1,9 @@
 """As `internals.py`, for the parts of Millstream that import Ray."""
 
+# mypy: implicit-reexport
+# ruff: noqa: F401
 from __future__ import annotations
 
 from millstream.cluster.store import RayStore, connect
 from millstream.store.client import StoreClient
 from millstream.store.host import Plan as StoreAddress
-
-__all__ = ["RayStore", "StoreAddress", "StoreClient", "connect"]

@@ -1,5 +1,7 @@
 """As `internals.py`, for the parts of Millstream that import torch."""
 
+# mypy: implicit-reexport
+# ruff: noqa: F401
 from __future__ import annotations
 
 from typing import Any
@@ -22,26 +24,6 @@ from millstream.run.build import build_engine
 from millstream.weights.transfer import Way, WeightsRef
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher
-
-__all__ = [
-    "LossInputs",
-    "Objective",
-    "Packer",
-    "TokenLoss",
-    "TorchLearner",
-    "VllmConfig",
-    "Way",
-    "WeightsFetcher",
-    "WeightsPublisher",
-    "WeightsRef",
-    "engine_of",
-    "kl",
-    "losses",
-    "model_of",
-    "objective",
-    "qwen3",
-    "set_up_cpu",
-]
 
 
 def engine_of(config: EngineConfig, model: Any) -> Engine:
