@@ -125,7 +125,7 @@ class Nodes:
         os.environ |= {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", **SETTINGS}
         from ray.cluster_utils import Cluster
 
-        import millstream.cluster.driver  # noqa: F401  Ray on loopback
+        import internals_ray  # noqa: F401  Ray on loopback
 
         self._options = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
         self._cluster: Any = Cluster(initialize_head=True, head_node_args=self._options)

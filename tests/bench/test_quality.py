@@ -225,7 +225,8 @@ def test_a_cell_that_was_cut_short_begins_anew_and_what_is_done_is_never_run_aga
 
 def test_a_killed_run_leaves_whole_results(tmp_path: Path) -> None:
     words = [sys.executable, "-c", KILLED, str(tmp_path)]
-    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path})
     until = time.monotonic() + 30
     while not (tmp_path / "results.jsonl").exists() and time.monotonic() < until:
         time.sleep(0.02)
