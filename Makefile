@@ -9,7 +9,7 @@ TQ := .venv-tq
 VLLM := .venv-vllm
 VERL := .peer-verl
 
-.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs check format bench crash-matrix bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs smoke check format bench crash-matrix bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -35,8 +35,13 @@ test-vllm: $(VLLM)/.installed
 test-envs: $(VENV)/.installed-envs
 	$(BIN)/pytest tests/env/test_adapters.py
 
+# Every benchmark on its smallest setting: does it still start? Two to three minutes on one core.
+smoke: $(INSTALLED)
+	$(BIN)/pytest -m smoke tests/bench
+
 example: $(INSTALLED)
 	$(BIN)/python examples/one_file.py
+	$(BIN)/python examples/small_loop.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -57,7 +62,7 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/frozen_lake.py
 	$(BIN)/python bench/slow_reward.py
 
-# Half an hour to an hour on two cores; it may be stopped, and goes on where it was.
+# Half an hour to an hour on two cores; it may be stopped, and continues where it was.
 crash-matrix: $(VENV)/.installed-ray
 	$(BIN)/python bench/crash_matrix.py --out runs/crash-matrix
 
@@ -65,12 +70,12 @@ bench-trl: $(INSTALLED) $(TRL)/.installed
 	$(BIN)/python bench/vs_trl.py
 
 bench-losses: $(INSTALLED) $(TRL)/.installed $(VERL)/.unpacked
-	$(BIN)/python bench/losses_vs_peers.py --trl-python $(TRL)/bin/python --verl $(VERL)
+	$(BIN)/python bench/losses_vs_peers.py
 
 bench-store: $(VENV)/.installed-ray $(TQ)/.installed
 	$(BIN)/python bench/store.py
 
-# An hour or two on two cores; it may be stopped, and goes on where it was.
+# An hour or two on two cores; it may be stopped, and continues where it was.
 bench-quality: $(VENV)/.installed-plots
 	$(BIN)/python bench/quality.py run runs/quality --jobs 2 --minutes 600
 	$(BIN)/python bench/quality.py report runs/quality

@@ -4,23 +4,20 @@ prompt have its fate, is what was trained a fair sample?
 A real run on this machine: a tiny model walks over frozen lakes, every episode in a process of its own. Prints what happened,
 what `millstream audit` and the bias report say of it, and exits with 1 if one of them objects.
 
-    .venv/bin/python bench/chaos.py [--steps 40] [--groups 8] [--json]
+    .venv/bin/python bench/chaos.py [--json] [--smoke] [--steps 40] [--groups 8]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import random
-import signal
 import sys
 import tempfile
-import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import run_parts
+from internals import audit, bias_report, read_history
 from millstream import (
     DataConfig,
     EngineConfig,
@@ -30,35 +27,12 @@ from millstream import (
     RolloutConfig,
     RunConfig,
     TinyConfig,
+    train,
 )
-from millstream.env import Step
-from millstream.env.games.frozen_lake import FrozenLake
-from millstream.seeds import derive_seed
-from millstream.types import Task
+from millstream.events import RolloutEnded, RolloutFailed
+from report import Options, Row, publish, say
 
-RAISE, HANG, KILL, GARBAGE = 0.05, 0.02, 0.01, 0.01
 STEP_TIMEOUT_S = 2.0
-HOUR_S = 3600.0
-
-
-class Chaos(FrozenLake):
-    """A frozen lake on which steps go wrong, by a coin of their own that knows nothing of the walk."""
-
-    async def reset(self, task: Task, seed: int) -> str:
-        self._coins = random.Random(derive_seed(seed, "chaos"))
-        return await super().reset(task, seed)
-
-    async def step(self, action: str) -> Step:
-        coin = self._coins.random()
-        if coin < RAISE:
-            raise ValueError("the ice cracked")
-        if coin < RAISE + HANG:
-            time.sleep(HOUR_S)  # noqa: ASYNC251 (with the whole process)
-        if coin < RAISE + HANG + KILL:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if coin < RAISE + HANG + KILL + GARBAGE:
-            return "garbage"  # type: ignore[return-value]
-        return await super().step(action)
 
 
 def config(run_dir: Path, *, steps: int, groups: int) -> RunConfig:
@@ -66,7 +40,7 @@ def config(run_dir: Path, *, steps: int, groups: int) -> RunConfig:
         model=ModelConfig(tiny=TinyConfig(hidden=32, layers=1, heads=2, context=192, alphabet="pfhgldru0123456789=>")),
         environment=(
             EnvironmentConfig(
-                use=f"{Path(__file__).resolve()}:Chaos",
+                use=f"{run_parts.HERE}:Chaos",
                 args={"max_turns": 6},
                 process=True,
                 step_timeout_s=STEP_TIMEOUT_S,
@@ -82,12 +56,6 @@ def config(run_dir: Path, *, steps: int, groups: int) -> RunConfig:
 
 
 def run(run_dir: Path, *, steps: int, groups: int) -> dict[str, Any]:
-    from millstream import train
-    from millstream.audit.audit import audit
-    from millstream.events import RolloutEnded, RolloutFailed
-    from millstream.events.bias import bias_report
-    from millstream.events.sinks import read_history
-
     result = train(config(run_dir, steps=steps, groups=groups))
     history = list(read_history(run_dir / "events.jsonl"))
     report = audit(run_dir)
@@ -110,31 +78,24 @@ def _kind(message: str) -> str:
     return next((kind for sign, kind in kinds.items() if sign in message), message)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    parser.add("--steps", 40, smoke=1)
+    parser.add("--groups", 8, smoke=2)
+    options = parser.parse(argv)
     with tempfile.TemporaryDirectory() as folder:
-        found = run(Path(folder) / "run", steps=args.steps, groups=args.groups)
+        found = run(Path(folder) / "run", steps=options.steps, groups=options.groups)
+    for name, value in found.items():
+        say(f"{name:10} {value}")
+    workload = f"chaos, {found['rollouts']} rollouts, {sum(found['failures'].values())} failures"
+    figures = {"audit findings": len(found["findings"]), "biases found": int(found["is_biased"])}
     rows = [
-        {
-            "workload": f"chaos, {found['rollouts']} rollouts, {sum(found['failures'].values())} failures",
-            "metric": metric,
-            "ours": ours,
-            "peer": "none may be",
-            "theirs": 0,
-            "ratio": float(not ours),
-        }
-        for metric, ours in (("audit findings", len(found["findings"])), ("biases found", int(found["is_biased"])))
+        Row(workload=workload, metric=metric, ours=ours, peer="none is allowed", theirs=0, ratio=float(not ours))
+        for metric, ours in figures.items()
     ]
-    if args.json:
-        print(json.dumps(rows))
-    else:
-        for name, value in found.items():
-            print(f"{name:10} {value}")
-    sys.exit(any(row["ours"] for row in rows))
+    publish(rows, options)
+    if found["findings"] or (found["is_biased"] and not options.smoke):  # a few rollouts may look biased by chance
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
-"""SIGKILL to every kind of process of a run on Ray, at every kind of moment: does it go on, and is nothing lost or done twice?
+"""SIGKILL to every kind of process of a run on Ray, at every kind of moment: does training continue, is nothing lost or done
+twice?
 
 Victims: an engine, an environment's worker, a reward's worker, the store's coordinator, a learner's rank, the driver, a whole
 node. Moments: while generating, training, publishing, checkpointing: 28 cells, and 20 of a random victim at a random moment.
-One run is hit many times. After each kill the run must train two more steps than it had, whoever was killed must have been
-replaced, and the audit must be clean; when a driver dies, every process of its run must go. At the end of each run it finishes,
-the audit is clean, no process and no shared memory is left.
+One run is hit many times. After each kill the run must train two more steps than it had, the killed process must have been
+replaced, and the audit must be clean; when a driver dies, every process of its run must end. At the end of each run it
+finishes, the audit is clean, no process and no shared memory is left.
 
-    .venv/bin/python bench/crash_matrix.py [--json] [--out FOLDER] [--seed 0] [--rounds 1] [--only 'engine:*' ...]
+    .venv/bin/python bench/crash_matrix.py [--json] [--smoke] [--out FOLDER] [--seed 0] [--rounds 1] [--only 'engine:*' ...]
     .venv/bin/python bench/crash_matrix.py --table FOLDER ...
 
 Each round has all cells; its random ones have other victims than the last round's. Results are appended to FOLDER/cells.jsonl,
-and cells that went well before are not run again. `--table` runs nothing, and puts what is in several folders into one table.
+and cells that succeeded before are not run again. `--table` runs nothing, and puts the results of several folders into one
+table. `--smoke` kills the driver of a small run without Ray, once.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import signal
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,9 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from crash_run import ENGINES, SETTINGS, Ended, Failed, Run, descendants, is_alive, weights_of
-from millstream.audit.audit import audit, lines
+from crash_run import SETTINGS, Ended, Failed, Run, descendants, is_alive, weights_of
+from internals import audit, lines
+from report import Options, Row, publish, say
 
 VICTIMS = ("engine", "environment", "reward", "coordinator", "learner", "driver", "node")
 MOMENTS = ("generating", "training", "publishing", "checkpointing")
@@ -91,6 +93,11 @@ class Plan(Struct, frozen=True):
     name: str
     cells: tuple[Cell, ...]
     has_nodes: bool = False
+    is_local: bool = False  # without Ray
+    steps_per_cell: int = STEPS_PER_CELL
+
+
+SMOKE = Plan("smoke", (Cell("driver", "training"),), is_local=True, steps_per_cell=0)
 
 
 def plans(seed: int, is_wanted: Callable[[Cell], bool] = lambda cell: True) -> list[Plan]:
@@ -118,7 +125,7 @@ class Nodes:
         os.environ |= {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", **SETTINGS}
         from ray.cluster_utils import Cluster
 
-        import millstream.cluster.driver  # noqa: F401  Ray on loopback
+        import internals_ray  # noqa: F401  Ray on loopback
 
         self._options = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
         self._cluster: Any = Cluster(initialize_head=True, head_node_args=self._options)
@@ -185,7 +192,7 @@ def hit(run: Run, cell: Cell, rng: random.Random, nodes: Nodes | None) -> Result
 
 def is_whole(run: Run) -> bool:
     """Whether all engines serve."""
-    return run.read().serving == set(ENGINES)
+    return run.read().serving == run.books.engines
 
 
 def await_moment(run: Run, cell: Cell, rng: random.Random) -> None:
@@ -302,12 +309,13 @@ def carry_out(plan: Plan, out: Path, done: Done, rng: random.Random, seed: int) 
             run_dir = out / f"{plan.name.replace(' ', '-')}-{int(time.time())}"
             attempt += 1
             address = None if nodes is None else nodes.address
-            run = Run(run_dir, steps=STEPS_PER_CELL * len(missing) + 10, seed=seed + attempt, address=address)
+            steps = plan.steps_per_cell * len(missing) + 10
+            run = Run(run_dir, steps=steps, seed=seed + attempt, address=address, is_local=plan.is_local)
             stack.callback(run.end)
-            torment(run, missing, out, done, rng, nodes)
+            hit_all(run, missing, out, done, rng, nodes)
 
 
-def torment(run: Run, cells: Sequence[Cell], out: Path, done: Done, rng: random.Random, nodes: Nodes | None) -> None:
+def hit_all(run: Run, cells: Sequence[Cell], out: Path, done: Done, rng: random.Random, nodes: Nodes | None) -> None:
     cell, end = cells[0], Cell(END, run.run_dir.name, seed=cells[0].seed)
     try:
         for cell in cells:
@@ -333,7 +341,7 @@ def finished(run: Run, cell: Cell, others: Sequence[int]) -> Result:
         own |= set(descendants(run.driver.pid))
         time.sleep(0.2)
     if run.driver.poll() != 0:
-        raise Failed(f"the run did not finish: exit code {run.driver.poll()}: {run.last_words()}")
+        raise Failed(f"the run did not finish: exit code {run.driver.poll()}: {run.last_output()}")
     run.read()
     run.must_be_gone(own | {one.process for one in run.books.started.values()})
     run.helpers_must_be_gone()
@@ -353,11 +361,9 @@ def keep(out: Path, done: Done, result: Result) -> None:
     with (out / "cells.jsonl").open("ab") as file:
         file.write(msgspec.json.encode(result) + b"\n")
     sign = "ok" if result.is_ok else "FAILED"
-    print(
+    say(
         f"{result.cell.name}: {sign}, {result.how}; next step after {result.seconds:.1f} s (usually {result.usual_s:.1f}), "
-        f"as before after {result.replaced_s:.1f} s",
-        file=sys.stderr,
-        flush=True,
+        f"as before after {result.replaced_s:.1f} s"
     )
 
 
@@ -401,32 +407,43 @@ def _shown(results: Sequence[Result]) -> str:
     return f"{len(seconds)} of {len(results)}: {spread}"
 
 
-def rows_of(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """As other benches give them: whether each was survived, and how long training stood still."""
-    rows = []
-    for result in results:
-        for metric, value in (("survived", int(result.is_ok)), ("seconds_to_next_step", round(result.seconds, 2))):
-            name = f"{result.cell.name}, seed {result.cell.seed}"
-            rows.append(
-                {"workload": name, "metric": metric, "ours": value, "peer": "none", "theirs": None, "ratio": None}
-            )
-    return rows
+def rows_of(results: Sequence[Result]) -> list[Row]:
+    """Whether each kill was survived, and how long training stood still."""
+    return [
+        Row(
+            workload=f"{one.cell.name}, seed {one.cell.seed}",
+            metric=metric,
+            ours=ours,
+            peer="none",
+            theirs=None,
+            ratio=None,
+        )
+        for one in results
+        for metric, ours in (("survived", int(one.is_ok)), ("seconds to the next step", round(one.seconds, 2)))
+    ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=1)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    parser.add("--out", None, kind=Path)
+    parser.add("--seed", 0)
+    parser.add("--rounds", 1)
     parser.add_argument("--only", nargs="*", default=["*"], metavar="VICTIM:MOMENT")
     parser.add_argument("--table", nargs="*", type=Path, metavar="FOLDER")
-    options = parser.parse_args()
-    folders = options.table or [run_all(options)]
-    results = [result for folder in folders for result in known(folder)]
-    print(json.dumps(rows_of(results)) if options.json else table(results))
+    options = parser.parse(argv)
+    with tempfile.TemporaryDirectory() if options.smoke else nullcontext() as scratch:
+        if scratch:
+            carry_out(SMOKE, Path(scratch), {}, random.Random(0), 0)
+            folders = [Path(scratch)]
+        else:
+            folders = options.table or [run_all(options)]
+        results = [result for folder in folders for result in known(folder)]
+    if options.json:
+        publish(rows_of(results), options)
+    else:
+        print(table(results))
     if any(not result.is_ok for result in results):
-        sys.exit("not all went well")
+        sys.exit("not every kill was survived")
 
 
 def run_all(options: argparse.Namespace) -> Path:

@@ -1,6 +1,6 @@
-"""A run on a Ray cluster that is to be hit: started and resumed through the command line, followed by its events.
+"""A run whose processes are killed: started and resumed through the command line, followed by its events.
 
-All that is known of it is what anybody can know: the event log, the run folder, and the processes of the machine.
+It is observed from outside only: its event log, its run folder, and the processes of the machine.
 """
 
 from __future__ import annotations
@@ -13,28 +13,26 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-import crash_parts
+import run_parts
 
-ROOT = Path(__file__).parent.parent
-PARTS = ROOT / "bench/crash_parts.py"
 GROUPS = 4
 GROUP_SIZE = 4
 ENGINES = ("engine-0", "engine-1")
 COORDINATOR = "ray::_CoordinatorActor"
 SETTINGS = {"PYTHONUNBUFFERED": "1", "RAY_worker_niceness": "0"}
-"""By itself Ray lets whatever else runs on the machine go first."""
+"""By default Ray gives its workers a low priority."""
 POLL_S = 0.001
 GONE_S = 60.0
 """For processes to follow a driver that was killed."""
 HELPERS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Ray's own, one of each a node: when its other processes are gone, they try for a minute to tell somebody, and end then."""
+"""Ray's own, one of each a node: when its other processes are gone, they try for a minute to reach the cluster, then end."""
 HELPERS_S = 120.0
 
 
@@ -42,39 +40,38 @@ class Failed(Exception):
     """A promise was broken; the message says which."""
 
 
-def config_of(run_dir: Path, *, steps: int, seed: int, address: str | None) -> str:
+def config_of(run_dir: Path, *, steps: int, seed: int, address: str | None, is_local: bool = False) -> str:
     """Two engines, two ranks, environments and rewards in processes; a checkpoint after every step. `address`: of a cluster of
-    several nodes, over which they are spread."""
+    several nodes, over which they are spread. Local: without Ray, all of it in the driver."""
     data = run_dir.with_suffix(".jsonl")
-    data.write_text("".join(json.dumps(task) + "\n" for task in crash_parts.tasks(1000, seed)))
+    data.write_text("".join(json.dumps(task) + "\n" for task in run_parts.tasks(1000, seed)))
     on = "" if address is None else f'address = "{address}"\nspread = "spread"\nweights = ["shared", "broadcast"]'
     return f"""
 seed = {seed}
-runtime = "ray"
+runtime = "{"local" if is_local else "ray"}"
 run_dir = "{run_dir}"
 [model.tiny]
 hidden = 32
 layers = 2
 heads = 4
 context = 64
-alphabet = "{crash_parts.ALPHABET}"
+alphabet = "{run_parts.ALPHABET}"
 [data]
 path = "{data}"
 holdout = 4
 [[environment]]
-use = "{PARTS}:Counting"
+use = "{run_parts.HERE}:Counting"
 name = "counting"
-process = true
+{"" if is_local else "process = true"}
 max_concurrent = 4
 [[environment]]
 use = "single_turn"
 [[reward]]
-function = "{PARTS}:closeness"
-process = true
-workers = 2
+function = "{run_parts.HERE}:closeness"
+{"" if is_local else f"process = true{chr(10)}workers = 2"}
 [engine]
 slots = 32
-replicas = {len(ENGINES)}
+{"process = false" if is_local else f"replicas = {len(ENGINES)}"}
 [rollout]
 group_size = {GROUP_SIZE}
 max_tokens = 6
@@ -88,13 +85,12 @@ deadline_s = 240.0
 loss = "ppo"
 clip_high = 0.28
 [learner]
-ranks = 2
+ranks = {1 if is_local else 2}
 learning_rate = 4e-4
 micro_batch_tokens = 256
 [checkpoint]
 every_steps = 1
-[resources]
-{on}
+{"" if is_local else f"[resources]{chr(10)}{on}"}
 """
 
 
@@ -109,8 +105,12 @@ class Started(NamedTuple):
 class Books:
     """What the events so far say of a run."""
 
-    def __init__(self) -> None:
-        self.version, self.num_steps, self.num_taken, self.num_events = 0, 0, 0, 0
+    def __init__(self, engines: Sequence[str] = ENGINES) -> None:
+        self.engines = frozenset(engines)
+        self.version = 0
+        self.num_steps = 0
+        self.num_taken = 0
+        self.num_events = 0
         self.in_flight: set[tuple[int, int]] = set()
         self.loaded: dict[str, int] = {}
         self.serving: set[str] = set()
@@ -135,7 +135,8 @@ class Books:
             case "group_taken":
                 self.num_taken += 1
             case "stepped":
-                self.version, self.num_taken = event["version"], 0
+                self.version = event["version"]
+                self.num_taken = 0
                 self.num_steps += 1
                 self.stepped_at.append(time.monotonic())
             case "weights_loaded":
@@ -146,9 +147,11 @@ class Books:
                 self.serving.add(event["engine"])
             case "resumed":
                 self.in_flight.clear()
-                self.serving = set(ENGINES)
-                self.version, self.num_taken, self.outcome = event["version"], 0, None
-                self.loaded = dict.fromkeys(ENGINES, self.version)
+                self.serving = set(self.engines)
+                self.version = event["version"]
+                self.num_taken = 0
+                self.outcome = None
+                self.loaded = dict.fromkeys(self.engines, self.version)
             case "run_ended":
                 self.outcome = event["outcome"]
             case "warned" | "checkpoint_failed":
@@ -168,13 +171,17 @@ class Books:
 
 
 class Run:
-    """One run folder, over as many lives as it takes."""
+    """One run folder, over as many resumed drivers as it takes."""
 
-    def __init__(self, run_dir: Path, *, steps: int, seed: int, address: str | None = None) -> None:
-        self.run_dir, self.log, self.steps = run_dir, run_dir.with_suffix(".log"), steps
-        self.books = Books()
+    def __init__(
+        self, run_dir: Path, *, steps: int, seed: int, address: str | None = None, is_local: bool = False
+    ) -> None:
+        self.run_dir = run_dir
+        self.log = run_dir.with_suffix(".log")
+        self.steps = steps
+        self.books = Books(() if is_local else ENGINES)
         self._config = run_dir.with_suffix(".toml")
-        self._config.write_text(config_of(run_dir, steps=steps, seed=seed, address=address))
+        self._config.write_text(config_of(run_dir, steps=steps, seed=seed, address=address, is_local=is_local))
         self._offset = 0
         self._helpers: set[psutil.Process] = set()
         self.seen: set[psutil.Process] = set()
@@ -227,12 +234,14 @@ class Run:
         deadline = time.monotonic() + timeout_s
         while not claim():
             if self.driver.poll() is not None and not claim():
-                raise Ended(f"the run ended with exit code {self.driver.returncode} before {what}: {self.last_words()}")
+                raise Ended(
+                    f"the run ended with exit code {self.driver.returncode} before {what}: {self.last_output()}"
+                )
             if time.monotonic() > deadline:
-                raise Failed(f"waited {timeout_s:.0f} s for {what} in vain: {self.last_words()}")
+                raise Failed(f"waited {timeout_s:.0f} s for {what} without success: {self.last_output()}")
             time.sleep(poll_s)
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         return " | ".join([*self.books.said[-3:], *self.log.read_text(errors="replace").strip().splitlines()[-6:]])
 
     # ---- its processes -----------------------------------------------------------------------------------------------
@@ -241,7 +250,7 @@ class Run:
         return [one for one in self.read().started.values() if one.what == what and is_alive(one.process)]
 
     def look(self, *others: int) -> None:
-        """Take down who works for it now: the driver's processes, and those of nodes that it does not know."""
+        """Note the processes of the run: the driver's, and those of nodes that it did not start (`others`)."""
         for pid in (self.driver.pid, *others):
             self.seen |= set(descendants(pid))
 
@@ -258,7 +267,7 @@ class Run:
         self.driver.wait()
 
     def end(self) -> None:
-        """Whatever it is doing: for when the script itself has to go."""
+        """Stop the run, whatever it is doing: for when the script itself ends."""
         if self.driver.poll() is None:
             self.driver.send_signal(signal.SIGTERM)
             try:
@@ -275,7 +284,7 @@ class Run:
         _none_alive(self._helpers, HELPERS_S)
 
     def shared_memory(self) -> list[str]:
-        """What is left of it there: folders that are named after its nodes, and weights of those who had worked for it."""
+        """What is left of it there: folders that are named after its nodes, and weights of processes that worked for it."""
         return [
             path.name
             for path in Path("/dev/shm").glob("millstream-*")
@@ -309,9 +318,9 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Itself, not another one with its number."""
+    """Whether this process runs; another one with the same id does not count."""
     with suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 

@@ -1,15 +1,15 @@
 """How fast engines generate, all in one run: ours, vLLM with and without log-probabilities, transformers in continuous batches.
 
-    .venv/bin/python bench/engine.py [--json] [--shapes 474M,1.7B] [--loads 128,512,tail] [--engines ours,vllm,...]
+Prompts have 64 to 256 tokens, temperature 1. The loads 128 and 512 are that many requests of 256 tokens; `tail` is 1,024
+requests of log-normal length (mean 256, at most 4,096). Each engine has a process of its own, one after the other; weights are
+random, lengths are imposed. Every load runs once unmeasured (graphs, kernels), then `--repeat` times, of which the median is
+shown. *First token* is from the start of building the engine, weights in memory, imports done. *Tail* is the time from when 90%
+of the requests were done to the end. Every figure is printed as it comes; of an engine that is not done after `--timeout-s` the
+figures so far count.
 
-Prompts have 64 to 256 tokens, temperature 1. The loads 128 and 512 are so many requests of 256 tokens; `tail` is 1,024 requests
-of log-normal length (mean 256, at most 4,096). Each engine has a process of its own, one after the other; weights are random,
-lengths are imposed. Every load runs once unmeasured (graphs, kernels), then `--repeat` times, of which the median is shown.
-*First token* is from the start of building the engine, weights in memory, imports done. *Tail* is the time from when nine of
-ten requests were done to the end. Every figure is said as it comes; an engine that is not done after `--timeout-s` keeps those
-that it told.
+Without a GPU: the shape `tiny` in float32, where the peer is transformers' continuous batching. With `--smoke` in one process.
 
-Without a GPU: the shape `tiny` in float32, where the peer is transformers' continuous batching.
+    .venv/bin/python bench/engine.py [--json] [--smoke] [--shapes 474M,1.7B] [--loads 128,512,tail] [--engines ours,vllm,...]
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shapes import qwen3
+from report import Options, Row, cost, publish, rate, say
 
 
 class Shape(NamedTuple):
@@ -56,7 +56,7 @@ ENGINES = {
 }
 CONTEXT = 4608
 MAX_S = 45.0
-"""Past so many seconds a load is not repeated."""
+"""A load that takes longer is not repeated."""
 
 
 class Work(NamedTuple):
@@ -81,26 +81,28 @@ Timed = tuple[float, list[float]]
 # ---- sides: each in a process of its own -------------------------------------------------------------------------------
 
 
+Tell = Callable[..., None]
+"""Called with what was measured (a load, or the name of a figure) and the values."""
+
+
 def config_of(shape: Shape) -> Any:
+    from internals_torch import qwen3  # slow to import, and vLLM may fork before CUDA is touched
+
     return qwen3(**shape._asdict(), context=CONTEXT)
 
 
-def ours(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int) -> None:
+def ours(shape: Shape, tell: Tell, loads: list[str], repeat: int) -> None:
     import torch
-    from msgspec import structs
 
-    from millstream.clock import RealClock
-    from millstream.engine import EngineConfig
-    from millstream.events.sinks import MemorySink
-    from millstream.model.load import new_model, set_up_cpu
-    from millstream.run.build import build_engine
+    from internals_torch import engine_of, model_of, set_up_cpu
+    from millstream import EngineConfig
     from millstream.types import Request, RequestKey, Sampling
 
     is_gpu = torch.cuda.is_available()
     if not is_gpu:
         set_up_cpu()
-    with torch.device("cuda" if is_gpu else "cpu"):
-        model = new_model(config_of(shape), seed=0, dtype=torch.bfloat16 if is_gpu else torch.float32)
+    device, dtype = ("cuda", torch.bfloat16) if is_gpu else ("cpu", torch.float32)
+    model = model_of(config_of(shape), device=device, dtype=dtype)
     began = time.perf_counter()
     config = EngineConfig(slots=512, prefill_tokens=8192 if is_gpu else 4096, process=False)
 
@@ -109,7 +111,7 @@ def ours(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int)
         return Request(key=RequestKey(group_id=number, member=0), tokens=tuple(prompt), sampling=sampling, seed=number)
 
     async def run() -> None:
-        engine = build_engine(config, model, clock=RealClock(), sink=MemorySink())
+        engine = engine_of(config, model)
         one = request(0, [5] * 64, 1)
         await engine.generate(one)
         tell("first token", time.perf_counter() - began)
@@ -133,21 +135,21 @@ def ours(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int)
         if is_gpu:
             weights = {name: value.detach().clone() for name, value in model.named_parameters()}
             seconds = list[float]()
-            going = [asyncio.create_task(engine.generate(request(n, [5] * 64, 2048))) for n in range(256)]
+            flights = [asyncio.create_task(engine.generate(request(n, [5] * 64, 2048))) for n in range(256)]
             for version in range(1, 8):
                 await engine.load(version, weights)
-                await asyncio.sleep(0.6)  # it is told with the next report
+                await asyncio.sleep(0.6)  # the figure comes with the next report
                 seconds.append(engine.stats().swap_s)
             tell("swap", statistics.median(seconds))
-            for n, task in enumerate(going):
-                await engine.abort(structs.replace(request(n, [5], 1).key))
+            for n, task in enumerate(flights):
+                await engine.abort(request(n, [5], 1).key)
                 await task
         await engine.close()
 
     asyncio.run(run())
 
 
-def vllm(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int) -> None:
+def vllm(shape: Shape, tell: Tell, loads: list[str], repeat: int) -> None:
     """With log-probabilities, and (`LOAD bare`) without: one start for both."""
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
@@ -198,7 +200,7 @@ def _ends(outs: list[Any]) -> list[float]:
     return [one.last_token_ts - first for one in metrics]
 
 
-def transformers(shape: Shape, tell: Callable[..., None], loads: list[str], repeat: int) -> None:
+def transformers(shape: Shape, tell: Tell, loads: list[str], repeat: int) -> None:
     import logging
 
     import torch
@@ -246,8 +248,16 @@ SIDES = {"ours": ours, "vllm": vllm, "transformers": transformers}
 # ---- the run -----------------------------------------------------------------------------------------------------------
 
 
-def told(name: str, shape: str, loads: list[str], repeat: int, timeout_s: float) -> Iterator[tuple[str, list[Any]]]:
-    """What an engine tells, as it comes. Nothing of it is left when this ends, and what it told before it failed counts."""
+def in_this_process(name: str, shape: str, loads: list[str], repeat: int) -> Iterator[tuple[str, list[Any]]]:
+    figures: list[tuple[str, list[Any]]] = []
+    SIDES[name](SHAPES[shape], lambda what, *values: figures.append((what, list(values))), loads, repeat)
+    yield from figures
+
+
+def in_a_process(
+    name: str, shape: str, loads: list[str], repeat: int, timeout_s: float
+) -> Iterator[tuple[str, list[Any]]]:
+    """Figures of an engine as they come. Its processes are gone when this ends; figures before a failure count."""
     command = [sys.executable, __file__, "--side", name, "--shapes", shape, "--loads", ",".join(loads)]
     process = subprocess.Popen(
         [*command, "--repeat", str(repeat)], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -280,26 +290,22 @@ def told(name: str, shape: str, loads: list[str], repeat: int, timeout_s: float)
         process.wait()
 
 
-class Row(NamedTuple):
+class Speed(NamedTuple):
     tokens_per_s: float
     tail_s: float | None
 
 
-Found = dict[tuple[str, str, str], Row]
+Found = dict[tuple[str, str, str], Speed]
 """By shape, load and engine."""
 Others = dict[tuple[str, str, str], float]
 """Seconds, by shape, what and engine."""
 
 
-def summary(load: str, words: int, times: list[Any]) -> Row:
+def summary(load: str, words: int, times: list[Any]) -> Speed:
     lengths = work_of(load, words).lengths
     seconds = statistics.median(total for total, _ in times)
     tails = [total - sorted(ends)[len(lengths) * 9 // 10 - 1] for total, ends in times if ends]
-    return Row(sum(lengths) / seconds, statistics.median(tails) if tails else None)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return Speed(sum(lengths) / seconds, statistics.median(tails) if tails else None)
 
 
 def _has_gpu() -> bool:
@@ -308,43 +314,45 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def main() -> None:
-    is_gpu = "--side" in sys.argv or _has_gpu()  # a side may fork, which it cannot once the GPU was asked for
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--shapes", default="474M" if is_gpu else "tiny")
-    parser.add_argument("--loads", default="128,512,tail" if is_gpu else "128,512")
-    parser.add_argument("--engines", default="ours,vllm,transformers" if is_gpu else "ours,transformers")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--timeout-s", type=float, default=400.0)
+def main(argv: Sequence[str] | None = None) -> None:
+    is_gpu = "--side" in (argv or sys.argv) or _has_gpu()  # a side may fork, which it cannot once CUDA is touched
+    parser = Options(__doc__)
+    parser.add("--shapes", "474M" if is_gpu else "tiny", smoke="tiny")
+    parser.add("--loads", "128,512,tail" if is_gpu else "128,512", smoke="4")
+    parser.add("--engines", "ours,vllm,transformers" if is_gpu else "ours,transformers", smoke="ours,transformers")
+    parser.add("--repeat", 3, smoke=1)
+    parser.add("--timeout-s", 400.0)
     parser.add_argument("--side", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse(argv)
     loads = options.loads.split(",")
     if options.side:
-        SIDES[options.side](
-            SHAPES[options.shapes],
-            lambda *what: print("TOLD " + json.dumps(what), flush=True),
-            loads,
-            options.repeat,
-        )
+
+        def tell(*what: Any) -> None:
+            print("TOLD " + json.dumps(what), flush=True)
+
+        SIDES[options.side](SHAPES[options.shapes], tell, loads, options.repeat)
         return
     found, others = Found(), Others()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was measured until then is printed
+    if not options.smoke:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was measured until then is printed
     try:
         for shape in options.shapes.split(","):
             for engine in options.engines.split(","):
                 measure(shape, engine, loads, options, found, others)
     finally:
-        if options.json:
-            print(json.dumps(compare(found, others), indent=1))
+        publish(compare(found, others), options)
 
 
 def measure(
     shape: str, engine: str, loads: list[str], options: argparse.Namespace, found: Found, others: Others
 ) -> None:
-    """Into `found` and `others`, and said, as the engine tells it."""
+    """Into `found` and `others`, as the figures of an engine come."""
     times: dict[str, list[Any]] = {}
-    for what, values in told(engine, shape, loads, options.repeat, options.timeout_s):
+    if options.smoke:
+        figures = in_this_process(engine, shape, loads, options.repeat)
+    else:
+        figures = in_a_process(engine, shape, loads, options.repeat, options.timeout_s)
+    for what, values in figures:
         load, _, bare = what.partition(" ")
         if load not in loads:
             others[shape, what, engine] = values[0]
@@ -352,44 +360,25 @@ def measure(
             continue
         name = f"{engine}_{bare}" if bare else engine
         times.setdefault(what, []).append(values)
-        row = found[shape, load, name] = summary(load, SHAPES[shape].words, times[what])
-        tail = "" if row.tail_s is None else f"   tail {row.tail_s:6.2f} s"
+        speed = found[shape, load, name] = summary(load, SHAPES[shape].words, times[what])
+        tail = "" if speed.tail_s is None else f"   tail {speed.tail_s:6.2f} s"
         runs = f"   (of {len(times[what])})"
-        say(f"{shape:>5} {load:>5} {ENGINES[name]:<34} {row.tokens_per_s:>9,.0f} tokens/s{tail}{runs}")
+        say(f"{shape:>5} {load:>5} {ENGINES[name]:<34} {speed.tokens_per_s:>9,.0f} tokens/s{tail}{runs}")
 
 
-def compare(found: Found, others: Others) -> list[dict[str, Any]]:
-    rows = []
-
-    def add(workload: str, metric: str, mine: float, peer: str, theirs: float, ratio: float) -> None:
-        rows.append(
-            {
-                "workload": workload,
-                "metric": metric,
-                "ours": round(mine, 4),
-                "peer": ENGINES[peer],
-                "theirs": round(theirs, 4),
-                "ratio": round(ratio, 2),
-            }
-        )
-
-    for (shape, load, engine), row in found.items():
-        mine = found.get((shape, load, "ours"))
-        if engine != "ours" and mine is not None:
-            add(
-                f"{shape}, {load}",
-                "tokens/s",
-                mine.tokens_per_s,
-                engine,
-                row.tokens_per_s,
-                mine.tokens_per_s / row.tokens_per_s,
-            )
-            if row.tail_s and mine.tail_s:
-                add(f"{shape}, {load}", "tail s", mine.tail_s, engine, row.tail_s, row.tail_s / mine.tail_s)
+def compare(found: Found, others: Others) -> list[Row]:
+    rows: list[Row] = []
+    for (shape, load, engine), theirs in found.items():
+        mine, peer, workload = found.get((shape, load, "ours")), ENGINES[engine], f"{shape}, {load}"
+        if engine == "ours" or mine is None:
+            continue
+        rows.append(rate(workload, "tokens/s", mine.tokens_per_s, peer, theirs.tokens_per_s))
+        if theirs.tail_s and mine.tail_s:
+            rows.append(cost(workload, "tail s", mine.tail_s, peer, theirs.tail_s))
     for (shape, what, engine), seconds in others.items():
         own = others.get((shape, what, "ours"))
         if engine != "ours" and own is not None:
-            add(shape, f"{what}, s", own, engine, seconds, seconds / own)
+            rows.append(cost(shape, f"{what}, s", own, ENGINES[engine], seconds, digits=4))
     return rows
 
 

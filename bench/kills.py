@@ -2,9 +2,9 @@
 
 Three runs, each beside an undisturbed one of the same config: asynchronous (max_lag 2), synchronous (max_lag 0, where the
 weights must be the same, bit for bit), and with the engine in a process of its own, through the command line. A third of the
-kills wait until a checkpoint is being written. Lives of the first two are forked from a process that has torch imported.
+kills wait until a checkpoint is being written. Processes of the first two are forked from one that has torch imported.
 
-    .venv/bin/python bench/kills.py [--json] [--kills 200] [--out FOLDER] [--seed 0]
+    .venv/bin/python bench/kills.py [--json] [--smoke] [--kills 200] [--out FOLDER] [--seed 0]
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import millstream.run.run  # noqa: F401  imported once, here, and not in every life
-from millstream import RunConfig, resume, train
-from millstream.audit.audit import Report, audit, lines
-from millstream.config import load
+import internals_torch  # noqa: F401  imported once, here, and not in every process that is forked
+from internals import audit, must_be_clean, recipe
+from millstream import resume, train
+from report import ROOT, Options, Row, publish, rate, say
 
-ROOT = Path(__file__).parent.parent
 COMMON = {
     "data.size": 4000,
     "data.holdout": 256,
@@ -44,16 +45,25 @@ RUNS: dict[str, dict[str, Any]] = {
     "engine in a process": {"pipeline.steps": 300, "engine.process": "true"},
 }
 SHARES = {"asynchronous": 0.65, "synchronous": 0.2, "engine in a process": 0.15}
-LONGEST_LIFE_S = 3.0
-"""From the moment that it has begun."""
+SMOKE = {"synchronous": 1.0}
+"""The runs of `--smoke`, and their shares of the kills."""
+MAX_LIFE_S = 3.0
+"""Of a process, from when it has begun to train."""
 
 
-def settings(name: str, run_dir: Path) -> list[str]:
-    return [f"{key}={value}" for key, value in {**COMMON, **RUNS[name], "run_dir": run_dir}.items()]
+def settings(name: str, run_dir: Path, steps: int | None) -> list[str]:
+    changes: dict[str, Any] = {**COMMON, **RUNS[name], "run_dir": run_dir}
+    if steps is not None:
+        changes |= {"pipeline.steps": steps, "data.holdout": 8, "warmup.max_steps": 2, "pipeline.groups_per_step": 2}
+        changes |= {"pipeline.filter_zero_signal": "false"}
+    return [f"{key}={value}" for key, value in changes.items()]
 
 
-def forked(name: str, run_dir: Path) -> int:
-    """A life: a process of its own, from the beginning or from the newest checkpoint."""
+Start = Callable[[Path], int]
+"""Starts the process of a run, from the beginning or from the newest checkpoint: its process id."""
+
+
+def forked(changes: Sequence[str], run_dir: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -65,23 +75,21 @@ def forked(name: str, run_dir: Path) -> int:
         if (run_dir / "events.jsonl").exists():
             resume(run_dir)
         else:
-            train(load(ROOT / "recipes/demo.toml", RunConfig, settings(name, run_dir)))
+            train(recipe("demo", *changes))
         code = 0
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         os._exit(code)
 
 
-def started(name: str, run_dir: Path) -> int:
+def started(changes: Sequence[str], run_dir: Path) -> int:
     """The same through the command line."""
     words = [sys.executable, "-m", "millstream.cli.main", "train", "--quiet"]
     if (run_dir / "events.jsonl").exists():
         words += ["--resume", str(run_dir)]
     else:
-        words += [str(ROOT / "recipes/demo.toml"), *(w for s in settings(name, run_dir) for w in ("--set", s))]
+        words += [str(ROOT / "recipes/demo.toml"), *(word for change in changes for word in ("--set", change))]
     with run_dir.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(words, stdout=log, stderr=log).pid
 
@@ -100,12 +108,12 @@ def has_checkpoint(run_dir: Path) -> bool:
 
 
 def has_ended(pid: int) -> int | None:
-    """The exit code of a life that came to its own end."""
+    """The exit code of a process that ended by itself; None while it runs."""
     found, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
 
 
-def live_and_die(pid: int, run_dir: Path, rng: random.Random, seconds: float) -> str | None:
+def kill_at_random(pid: int, run_dir: Path, rng: random.Random, seconds: float) -> str | None:
     """Kill it at a random moment; the moment, in a word. None if the run was finished before."""
     at_checkpoint, at_once = rng.random() < 1 / 3, rng.random() < 0.1
     before, end = size_of(run_dir), math.inf
@@ -130,19 +138,13 @@ def live_and_die(pid: int, run_dir: Path, rng: random.Random, seconds: float) ->
     return "while it started" if size_of(run_dir) == before or not has_checkpoint(run_dir) else "elsewhere"
 
 
-def must_be_clean(report: Report) -> None:
-    if not report.is_clean:
-        sys.exit("\n".join(lines(report)))
-
-
-def tormented(name: str, run_dir: Path, kills: int, rng: random.Random) -> Counter[str]:
-    """So many kills; then the run may finish. If it does so before, another one takes its place."""
-    begin: Callable[[str, Path], int] = started if name == "engine in a process" else forked
+def run_killed(name: str, run_dir: Path, kills: int, start: Start, rng: random.Random) -> Counter[str]:
+    """Kill the run this many times, then let it finish. A run that finishes before is replaced by another one."""
     moments: Counter[str] = Counter()
     while moments.total() < kills:
-        moment = live_and_die(begin(name, run_dir), run_dir, rng, LONGEST_LIFE_S)
+        moment = kill_at_random(start(run_dir), run_dir, rng, MAX_LIFE_S)
         if moment is None:
-            print(f"{name}: finished after {moments.total()} kills; another one begins", file=sys.stderr)
+            say(f"{name}: finished after {moments.total()} kills; another one begins")
             run_dir.rename(run_dir.with_name(f"{run_dir.name}-{moments.total()}"))
             continue
         moments[moment] += 1
@@ -150,8 +152,8 @@ def tormented(name: str, run_dir: Path, kills: int, rng: random.Random) -> Count
             report = audit(run_dir)
             must_be_clean(report)
             if moments.total() % 10 == 0:
-                print(f"{name}: {moments.total()} kills, step {report.steps}, clean", file=sys.stderr, flush=True)
-    pid = begin(name, run_dir)
+                say(f"{name}: {moments.total()} kills, step {report.steps}, clean")
+    pid = start(run_dir)
     while (code := has_ended(pid)) is None:
         time.sleep(0.1)
     assert code == 0, run_dir.with_suffix(".log").read_text()[-3000:]
@@ -162,39 +164,49 @@ def weights_of(run_dir: Path) -> bytes:
     return (run_dir / "model/model.safetensors").read_bytes()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    out = options.out or Path(tempfile.mkdtemp(prefix="millstream-kills-"))
+def compare(name: str, kills: int, out: Path, rng: random.Random, steps: int | None) -> list[Row]:
+    """One run with kills beside the same one without. Raises `SystemExit` if an audit is not clean."""
+
+    def start(run_dir: Path) -> int:
+        begin = started if name == "engine in a process" else forked
+        return begin(settings(name, run_dir, steps), run_dir)
+
+    calm, killed = (out / f"{name.replace(' ', '-')}-{kind}" for kind in ("calm", "killed"))
+    run_killed(name, calm, 0, start, rng)
+    moments = run_killed(name, killed, kills, start, rng)
+    report = audit(killed)
+    must_be_clean(report)
+    found, expected = (json.loads((path / "summary.json").read_text()) for path in (killed, calm))
+    same = "yes" if weights_of(killed) == weights_of(calm) else "no"
+    assert name != "synchronous" or same == "yes", "max_lag = 0 must give the same weights"
+    say(
+        f"{name}: {moments.total()} kills {dict(moments)}, {report.lives} lives, {report.void_events} of {report.events} "
+        f"events undone, {report.checks} checks clean; same weights: {same}; accuracy {found['accuracy_after']:.3f} "
+        f"(undisturbed {expected['accuracy_after']:.3f}), before {found['accuracy_before']:.3f}"
+    )
+    workload = f"{name}, {moments.total()} SIGKILLs, {moments['while a checkpoint was written']} in a checkpoint"
+    metrics = ("accuracy_after", "greedy_after", "rollouts_trained")
+    return [rate(workload, metric, found[metric], "the same run undisturbed", expected[metric]) for metric in metrics]
+
+
+def run_all(options: argparse.Namespace, out: Path) -> list[Row]:
     out.mkdir(parents=True, exist_ok=True)
-    rng, rows = random.Random(options.seed), list[dict[str, Any]]()
-    for name in RUNS:
-        calm, wild = (out / f"{name.replace(' ', '-')}-{kind}" for kind in ("calm", "killed"))
-        tormented(name, calm, 0, rng)
-        moments = tormented(name, wild, round(options.kills * SHARES[name]), rng)
-        report = audit(wild)
-        must_be_clean(report)
-        found, expected = (json.loads((path / "summary.json").read_text()) for path in (wild, calm))
-        same = "yes" if weights_of(wild) == weights_of(calm) else "no"
-        assert name != "synchronous" or same == "yes", "max_lag = 0 must give the same weights"
-        print(
-            f"{name}: {moments.total()} kills {dict(moments)}, {report.lives} lives, {report.void_events} of {report.events} "
-            f"events undone, {report.checks} checks clean; same weights: {same}; accuracy {found['accuracy_after']:.3f} "
-            f"(undisturbed {expected['accuracy_after']:.3f}), before {found['accuracy_before']:.3f}",
-            file=sys.stderr,
-            flush=True,
-        )
-        workload = f"{name}, {moments.total()} SIGKILLs, {moments['while a checkpoint was written']} in a checkpoint"
-        for metric in ("accuracy_after", "greedy_after", "rollouts_trained"):
-            row = {"workload": workload, "metric": metric, "peer": "the same run undisturbed"}
-            ratio = round(found[metric] / max(expected[metric], 1e-9), 3)
-            rows.append({**row, "ours": found[metric], "theirs": expected[metric], "ratio": ratio})
-    if options.json:
-        print(json.dumps(rows))
+    rng, rows = random.Random(options.seed), list[Row]()
+    for name, share in (SMOKE if options.smoke else SHARES).items():
+        steps = 6 if options.smoke else None
+        rows += compare(name, round(options.kills * share), out, rng, steps)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    parser.add("--kills", 200, smoke=1)
+    parser.add("--out", None, kind=Path, help="where runs are kept")
+    parser.add("--seed", 0)
+    options = parser.parse(argv)
+    with tempfile.TemporaryDirectory() if options.smoke else nullcontext() as scratch:
+        out = Path(scratch) if scratch else options.out or Path(tempfile.mkdtemp(prefix="millstream-kills-"))
+        publish(run_all(options, out), options)
 
 
 if __name__ == "__main__":

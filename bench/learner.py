@@ -4,9 +4,9 @@ Rows have prompts of 64 to 256 tokens and answers of log-normal length (mean abo
 timed is all of training: log-probabilities, loss, backward, clip and optimizer. MFU is 6 x parameters x real tokens (padding is
 not counted) over the rate that this machine multiplies bfloat16 matrices of 8,192 at, measured in the same run.
 
-    .venv/bin/python bench/learner.py [--json] [--shapes 474M,1.7B] [--ways ours,compiled,recomputed,plain,trl] [--trl FOLDER]
+    .venv/bin/python bench/learner.py [--json] [--smoke] [--shapes 474M,1.7B] [--ways ours,compiled,recomputed,plain,trl]
 
-Without a GPU: `--shapes tiny`, which shows that it runs. `--trl` is where TRL is installed, if not here (site-packages).
+Without a GPU: the shape `tiny`, which shows that it runs. `--trl FOLDER`: the site-packages that has TRL, if not this one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,13 +25,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from millstream.algo import AlgorithmConfig, recipe
-from millstream.learner import LearnerConfig
-from millstream.learner.packing import Packer
-from millstream.learner.torch import TorchLearner
-from millstream.model.load import new_model
+from internals_torch import Packer, TorchLearner, model_of, objective, qwen3
+from millstream import AlgorithmConfig, LearnerConfig
 from millstream.types import TrainRow
-from shapes import qwen3
+from report import Options, Row, cost, not_measured, publish, rate, say
 
 
 class Shape(NamedTuple):
@@ -47,11 +43,13 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
+    "smallest": Shape(64, 2, 4, 512, 512, 1024, 2),
     "tiny": Shape(64, 2, 4, 512, 4096, 2048, 4),
     "474M": Shape(1024, 28, 16, 32768, 131072, 32768, 8),
     "1.7B": Shape(2048, 28, 16, 151936, 131072, 16384, 4),
 }
 CLIP = 0.2
+OURS = ("ours", "compiled", "recomputed")
 
 
 class Found(NamedTuple):
@@ -115,12 +113,15 @@ def wait(device: str) -> None:
 # ---- the ways: each gives a function that trains on one batch ---------------------------------------------------------
 
 
-def ours(shape: Shape, device: str, dtype: torch.dtype, **options: bool) -> Callable[[list[TrainRow]], None]:
-    with torch.device(device):
-        model = new_model(config_of(shape), seed=0, dtype=dtype)
-    objective = recipe.objective(AlgorithmConfig(name="dapo"), max_tokens=4096)
-    config = LearnerConfig(learning_rate=1e-6, micro_batch_tokens=shape.micro_batch_tokens, **options)
-    learner = TorchLearner(model, config, objective)
+def ours(
+    shape: Shape, device: str, dtype: torch.dtype, *, compile: bool = False, recompute: bool = False
+) -> Callable[[list[TrainRow]], None]:
+    model = model_of(config_of(shape), device=device, dtype=dtype)
+    goal = objective(AlgorithmConfig(name="dapo"), max_tokens=4096)
+    config = LearnerConfig(
+        learning_rate=1e-6, micro_batch_tokens=shape.micro_batch_tokens, compile=compile, recompute=recompute
+    )
+    learner = TorchLearner(model, config, goal)
 
     async def train(rows: list[TrainRow]) -> None:
         packer = Packer(shape.micro_batch_tokens)
@@ -170,7 +171,7 @@ def padded_way(
             tokens, seen, mask, behaviour, advantages = padded(rows[begin : begin + shape.padded_rows], device)
             logprobs = logprobs_of(tokens, seen, mask)
             loss = clipped(logprobs, behaviour[:, 1:], advantages[:, 1:])
-            ((loss * mask[:, 1:]).sum() / num_trained).backward()
+            ((loss * mask[:, 1:]).sum() / num_trained).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -241,75 +242,62 @@ def measure(train: Callable[[list[TrainRow]], None], shape: Shape, device: str, 
     return Found(speed, peak, 6 * num_parameters * speed / rate)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--shapes", default="474M,1.7B" if torch.cuda.is_available() else "tiny")
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--micro-batch-tokens", type=int)
-    parser.add_argument("--trl", help="a site-packages folder that has TRL")
-    options = parser.parse_args()
-    if options.trl:
-        sys.path.append(options.trl)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    rate = matmul_rate(device)
-    say(f"matrix products: {rate / 1e12:.1f} TFLOP/s; torch {torch.__version__}")
+def measure_all(options: argparse.Namespace) -> tuple[dict[tuple[str, str], Found], list[Row]]:
+    """Figures by shape and way, and a row for every way that could not be measured."""
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    speed = matmul_rate(device)
+    say(f"matrix products: {speed / 1e12:.1f} TFLOP/s; torch {torch.__version__}")
     found: dict[tuple[str, str], Found] = {}
+    missing: list[Row] = []
     for name in options.shapes.split(","):
         shape = SHAPES[name]
         if options.micro_batch_tokens:
             shape = shape._replace(micro_batch_tokens=options.micro_batch_tokens)
         for way in options.ways.split(","):
+            words, build = WAYS[way]
             began = time.perf_counter()
             try:
-                result = measure(WAYS[way][1](shape, device, dtype), shape, device, rate, options.repeat)
+                result = measure(build(shape, device, dtype), shape, device, speed, options.repeat)
             except (ImportError, torch.OutOfMemoryError) as error:
-                say(f"{name:>6} {WAYS[way][0]:<58} {type(error).__name__}: {str(error)[:90]}")
+                missing.append(not_measured(f"{name}, {words}", f"{type(error).__name__}: {str(error)[:90]}"))
             else:
                 found[name, way] = result
                 say(
-                    f"{name:>6} {WAYS[way][0]:<58} {result.tokens_per_s:>9,.0f} tokens/s   MFU {result.utilisation:.3f}   peak "
+                    f"{name:>6} {words:<58} {result.tokens_per_s:>9,.0f} tokens/s   MFU {result.utilisation:.3f}   peak "
                     f"{result.peak_gib:6.1f} GiB   ({time.perf_counter() - began:.0f} s in all)"
                 )
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
-    if options.json:
-        print(json.dumps(compare(found), indent=1))
+    return found, missing
 
 
-def compare(found: dict[tuple[str, str], Found]) -> list[dict[str, Any]]:
-    rows = []
-    for (name, way), result in found.items():
-        if way not in ("ours", "compiled", "recomputed"):
-            continue
-        for peer in ("plain", "trl", "trl_recomputed"):
-            if (name, peer) not in found:
-                continue
-            other = found[name, peer]
-            pairs = (
-                ("tokens/s", result.tokens_per_s, other.tokens_per_s, result.tokens_per_s / other.tokens_per_s),
-                ("MFU", result.utilisation, other.utilisation, result.utilisation / other.utilisation),
-                ("peak GiB", result.peak_gib, other.peak_gib, other.peak_gib / max(result.peak_gib, 1e-9)),
-            )
-            for metric, mine, theirs, ratio in pairs:
-                rows.append(
-                    {
-                        "workload": f"{name}, {WAYS[way][0]}",
-                        "metric": metric,
-                        "ours": round(mine, 3),
-                        "peer": WAYS[peer][0],
-                        "theirs": round(theirs, 3),
-                        "ratio": round(ratio, 2),
-                    }
-                )
+def compare(found: dict[tuple[str, str], Found]) -> list[Row]:
+    rows: list[Row] = []
+    pairs = ((mine, peer) for mine in found if mine[1] in OURS for peer in found if peer[1] not in OURS)
+    for mine, peer in [(mine, peer) for mine, peer in pairs if mine[0] == peer[0]]:
+        workload, name, ours, theirs = f"{mine[0]}, {WAYS[mine[1]][0]}", WAYS[peer[1]][0], found[mine], found[peer]
+        rows += [
+            rate(workload, "tokens/s", ours.tokens_per_s, name, theirs.tokens_per_s),
+            rate(workload, "MFU", ours.utilisation, name, theirs.utilisation),
+        ]
+        if ours.peak_gib:
+            rows.append(cost(workload, "peak GiB", ours.peak_gib, name, theirs.peak_gib))
     return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    parser.add("--shapes", "474M,1.7B" if torch.cuda.is_available() else "tiny", smoke="smallest")
+    parser.add("--ways", ",".join(WAYS), smoke="ours,recomputed,plain,trl")
+    parser.add("--repeat", 3, smoke=1)
+    parser.add("--micro-batch-tokens", None, kind=int)
+    parser.add("--trl", None, kind=str, help="a site-packages folder that has TRL")
+    options = parser.parse(argv)
+    if options.trl:
+        sys.path.append(options.trl)
+    found, missing = measure_all(options)
+    publish([*compare(found), *missing], options)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,38 @@
 """Our losses and advantages beside those of TRL and verl: the same tensors, double precision, the largest difference.
 
-The peers' own code runs, in processes of their own: TRL's `GRPOTrainer._compute_loss` on an object that has what the method
-reads and hands it these log-probabilities; verl's `core_algos` with its config classes replaced by plain ones. TRL makes
-advantages and the weights of its mismatch correction within a method that also generates, verl the weights in its trainer:
-these few lines are transcribed in the scripts beside this one, and marked so below.
-Why some differ is in `docs/algorithms.md`.
+The peers' own code runs, in processes of their own (`losses_peers.py`): TRL's `GRPOTrainer._compute_loss`, verl's `core_algos`.
+TRL makes advantages and the weights of its mismatch correction within a method that also generates, verl the weights in its
+trainer: these few lines are transcribed there, and marked so below. Why some differ is in `docs/algorithms.md`.
 
-    .venv/bin/python bench/losses_vs_peers.py --trl-python .venv-trl/bin/python --verl FOLDER   # FOLDER: verl, unpacked
+    .venv/bin/python bench/losses_vs_peers.py [--json] [--smoke] [--trl-python .venv-trl/bin/python] [--verl .peer-verl]
 
-verl's wheel is enough: pip download verl --no-deps, then unzip it into FOLDER. A peer that is not named is left out.
+verl's wheel is enough: `make bench-losses` downloads it and unzips it into `.peer-verl`. A peer that is not installed is left
+out; with `--smoke` a stub takes its place, which answers with our own values.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from millstream.algo import AlgorithmConfig, kl, losses, recipe
-from millstream.algo.advantages import ADVANTAGES
-from millstream.algo.credit import gae
-from millstream.model.objective import LossInputs, Objective
+from internals import ADVANTAGES, Advantage, Estimator, gae
+from internals_torch import LossInputs, Objective, TokenLoss, kl, losses, objective
+from losses_peers import GROUPS
+from millstream import AlgorithmConfig
+from report import ROOT, Options, Row, not_measured, publish, say
 
-HERE = Path(__file__).parent
-ROWS, LONGEST, GROUPS = 12, 9, 3
+ROWS = 12
+LONGEST = 9
 SAME = 1e-9
 
 ALGORITHMS: dict[str, AlgorithmConfig] = {
@@ -83,15 +83,15 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
 def ours(x: dict[str, Tensor]) -> dict[str, Tensor]:
     found = dict[str, Tensor]()
     for name, config in ALGORITHMS.items():
-        found |= of_objective(name, recipe.objective(config, max_tokens=LONGEST), x)
-    base = recipe.objective(AlgorithmConfig(loss="reinforce"), max_tokens=LONGEST)
+        found |= of_objective(name, objective(config, max_tokens=LONGEST), x)
+    base = objective(AlgorithmConfig(loss="reinforce"), max_tokens=LONGEST)
 
-    def with_k3(inputs: LossInputs) -> Any:
+    def with_k3(inputs: LossInputs) -> TokenLoss:
         return kl.penalised(inputs, losses.ppo(inputs, clip_low=0.2, clip_high=0.2), estimator="k3", coefficient=0.1)
 
     found |= of_objective("ppo with k3", base._replace(token_loss=with_k3), x)
-    for name in ("k1", "k2", "k3"):
-        found[f"kl {name}"] = kl.estimate(name, x["th"], x["ref"]) * x["mask"]  # type: ignore[arg-type]
+    for estimator in get_args(Estimator):
+        found[f"kl {estimator}"] = kl.estimate(estimator, x["th"], x["ref"]) * x["mask"]
     rewards_BG = x["rewards"].view(GROUPS, -1).numpy()
     for name, advantage in ADVANTAGES.items():
         found[f"advantage {name}"] = torch.from_numpy(advantages(rewards_BG, x["mask"], advantage)).flatten()
@@ -99,20 +99,26 @@ def ours(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def of_objective(name: str, objective: Objective, x: dict[str, Tensor]) -> dict[str, Tensor]:
+def of_objective(name: str, goal: Objective, x: dict[str, Tensor]) -> dict[str, Tensor]:
     """The loss of the batch, and its gradient by the log-probability of every token."""
     th, mask = x["th"].clone().requires_grad_(), x["mask"].bool()
     row_N = mask.nonzero()[:, 0]
-    flat = [tensor[mask] for tensor in (th, x["mu"], x["prox"])]
-    inputs = LossInputs(*flat, x["advantages"][row_N], row_N, reference_N=x["ref"][mask])
+    inputs = LossInputs(
+        logprobs_N=th[mask],
+        behaviour_N=x["mu"][mask],
+        proximal_N=x["prox"][mask],
+        advantages_N=x["advantages"][row_N],
+        row_N=row_N,
+        reference_N=x["ref"][mask],
+    )
     counts_R = x["mask"].sum(1)
-    loss_N = objective.token_loss(inputs).loss_N
-    loss = (loss_N * objective.row_weights(counts_R)[row_N]).sum() / objective.units(counts_R)
+    loss_N = goal.token_loss(inputs).loss_N
+    loss = (loss_N * goal.row_weights(counts_R)[row_N]).sum() / goal.units(counts_R)
     (gradient,) = torch.autograd.grad(loss, th)
     return {f"{name}: loss": loss.detach(), f"{name}: gradient": gradient}
 
 
-def advantages(rewards_BG: np.ndarray, mask: Tensor, advantage: Any) -> np.ndarray:
+def advantages(rewards_BG: NDArray[np.float64], mask: Tensor, advantage: Advantage) -> NDArray[np.float64]:
     found_BG = np.stack([advantage.of_group(rewards_G) for rewards_G in rewards_BG])
     if advantage.over_batch is None:
         return found_BG
@@ -132,33 +138,35 @@ def of_critic(x: dict[str, Tensor], row: int) -> Tensor:
     return found
 
 
-def ask(python: Path, script: str, x: dict[str, Tensor], *arguments: str) -> dict[str, Tensor]:
+def ask(python: Path, x: dict[str, Tensor], *peer: str) -> dict[str, Tensor]:
+    """A peer's answers, computed in a process of its own. `peer`: its name, and its folder if it needs one."""
     with tempfile.TemporaryDirectory() as folder:
         given, answer = Path(folder) / "given.pt", Path(folder) / "answer.pt"
         torch.save(x, given)
-        subprocess.run([str(python), str(HERE / script), str(given), str(answer), *arguments], check=True)
+        script = Path(__file__).with_name("losses_peers.py")
+        subprocess.run([str(python), str(script), peer[0], str(given), str(answer), *peer[1:]], check=True)
         result: dict[str, Tensor] = torch.load(answer, weights_only=True)
         return result
 
 
-def compare(peer: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """A row each; the ratio is that of the norms: 1 is what is hoped for."""
-    rows = []
-    print(f"\n{peer}", file=sys.stderr)
+def compare(peer: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[Row]:
+    """A row each; the ratio is that of the norms: 1 where both agree."""
+    rows: list[Row] = []
+    say(f"\n{peer}")
     for name, value in theirs.items():
         own = mine[name.removesuffix(" (transcribed)")]
         difference = float((own - value).abs().max())
         verdict = "same" if difference < SAME else f"differs, {scaling(own, value)}"
-        print(f"  {name:48s} {difference:9.1e}  {verdict}", file=sys.stderr)
+        say(f"  {name:48s} {difference:9.1e}  {verdict}")
         ours, norm = float(own.norm()), float(value.norm())
         metric = f"norm; largest difference {difference:.1e}"
-        ratio = round(ours / norm, 9) if norm else 0.0
-        rows.append({"workload": name, "metric": metric, "ours": ours, "peer": peer, "theirs": norm, "ratio": ratio})
+        ratio = round(ours / norm, 9) if norm else None
+        rows.append(Row(workload=name, metric=metric, ours=ours, peer=peer, theirs=norm, ratio=ratio))
     return rows
 
 
 def scaling(mine: Tensor, theirs: Tensor) -> str:
-    """Whether it is a factor: between the smallest and the largest quotient."""
+    """Whether the difference is a factor: the smallest and the largest quotient."""
     is_large = theirs.abs() > 1e-6
     if not is_large.any():
         return "theirs is 0"
@@ -166,23 +174,27 @@ def scaling(mine: Tensor, theirs: Tensor) -> str:
     return f"ours / theirs between {float(quotients.min()):.6f} and {float(quotients.max()):.6f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trl-python", type=Path, help="a Python that has TRL")
-    parser.add_argument("--verl", type=Path, help="the folder that has verl/trainer/ppo/core_algos.py")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    x = tensors(asked.seed)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    parser.add("--trl-python", ROOT / ".venv-trl/bin/python", kind=Path, help="a Python that has TRL")
+    parser.add("--verl", ROOT / ".peer-verl", kind=Path, help="the folder that has verl/trainer/ppo/core_algos.py")
+    parser.add("--seed", 0)
+    options = parser.parse(argv)
+    x = tensors(options.seed)
     mine = ours(x)
-    peers: dict[str, Callable[[], dict[str, Tensor]]] = {}
-    if asked.trl_python:
-        peers["TRL"] = lambda: ask(asked.trl_python, "losses_trl_side.py", x)
-    if asked.verl:
-        peers["verl"] = lambda: ask(Path(sys.executable), "losses_verl_side.py", x, str(asked.verl))
-    rows = [row for name, answer in peers.items() for row in compare(name, mine, answer())]
-    if asked.json:
-        print(json.dumps(rows, indent=1))
+    peers = {
+        "TRL": (options.trl_python, partial(ask, options.trl_python, x, "trl")),
+        "verl": (options.verl / "verl", partial(ask, Path(sys.executable), x, "verl", str(options.verl))),
+    }
+    rows: list[Row] = []
+    for name, (path, answers) in peers.items():
+        if path.exists():
+            rows += compare(name, mine, answers())
+        elif options.smoke:
+            rows += compare(f"stub ({name} is not installed)", mine, mine)
+        else:
+            rows.append(not_measured(f"losses beside {name}", f"{path} is missing: type `make bench-losses`"))
+    publish(rows, options)
 
 
 if __name__ == "__main__":

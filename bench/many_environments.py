@@ -1,42 +1,30 @@
 """Ten thousand environments at once in one process: what the scheduler costs per turn, and whether memory stays flat.
 
 Everything but the engine, the environments' waiting and the learner is real: pipeline, admission, router, episodes, store. The
-engine answers after a virtual moment. The same environments are then played against the same engine by bare coroutines, without
+engine answers after a virtual second. The same environments are then played against the same engine by bare coroutines, without
 a scheduler: what the event loop, its timers, the engine and the environments cost by themselves. The difference is ours.
 
-    python bench/many_environments.py [--environments 10000] [--turns 8] [--steps 12] [--json]
+    .venv/bin/python bench/many_environments.py [--json] [--smoke] [--environments 10000] [--turns 8] [--steps 12]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import itertools
-import json
 import random
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
-from millstream.algo.advantages import grpo
-from millstream.clock import VirtualClock, run_virtual
+from internals import SimLearner, run_pipeline, seldom_collected
+from millstream import PipelineConfig, RolloutConfig
+from millstream.clock import run_virtual
 from millstream.engine import EngineStats, OnSampled
 from millstream.env import Context
 from millstream.events import Event, Stepped
-from millstream.pipeline.pipeline import (
-    Algorithm,
-    Parts,
-    Pipeline,
-)
-from millstream.pipeline.rollouts import RolloutConfig
-from millstream.pipeline.schedule import PipelineConfig
-from millstream.pipeline.schema import store_tasks
-from millstream.pipeline.waits import Waits
-from millstream.run.garbage import seldom_collected
-from millstream.sim.learner import SimLearner
-from millstream.store.memory import MemoryStore
-from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task, Weights
-from millstream.weights.local import LocalChannel
+from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Weights
+from report import Options, cost, publish, say
 
 GROUP_SIZE = 8
 AIM_US = 100.0
@@ -45,10 +33,14 @@ AIM_US = 100.0
 class FakeEngine:
     """Answers every request with the same eight tokens after a second."""
 
-    name, slots = "fake", 1_000_000
+    name = "fake"
+    slots = 1_000_000
 
     def __init__(self) -> None:
-        self.version, self.num_turns, self.most_running, self._running = 0, 0, 0, 0
+        self.version = 0
+        self.num_turns = 0
+        self.most_running = 0
+        self._running = 0
 
     async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
         self._running += 1
@@ -108,34 +100,28 @@ def _resident_mib() -> float:
 async def play(num_environments: int, num_turns: int, num_steps: int) -> tuple[FakeEngine, Memory, float]:
     groups = num_environments // GROUP_SIZE // 2
     config = PipelineConfig(steps=num_steps, groups_per_step=groups, max_lag=1, filter_zero_signal=False)
-    rollout = RolloutConfig(group_size=GROUP_SIZE, timeout_s=1e6)
-    engine, memory, clock = FakeEngine(), Memory(), VirtualClock()
-    channel = LocalChannel()
-    await channel.publish(0, {})
-    parts = Parts(
-        engines=(engine,),
-        environment=Waiting(num_turns),
-        learner=SimLearner(),
-        store=MemoryStore(store_tasks(), capacity_rows=config.most_groups * rollout.most_rows),
-        channel=channel,
-        clock=clock,
-        sink=memory,
-        waits=Waits(clock=clock, sink=memory, stall_s=1e6, deadline_s=1e9),
-    )
-    algorithm = Algorithm(advantage=grpo, sampling=Sampling(max_tokens=8), micro_batch_tokens=1 << 16)
-    tasks = ((0, Task(id=str(number), prompt="?")) for number in itertools.count())
-    pipeline = Pipeline(parts, tasks, algorithm, config=config, rollout=rollout, seed=0)
+    rollout = RolloutConfig(group_size=GROUP_SIZE, max_tokens=8, timeout_s=1e6)
+    engine, memory = FakeEngine(), Memory()
     with seldom_collected():
         began = time.process_time()
-        await pipeline.run()
+        await run_pipeline(
+            [engine],
+            Waiting(num_turns),
+            SimLearner(),
+            config=config,
+            rollout=rollout,
+            sink=memory,
+            micro_batch_tokens=1 << 16,
+        )
         return engine, memory, time.process_time() - began
 
 
 class Bare:
-    """The context of an environment that nobody schedules."""
+    """The context of an environment without a scheduler."""
 
     def __init__(self, engine: FakeEngine, number: int) -> None:
-        self.seed, self._engine = number, engine
+        self.seed = number
+        self._engine = engine
         self._request = Request(
             key=RequestKey(group_id=number, member=0), tokens=(1, 2, 3, 4), sampling=Sampling(max_tokens=8), seed=0
         )
@@ -150,7 +136,7 @@ async def play_bare(num_environments: int, num_turns: int, num_rollouts: int) ->
 
     async def one_after_another() -> None:
         for number in numbers:
-            await environment.rollout(Bare(engine, number))  # type: ignore[arg-type]
+            await environment.rollout(cast("Context", Bare(engine, number)))  # all of a context that it uses
 
     with seldom_collected():
         began = time.process_time()
@@ -158,48 +144,27 @@ async def play_bare(num_environments: int, num_turns: int, num_rollouts: int) ->
         return engine, time.process_time() - began
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environments", type=int, default=10_000)
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    engine, memory, seconds = run_virtual(play(args.environments, args.turns, args.steps))
-    bare, bare_seconds = run_virtual(play_bare(args.environments, args.turns, engine.num_turns // args.turns))
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    parser.add("--environments", 10_000, smoke=160)
+    parser.add("--turns", 8, smoke=2)
+    parser.add("--steps", 12, smoke=3)
+    options = parser.parse(argv)
+    engine, memory, seconds = run_virtual(play(options.environments, options.turns, options.steps))
+    num_rollouts = engine.num_turns // options.turns
+    bare, bare_seconds = run_virtual(play_bare(options.environments, options.turns, num_rollouts))
     total, plain = 1e6 * seconds / engine.num_turns, 1e6 * bare_seconds / bare.num_turns
-    microseconds = total - plain
     half = memory.mib[len(memory.mib) // 2]
-    workload = f"{args.environments} environments, {args.turns} turns"
+    say(f"{engine.num_turns:,} turns of {options.environments:,} environments, {engine.most_running:,} at once")
+    say(f"CPU per turn: {total:.1f} microseconds, of which event loop, engine and environments {plain:.1f}")
+    say("memory in MiB at each step: " + " ".join(f"{mib:.0f}" for mib in memory.mib))
+    workload = f"{options.environments} environments, {options.turns} turns"
+    metric = "scheduler CPU per turn, microseconds"
     rows = [
-        {
-            "workload": workload,
-            "metric": "scheduler CPU per turn, microseconds",
-            "ours": round(microseconds, 1),
-            "peer": "the aim",
-            "theirs": AIM_US,
-            "ratio": round(AIM_US / microseconds, 2),
-        },
-        {
-            "workload": workload,
-            "metric": "memory at the end over memory half-way",
-            "ours": round(memory.mib[-1] / half, 3),
-            "peer": "flat",
-            "theirs": 1.0,
-            "ratio": round(half / memory.mib[-1], 3),
-        },
+        cost(workload, metric, total - plain, "the aim", AIM_US, digits=1),
+        cost(workload, "memory at the end over memory half-way", memory.mib[-1] / half, "flat", 1.0),
     ]
-    if args.json:
-        print(json.dumps(rows))
-        return
-    print(
-        f"{engine.num_turns:,} turns of {args.environments:,} environments, {engine.most_running:,} in the engine at once"
-    )
-    print(
-        f"CPU per turn: {total:.1f} microseconds, of which event loop, engine and environments {plain:.1f}, "
-        f"scheduler {microseconds:.1f} (aim: under {AIM_US:g})"
-    )
-    print("memory in MiB at each step: " + " ".join(f"{mib:.0f}" for mib in memory.mib))
+    publish(rows, options)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import Struct, structs
 
+import run_parts
+from internals import audit, read_events
 from millstream import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -33,15 +35,15 @@ from millstream import (
     TinyConfig,
     WarmupConfig,
     evaluate,
+    export,
     train,
 )
-from millstream.audit.audit import audit
+from millstream.errors import ConfigError
 from millstream.events import Event, GroupAdmitted, GroupTaken, RolloutEnded, Stepped, WarmedUp
-from millstream.events.sinks import read_events
 
 UNCORRECTED = "GRPO, uncorrected"
 LOSSES: dict[str, dict[str, Any]] = {
-    UNCORRECTED: {"loss": f"{Path(__file__).parent / 'quality_uncorrected.py'}:uncorrected", "advantage": "grpo"},
+    UNCORRECTED: {"loss": f"{run_parts.HERE}:uncorrected", "advantage": "grpo"},
     "Decoupled PPO": {"name": "decoupled_ppo"},
     "TIS": {"name": "truncated_is"},
     "CISPO": {"name": "cispo"},
@@ -53,6 +55,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 """Keys of [algorithm]: presets, with nothing changed but one clip."""
 LAGS = (0, 2, 8)
 WARM_UP = "warm-up.json"
+RESULTS = "results.jsonl"
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -206,16 +209,15 @@ def measure(settings: Settings, seed: int, model: Path) -> tuple[float, float]:
 
 
 def run_cell(settings: Settings, cell: Cell, model: Path, scratch: Path) -> Result:
-    """Trained and measured. Raises `SystemExit` if its books are not in order or a point of the curve is missing."""
+    """Trained and measured. Raises `SystemExit` if its audit is not clean or a point of the curve is missing."""
     began, run_dir = time.monotonic(), scratch / "run"
-    config = cell_config(settings, cell, model, run_dir)
-    train(config)
+    train(cell_config(settings, cell, model, run_dir))
     if not (report := audit(run_dir)).is_clean:
-        raise SystemExit(f"{cell}: the books are not in order\n" + "\n".join(map(str, report.findings)))
+        raise SystemExit(f"{cell}: the audit is not clean\n" + "\n".join(map(str, report.findings)))
     events = list(read_events(run_dir / "events.jsonl"))
     start = msgspec.json.decode((model / WARM_UP).read_bytes(), type=WarmUp)
     first = Point(step=0, samples=0, seconds=0.0, accuracy=start.accuracy, greedy=start.greedy)
-    curve = [first, *_curve(settings, cell, config, run_dir, events)]
+    curve = [first, *_curve(settings, cell, run_dir, events)]
     return Result(
         loss=cell.loss,
         max_lag=cell.max_lag,
@@ -227,9 +229,7 @@ def run_cell(settings: Settings, cell: Cell, model: Path, scratch: Path) -> Resu
     )
 
 
-def _curve(
-    settings: Settings, cell: Cell, config: RunConfig, run_dir: Path, events: Sequence[Event]
-) -> Iterator[Point]:
+def _curve(settings: Settings, cell: Cell, run_dir: Path, events: Sequence[Event]) -> Iterator[Point]:
     begin = next(event.at for event in events if isinstance(event, GroupAdmitted))
     steps = {event.version: event for event in events if isinstance(event, Stepped)}
     samples = 0
@@ -237,27 +237,22 @@ def _curve(
         samples += steps[step].num_rollouts
         if step not in settings.points:
             continue
-        model = _model_of(config, run_dir / "checkpoints" / f"step-{step:06d}", cell)
+        model = _model_of(run_dir, step, cell)
         accuracy, greedy = measure(settings, cell.seed, model)
         shutil.rmtree(model)
         yield Point(step=step, samples=samples, seconds=steps[step].at - begin, accuracy=accuracy, greedy=greedy)
 
 
-def _model_of(config: RunConfig, checkpoint: Path, cell: Cell) -> Path:
-    """The checkpoint's weights as a model that can be loaded."""
-    from millstream.algo.recipe import Recipe
-    from millstream.run import build
-
-    if not checkpoint.is_dir():
+def _model_of(run_dir: Path, step: int, cell: Cell) -> Path:
+    """The weights of a checkpoint as a model that can be loaded."""
+    model = run_dir / f"model-{step}"
+    try:
+        export(run_dir, model, step=step)
+    except ConfigError as error:
         raise SystemExit(
-            f"{cell}: there is no {checkpoint.name}, the machine was too busy to write it. Run the cell again"
-        )
-    model, tokenizer = build.build_model(config.model, seed=config.seed)
-    recipe = Recipe(algorithm=config.algorithm, max_tokens=config.rollout.max_tokens)
-    learner = build.build_learner(config, model, tokenizer, learner=config.learner, recipe=recipe, num_steps=None)
-    learner.restore(checkpoint)
-    learner.save(checkpoint / "model")
-    return checkpoint / "model"
+            f"{cell}: step {step} has no checkpoint, the machine was too busy to write it: run the cell again ({error})"
+        ) from error
+    return model
 
 
 def lags_of(events: Sequence[Event], max_lag: int) -> dict[str, Any]:
@@ -283,3 +278,38 @@ def _metrics(events: Sequence[Event]) -> dict[str, float]:
         for name in names
         if any(name in step for step in steps)
     }
+
+
+# ---- the results of all cells --------------------------------------------------------------------------------------------
+
+
+class Results:
+    """Every finished cell of a folder. The file is rewritten for each, under another name first: a kill leaves a whole one."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self._path = folder / RESULTS
+        self._settings = settings
+        self.found: dict[Cell, Result] = {}
+        if self._path.exists():
+            made_with, self.found = read_results(folder)
+            if made_with != settings:
+                raise SystemExit(
+                    f"{self._path} was made with {made_with}, and this run has {settings}: results of the two cannot be "
+                    "compared. Choose another folder"
+                )
+
+    def add(self, result: Result) -> None:
+        self.found[result.cell] = result
+        lines = [msgspec.json.encode(record) for record in (self._settings, *self.found.values())]
+        new = self._path.with_name(f".{RESULTS}.new")
+        new.write_bytes(b"\n".join(lines) + b"\n")
+        new.replace(self._path)
+
+
+def read_results(folder: Path) -> tuple[Settings, dict[Cell, Result]]:
+    path = folder / RESULTS
+    if not path.exists():
+        raise SystemExit(f"{path} is not there. To make it: python bench/quality.py run {folder} --jobs 2 --minutes 60")
+    first, *others = path.read_bytes().splitlines()
+    results = [msgspec.json.decode(line, type=Result) for line in others]
+    return msgspec.json.decode(first, type=Settings), {result.cell: result for result in results}

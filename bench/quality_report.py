@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
 
-from quality_cells import LAGS, LOSSES, UNCORRECTED, Cell, Point, Result, Settings, cells
-from quality_run import read_results
+from quality_cells import LAGS, LOSSES, UNCORRECTED, Cell, Point, Result, Settings, cells, read_results
+from report import Row, rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,21 +97,13 @@ def beside_synchronous(finished: Finished, loss: str, max_lag: int) -> Differenc
     return paired(ours, theirs)
 
 
-def json_rows(finished: Finished) -> list[dict[str, str | float]]:
-    rows: list[dict[str, str | float]] = []
+def json_rows(finished: Finished) -> list[Row]:
+    rows: list[Row] = []
     for loss in LOSSES:
         for lag in LAGS[1:]:
             ours, theirs = (statistics.mean(map(final_accuracy, finished.of(loss, at))) for at in (lag, 0))
-            rows.append(
-                {
-                    "workload": f"{finished.settings.toy}, {loss}, max_lag {lag}",
-                    "metric": "held-out accuracy, sampled",
-                    "ours": round(ours, 4),
-                    "peer": "synchronous",
-                    "theirs": round(theirs, 4),
-                    "ratio": round(ours / max(theirs, 1e-9), 3),
-                }
-            )
+            workload = f"{finished.settings.toy}, {loss}, max_lag {lag}"
+            rows.append(rate(workload, "held-out accuracy, sampled", ours, "synchronous", theirs, digits=4))
     return rows
 
 

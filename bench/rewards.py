@@ -1,4 +1,7 @@
-"""What a reward costs beside itself: in a worker process, and in the sandbox. `python bench/rewards.py`."""
+"""What a reward costs beside itself: in a worker process against a thread, and code in each kind of sandbox.
+
+.venv/bin/python bench/rewards.py [--json] [--smoke]
+"""
 
 from __future__ import annotations
 
@@ -6,68 +9,73 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from millstream.env.rewards import RewardConfig, Scorer, prepare
-from millstream.env.sandbox.sandbox import WALLS, Sandbox, SandboxBroken, what_is_contained
+from internals import WALLS, RewardConfig, Sandbox, SandboxBroken, Scorer, prepare, what_is_contained
 from millstream.types import Task
+from report import Options, Row, alone, cost, not_measured, publish, say
 
 TASK = Task(id="1", prompt="2+2=", answer="4")
-PROGRAM, TESTS = "def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 3"]
+PROGRAM = "def f(x): return x + 1"
+TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
+Work = Callable[[], Awaitable[object]]
 
 
-async def one_by_one(work: Callable[[], Awaitable[object]], number: int) -> float:
-    """The median, in milliseconds."""
-    times = []
-    for _ in range(number):
+class Milliseconds(NamedTuple):
+    first: float
+    alone: float  # the median of calls one after the other
+    at_once: float  # of each of many calls at once
+
+
+METRICS = ("first call, ms", "one call, ms", "each of many calls at once, ms")
+
+
+async def measure(work: Work, num_alone: int, num_at_once: int) -> Milliseconds:
+    async def timed(run: Awaitable[object]) -> float:
         began = time.perf_counter()
-        await work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1e3
+        await run
+        return 1e3 * (time.perf_counter() - began)
+
+    async def gathered(number: int) -> None:
+        await asyncio.gather(*(work() for _ in range(number)))
+
+    first = await timed(work())
+    await gathered(min(num_at_once, 100))
+    one = statistics.median([await timed(work()) for _ in range(num_alone)])
+    return Milliseconds(first, one, await timed(gathered(num_at_once)) / num_at_once)
 
 
-async def at_once(work: Callable[[], Awaitable[object]], number: int) -> float:
-    """Milliseconds for each of so many at once."""
-    began = time.perf_counter()
-    await asyncio.gather(*(work() for _ in range(number)))
-    return (time.perf_counter() - began) / number * 1e3
+def scoring(config: RewardConfig, task: Task, completion: str) -> Work:
+    scorer = Scorer(prepare([config]))
+    return lambda: scorer.score(task, completion)
 
 
-async def processes(folder: Path) -> None:
+async def processes(folder: Path, num: int) -> list[Row]:
     (folder / "mine.py").write_text("def reward(task, completion):\n    return float(completion == task.answer)\n")
-    for process in (False, True):
-        scorer = Scorer(prepare([RewardConfig(function=f"{folder}/mine.py:reward", process=process)]))
-
-        async def work(scorer: Scorer = scorer) -> object:
-            return await scorer.score(TASK, "4")
-
-        began = time.perf_counter()
-        await work()
-        first = (time.perf_counter() - began) * 1e3
-        await at_once(work, 100)
-        where = "in a worker process" if process else "on a thread"
-        print(f"reward {where}: first {first:.0f} ms, then {await one_by_one(work, 500):.3f} ms, ", end="")
-        print(f"{await at_once(work, 1000):.3f} ms each of 1000 at once")
+    config = RewardConfig(function=f"{folder}/mine.py:reward")
+    thread = await measure(scoring(config, TASK, "4"), num, 2 * num)
+    process = await measure(
+        scoring(RewardConfig(function=f"{folder}/mine.py:reward", process=True), TASK, "4"), num, 2 * num
+    )
+    rows = zip(METRICS, process, thread, strict=True)
+    return [cost("a reward in a worker process", metric, ours, "on a thread", theirs) for metric, ours, theirs in rows]
 
 
-async def mathematics() -> None:
-    scorer = Scorer(prepare([RewardConfig(function="math_answer")]))
-
-    async def work() -> object:
-        return await scorer.score(Task(id="1", prompt="", answer="\\frac{1}{2}"), "\\boxed{0.5}")
-
-    began = time.perf_counter()
-    await work()
-    print(f"math_answer: first {(time.perf_counter() - began) * 1e3:.0f} ms, then {await one_by_one(work, 100):.1f} ms")
+async def mathematics(num: int) -> list[Row]:
+    task = Task(id="1", prompt="", answer="\\frac{1}{2}")
+    found = await measure(scoring(RewardConfig(function="math_answer"), task, "\\boxed{0.5}"), num, num)
+    return [alone("math_answer", metric, value) for metric, value in zip(METRICS, found, strict=True)]
 
 
-async def sandboxes() -> None:
+async def sandboxes(num: int) -> list[Row]:
+    rows: list[Row] = []
     for walls in WALLS:
         try:
-            print(what_is_contained(walls).words())
+            say(what_is_contained(walls).words())
         except SandboxBroken as error:
-            print(f"walls {walls!r}: {error}")
+            rows.append(not_measured(f"sandbox with walls {walls!r}", str(error)))
             continue
         box = Sandbox(walls=walls)
 
@@ -77,18 +85,25 @@ async def sandboxes() -> None:
         async def examine(box: Sandbox = box) -> object:
             return await box.examine(PROGRAM, TESTS)
 
-        began = time.perf_counter()
-        await run()
-        first = (time.perf_counter() - began) * 1e3
-        print(f"  a program: first {first:.0f} ms, then {await one_by_one(run, 50):.1f} ms, ", end="")
-        print(f"{await at_once(run, 100):.1f} ms each of 100 at once")
-        print(
-            f"  two tests: {await one_by_one(examine, 50):.1f} ms, {await at_once(examine, 100):.1f} ms each of 100 at once"
-        )
+        works: dict[str, Work] = {"a program": run, "two tests": examine}
+        for name, work in works.items():
+            found = await measure(work, num, 2 * num)
+            workload = f"{name} in a sandbox with walls {walls!r}"
+            rows += [alone(workload, metric, value) for metric, value in zip(METRICS, found, strict=True)]
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    parser.add("--calls", 500, smoke=5, help="of a reward")
+    parser.add("--programs", 50, smoke=2, help="in a sandbox")
+    options = parser.parse(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = asyncio.run(processes(Path(folder), options.calls))
+    rows += asyncio.run(mathematics(min(options.calls, 100)))
+    rows += asyncio.run(sandboxes(options.programs))
+    publish(rows, options)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as name:
-        asyncio.run(processes(Path(name)))
-    asyncio.run(mathematics())
-    asyncio.run(sandboxes())
+    main()

@@ -5,30 +5,29 @@ turn's answer is log-normal, and so the tail is long. The peers: round robin and
 engines queue; and fewest requests with one queue in front of all, which is what our router was before it counted tokens and
 knew prefixes. Medians of three seeds.
 
-    .venv/bin/python bench/router.py [--json]
+    .venv/bin/python bench/router.py [--json] [--smoke]
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import statistics
-import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from internals import H200, Costs, Draw, Router, SimEngine, lognormal, uniform
 from millstream.clock import run_virtual
-from millstream.serving.router import Router
-from millstream.sim.draws import Draw, lognormal, uniform
-from millstream.sim.engine import H200, Costs, SimEngine
 from millstream.types import Completion, Request, RequestKey, Sampling
+from report import Options, Row, cost, publish, say
 
-REPLICAS, SLOTS, MEMBERS = 4, 32, 8
+REPLICAS = 4
+SLOTS = 32
+MEMBERS = 8
 SEEDS = range(10, 13)
 """None of those with which `PROMPT_TOKEN` was chosen."""
 LARGE = Costs(step_s=6e-3, request_s=5e-6, context_token_s=30e-9, prefill_token_s=40e-6)
@@ -115,7 +114,8 @@ class FewestRequests:
 
     def __init__(self, engines: Sequence[SimEngine], most: int | None) -> None:
         self._in_flight = {engine.name: 0 for engine in engines}
-        self._engines, self._most = engines, most
+        self._engines = engines
+        self._most = most
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def _free(self) -> SimEngine | None:
@@ -180,37 +180,28 @@ async def play(world: World, rule: Rule, seed: int) -> Found:
     )
 
 
-def median(world: World, rule: Rule) -> Found:
-    runs = [run_virtual(play(world, rule, seed)) for seed in SEEDS]
+def median(world: World, rule: Rule, seeds: Sequence[int]) -> Found:
+    runs = [run_virtual(play(world, rule, seed)) for seed in seeds]
     return Found(*(statistics.median(getattr(run, name) for run in runs) for name in Found.__struct_fields__))
 
 
-def main() -> None:
-    rows, lines = [], []
-    for workload, world in WORLDS.items():
-        own = median(world, ours)
-        lines.append(f"{workload:52} {'ours':28} {_words(own)}")
+def main(argv: Sequence[str] | None = None) -> None:
+    options = Options(__doc__).parse(argv)
+    worlds = {"8 groups, one turn": replace(ANSWERS, groups=8)} if options.smoke else WORLDS
+    seeds = SEEDS[:1] if options.smoke else SEEDS
+    rows: list[Row] = []
+    for workload, world in worlds.items():
+        own = median(world, ours, seeds)
+        say(f"{workload:52} {'ours':28} {_words(own)}")
         for peer, rule in PEERS.items():
-            theirs = median(world, rule)
-            lines.append(
-                f"{'':52} {peer:28} {_words(theirs)}  {theirs.seconds / own.seconds:.2f}x, {theirs.mean_s / own.mean_s:.2f}x"
-            )
-            for metric, mine, other in (
-                ("seconds until all have ended (virtual)", own.seconds, theirs.seconds),
-                ("mean seconds of a conversation (virtual)", own.mean_s, theirs.mean_s),
-                ("million prompt tokens computed", own.computed, theirs.computed),
-            ):
-                rows.append(
-                    {
-                        "workload": workload,
-                        "metric": metric,
-                        "ours": round(mine, 3),
-                        "peer": peer,
-                        "theirs": round(other, 3),
-                        "ratio": round(other / mine, 3),
-                    }
-                )
-    print(json.dumps(rows) if "--json" in sys.argv else "\n".join(lines))
+            theirs = median(world, rule, seeds)
+            say(f"{'':52} {peer:28} {_words(theirs)}")
+            rows += [
+                cost(workload, "seconds until all have ended (virtual)", own.seconds, peer, theirs.seconds),
+                cost(workload, "mean seconds of a conversation (virtual)", own.mean_s, peer, theirs.mean_s),
+                cost(workload, "million prompt tokens computed", own.computed, peer, theirs.computed),
+            ]
+    publish(rows, options)
 
 
 def _words(found: Found) -> str:

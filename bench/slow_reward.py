@@ -3,69 +3,51 @@
 Both in one run, one after the other, repeated, medians; `theirs` is ours with max_lag = 0: the same engine, learner and reward,
 all requests of a step submitted at once.
 
-    .venv/bin/python bench/slow_reward.py [--json] [--steps 60] [--repeat 3]
+    .venv/bin/python bench/slow_reward.py [--json] [--smoke] [--steps 60] [--repeat 3]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
-from pathlib import Path
+from collections.abc import Sequence
 
-from millstream import RunConfig, train
-from millstream.config import load
-from millstream.run.folder import RunResult
+import run_parts
+from internals import RunResult, recipe
+from millstream import train
+from report import Options, publish, rate
 
-ROOT = Path(__file__).parent.parent
 
-
-def run(max_lag: float, steps: int, seed: int) -> RunResult:
+def run(max_lag: float, steps: int, seed: int, *, is_smoke: bool) -> RunResult:
     with tempfile.TemporaryDirectory() as folder:
         changes = [
             f"seed={seed}",
             f"run_dir={folder}",
             f"pipeline.max_lag={max_lag}",
             f"pipeline.steps={steps}",
-            f"reward=[{{function='{ROOT}/bench/judge.py:judge'}}]",
+            f"reward=[{{function='{run_parts.HERE}:judge'}}]",
             "evaluation.every_steps=100000",
         ]
-        return train(load(ROOT / "recipes/demo.toml", RunConfig, changes))
+        return train(recipe("demo", *changes, is_smoke=is_smoke))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--repeat", type=int, default=3)
-    options = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    parser.add("--steps", 60, smoke=1)
+    parser.add("--repeat", 3, smoke=1)
+    options = parser.parse(argv)
     found: dict[float, list[RunResult]] = {0: [], 2: []}
     for seed in range(options.repeat):
         for max_lag, results in found.items():
-            results.append(run(max_lag, options.steps, seed))
-
-    def median(max_lag: float, metric: str) -> float:
-        if metric == "rollouts/s trained":
-            return statistics.median(result.summary.rollouts_per_s for result in found[max_lag])
-        return statistics.median(result.accuracy_after or 0.0 for result in found[max_lag])
-
+            results.append(run(max_lag, options.steps, seed, is_smoke=options.smoke))
+    speeds = {lag: statistics.median(result.summary.rollouts_per_s for result in found[lag]) for lag in found}
+    accuracies = {lag: statistics.median(result.accuracy_after or 0.0 for result in found[lag]) for lag in found}
+    workload = f"demo, reward of 50 to 500 ms, max_lag 2, {options.steps} steps"
     rows = [
-        {
-            "workload": f"demo, reward of 50 to 500 ms, {options.steps} steps",
-            "metric": metric,
-            "ours": round(median(2, metric), 3),
-            "peer": "max_lag = 0",
-            "theirs": round(median(0, metric), 3),
-            "ratio": round(median(2, metric) / max(median(0, metric), 1e-9), 2),
-        }
-        for metric in ("rollouts/s trained", "accuracy after, sampled")
+        rate(workload, "rollouts/s trained", speeds[2], "max_lag = 0", speeds[0]),
+        rate(workload, "accuracy after, sampled", accuracies[2], "max_lag = 0", accuracies[0]),
     ]
-    if options.json:
-        print(json.dumps(rows))
-        return
-    for row in rows:
-        print(f"{row['metric']:26} max_lag 2: {row['ours']:8}   max_lag 0: {row['theirs']:8}   {row['ratio']:.2f}x")
+    publish(rows, options)
 
 
 if __name__ == "__main__":

@@ -1,108 +1,106 @@
-"""Our store beside TransferQueue, the same workloads one after the other in one run, each in an environment of its own.
+"""Our store beside TransferQueue, the same workloads one after the other in one run, each in a Python of its own.
 
-Both run on a local Ray cluster with writers and readers in processes of their own; readers sum every byte that they get. What
-runs in one process only (`memory`) has no peer and is printed by itself.
+Both run on a local Ray cluster with writers and readers in processes of their own; readers sum every byte that they get
+(`store_sides.py`). What runs in one process only (`memory`) has no peer.
 
-    make bench-store        or:   .venv/bin/python bench/store.py [--json] [--repeat 5] [--quick]
+    make bench-store        or:   .venv/bin/python bench/store.py [--json] [--smoke] [--repeat 5] [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from millstream.store import Reads, Want
-from millstream.store.memory import MemoryStore
+from internals import MemoryStore, Reads, Want
+from report import ROOT, Options, Row, alone, not_measured, publish, say
+from report import cost as report_cost
+from report import rate as report_rate
 
-HERE = Path(__file__).parent
-PEER = HERE.parent / ".venv-tq/bin/python"
+if TYPE_CHECKING:
+    from store_sides import Sizes
+
+PEER = ROOT / ".venv-tq/bin/python"
 VERSION = "TransferQueue 0.1.11"
-Row = dict[str, Any]
+Figures = dict[str, float]
 
 
-def side(interpreter: str, script: str, arguments: list[Any]) -> dict[str, float]:
-    print(f"--- {script}", file=sys.stderr)
-    done = subprocess.run(
-        [interpreter, script, json.dumps(arguments)], cwd=HERE, stdout=subprocess.PIPE, check=True, text=True
-    )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+def side(python: str, name: str, sizes: Sizes) -> Figures:
+    say(f"--- {name}")
+    script = Path(__file__).with_name("store_sides.py")
+    words = [python, str(script), name, json.dumps(sizes)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, check=True, text=True)
+    found: Figures = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def rate(workload: str, metric: str, ours: float, theirs: float, *, per: float = 1.0) -> Row:
-    """Both in seconds; the more in one second, the better."""
-    return _row(workload, metric, per / ours, per / theirs, per / ours / (per / theirs))
+class Comparison:
+    """Rows of two sides' figures, which are seconds, milliseconds or shares under the same names."""
 
+    def __init__(self, ours: Figures, peer: str, theirs: Figures) -> None:
+        self._ours = ours
+        self._peer = peer
+        self._theirs = theirs
+        self.rows: list[Row] = []
 
-def cost(workload: str, metric: str, ours: float, theirs: float) -> Row:
-    """The less, the better."""
-    return _row(workload, metric, ours, theirs, theirs / ours)
+    def rate(self, workload: str, metric: str, key: str, *, per: float) -> None:
+        """The figures are seconds for `per` of something."""
+        ours, theirs = per / self._ours[key], per / self._theirs[key]
+        self.rows.append(report_rate(workload, metric, ours, self._peer, theirs))
 
+    def more(self, workload: str, metric: str, key: str) -> None:
+        self.rows.append(report_rate(workload, metric, self._ours[key], self._peer, self._theirs[key]))
 
-def _row(workload: str, metric: str, ours: float, theirs: float, ratio: float) -> Row:
-    return {
-        "workload": workload,
-        "metric": metric,
-        "ours": round(ours, 3),
-        "peer": VERSION,
-        "theirs": round(theirs, 3),
-        "ratio": round(ratio, 2),
-    }
-
-
-def compare(ours: dict[str, float], theirs: dict[str, float]) -> list[Row]:
-    rows = []
-    for name, words in (
-        ("long", "1,024 rows, 5 ragged columns, 1k to 8k tokens"),
-        ("wide", "1,024 x 9 x 8,192 float32"),
-    ):
-        size = ours[f"{name}_bytes"] / 1e9
-        rows += [
-            rate(words, f"{what} GB/s", ours[f"{name}_{what}_s"], theirs[f"{name}_{what}_s"], per=size)
-            for what in ("put", "read")
-        ]
-    words = "1,024 rows of 32 to 96 tokens"
-    rows += [
-        rate(words, f"{what} rows/s", ours[f"short_{what}_s"], theirs[f"short_{what}_s"], per=1024)
-        for what in ("put", "read")
-    ]
-    words = "8 rows x 5 columns"
-    rows += [
-        cost(words, f"{what} p50 ms", ours[f"latency_{what}_ms"], theirs[f"latency_{what}_ms"])
-        for what in ("put", "read")
-    ]
-    for key in [key for key in ours if key.startswith("claim_ms_at_")]:
-        words = f"claim of 8 rows, {key.removeprefix('claim_ms_at_')} resident"
-        if key in theirs:
-            rows.append(cost(words, "p50 ms", ours[key], theirs[key]))
+    def less(self, workload: str, metric: str, key: str) -> None:
+        if key in self._theirs:
+            self.rows.append(report_cost(workload, metric, self._ours[key], self._peer, self._theirs[key]))
         else:
-            rows.append(_row(words, "p50 ms (peer: not tried)", ours[key], float("nan"), float("nan")))
-    words = "streaming, 2 producers, 2 consumers, 16 rows at a time"
-    rows.append(_row(words, "rows/s", ours["stream_rows_per_s"], theirs["stream_rows_per_s"],
-                     ours["stream_rows_per_s"] / theirs["stream_rows_per_s"]))  # fmt: skip
-    rows.append(_row(words, "share of rows seen", ours["stream_share_seen"], theirs["stream_share_seen"],
-                     ours["stream_share_seen"] / max(theirs["stream_share_seen"], 1e-9)))  # fmt: skip
-    rows += [cost(f"memory over payload, {name} rows", "x", ours[f"memory_{name}"], theirs[f"memory_{name}"])
-             for name in ("long", "short")]  # fmt: skip
-    rows.append(cost("start, beyond Ray's own", "s", ours["start_s"], theirs["start_s"]))
-    return rows
+            self.rows.append(alone(workload, f"{metric} (peer: not tried)", self._ours[key]))
 
 
-def against_ray(ours: dict[str, float]) -> list[Row]:
+def compare(ours: Figures, peer: str, theirs: Figures, num_rows: int) -> list[Row]:
+    table = Comparison(ours, peer, theirs)
+    long, wide = _words(num_rows), f"{num_rows:,} x 9 x 8,192 float32"
+    for what in ("put", "read"):
+        table.rate(long, f"{what} GB/s", f"long_{what}_s", per=ours["long_bytes"] / 1e9)
+        table.rate(wide, f"{what} GB/s", f"wide_{what}_s", per=ours["wide_bytes"] / 1e9)
+        table.rate(f"{num_rows:,} rows of 32 to 96 tokens", f"{what} rows/s", f"short_{what}_s", per=num_rows)
+        table.less("8 rows x 5 columns", f"{what} p50 ms", f"latency_{what}_ms")
+    for key in [key for key in ours if key.startswith("claim_ms_at_")]:
+        table.less(f"claim of 8 rows, {key.removeprefix('claim_ms_at_')} resident", "p50 ms", key)
+    streaming = "streaming, 2 producers, 2 consumers, 16 rows at a time"
+    table.more(streaming, "rows/s", "stream_rows_per_s")
+    table.more(streaming, "share of rows seen", "stream_share_seen")
+    for name in ("long", "short"):
+        table.less(f"memory over payload, {name} rows", "x", f"memory_{name}")
+    table.less("start, beyond Ray's own", "s", "start_s")
+    return table.rows
+
+
+def against_ray(ours: Figures, num_rows: int) -> list[Row]:
     """A put against a bare `ray.put` of the same bytes, packed already, in the same run: into memory used before, and
     into fresh memory."""
-    size, words = ours["long_bytes"] / 1e9, "1,024 rows, 5 ragged columns, 1k to 8k tokens"
-    used = rate(words, "put GB/s, memory used before", ours["long_put_s"], ours["ray_put_s"], per=size)
-    fresh = rate(words, "put GB/s, fresh memory", ours["long_put_fresh_s"], ours["ray_put_fresh_s"], per=size)
-    return [{**row, "peer": "bare ray.put, packed"} for row in (used, fresh)]
+    size, words, peer = ours["long_bytes"] / 1e9, _words(num_rows), "bare ray.put, packed"
+    return [
+        report_rate(words, f"put GB/s, {memory}", size / ours[mine], peer, size / ours[theirs])
+        for memory, mine, theirs in (
+            ("memory used before", "long_put_s", "ray_put_s"),
+            ("fresh memory", "long_put_fresh_s", "ray_put_fresh_s"),
+        )
+    ]
+
+
+def _words(num_rows: int) -> str:
+    return f"{num_rows:,} rows, 5 ragged columns, 1k to 8k tokens"
 
 
 async def in_memory(num_rows: int, num_tasks: int, batch: int, resident: int = 0) -> float:
@@ -121,7 +119,7 @@ async def in_memory(num_rows: int, num_tasks: int, batch: int, resident: int = 0
 
 
 async def many_waiting(num_consumers: int) -> float:
-    """Rows a second through a store that so many consumers wait at, one row each."""
+    """Rows a second through a store that this many consumers wait at, one row each."""
     store = MemoryStore({"all": Reads(("x",), by_group=False)})
     waiting = [asyncio.create_task(store.claim("all", Want(rows=1))) for _ in range(num_consumers)]
     await asyncio.sleep(0)
@@ -132,36 +130,47 @@ async def many_waiting(num_consumers: int) -> float:
     return num_consumers / (time.perf_counter() - began)
 
 
-def memory_table() -> None:
+def memory_rows(scale: int) -> list[Row]:
+    """One process. `scale` divides the numbers of rows."""
     figures = {
-        "put and claimed, batches of 256, 1 task": asyncio.run(in_memory(200_000, 1, 256)),
-        "put and claimed, batches of 256, 1 task, 1M rows resident": asyncio.run(in_memory(200_000, 1, 256, 1_000_000)),
-        "put and claimed, batches of 256, 8 tasks": asyncio.run(in_memory(50_000, 8, 256)),
-        "10,000 waiting consumers, one row each": asyncio.run(many_waiting(10_000)),
+        "put and claimed, batches of 256, 1 task": in_memory(200_000 // scale, 1, 256),
+        "put and claimed, batches of 256, 1 task, 1M rows resident": in_memory(
+            200_000 // scale, 1, 256, 1_000_000 // scale
+        ),
+        "put and claimed, batches of 256, 8 tasks": in_memory(50_000 // scale, 8, 256),
+        "10,000 waiting consumers, one row each": many_waiting(10_000 // scale),
     }
-    print("\n| `memory`, one process | rows/s |\n|---|---|", file=sys.stderr)
-    for name, value in figures.items():
-        print(f"| {name} | {value:,.0f} |", file=sys.stderr)
+    return [alone(f"memory: {name}", "rows/s", asyncio.run(work), digits=0) for name, work in figures.items()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="not a million resident rows")
-    options = parser.parse_args()
-    if not PEER.exists():
+def on_ray(options: argparse.Namespace) -> list[Row]:
+    if importlib.util.find_spec("ray") is None:
+        return [not_measured("the store on Ray", "needs Ray: type `make bench-store`")]
+    if not PEER.exists() and not options.smoke:
         sys.exit(f"{PEER} is missing: type make bench-store")
-    resident = [1_000, 32_000]
-    theirs = side(str(PEER), "store_peer.py", [options.repeat, resident, 100])
-    ours = side(sys.executable, "store_ours.py", [options.repeat, resident + [1_000_000] * (not options.quick), 1000])
-    rows = [*compare(ours, theirs), *against_ray(ours)]
-    if options.json:
-        print(json.dumps(rows))
-    print("| workload | metric | ours | peer | theirs | ratio |\n|---|---|---|---|---|---|", file=sys.stderr)
-    for row in rows:
-        print("| " + " | ".join(str(value) for value in row.values()) + " |", file=sys.stderr)
-    memory_table()
+    resident = [400] if options.smoke else [1_000, 32_000]
+    sizes: Sizes = {
+        "repeat": options.repeat,
+        "rows": options.rows,
+        "resident": resident + [1_000_000] * (not options.quick and not options.smoke),
+        "stream_batches": 2 if options.smoke else 1000,
+    }
+    ours = side(sys.executable, "ours", sizes)
+    if PEER.exists():
+        fewer: Sizes = {**sizes, "resident": resident, "stream_batches": min(100, sizes["stream_batches"])}
+        rows = compare(ours, VERSION, side(str(PEER), "peer", fewer), options.rows)
+    else:
+        rows = compare(ours, f"stub ({VERSION} is not installed)", ours, options.rows)
+    return [*rows, *against_ray(ours, options.rows)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    parser.add("--repeat", 5, smoke=1)
+    parser.add("--rows", 1024, smoke=8)
+    parser.add_argument("--quick", action="store_true", help="not a million resident rows")
+    options = parser.parse(argv)
+    publish([*on_ray(options), *memory_rows(100 if options.smoke else 1)], options)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""vLLM behind our seam, measured on this machine: start, speed, how long a swap of weights holds decoding up, and whether
-log-probabilities and versions are right. About two minutes on a GPU.
+"""vLLM as an engine of ours, measured on this machine: start, speed, how long a swap of weights holds decoding up, and whether
+log-probabilities and versions are right. About two minutes on a GPU. With `--smoke` and without vLLM our own engine takes its
+place, which shows that the benchmark runs.
 
     python bench/vllm_check.py                       # a small model in float32: everything is compared with transformers
     python bench/vllm_check.py --size 0.5b           # the shape of a real one in bfloat16
@@ -10,20 +11,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from millstream.clock import RealClock
-from millstream.engine import Engine, EngineConfig
-from millstream.engine.vllm.config import VllmConfig
-from millstream.events.sinks import MemorySink
-from millstream.model.load import new_model, set_up_cpu
-from millstream.run.build import build_engine
+from internals_torch import VllmConfig, engine_of, model_of, set_up_cpu
+from millstream import EngineConfig
+from millstream.engine import Engine
 from millstream.types import Completion, Request, RequestKey, Sampling
+from report import Options, Row, alone, publish
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4},
@@ -36,13 +37,13 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 PROMPT = tuple(range(10, 74))
+SWAPS = 6
 
 
 def make(size: str, seed: int, device: str) -> PreTrainedModel:
     dtype = torch.float32 if size == "tiny" else torch.bfloat16
     heads = {"head_dim": 32 if size == "tiny" else 128}
-    with torch.device(device):
-        return new_model(Qwen3Config(**SHAPE, **heads, **SIZES[size]), seed=seed, dtype=dtype)
+    return model_of(Qwen3Config(**SHAPE, **heads, **SIZES[size]), device=device, dtype=dtype, seed=seed)
 
 
 def twin(size: str, seed: int, device: str) -> PreTrainedModel:
@@ -73,31 +74,30 @@ def worst_error(models: dict[int, PreTrainedModel], request: Request, completion
     return max(errors)
 
 
-async def measure(engine: Engine, size: str, device: str, *, is_recomputed: bool) -> None:
+async def measure(engine: Engine, name: str, device: str, options: argparse.Namespace) -> list[Row]:
+    size, workload = options.size, f"{name}, {options.size}, {engine.slots} at a time"
     began = time.perf_counter()
     await engine.generate(ask(0, 4))
-    print(f"start                  {time.perf_counter() - began:8.1f} s")
+    rows = [alone(workload, "start, s", time.perf_counter() - began)]
     first = twin(size, 0, device)
-    asked = [ask(number, 128) for number in range(2 * engine.slots)]
+    asked = [ask(number, options.tokens) for number in range(2 * engine.slots)]
     began = time.perf_counter()
     completions = await asyncio.gather(*map(engine.generate, asked))
     seconds = time.perf_counter() - began
-    print(
-        f"speed                  {sum(len(c.tokens) for c in completions) / seconds:8.0f} tokens/s, {engine.slots} at a time"
-    )
+    rows.append(alone(workload, "tokens/s", sum(len(c.tokens) for c in completions) / seconds, digits=0))
     worst = max(worst_error({0: first}, one, c) for one, c in zip(asked[:8], completions, strict=False))
-    print(f"log-probabilities      {worst:8.1e} nats from transformers at worst")
+    rows.append(alone(workload, "log-probabilities: nats from transformers at worst", worst, digits=7))
 
     models, pauses, waits = {0: first, 1: twin(size, 1, device)}, list[float](), list[float]()
     weights = {version: {name: p.detach() for name, p in model.named_parameters()} for version, model in models.items()}
-    asked = [ask(number, 1500) for number in range(min(engine.slots, 64))]
+    asked = [ask(number, 12 * options.tokens) for number in range(min(engine.slots, 64))]
     flights = [asyncio.ensure_future(engine.generate(one)) for one in asked]
     before = engine.stats().tokens_generated
-    for version in range(1, 7):
+    for version in range(1, SWAPS + 1):
         while engine.stats().tokens_generated < before + 20 * version * len(flights):
             done, _ = await asyncio.wait(flights, timeout=0.005, return_when=asyncio.FIRST_EXCEPTION)
             for flight in done:
-                flight.result()  # an engine that broke says so here
+                flight.result()  # raises what broke the engine
         began = time.perf_counter()
         await engine.load(version, weights[version % 2])
         waits.append(time.perf_counter() - began)
@@ -106,39 +106,52 @@ async def measure(engine: Engine, size: str, device: str, *, is_recomputed: bool
     for one in asked:
         await engine.abort(one.key)
     completions = await asyncio.gather(*flights)
-    middle, most = statistics.median(pauses), max(pauses)
-    print(f"swap, {len(flights):3} in flight    {1000 * middle:8.1f} ms without a token (at most {1000 * most:.1f})")
-    print(f"load, copy and swap    {1000 * statistics.median(waits):8.1f} ms")
+    in_flight = f"{workload}, {len(flights)} in flight"
+    rows += [
+        alone(in_flight, "swap: ms without a token, median", 1000 * statistics.median(pauses)),
+        alone(in_flight, "swap: ms without a token, at most", 1000 * max(pauses)),
+        alone(in_flight, "load: ms for copy and swap", 1000 * statistics.median(waits)),
+    ]
     assert all(list(c.versions) == sorted(c.versions) and len(set(c.versions)) >= 3 for c in completions)
-    if is_recomputed:
-        served = {version: models[version % 2] for version in range(7)}
+    if options.prefix_cache:
+        served = {version: models[version % 2] for version in range(SWAPS + 1)}
         worst = max(worst_error(served, one, c) for one, c in list(zip(asked, completions, strict=True))[:8])
-        print(f"across swaps           {worst:8.1e} nats from transformers at worst, each token under its version")
+        rows.append(alone(in_flight, "across swaps: nats from transformers at worst", worst, digits=7))
         assert worst < (5e-3 if size == "tiny" else 0.5), "a token has another version's log-probability"
+    return rows
 
 
-async def main(arguments: argparse.Namespace) -> None:
+async def run(options: argparse.Namespace) -> list[Row]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_up_cpu()
-    vllm = VllmConfig(
-        weights=arguments.weights, prefix_cache=arguments.prefix_cache, enforce_eager=arguments.eager or device == "cpu"
-    )
-    is_process = arguments.process == "true"
-    config = EngineConfig(kind="vllm", slots=arguments.slots, process=is_process, vllm=vllm)
-    model = make(arguments.size, 0, device)
-    engine = build_engine(config, model, clock=RealClock(), sink=MemorySink())
+    if options.smoke and importlib.util.find_spec("vllm") is None:
+        name = "stub (vLLM is not installed): our own engine"
+        config = EngineConfig(slots=options.slots, process=False, on_update="recompute", cache="pages")
+    else:
+        name = "vLLM"
+        vllm = VllmConfig(
+            weights=options.weights, prefix_cache=options.prefix_cache, enforce_eager=options.eager or device == "cpu"
+        )
+        config = EngineConfig(kind="vllm", slots=options.slots, process=options.process == "true", vllm=vllm)
+    engine = engine_of(config, make(options.size, 0, device))
     try:
-        await measure(engine, arguments.size, device, is_recomputed=arguments.prefix_cache)
+        return await measure(engine, name, device, options)
     finally:
         await engine.close()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--slots", type=int, default=64)
+    parser.add("--slots", 64, smoke=4)
+    parser.add("--tokens", 128, smoke=16, help="of an answer; twelve times as many where weights are swapped")
     parser.add_argument("--process", choices=["true", "false"], default="true")
     parser.add_argument("--weights", choices=["shared", "file"], default="shared")
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--eager", action="store_true", help="no compiling, no CUDA graphs: starts faster")
-    asyncio.run(main(parser.parse_args()))
+    options = parser.parse(argv)
+    publish(asyncio.run(run(options)), options)
+
+
+if __name__ == "__main__":
+    main()

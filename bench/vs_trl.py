@@ -2,52 +2,40 @@
 
 Both sides start from the demo's model after its warm-up and see the same prompts in the same order, with the same group size,
 sampling, loss (clipped, mean over tokens), AdamW, clip of the gradient and constant learning rate. Both keep their weights
-every few steps; all of them are then measured by our engine on the held-out tasks, sampled, outside both clocks.
+every few steps (ours as checkpoints, which cost it about a percent); all of them are then measured by our engine on the
+held-out tasks, sampled, outside both clocks.
 
 TRL is calibrated first: from plain settings on, a change that makes its steps faster is kept. Then it runs in two ways, and
 every row shows the better one: on policy, and with `steps_per_generation`, its own kind of staleness, under our bound. What
 stays different: TRL trains on groups without signal, too, where we draw other prompts; and it divides rewards by the standard
 deviation of the sample, where we take that of the population, which AdamW does not see.
 
-    make bench-trl      # or: .venv/bin/python bench/vs_trl.py [--json] [--steps 400] [--repeat 1] [--target 0.6]
+    make bench-trl      # or: .venv/bin/python bench/vs_trl.py [--json] [--smoke] [--steps 400] [--repeat 1] [--target 0.6]
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice, pairwise
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, Protocol
 
-from millstream.runtime import local
 from msgspec import Struct, structs
-from safetensors.torch import load_file
 
-from millstream import DataConfig, EvaluationConfig, ModelConfig, RunConfig, train
-from millstream.clock import RealClock
-from millstream.config import load
-from millstream.env.data import in_order, read
-from millstream.env.games import toy
-from millstream.env.rewards import exact_match
+from internals import first_epoch, recipe
+from millstream import CheckpointConfig, EvaluationConfig, ModelConfig, RunConfig, evaluate, export, train
+from millstream.errors import CheckpointError, ConfigError
 from millstream.events import Event, GroupAdmitted, RolloutEnded, Stepped
-from millstream.events.sinks import Tee
-from millstream.run import build
-from millstream.seeds import derive_seed
-from millstream.types import Completion, Request, RequestKey, Task, Weights
-from millstream.weights.local import LocalChannel
+from report import ROOT, Options, Row, cost, publish, rate, say
 
-ROOT = Path(__file__).parent.parent
-PEER = "TRL 1.16.0 GRPOTrainer"
 OURS = "ours"
 CALIBRATION_S = 120.0
 """For one setting of the calibration, with compilation."""
@@ -59,16 +47,16 @@ GAIN = 0.98
 """A change of TRL's settings is kept if a step takes at most this share of the time: less is noise."""
 
 
-class Point(Struct, frozen=True, kw_only=True, eq=False):
-    """Weights, and the seconds of training that they took."""
+class Point(Struct, frozen=True, kw_only=True):
+    """A model, and the seconds of training that it took."""
 
     step: int
     seconds: float
-    weights: Weights
+    model: Path
     accuracy: float = math.nan
 
 
-class Run(Struct, frozen=True, kw_only=True, eq=False):
+class Run(Struct, frozen=True, kw_only=True):
     """One training run. Seconds are those of training alone."""
 
     seconds: float
@@ -87,42 +75,37 @@ class Run(Struct, frozen=True, kw_only=True, eq=False):
         return max((point.accuracy for point in self.points), default=0.0)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 # ---- where both begin -------------------------------------------------------------------------------------------------
 
 
 class Start(Struct, frozen=True, kw_only=True):
-    config: RunConfig
-    """Ours: the demo's, from the checkpoint on."""
-    train_path: Path
-    """The training tasks, in the order of our first epoch."""
+    config: RunConfig  # ours: the demo's, from the checkpoint on
+    train_path: Path  # the training tasks, in the order of our first epoch
+
+    @property
+    def model(self) -> Path:
+        assert self.config.model.path is not None
+        return Path(self.config.model.path)
 
 
-def make_start(seed: int, steps: int, folder: Path) -> Start:
-    demo = load(ROOT / "recipes/demo.toml", RunConfig, [f"seed={seed}"])
-    assert demo.data.toy is not None
-    all_path, train_path = folder / "all.jsonl", folder / "train.jsonl"
-    write_lines(all_path, (structs.asdict(task) for task in toy.make(demo.data.toy, demo.data.size, seed)))
+def make_start(seed: int, options: argparse.Namespace, folder: Path) -> Start:
+    demo = recipe("demo", f"seed={seed}", is_smoke=options.smoke)
     config = structs.replace(
         demo,
         model=ModelConfig(path=str(warm_up(demo, folder / "warm")), device="cpu"),
-        data=DataConfig(path=str(all_path), holdout=demo.data.holdout),
         warmup=None,
-        pipeline=structs.replace(demo.pipeline, steps=steps),
+        pipeline=structs.replace(demo.pipeline, steps=options.steps),
         learner=structs.replace(demo.learner, schedule="constant"),
         evaluation=EvaluationConfig(),
     )
-    tasks = read(config.data, seed=seed).train
-    first_epoch = islice(in_order(tasks, seed=seed, shuffle=config.data.shuffle), len(tasks))
-    write_lines(train_path, ({"prompt": task.prompt, "answer": task.answer} for _, task in first_epoch))
+    records = ({"prompt": task.prompt, "answer": task.answer} for task in first_epoch(config))
+    train_path = folder / "train.jsonl"
+    train_path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return Start(config=config, train_path=train_path)
 
 
 def warm_up(demo: RunConfig, folder: Path) -> Path:
-    """The demo up to its first step, which is taken at a rate that changes no weight: what is saved is where it begins."""
+    """The demo up to its first step, which is taken at a rate that changes no weight: the model that both begin with."""
     result = train(
         structs.replace(
             demo,
@@ -137,10 +120,6 @@ def warm_up(demo: RunConfig, folder: Path) -> Path:
     return folder / "model"
 
 
-def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
 # ---- ours -------------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +129,8 @@ class Watch:
     def __init__(self) -> None:
         self.began = math.inf
         self.steps: dict[int, Stepped] = {}
-        self.num_generated = self._num_ended = 0
+        self.num_generated = 0
+        self._num_ended = 0
 
     def emit(self, event: Event) -> None:
         match event:
@@ -164,18 +144,22 @@ class Watch:
 
 
 def train_ours(start: Start, keep_every: int, folder: Path) -> Run:
-    watch, kept = Watch(), dict[int, Weights]()
-
-    class KeepingChannel(LocalChannel):
-        """What is published is a copy already: to keep it costs nothing."""
-
-        async def publish(self, version: int, weights: Weights) -> None:
-            if version % keep_every == 0:
-                kept[version] = weights
-            await super().publish(version, weights)
-
-    with mock.patch.object(local, "LocalChannel", KeepingChannel):
-        train(structs.replace(start.config, run_dir=str(folder)), sinks=[watch])
+    watch, run_dir = Watch(), folder / "run"
+    num_kept = start.config.pipeline.steps // keep_every + 2
+    checkpoint = CheckpointConfig(every_s=None, every_steps=keep_every, keep=num_kept)
+    train(structs.replace(start.config, run_dir=str(run_dir), checkpoint=checkpoint), sinks=[watch])
+    points = []
+    for step in range(keep_every, len(watch.steps) + 1, keep_every):
+        model = folder / f"step-{step}"
+        try:
+            export(run_dir, model, step=step)
+        except (
+            CheckpointError,
+            ConfigError,
+        ) as error:  # a step may have no checkpoint: the one before was being written
+            say(f"step {step} has no checkpoint: {error}")
+        else:
+            points.append(Point(step=step, seconds=watch.steps[step].at - watch.began, model=model))
     num_trained = sum(step.num_rows for step in watch.steps.values())
     return Run(
         seconds=watch.steps[len(watch.steps)].at - watch.began,
@@ -183,10 +167,7 @@ def train_ours(start: Start, keep_every: int, folder: Path) -> Run:
         num_generated=watch.num_generated,
         num_trained=num_trained,
         num_with_signal=num_trained,  # the others are not trained on
-        points=[
-            Point(step=version, seconds=watch.steps[version].at - watch.began, weights=weights)
-            for version, weights in kept.items()
-        ],
+        points=points,
     )
 
 
@@ -229,11 +210,29 @@ CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-class Trl(Struct, frozen=True, kw_only=True):
-    python: Path
+class Peer(Protocol):
+    @property
+    def name(self) -> str: ...
 
     def train(self, start: Start, setting: Setting, keep_every: int, limit_s: float, folder: Path) -> Run:
         """Raises `subprocess.SubprocessError` if it fails or takes too long."""
+        ...
+
+
+class Stub(Struct, frozen=True, kw_only=True):
+    """Takes TRL's place in `--smoke` where it is not installed: our own run."""
+
+    name: str = "stub (TRL is not installed)"
+
+    def train(self, start: Start, setting: Setting, keep_every: int, limit_s: float, folder: Path) -> Run:
+        return train_ours(start, keep_every, folder)
+
+
+class Trl(Struct, frozen=True, kw_only=True):
+    python: Path
+    name: str = "TRL 1.16.0 GRPOTrainer"
+
+    def train(self, start: Start, setting: Setting, keep_every: int, limit_s: float, folder: Path) -> Run:
         config = start.config
         rollouts_per_step = config.pipeline.groups_per_step * config.rollout.group_size
         folder.mkdir()
@@ -264,7 +263,7 @@ class Trl(Struct, frozen=True, kw_only=True):
             num_trained=len(ends) * rollouts_per_step,
             num_with_signal=result["num_with_signal"],
             points=[
-                Point(step=step, seconds=ends[step - 1], weights=load_file(folder / f"step-{step}.safetensors"))
+                Point(step=step, seconds=ends[step - 1], model=as_model(start.model, folder, step))
                 for step in result["kept"]
             ],
         )
@@ -293,6 +292,14 @@ class Trl(Struct, frozen=True, kw_only=True):
         if status:
             say((folder / "log.txt").read_text()[-2000:])
             raise subprocess.CalledProcessError(status, command)
+
+
+def as_model(base: Path, folder: Path, step: int) -> Path:
+    """The weights that TRL's side has written, as a folder like the one that training began with."""
+    model = folder / f"step-{step}"
+    shutil.copytree(base, model)
+    (folder / f"step-{step}.safetensors").replace(model / "model.safetensors")
+    return model
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -357,7 +364,7 @@ def without_start_up(step_ends: Sequence[float], cycle: int) -> list[float]:
     return [end - max(0.0, excess) for end in step_ends]
 
 
-def calibrate(trl: Trl, start: Start, steps: int, folder: Path) -> Setting:
+def calibrate(trl: Peer, start: Start, steps: int, folder: Path) -> Setting:
     """From plain settings on, one change after the other; what makes a step faster is kept."""
     if not steps:
         return Setting()
@@ -392,36 +399,23 @@ def calibrate(trl: Trl, start: Start, steps: int, folder: Path) -> Setting:
 
 
 def measure(run: Run, config: RunConfig, limit_s: float) -> Run:
-    """The run with accuracies on the held-out tasks, sampled, one rollout each; what came after the limit is left out."""
-    prepared = local.prepare(config)
-    requests = [
-        Request(
-            key=RequestKey(group_id=number, member=0),
-            tokens=tuple(prepared.text.opening(task.prompt)),
-            sampling=prepared.sampling,
-            seed=derive_seed(config.seed, "held out", number),  # the same random numbers for every point of both sides
-        )
-        for number, task in enumerate(prepared.held_out)
-    ]
+    """The run with accuracies on the held-out tasks, sampled, one rollout each; what came after the limit is left out. The
+    random numbers are the same for every point of both sides."""
+    engine = structs.replace(config.engine, process=False)
 
-    def reward(task: Task, completion: Completion) -> float:
-        return exact_match(task, prepared.text.decode(completion.tokens))
+    def measured(point: Point) -> Point:
+        model = ModelConfig(path=str(point.model), device="cpu")
+        accuracy = evaluate(structs.replace(config, model=model, engine=engine)).accuracy
+        return structs.replace(point, accuracy=accuracy)
 
-    async def measured(points: Sequence[Point]) -> list[Point]:
-        found = []
-        engine = build.build_engine(config.engine, prepared.model, clock=RealClock(), sink=Tee([]))
-        try:
-            for version, point in enumerate(points, start=1):
-                await engine.load(version, point.weights)
-                completions = await asyncio.gather(*map(engine.generate, requests))
-                accuracy = statistics.mean(map(reward, prepared.held_out, completions))
-                found.append(structs.replace(point, accuracy=accuracy, weights={}))
-        finally:
-            await engine.close()
-        return found
+    return structs.replace(run, points=[measured(point) for point in run.points if point.seconds <= limit_s])
 
-    points = asyncio.run(measured([point for point in run.points if point.seconds <= limit_s]))
-    return structs.replace(run, points=points)
+
+RATES: dict[str, Callable[[Run], float]] = {
+    "rollouts/s trained on": lambda run: run.num_trained / run.seconds,
+    "rollouts/s trained on, groups with signal": lambda run: run.num_with_signal / run.seconds,
+    "rollouts/s generated": lambda run: run.num_generated / run.seconds,
+}
 
 
 def describe(name: str, run: Run) -> None:
@@ -432,65 +426,34 @@ def describe(name: str, run: Run) -> None:
     )
 
 
-def rows_of(found: dict[str, list[Run]], workload: str, target: float) -> list[dict[str, Any]]:
-    """Medians over the repeats; of TRL's ways to run, the better one, row by row."""
+def rows_of(found: dict[str, list[Run]], workload: str, peer: str, target: float) -> list[Row]:
+    """Medians over the repeats; of the peer's ways to run, the better one, row by row."""
     theirs = [runs for name, runs in found.items() if name != OURS]
     reached = min(min(run.best for run in found[OURS]), max(min(run.best for run in runs) for runs in theirs))
     if reached < target:
         say(f"not every run reached {target}: the highest accuracy that both sides reached is {reached:.3f}")
     target = min(target, math.floor(100 * reached) / 100)
 
-    def row(metric: str, value: Callable[[Run], float], *, is_rate: bool = True) -> dict[str, Any]:
-        our = statistics.median(map(value, found[OURS]))
-        their = (max if is_rate else min)(statistics.median(map(value, runs)) for runs in theirs)
-        ratio = our / their if is_rate else their / our
-        return {
-            "workload": workload,
-            "metric": metric,
-            "ours": round(our, 1),
-            "peer": PEER,
-            "theirs": round(their, 1),
-            "ratio": round(ratio, 2),
-        }
+    def medians(value: Callable[[Run], float]) -> tuple[float, list[float]]:
+        return statistics.median(map(value, found[OURS])), [statistics.median(map(value, runs)) for runs in theirs]
 
-    return [
-        row("rollouts/s trained on", lambda run: run.num_trained / run.seconds),
-        row("rollouts/s trained on, groups with signal", lambda run: run.num_with_signal / run.seconds),
-        row("rollouts/s generated", lambda run: run.num_generated / run.seconds),
-        row(f"seconds to held-out accuracy {target:.2f}, sampled", lambda run: run.seconds_to(target), is_rate=False),
-    ]
+    rows = []
+    for metric, value in RATES.items():
+        our, their = medians(value)
+        rows.append(rate(workload, metric, our, peer, max(their), digits=1))
+    our, their = medians(lambda run: run.seconds_to(target))
+    rows.append(cost(workload, f"seconds to held-out accuracy {target:.2f}, sampled", our, peer, min(their), digits=1))
+    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of a run, on both sides")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds of training that count")
-    parser.add_argument("--target", type=float, default=0.6, help="held-out accuracy, sampled")
-    parser.add_argument("--repeat", type=int, default=1, help="each with a seed of its own; medians are shown")
-    parser.add_argument("--keep-every", type=int, default=10, help="steps between two measured weights")
-    parser.add_argument("--calibration-steps", type=int, default=15, help="of each of TRL's settings; 0: plain ones")
-    parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl/bin/python")
-    options = parser.parse_args()
-    if not options.trl_python.exists():
-        parser.error(f"no {options.trl_python}: `make bench-trl` makes it, or name another with --trl-python")
-    with tempfile.TemporaryDirectory() as folder:
-        rows = compare(options, Path(folder))
-    if options.json:
-        print(json.dumps(rows))
-        return
-    for row in rows:
-        print(f"{row['metric']:42} ours: {row['ours']:8}   TRL: {row['theirs']:8}   {row['ratio']:.2f}x")
-
-
-def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def compare(options: argparse.Namespace, trl: Peer, folder: Path) -> list[Row]:
     if (busy := os.getloadavg()[0]) > BUSY:
-        say(f"other programs are at work here (load {busy:.1f}): the seconds will mean little")
-    trl = Trl(python=options.trl_python)
+        say(f"other programs use this machine (load {busy:.1f}): the seconds will mean little")
     found: dict[str, list[Run]] = {}
+    settings: dict[str, Setting] = {}
     for seed in range(options.repeat):
         (here := folder / f"seed-{seed}").mkdir()
-        start = make_start(seed, options.steps, here)
+        start = make_start(seed, options, here)
         if not found:
             on_policy = calibrate(trl, start, options.calibration_steps, folder / "calibration")
             cycle = math.ceil(start.config.pipeline.max_lag) + 1
@@ -511,7 +474,24 @@ def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         f"demo after its warm-up, {config.pipeline.groups_per_step} x {config.rollout.group_size} rollouts a step, "
         f"{options.steps} steps"
     )
-    return rows_of(found, workload, options.target)
+    return rows_of(found, workload, trl.name, options.target)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    parser.add("--steps", 400, smoke=3, help="optimizer steps of a run, on both sides")
+    parser.add("--limit", 600.0, help="seconds of training that count")
+    parser.add("--target", 0.6, help="held-out accuracy, sampled")
+    parser.add("--repeat", 1, help="each with a seed of its own; medians are shown")
+    parser.add("--keep-every", 10, smoke=1, help="steps between two measured models")
+    parser.add("--calibration-steps", 15, smoke=0, help="of each of TRL's settings; 0: plain ones")
+    parser.add("--trl-python", ROOT / ".venv-trl/bin/python", kind=Path)
+    options = parser.parse(argv)
+    if not options.trl_python.exists() and not options.smoke:
+        parser.error(f"no {options.trl_python}: `make bench-trl` makes it, or name another with --trl-python")
+    trl: Peer = Trl(python=options.trl_python) if options.trl_python.exists() else Stub()
+    with tempfile.TemporaryDirectory() as folder:
+        publish(compare(options, trl, Path(folder)), options)
 
 
 if __name__ == "__main__":

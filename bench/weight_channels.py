@@ -1,15 +1,15 @@
-"""Weights from one process into the tensors of another: each way beside what people do without it, in the same run.
+"""Weights from one process into the tensors of another: each way beside what is common without it, in the same run.
 
-From the beginning of the sending until the receiver has copied all of it into its own tensors. Ours verifies every byte, the
-peers none. Medians of five, after two that do not count: memory that is written for the first time is several times as slow.
+From the start of the sending until the receiver has copied all of it into its own tensors. Ours verifies every byte, the peers
+none. Medians of five, after two that do not count: memory that is written for the first time is several times as slow.
 
-    .venv/bin/python bench/weight_channels.py [--json] [--quick]
+    .venv/bin/python bench/weight_channels.py [--json] [--smoke] [--sizes-mb 64,1024]
 """
 
 from __future__ import annotations
 
+import argparse
 import io
-import json
 import pickle
 import socket
 import statistics
@@ -17,23 +17,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from millstream.store.segments import memory_folder
-from millstream.weights.transfer import Way, WeightsRef
-from millstream.weights.transfer.fetcher import WeightsFetcher
-from millstream.weights.transfer.publisher import WeightsPublisher
+from internals import memory_folder
+from internals_torch import Way, WeightsFetcher, WeightsPublisher, WeightsRef
+from report import Options, Row, publish, rate, say
 
 TENSOR_BYTES = 4 << 20
-NOT_COUNTED, REPEAT = 2, 5
-SIZES = {"64 MB": 64 << 20, "1 GB": 1 << 30}
+NOT_COUNTED = 2
 PAIRS: list[tuple[Way, str]] = [
     ("shared", "torch.save, torch.load in shared memory"),
     ("broadcast", "pickle over TCP"),
@@ -46,7 +43,7 @@ def model(num_bytes: int) -> dict[str, Tensor]:
 
 
 class Receiver:
-    """The other process: what it is told to take it copies into tensors of its own, and says so."""
+    """The other process: copies what it is sent into tensors of its own, and confirms."""
 
     def __init__(self, num_bytes: int) -> None:
         self._process = subprocess.Popen(
@@ -55,21 +52,19 @@ class Receiver:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._hear()
+        self.hear()
 
     def __call__(self, what: str, argument: str) -> None:
-        self.tell(what, argument)
-        self._hear()
+        self.send(what, argument)
+        self.hear()
 
-    def tell(self, what: str, argument: str) -> None:
+    def send(self, what: str, argument: str) -> None:
         assert self._process.stdin is not None
         print(what, argument, file=self._process.stdin, flush=True)
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "done\n"
-
-    hear = _hear
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -78,8 +73,8 @@ class Receiver:
 
 
 def receive(num_bytes: int) -> None:
-    own, inbox = model(num_bytes), WeightsFetcher("there")
-    near = WeightsFetcher("here")
+    own = model(num_bytes)
+    elsewhere, same_node = WeightsFetcher("there"), WeightsFetcher("here")
 
     def load(found: dict[str, Tensor]) -> None:
         for name, tensor in found.items():
@@ -90,8 +85,8 @@ def receive(num_bytes: int) -> None:
         what, argument = line.split()
         match what:
             case "shared" | "broadcast" | "files":
-                parcel = msgspec.msgpack.decode(bytes.fromhex(argument), type=WeightsRef)
-                with (near if what == "shared" else inbox).take(parcel) as taken:
+                reference = msgspec.msgpack.decode(bytes.fromhex(argument), type=WeightsRef)
+                with (same_node if what == "shared" else elsewhere).take(reference) as taken:
                     assert taken.way == what
                     load(taken.weights)
             case "torch":
@@ -104,19 +99,23 @@ def receive(num_bytes: int) -> None:
         print("done", flush=True)
 
 
-def ours(way: Way, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path) -> float:
-    outbox = WeightsPublisher(memory / "slots", node="here", ways=[way], files=disk)
+Send = Callable[[int], None]
+"""Sends a version, and returns when the receiver has it."""
+
+
+def ours(way: Way, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path, repeat: int) -> float:
+    publisher = WeightsPublisher(memory / "slots", node="here", ways=[way], files=disk)
 
     def send(version: int) -> None:
-        receiver(way, msgspec.msgpack.encode(outbox.put(version, weights.items())).hex())
+        receiver(way, msgspec.msgpack.encode(publisher.put(version, weights.items())).hex())
 
     try:
-        return _median(send)
+        return _median(send, repeat)
     finally:
-        outbox.close()
+        publisher.close()
 
 
-def theirs(way: Way, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path) -> float:
+def theirs(way: Way, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path, repeat: int) -> float:
     def by_torch(version: int) -> None:
         torch.save(weights, memory / "weights.pt")
         receiver("torch", str(memory / "weights.pt"))
@@ -126,65 +125,58 @@ def theirs(way: Way, weights: dict[str, Tensor], receiver: Receiver, memory: Pat
         receiver("safetensors", str(disk / "weights.safetensors"))
 
     def by_tcp(version: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            receiver.tell("tcp", str(door.getsockname()[1]))
-            end, _ = door.accept()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            receiver.send("tcp", str(server.getsockname()[1]))
+            end, _ = server.accept()
             with end, end.makefile("wb", buffering=io.DEFAULT_BUFFER_SIZE) as file:
                 pickle.dump({name: tensor.numpy() for name, tensor in weights.items()}, file, protocol=5)
         receiver.hear()
 
-    sends: dict[str, Callable[[int], None]] = {"shared": by_torch, "broadcast": by_tcp, "files": by_safetensors}
-    return _median(sends[way])
+    sends: dict[str, Send] = {"shared": by_torch, "broadcast": by_tcp, "files": by_safetensors}
+    return _median(sends[way], repeat)
 
 
-def _median(send: Callable[[int], None]) -> float:
+def _median(send: Send, repeat: int) -> float:
     """Seconds."""
     found = []
-    for version in range(NOT_COUNTED + REPEAT):
+    for version in range(NOT_COUNTED + repeat):
         began = time.perf_counter()
         send(version)
         found.append(time.perf_counter() - began)
     return statistics.median(found[NOT_COUNTED:])
 
 
-def rows(name: str, num_bytes: int) -> list[dict[str, Any]]:
+def rows_of(size_mb: int, repeat: int) -> list[Row]:
+    num_bytes = size_mb << 20
     weights, receiver = model(num_bytes), Receiver(num_bytes)
-    found = []
+    rows: list[Row] = []
     with (
         tempfile.TemporaryDirectory(dir=memory_folder("bench", "here").parent) as memory,
         tempfile.TemporaryDirectory() as disk,
     ):
         for way, peer in PAIRS:
-            places = (weights, receiver, Path(memory), Path(disk))
-            mine, other = num_bytes / 1e9 / ours(way, *places), num_bytes / 1e9 / theirs(way, *places)
-            found.append(
-                {
-                    "workload": f"{name}, {way}",
-                    "metric": "GB/s",
-                    "ours": round(mine, 3),
-                    "peer": peer,
-                    "theirs": round(other, 3),
-                    "ratio": round(mine / other, 2),
-                }
+            mine, other = (
+                num_bytes / 1e9 / side(way, weights, receiver, Path(memory), Path(disk), repeat)
+                for side in (ours, theirs)
             )
-            print(found[-1], file=sys.stderr)
+            rows.append(rate(f"{size_mb} MB, {way}", "GB/s", mine, peer, other))
+            say(str(rows[-1]))
     receiver.close()
-    return found
+    return rows
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
-    if "--receive" in sys.argv:
-        receive(int(sys.argv[-1]))
+    parser = Options(__doc__)
+    parser.add("--sizes-mb", "64,1024", smoke="8")
+    parser.add("--repeat", 5, smoke=1)
+    parser.add_argument("--receive", type=int, help=argparse.SUPPRESS)
+    options = parser.parse(argv)
+    if options.receive:
+        receive(options.receive)
         return
-    sizes = dict(list(SIZES.items())[: 1 if "--quick" in sys.argv else None])
-    found = [row for name, num_bytes in sizes.items() for row in rows(name, num_bytes)]
-    if "--json" in sys.argv:
-        print(json.dumps(found))
-        return
-    print("| workload | ours, GB/s | peer | theirs | ratio |\n|---|---|---|---|---|")
-    for row in found:
-        print(f"| {row['workload']} | {row['ours']} | {row['peer']} | {row['theirs']} | {row['ratio']} |")
+    rows = [row for size in options.sizes_mb.split(",") for row in rows_of(int(size), options.repeat)]
+    publish(rows, options)
 
 
 if __name__ == "__main__":

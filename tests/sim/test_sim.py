@@ -520,11 +520,11 @@ def test_the_simulator_drives_the_production_pipeline_admission_rule_and_store()
     program = """
 import sys
 sys.path[:0] = ["tests", "bench"]
-import scheduling_worlds
+import internals
 from support import simulated
 from millstream.pipeline import admission, pipeline, policy, settle
 from millstream.store import memory
-for user in (simulated, scheduling_worlds):
+for user in (simulated, internals):
     assert user.Pipeline is pipeline.Pipeline and user.MemoryStore is memory.MemoryStore
 assert policy.Admission is admission.Admission and pipeline.GroupFinalizer is settle.GroupFinalizer
 for part in (pipeline.Pipeline, admission.Admission, settle.GroupFinalizer, memory.MemoryStore):

@@ -11,14 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-import scheduling_worlds
+import scheduling
 from millstream.events import GroupLeft, GroupTaken, RolloutAborted, RolloutEnded, Stepped
 from millstream.seeds import request_seed
 from millstream.sim.draws import Draw, at_most, constant, lognormal
 from millstream.sim.engine import Costs
 from millstream.types import Fate, RequestKey
-from scheduling import measure
-from scheduling_worlds import HEAVY, NORMAL, Case, Run, agentic, batch_by_batch, cases, held_together, ours, reasoning
+from scheduling import (
+    HEAVY,
+    NORMAL,
+    Case,
+    Run,
+    agentic,
+    batch_by_batch,
+    cases,
+    held_together,
+    measure,
+    ours,
+    reasoning,
+)
 
 KNOWN: dict[int, dict[Run, list[float]]] = {1: {}, 2: {}}
 CASES = cases(agent_steps=2)
@@ -86,9 +97,9 @@ def test_a_step_takes_no_longer_than_greedy_dispatch_can(seed: int, slots: int, 
     token_s, draw = 0.01, at_most(1000, lognormal(100, sigma))
     world = replace(reasoning(4, 4), lengths=draw, latency_s=constant(0.0), prompt_tokens=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduling_worlds, "SLOTS", slots)
-        patch.setattr(scheduling_worlds, "REPLICAS", 1)
-        patch.setattr(scheduling_worlds, "H200", Costs(step_s=token_s))
+        patch.setattr(scheduling, "SLOTS", slots)
+        patch.setattr(scheduling, "REPLICAS", 1)
+        patch.setattr(scheduling, "H200", Costs(step_s=token_s))
         seconds = ours(world, seed).seconds
     lengths = lengths_of(draw, seed, 4, 4)
     work, longest = token_s * sum(lengths) / slots, token_s * max(lengths)

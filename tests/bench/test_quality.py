@@ -19,6 +19,7 @@ from msgspec.structs import replace
 import quality
 from millstream.events import GroupTaken, RolloutEnded
 from millstream.types import Finish
+from quality import Job, Runner, alone_in
 from quality_cells import (
     LAGS,
     LOSSES,
@@ -27,13 +28,14 @@ from quality_cells import (
     Cell,
     Point,
     Result,
+    Results,
     Settings,
     WarmUp,
     cells,
     lags_of,
+    read_results,
 )
 from quality_report import BEGIN, END, Difference, beside_synchronous, json_rows, paired, read_finished, write_report
-from quality_run import Job, Results, Runner, alone_in, read_results
 
 SMALL = Settings(
     num_tasks=200, held_out=8, hidden=16, warm_up_to=0.0, groups_per_step=2, group_size=2, steps=4, every_steps=4
@@ -79,8 +81,8 @@ def test_the_report_compares_each_lag_with_lag_0_of_the_same_seed(folder: Path) 
     finished = read_finished(folder)
     assert beside_synchronous(finished, "TIS", 2) == pytest.approx((-0.01, 4.303 * 0.01 / 3**0.5))
     assert beside_synchronous(finished, "TIS", 8) == pytest.approx((0.0, 0.0))
-    (row,) = [row for row in json_rows(finished) if row["workload"] == f"add_numbers, {UNCORRECTED}, max_lag 8"]
-    assert (row["ours"], row["theirs"], row["ratio"]) == (0.29, 0.6, 0.483)
+    (row,) = [row for row in json_rows(finished) if row.workload == f"add_numbers, {UNCORRECTED}, max_lag 8"]
+    assert (row.ours, row.theirs, row.ratio) == (0.29, 0.6, 0.483)
 
 
 def test_the_report_writes_between_the_marks_and_nowhere_else(folder: Path) -> None:
@@ -223,7 +225,8 @@ def test_a_cell_that_was_cut_short_starts_again_and_a_finished_one_does_not(tmp_
 
 def test_a_killed_run_leaves_complete_results(tmp_path: Path) -> None:
     words = [sys.executable, "-c", KILLED, str(tmp_path)]
-    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path})
     until = time.monotonic() + 30
     while not (tmp_path / "results.jsonl").exists() and time.monotonic() < until:
         time.sleep(0.02)

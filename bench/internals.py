@@ -1,0 +1,136 @@
+"""The one place where benchmarks import parts of Millstream that are not its public API: a module that moves breaks one line.
+
+Imports no torch; what does is in `internals_torch.py`. Public API, which benchmarks import directly: `millstream` itself, its
+types, events, config and clock, and the protocols `millstream.engine.Engine` and `millstream.env.Environment`.
+"""
+
+# mypy: implicit-reexport
+# ruff: noqa: F401
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any
+from unittest.mock import patch
+
+from millstream import PipelineConfig, RolloutConfig, RunConfig
+from millstream.algo.advantages import ADVANTAGES, Advantage, grpo, has_signal
+from millstream.algo.credit import Estimator, gae
+from millstream.audit.audit import Report, audit, lines
+from millstream.clock import VirtualClock
+from millstream.config import load
+from millstream.engine import Engine
+from millstream.env import Environment
+from millstream.env.data import in_order, read
+from millstream.env.games.frozen_lake import FrozenLake
+from millstream.env.rewards import RewardConfig, Scorer, exact_match, prepare
+from millstream.env.sandbox.sandbox import WALLS, Sandbox, SandboxBroken, what_is_contained
+from millstream.events import EventSink
+from millstream.events.bias import BiasReport, bias_report
+from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink, read_events, read_history
+from millstream.learner import Learner
+from millstream.pipeline.admission import full_budget
+from millstream.pipeline.episode import Episode
+from millstream.pipeline.pipeline import Algorithm, Parts, Pipeline
+from millstream.pipeline.schema import store_tasks
+from millstream.pipeline.waits import Waits
+from millstream.run.folder import RunResult
+from millstream.run.garbage import seldom_collected
+from millstream.seeds import derive_seed
+from millstream.serving.router import Router
+from millstream.sim.draws import Draw, at_most, constant, lognormal, mixture, pareto, truncated_normal, uniform
+from millstream.sim.engine import H200, H200_KV_TOKENS, Costs, SimEngine
+from millstream.sim.environment import SimEnvironment, Success, by_prompt, longer_is_harder
+from millstream.sim.learner import SimLearner
+from millstream.store import Reads, Want
+from millstream.store.memory import MemoryStore
+from millstream.store.segments import memory_folder
+from millstream.types import Sampling, Task
+from millstream.weights.local import LocalChannel
+from report import ROOT
+
+TINY = (
+    "data.size=200",
+    "data.holdout=8",
+    "warmup.max_steps=2",
+    "engine.process=false",
+    "engine.slots=16",
+    "pipeline.groups_per_step=2",
+    "rollout.group_size=2",
+    "pipeline.filter_zero_signal=false",
+    "evaluation.every_steps=",
+)
+"""Changes of a recipe that make it as small as it can be: for `--smoke`."""
+
+
+def recipe(name: str, *changes: str, is_smoke: bool = False) -> RunConfig:
+    """The config of `recipes/NAME.toml` with `a.b=c` changes."""
+    return load(ROOT / f"recipes/{name}.toml", RunConfig, [*(TINY if is_smoke else ()), *changes])
+
+
+def first_epoch(config: RunConfig) -> list[Task]:
+    """The training tasks of a config in the order in which a run uses them first."""
+    tasks = read(config.data, seed=config.seed).train
+    return [task for _, task in islice(in_order(tasks, seed=config.seed, shuffle=config.data.shuffle), len(tasks))]
+
+
+def must_be_clean(report: Report) -> None:
+    """Raises `SystemExit` with the findings of an audit, where it has any."""
+    if not report.is_clean:
+        raise SystemExit("\n".join(lines(report)))
+
+
+async def run_pipeline(
+    engines: Sequence[Engine],
+    environment: Environment,
+    learner: Learner,
+    *,
+    config: PipelineConfig,
+    rollout: RolloutConfig,
+    sink: EventSink,
+    seed: int = 0,
+    micro_batch_tokens: int = 1 << 20,
+) -> None:
+    """The production pipeline on the virtual clock, with the production store, over these engines; tasks are numbered."""
+    clock = VirtualClock()
+    parts = Parts(
+        engines=tuple(engines),
+        environment=environment,
+        learner=learner,
+        store=MemoryStore(store_tasks(), capacity_rows=config.most_groups * rollout.most_rows),
+        channel=LocalChannel(),
+        clock=clock,
+        sink=sink,
+        waits=Waits(clock=clock, sink=sink, stall_s=1e6, deadline_s=1e9),
+    )
+    sampling = Sampling(max_tokens=rollout.max_tokens)
+    algorithm = Algorithm(advantage=grpo, sampling=sampling, micro_batch_tokens=micro_batch_tokens)
+    tasks = ((0, Task(id=f"task-{number}", prompt="?")) for number in itertools.count())
+    await Pipeline(parts, tasks, algorithm, config=config, rollout=rollout, seed=seed).run()
+
+
+@contextmanager
+def without_supervision() -> Iterator[None]:
+    """Runs within this write no event, metric, checkpoint or summary, and have no watchdog.
+
+    Methods are replaced on their classes, so that it does not matter where a run names them."""
+    from millstream.run.checkpoint import Checkpoints
+    from millstream.run.folder import RunFolder
+    from millstream.run.watchdog import Watchdog
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    changes: list[tuple[type, str, Any]] = [
+        (JsonlSink, "emit", nothing),
+        (MetricsSink, "emit", nothing),
+        (Checkpoints, "is_due", lambda *_, **__: False),
+        (Watchdog, "start", nothing),
+        (Watchdog, "stop", nothing),
+        (RunFolder, "conclude", nothing),
+    ]
+    with ExitStack() as stack:
+        for owner, name, replacement in changes:
+            stack.enter_context(patch.object(owner, name, replacement))
+        yield

@@ -1,0 +1,10 @@
+"""As `internals.py`, for the parts of Millstream that import Ray."""
+
+# mypy: implicit-reexport
+# ruff: noqa: F401
+from __future__ import annotations
+
+import millstream.cluster.driver  # sets Ray to the loopback interface
+from millstream.cluster.store import RayStore, connect
+from millstream.store.client import StoreClient
+from millstream.store.host import Plan as StoreAddress

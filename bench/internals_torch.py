@@ -1,0 +1,52 @@
+"""As `internals.py`, for the parts of Millstream that import torch."""
+
+# mypy: implicit-reexport
+# ruff: noqa: F401
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Qwen3Config
+
+from millstream import EngineConfig
+from millstream.algo import kl, losses
+from millstream.algo.recipe import objective
+from millstream.clock import RealClock
+from millstream.engine import Engine
+from millstream.engine.vllm.config import VllmConfig
+from millstream.events.sinks import MemorySink
+from millstream.learner.packing import Packer
+from millstream.learner.torch import TorchLearner
+from millstream.model.load import new_model, set_up_cpu
+from millstream.model.objective import LossInputs, Objective, TokenLoss
+from millstream.run.build import build_engine
+from millstream.weights.transfer import Way, WeightsRef
+from millstream.weights.transfer.fetcher import WeightsFetcher
+from millstream.weights.transfer.publisher import WeightsPublisher
+
+
+def engine_of(config: EngineConfig, model: Any) -> Engine:
+    """The engine that a run with this config has."""
+    return build_engine(config, model, clock=RealClock(), sink=MemorySink())
+
+
+def qwen3(*, hidden: int, layers: int, heads: int, dim: int, words: int, context: int) -> Any:
+    """The config of a Qwen3 of any shape. Keys have half the heads; the head shares its weights with the embedding."""
+    return Qwen3Config(
+        vocab_size=words,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=dim,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+    )
+
+
+def model_of(config: Any, *, device: str, dtype: torch.dtype, seed: int = 0) -> Any:
+    """A model with random weights."""
+    with torch.device(device):
+        return new_model(config, seed=seed, dtype=dtype)
