@@ -427,7 +427,7 @@ class Places(Router):
     """A router, and which replica each request was sent to."""
 
     def where(self, key: RequestKey) -> str:
-        flight = self._flights[key]
+        flight = self._requests[key]
         assert flight.engine is not None
         return flight.engine.name
 
@@ -573,12 +573,12 @@ def test_a_replica_whose_cache_is_too_small_is_given_fewer_and_recovers_when_it_
 
         async def one(number: int, max_tokens: int) -> None:
             await router.generate(request(number, max_tokens=max_tokens), floor=0)
-            most.append(router.most_for("a"))
+            most.append(router.max_requests_of("a"))
 
         await _all(one(number, 400) for number in range(300))
         num_preempted = crowded.num_preempted
         await _all(one(number, 5) for number in range(1000))
-        return most, num_preempted, router.most_for("a")
+        return most, num_preempted, router.max_requests_of("a")
 
     most, num_preempted, at_last = run_virtual(play())
     assert num_preempted > 0

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -22,7 +23,7 @@ from millstream.pipeline.stages import Stage
 from millstream.rpc.process import Launcher
 from millstream.run import build
 from millstream.run import build_scorers as build_stages
-from millstream.run.build import RunEngine
+from millstream.run.build import HttpServers, RunEngine
 from millstream.run.build_scorers import Lasting, Scorers
 from millstream.run.config import RunConfig
 from millstream.serving.fleet import Fleet
@@ -30,7 +31,9 @@ from millstream.store import Store
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
 
-SERVERS = "the engine is made of servers that others have started: engine.http.urls says which"
+SERVERS = (
+    "the engines are servers that others have started: engine.http.urls names them, and is read once, at the start"
+)
 
 
 class BackendContext(NamedTuple):
@@ -99,17 +102,20 @@ class LocalBackend:
 
     async def open(self, around: BackendContext) -> None:
         self._around = around
+        self._engines = LocalEngines(self._config, around)
 
     @property
     def is_lone_engine_replaced(self) -> bool:
         config = self._config.engine
-        return config.kind == "vllm" or (config.kind == "torch" and build.has_process(config, self._around.model))
+        return config.kind in ("vllm", "http") or (
+            config.kind == "torch" and build.has_process(config, self._around.model)
+        )
 
     def has_ranks_elsewhere(self, learner: LearnerConfig) -> bool:
         return learner.ranks > 1
 
     def make_engine(self, name: str) -> Engine:
-        return local_engine(self._config, self._around, name)
+        return self._engines.make(name)
 
     def build_learner(
         self, tokenizer: PreTrainedTokenizerBase, *, learner: LearnerConfig, recipe: Recipe, num_steps: int | None
@@ -127,33 +133,46 @@ class LocalBackend:
     def new_channel(self, version: int, learner: RunLearner) -> WeightChannel:
         return LocalChannel(version)
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        await asyncio.to_thread(self._engines.close)
 
 
 def build_fleet(site: Backend, config: EngineConfig, *, is_queueing: bool, clock: Clock, sink: EventSink) -> Fleet:
     """As many engines as the config asks for, wherever they are, behind one router."""
     return Fleet(
         site.make_engine,
-        config.replicas,
+        config.num_engines,
         is_queueing=is_queueing,
         patience_s=max(config.answer_s, START_S),
         clock=clock,
         sink=sink,
         is_lone_replaced=site.is_lone_engine_replaced,
         why_fixed=SERVERS if config.kind == "http" else "",
+        is_given_up=config.kind != "http",
     )
 
 
-def local_engine(config: RunConfig, around: BackendContext, name: str) -> RunEngine:
-    return build.build_engine(
-        config.engine,
-        around.model,
-        clock=around.clock,
-        sink=around.sink,
-        name=name,
-        seed=config.seed,
-        tokenizer=around.tokenizer,
-    )
+class LocalEngines:
+    """Makes engines of this machine, by name."""
+
+    def __init__(self, config: RunConfig, around: BackendContext) -> None:
+        self._config = config.engine
+        self._around = around
+        self._servers: HttpServers | None = None
+
+    def make(self, name: str) -> RunEngine:
+        config, around = self._config, self._around
+        if config.kind == "http":
+            self._servers = self._servers or HttpServers(config, around.model, clock=around.clock, sink=around.sink)
+            return self._servers.engine(name)
+        return build.build_engine(
+            config, around.model, clock=around.clock, sink=around.sink, name=name, tokenizer=around.tokenizer
+        )
+
+    def close(self) -> None:
+        """Of what the engines share: each of them is closed before."""
+        if self._servers is not None:
+            self._servers.close()
 
 
 def backend_for(config: RunConfig) -> Backend:

@@ -46,7 +46,7 @@ from millstream.pipeline.stages import Stage
 from millstream.rpc.process import Kind, Launcher
 from millstream.rpc.threads import DaemonThreads
 from millstream.run import build
-from millstream.run.backend import BackendContext, local_engine
+from millstream.run.backend import BackendContext, LocalEngines
 from millstream.run.build_scorers import Lasting, Place, Scorers, build_remote_scorers
 from millstream.run.config import RunConfig, weight_ways
 from millstream.run.replay import ReplayedLearner
@@ -68,6 +68,7 @@ class RayBackend:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._engines: LocalEngines | None = None
         self._resources = config.resources
         self.launcher: Launcher | None = self
         self._cluster: Cluster | None = None
@@ -101,6 +102,7 @@ class RayBackend:
 
     async def open(self, around: BackendContext) -> None:
         self._around = around
+        self._engines = LocalEngines(self._config, around)
         self._model = around.model
         self._files = str((around.folder / "weights").absolute())
         config = self._config
@@ -134,7 +136,7 @@ class RayBackend:
 
     @property
     def is_lone_engine_replaced(self) -> bool:
-        return self._config.engine.kind == "torch"
+        return self._config.engine.kind in ("torch", "http")
 
     def has_ranks_elsewhere(self, learner: LearnerConfig) -> bool:
         return True
@@ -142,7 +144,8 @@ class RayBackend:
     def make_engine(self, name: str) -> Engine:
         config, around = self._config.engine, self._around
         if config.kind != "torch":
-            return local_engine(self._config, around, name)
+            assert self._engines is not None
+            return self._engines.make(name)
         device = "cuda" if self._resources.engine_gpus else "cpu"
         plan = plan_of(self._model, config, around.tokenizer, device)
         host = RemoteHost(
@@ -217,6 +220,8 @@ class RayBackend:
         async with AsyncExitStack() as closing:
             if self._files:
                 closing.callback(shutil.rmtree, self._files, ignore_errors=True)
+            if self._engines is not None:
+                closing.push_async_callback(asyncio.to_thread, self._engines.close)
             closing.callback(self._thread.let_go)
             if self._cluster is not None:
                 closing.push_async_callback(asyncio.to_thread, self._cluster.close)

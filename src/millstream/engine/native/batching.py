@@ -29,9 +29,10 @@ from transformers import PreTrainedModel
 from millstream.engine import EngineConfig, OnUpdate
 from millstream.engine.native.paged import make_runner
 from millstream.engine.native.runner import Chunk, Drawn, Runner
-from millstream.engine.native.sequence import CACHE, CONTEXT, Finished, TokenSequence, check_request
+from millstream.engine.native.sequence import Finished, TokenSequence
 from millstream.engine.native.slots import SlotRunner
 from millstream.engine.native.strings import Decode, ends_with_one
+from millstream.engine.request import CACHE_LIMIT, CONTEXT_LIMIT, check_request
 from millstream.errors import EngineError, RequestRefused
 from millstream.model.adapters import trained_weights
 from millstream.model.load import check_layers, context_length
@@ -122,7 +123,7 @@ class Batcher:
     def add(self, request: Request, *, is_watched: bool = False) -> None:
         most = self._runner.max_length
         is_context = most == context_length(self._model)
-        check_request(request, most, num_words=self._num_words, limit=CONTEXT if is_context else CACHE)
+        check_request(request, most, num_words=self._num_words, limit=CONTEXT_LIMIT if is_context else CACHE_LIMIT)
         if request.sampling.stop_strings and self._decode is None:
             raise RequestRefused(f"{request.key}: stop strings need a tokenizer, and this engine was built without one")
         self._waiting.append(TokenSequence(request, is_watched=is_watched))

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from millstream.clock import Clock
 from millstream.engine import EngineConfig, EngineStats, OnSampled
 from millstream.engine.native.batching import batcher_of
-from millstream.engine.native.sequence import check_request
 from millstream.engine.native.strings import Decode
 from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume, Worker
+from millstream.engine.request import check_request
 from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused, WeightsError
 from millstream.events import EventSink, Span
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
