@@ -5,45 +5,44 @@ from __future__ import annotations
 from millstream.engine.request import PartialCompletion
 from millstream.types import Completion, Request, RequestKey, Sampled
 
-Finished = list[tuple[RequestKey, Completion]]
+Completions = list[tuple[RequestKey, Completion]]
 
 
 class TokenSequence(PartialCompletion):
-    """A request in the engine: its tokens, and how far it is. `slot` and `blocks` belong to its runner."""
+    """A request in the engine: its tokens, and how far it is. `slot`, `pages`, `num_named` and `last_page_number` belong to its
+    runner."""
 
     __slots__ = (
-        "blocks",
-        "chain",
-        "is_gone",
+        "is_aborted",
         "is_mixed",
         "is_prefilling",
         "is_watched",
+        "last_page_number",
         "num_computed",
-        "num_indexed",
         "num_launched",
-        "num_told",
+        "num_named",
+        "num_reported",
+        "pages",
         "slot",
     )
 
     def __init__(self, request: Request, *, is_watched: bool = False) -> None:
         super().__init__(request)
-        self.is_watched = is_watched
-        self.num_told = 0
-        self.num_launched = 0
-        """Tokens that were sampled or are being sampled: at most one more than those that are known."""
-        self.num_computed = 0
-        """Tokens whose keys and values are in the cache, or will be when what was launched is done."""
-        self.is_prefilling = True
-        """Whether tokens before the newest are still to be computed."""
-        self.is_gone = False
-        """Whether it was aborted: what is sampled for it from now on is nobody's."""
-        self.is_mixed = False
-        """Whether its keys and values are of several versions."""
+        self.is_watched = is_watched  # whether its tokens are reported before it ends
+        self.num_reported = 0
+        self.num_launched = (
+            0  # tokens that were sampled or are being sampled: at most one more than those that are known
+        )
+        self.num_computed = (
+            0  # tokens whose keys and values are in the cache, or will be when what was launched is done
+        )
+        self.is_prefilling = True  # whether tokens before the newest are still to be computed
+        self.is_aborted = False  # what is sampled for it from now on is dropped
+        self.is_mixed = False  # whether its keys and values are of several versions
         self.slot = -1
-        self.blocks: list[int] = []
-        self.num_indexed = 0
-        self.chain = 0
-        """Of its blocks, those that others can find; and the number of the last of them."""
+        self.pages: list[int] = []
+        self.num_named = 0  # pages that other requests can find
+        self.last_page_number = 0  # the number of the last of them
 
     @property
     def length(self) -> int:
@@ -51,22 +50,22 @@ class TokenSequence(PartialCompletion):
         return len(self.request.tokens) + len(self.tokens)
 
     @property
-    def sequence(self) -> tuple[int, ...]:
+    def all_tokens(self) -> tuple[int, ...]:
         return (*self.request.tokens, *self.tokens)
 
     @property
     def can_decode(self) -> bool:
         return not self.is_prefilling and self.finish is None and self.num_launched < self.request.sampling.max_tokens
 
-    def begin_again(self) -> None:
-        """Its keys and values are gone: they are computed anew before the next token is sampled."""
+    def restart(self) -> None:
+        """Its keys and values are gone: they are computed again before the next token is sampled."""
         self.num_computed = 0
         self.num_launched = len(self.tokens)
         self.is_prefilling = True
         self.is_mixed = False
 
-    def news(self) -> Sampled:
-        """What was sampled since this was asked last."""
-        begin = self.num_told
-        self.num_told = len(self.tokens)
+    def take_unreported(self) -> Sampled:
+        """The tokens that were sampled since the last call."""
+        begin = self.num_reported
+        self.num_reported = len(self.tokens)
         return self.since(begin)
