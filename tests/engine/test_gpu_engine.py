@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from test_engine import drain, kept_by, teacher_forced
 from transformers import Qwen3MoeConfig
 
 from millstream.clock import RealClock
@@ -22,6 +21,7 @@ from millstream.model.attention import Rule
 from millstream.model.load import new_model
 from millstream.run.build import build_engine
 from millstream.types import Completion, Sampling
+from support.decoding import drain, kept_by, teacher_forced
 from support.tiny import CONFIGS, SHAPE, VOCABULARY, prompts, request
 from support.tiny import plain as plain_model
 

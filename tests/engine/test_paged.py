@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from test_engine import alone, drain, teacher_forced
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import Qwen3MoeConfig
 
@@ -35,6 +34,7 @@ from millstream.model.load import load_weights, new_model
 from millstream.model.lora import LoraConfig
 from millstream.run.build import build_engine
 from millstream.types import Completion, Finish, RequestKey
+from support.decoding import alone, drain, teacher_forced
 from support.tiny import CONFIGS, SHAPE, VOCABULARY, make, prompts, request
 from support.tiny import plain as plain_model
 

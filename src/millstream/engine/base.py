@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 OnSampled = Callable[[Sampled], None]
+SPAN_S = 0.25  # the longest stretch of generation that is reported as one
 
 
 class EngineStats(NamedTuple):

@@ -37,10 +37,10 @@ IN_LOCKSTEP = (
     "with pipeline.max_lag = 0 which engine gets which request depends on how many there are: the run would not repeat. Set "
     "engine.replicas and start again, or set pipeline.lockstep = false"
 )
-Make = Callable[[str], Engine]
+MakeEngine = Callable[[str], Engine]
 Adopt = Callable[[Engine], bool]  # whether training takes the engine in
 Newest = Callable[[], Awaitable[Publication]]
-InThread = Callable[..., Coroutine[Any, Any, Any]]
+RunInThread = Callable[..., Coroutine[Any, Any, Any]]
 
 
 class Replacements:
@@ -73,7 +73,7 @@ class Fleet:
 
     def __init__(
         self,
-        make: Make,
+        make: MakeEngine,
         num: int,
         *,
         is_queueing: bool,
@@ -83,7 +83,7 @@ class Fleet:
         is_lone_replaced: bool = False,
         is_given_up: bool = True,
         why_fixed: str = "",
-        in_thread: InThread = asyncio.to_thread,
+        in_thread: RunInThread = asyncio.to_thread,
     ) -> None:
         self._make = make
         self._clock = clock

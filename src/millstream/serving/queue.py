@@ -16,7 +16,7 @@ from millstream.serving.replica import Replica
 from millstream.serving.request import RoutedRequest
 
 Rank = tuple[int, int]  # (deadline, members left): smaller is more urgent
-Choose = Callable[[RoutedRequest], Replica | None]
+ChooseReplica = Callable[[RoutedRequest], Replica | None]
 TURNS = 4  # one turn in so many is for requests without a rank
 
 
@@ -58,7 +58,7 @@ class RequestQueue:
         if self._ranked.remove(waiting) or self._unranked.remove(waiting):
             self._num_waiting -= 1
 
-    def pop(self, choose: Choose, has_room: Callable[[], bool]) -> tuple[WaitingRequest, Replica] | None:
+    def pop(self, choose: ChooseReplica, has_room: Callable[[], bool]) -> tuple[WaitingRequest, Replica] | None:
         """The next request that some replica may take, and that replica."""
         queues = (self._ranked, self._unranked) if self._turn % TURNS else (self._unranked, self._ranked)
         for queue in queues if self._num_waiting else ():
@@ -108,7 +108,7 @@ class _ByGroup:
             self._delete_if_empty(group_id)
         return is_here
 
-    def pop(self, choose: Choose, has_room: Callable[[], bool]) -> tuple[WaitingRequest, Replica] | None:
+    def pop(self, choose: ChooseReplica, has_room: Callable[[], bool]) -> tuple[WaitingRequest, Replica] | None:
         skipped, found = list[tuple[Rank, int]](), None
         while self._heap and found is None:
             rank, group_id = self._heap[0]

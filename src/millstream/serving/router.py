@@ -86,10 +86,6 @@ class Router:
     def num_waiting(self) -> int:
         return len(self._queue)
 
-    def max_requests_of(self, name: str) -> float:
-        """Requests that a replica may have, as its cache allows."""
-        return self._replicas[name].max_requests
-
     def serving_versions(self) -> list[int]:
         """The versions a new group could start at: the oldest lets every replica serve it, the newest only some. Empty while
         there is no replica."""
@@ -112,7 +108,10 @@ class Router:
         """On engines at version `floor` or later. If one has room, the request is queued there before this first suspends."""
         if request.key in self._requests:
             raise EngineError(f"{request.key} is in flight already")
-        self._check_floor(floor)
+        if (
+            self._replicas and floor > self._newest and floor > self.newest_version
+        ):  # what a lost replica had is waited for
+            raise EngineError(f"no engine is at version {floor} or later: they are at {self.serving_versions()}")
         routed = self._requests[request.key] = RoutedRequest(request, floor)
         try:
             while routed.finish is None:
@@ -155,11 +154,6 @@ class Router:
             replica.remove(routed)
             if self._queue:
                 self.dispatch()
-
-    def _check_floor(self, floor: int) -> None:
-        """A version that a lost replica had is waited for; one that no replica has had is a mistake."""
-        if self._replicas and floor > self._newest and floor > self.newest_version:
-            raise EngineError(f"no engine is at version {floor} or later: they are at {self.serving_versions()}")
 
     async def abort(self, key: RequestKey) -> bool:
         """Whether the request is with an engine: its `generate` then returns what there is, with `Finish.ABORT`."""

@@ -18,7 +18,7 @@ from millstream.types import Finish, Request, Sampling
 
 JsonObject = dict[str, Any]
 Check = Callable[[Any], str | None]  # what is wrong with an answer, and what to do; None: nothing
-FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
+FINISH_REASONS = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 NUM_SEEDS = 2**31  # SGLang's and OpenAI's seeds are smaller than ours
 
 
@@ -304,7 +304,7 @@ def _seed(request: Request) -> int:
 
 
 def _finish(reason: str | None) -> Finish | None:
-    return None if reason is None else FINISHES[reason]
+    return None if reason is None else FINISH_REASONS[reason]
 
 
 def _ints(values: Any) -> list[int]:

@@ -22,35 +22,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
 from millstream.clock import Clock
-from millstream.engine.base import EngineStats, OnSampled
+from millstream.engine.base import SPAN_S, EngineStats, OnSampled
 from millstream.engine.failures import SharedFailures
 from millstream.engine.http.config import HttpConfig
-from millstream.engine.http.dialects import ServerCall, StreamedTokens, UpdateArguments, dialect_of
-from millstream.engine.http.server import (
-    ServerConnection,
-    TransientFailure,
-    Unreachable,
-    UpdateUnconfirmed,
-    WrongWeights,
-)
-from millstream.engine.http.weight_folder import WeightFolder, WrittenWeights
+from millstream.engine.http.control import ATTEMPT_BACK_OFF, HINT, ServerControl
+from millstream.engine.http.dialects import StreamedTokens, dialect_of
+from millstream.engine.http.server import ServerConnection, TransientFailure, Unreachable, WrongWeights
+from millstream.engine.http.weight_folder import WeightFolder
 from millstream.engine.request import PartialCompletion, check_request
 from millstream.errors import EngineError, EngineGone, EngineMisconfigured, RequestRefused
 from millstream.events import EventSink, Span
-from millstream.retry import BackOff, Retry
 from millstream.types import Completion, Finish, Request, RequestKey, Weights
 
-ATTEMPT_BACK_OFF = BackOff(first_s=0.1, longest_s=10.0)
 DRAIN_S = 1.0  # for a stream to end by itself after its last token, so that its connection can be used again
 ABORT_S = 2.0  # for a server to take note of an aborted request
 HOLD_S = 10.0  # for streams to end after the server was told to end them; then they are cut
-SPAN_S = 0.25
-HINT = "look whether the server is up; engine.http.retries and engine.http.timeout_s set the limits"
 
 
 class StreamedRequest(PartialCompletion):
@@ -105,14 +96,12 @@ class HttpEngine:
         self._config = config
         self._max_length = max_length
         self._clock = clock
-        self._sink = sink
         self._dialect = dialect_of(config)
         self._server = ServerConnection(url, config, token)
         self._link = None if weights is None else weights.new_link(name)
         self._version = 0 if self._link is None else self._link.written.version
         self._newest = self._version  # what a server that swaps in flight may have already
-        self._is_identified = False
-        self._has_weights = self._link is None  # whether the server has those of `_version`, as far as is known
+        self._control = ServerControl(self._server, self._dialect, self._link, retries=config.retries, clock=clock)
         self._failures = SharedFailures(ATTEMPT_BACK_OFF, config.retries)
         self._recovered = asyncio.Event()
         self._requests: dict[RequestKey, StreamedRequest] = {}
@@ -129,8 +118,7 @@ class HttpEngine:
         self._num_tokens = 0
         self._num_finished = 0
         self._swap_s = 0.0
-        self._span_began: float | None = None
-        self._tokens_at_begin = 0
+        self._spans = _Spans(name, clock, sink)
 
     @property
     def version(self) -> int:
@@ -178,7 +166,7 @@ class HttpEngine:
         """Also waits for a new server: returns when it has answered."""
         async with self._changing:
             self._raise_if_broken()
-            await self._or_break(self._insist(self._identify))
+            await self._or_break(self._control.identify())
             if self._is_paused:
                 self._is_paused = False
                 await self._or_break(self._release())
@@ -191,7 +179,7 @@ class HttpEngine:
             if self._link is None:
                 raise EngineError('engine.http.weights = "none": its server takes no weights. Set it to "disk"')
             await asyncio.to_thread(self._link.write, version, weights)
-            await self._or_break(self._insist(self._identify))
+            await self._or_break(self._control.identify())
             await self._or_break(self._swap(version))
 
     async def close(self) -> None:
@@ -206,7 +194,7 @@ class HttpEngine:
         await self._server.close()
         if self._link is not None:
             await asyncio.to_thread(self._link.close)
-        self._end_span()
+        self._spans.end(self._num_tokens, is_last=True)
 
     def _check(self, request: Request) -> None:
         if self._is_closed:
@@ -224,7 +212,7 @@ class HttpEngine:
         """Until it has its answer. `abort` cancels it: what has come is then its answer."""
         async with self._turns:
             self._num_running += 1
-            self._begin_span()
+            self._spans.begin(self._num_tokens)
             try:
                 while streamed.finish is None:
                     await self._wait_for_attempt()
@@ -232,7 +220,7 @@ class HttpEngine:
                     mark = self._failures.mark
                     self._failures.reserve(self._clock.now())
                     try:
-                        if self._has_weights and self._is_identified:
+                        if self._control.is_prepared:
                             await self._stream_in_task(streamed, mark)
                         else:
                             await self._prepare(mark)
@@ -240,7 +228,7 @@ class HttpEngine:
                         self._fail(streamed, mark, failure)
             finally:
                 self._num_running -= 1
-                self._end_span(is_forced=not self._num_running)
+                self._spans.end(self._num_tokens, is_last=not self._num_running)
 
     async def _wait_for_attempt(self) -> None:
         await self._gate.wait()
@@ -269,7 +257,7 @@ class HttpEngine:
         self._recovered.clear()
         self._failures.failed(mark, self._clock.now(), failure.after_s)
         if isinstance(failure, Unreachable | WrongWeights):
-            self._has_weights = self._link is None
+            self._control.has_weights = self._link is None
         if self._failures.is_used_up or streamed.num_failures > self._config.retries:
             num_failures = max(streamed.num_failures, self._failures.num_failures)
             why = f"{streamed.request.key} failed: {failure}. That is {num_failures} failures in a row: {HINT}"
@@ -282,13 +270,12 @@ class HttpEngine:
 
     async def _stream(self, streamed: StreamedRequest, mark: int) -> None:
         """Take what comes, until the answer is whole."""
-        version, num_before, finish = self._version, 0, None
+        version, finish = self._version, None
         rest = streamed.request.behind(streamed.tokens)
         body = self._dialect.body(rest, model=self._server.model, name=streamed.name)
-        async with aclosing(self._server.events(self._dialect.path, body)) as events:
-            async for event in events:
-                new = self._read(event, num_before)
-                num_before, finish = num_before + len(new.tokens), new.finish
+        async with aclosing(self._server.tokens(self._dialect, body)) as events:
+            async for new in events:
+                finish = new.finish
                 self._num_tokens += streamed.take(new, self._versions(new, version))
                 if new.tokens:
                     self._succeed(mark)
@@ -301,24 +288,9 @@ class HttpEngine:
         if finish in (Finish.ABORT, None) and not self._gate.is_set():
             return  # all requests were ended by `hold`; of one without a token the server may say nothing at all
         raise TransientFailure(
-            f"{self._stream_url}: the answer ended ({finish or 'without a reason'}) before its length and without one of the "
-            "request's stop tokens"
+            f"{self._server.url}{self._dialect.path}: the answer ended ({finish or 'without a reason'}) before its length and "
+            "without one of the request's stop tokens"
         )
-
-    @property
-    def _stream_url(self) -> str:
-        return f"{self._server.url}{self._dialect.path}"
-
-    def _read(self, event: dict[str, object], num_before: int) -> StreamedTokens:
-        try:
-            new = self._dialect.read(event, num_before)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            found = f"not an answer of {self._config.flavour} ({error!r}): {str(event)[:300]}"
-            raise TransientFailure(f"{self._stream_url}: {found}") from error
-        if len(new.tokens) != len(new.logprobs):
-            found = f"{len(new.tokens)} tokens with {len(new.logprobs)} log-probabilities"
-            raise TransientFailure(f"{self._stream_url}: {found}, expected as many")
-        return new
 
     def _versions(self, new: StreamedTokens, version: int) -> list[int]:
         """Of each token. Raises `WrongWeights` if the server has other weights than it was given."""
@@ -327,16 +299,11 @@ class HttpEngine:
             raise WrongWeights(f"{url} has the weights {new.label!r}, expected {self._link.written.label!r}")
         if new.versions is None:
             return [version] * len(new.tokens)
-        versions = [served - self._version_offset for served in new.versions]
+        versions = [served - self._control.version_offset for served in new.versions]
         if len(versions) != len(new.tokens) or not all(version <= one <= self._newest for one in versions):
             expected = f"expected {version} to {self._newest}, one for each token"
             raise WrongWeights(f"{url} has versions {versions}, {expected}")
         return versions
-
-    @property
-    def _version_offset(self) -> int:
-        """A server that counts versions calls our version n this much more: what it had before is older."""
-        return self._server.served_version + (self._link is not None)
 
     async def _abort_at_server(self, name: str) -> None:
         """Closing a connection ends its request on the server, unless a proxy hides that."""
@@ -348,28 +315,10 @@ class HttpEngine:
 
     # ---- the server's weights, and holding it ------------------------------------------------------------------------
 
-    async def _identify(self) -> None:
-        if not self._is_identified:
-            await self._server.identify(self._dialect)
-            self._is_identified = True
-
     async def _prepare(self, mark: int) -> None:
-        """The server is what the config says, and has this engine's weights. It is new, or may have been restarted: whatever
-        else runs there, of an earlier run perhaps, is ended first."""
         async with self._changing:
-            if self._failures.has_failed_since(mark):
-                return  # another request has tried
-            await self._identify()
-            if self._link is not None and not self._has_weights and self._gate.is_set():
-                for call in (self._dialect.hold, *self._update_calls(self._link.written), self._dialect.release):
-                    if call is not None:
-                        await self._server.call(call)
-                self._has_weights = True
-
-    def _update_calls(self, written: WrittenWeights) -> list[ServerCall]:
-        assert self._link is not None
-        served_version = self._version_offset + written.version
-        return self._dialect.update(UpdateArguments(self._link.path, served_version, written.label, written.manifest))
+            if not self._failures.has_failed_since(mark) and self._gate.is_set():  # else another request has tried
+                await self._control.prepare()
 
     async def _swap(self, version: int) -> None:
         """The server to the version that was written last."""
@@ -382,9 +331,7 @@ class HttpEngine:
                 await self._hold()
             assert self._link is not None
             await asyncio.to_thread(self._link.move)
-            for call in self._update_calls(self._link.written):
-                await self._insist_on(call)
-            self._has_weights = True
+            await self._control.update()
             self._version = version
             self._is_loading = False
             await self._release()
@@ -399,10 +346,9 @@ class HttpEngine:
         """The gate is closed: no stream runs after this."""
         streams = [one.stream for one in self._requests.values() if one.stream is not None]
         try:
-            if self._dialect.hold is not None and self._is_identified and self._link is not None:
-                await self._insist_on(self._dialect.hold)
-                if streams:
-                    await asyncio.wait(streams, timeout=HOLD_S)
+            await self._control.hold()
+            if streams and self._dialect.hold is not None and self._link is not None:
+                await asyncio.wait(streams, timeout=HOLD_S)
         finally:
             for stream in streams:
                 await _cancel(stream)
@@ -410,29 +356,8 @@ class HttpEngine:
     async def _release(self) -> None:
         if self._is_paused or self._is_loading:
             return
-        if self._dialect.release is not None and self._is_identified and self._link is not None:
-            await self._insist_on(self._dialect.release)
+        await self._control.release()
         self._gate.set()
-
-    async def _insist_on(self, call: ServerCall) -> None:
-        await self._insist(lambda: self._server.call(call))
-
-    async def _insist(self, work: Callable[[], Awaitable[object]]) -> None:
-        """Retried up to `retries` times; but an update that was not answered in time is not asked for again. Raises
-        `EngineError`."""
-        retry = Retry(ATTEMPT_BACK_OFF, max_failures=self._config.retries)
-        while True:
-            try:
-                await work()
-                return
-            except RequestRefused as error:
-                raise EngineError(str(error)) from error
-            except UpdateUnconfirmed as error:
-                raise EngineError(f"{error}. Look what the server does, or set that higher") from error
-            except TransientFailure as failure:
-                if (wait_s := retry.failed(self._clock.now())) is None:
-                    raise EngineError(f"{failure}. That is {retry.num_failures} failures in a row: {HINT}") from failure
-                await asyncio.sleep(max(wait_s, failure.after_s))
 
     async def _or_break(self, work: Awaitable[None]) -> None:
         """Afterwards it is not known what the server has or does: the engine is gone."""
@@ -455,23 +380,31 @@ class HttpEngine:
         if self._broken is not None:
             raise self._broken
 
-    # ---- spans -----------------------------------------------------------------------------------------------------
 
-    def _begin_span(self) -> None:
-        if self._span_began is None:
-            self._span_began = self._clock.now()
-            self._tokens_at_begin = self._num_tokens
+class _Spans:
+    """Stretches of generation, reported at least every `SPAN_S`."""
 
-    def _end_span(self, *, is_forced: bool = True) -> None:
+    def __init__(self, name: str, clock: Clock, sink: EventSink) -> None:
+        self._name = name
+        self._clock = clock
+        self._sink = sink
+        self._began: float | None = None
+        self._tokens_at_begin = 0
+
+    def begin(self, num_tokens: int) -> None:
+        if self._began is None:
+            self._began = self._clock.now()
+            self._tokens_at_begin = num_tokens
+
+    def end(self, num_tokens: int, *, is_last: bool) -> None:
         now = self._clock.now()
-        if self._span_began is None or (not is_forced and now - self._span_began < SPAN_S):
+        if self._began is None or (not is_last and now - self._began < SPAN_S):
             return
-        num_tokens = self._num_tokens - self._tokens_at_begin
-        seconds = now - self._span_began
-        self._sink.emit(Span(at=now, worker=self.name, what="generate", seconds=seconds, num_tokens=num_tokens))
-        self._span_began = None
-        if self._num_running:
-            self._begin_span()
+        new, seconds = num_tokens - self._tokens_at_begin, now - self._began
+        self._sink.emit(Span(at=now, worker=self._name, what="generate", seconds=seconds, num_tokens=new))
+        self._began = None
+        if not is_last:
+            self.begin(num_tokens)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -7,19 +7,20 @@ what no retry repairs (it says what to set), `RequestRefused` where the server c
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
 import msgspec
 
 from millstream.engine.http.config import HttpConfig
-from millstream.engine.http.dialects import Dialect, JsonObject, ServerCall
+from millstream.engine.http.dialects import Dialect, JsonObject, ServerCall, StreamedTokens
 from millstream.errors import EngineError, EngineMisconfigured, RequestRefused
 
 TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 CONNECT_S = 10.0
 MAX_RETRY_AFTER_S = 30.0
-MAX_SHOWN = 300  # characters of an answer in a message
+MAX_SHOWN_CHARACTERS = 300  # of an answer in a message
 
 
 class TransientFailure(Exception):
@@ -53,6 +54,7 @@ class ServerConnection:
             base_url=self.url, headers=headers, timeout=self._timeout, limits=limits, trust_env=False
         )
         self._token_variable = config.token_variable
+        self._flavour = config.flavour
         self.model: str | None = None
         self.served_version = 0  # of a server that counts versions: the one that it had at first
 
@@ -109,8 +111,24 @@ class ServerConnection:
             raise EngineError(f"{self.url}{call.path}: {found}")
         return answer
 
-    async def events(self, path: str, body: JsonObject) -> AsyncGenerator[JsonObject, None]:
-        """The events of a stream, until it says that it is done. Raises `TransientFailure` if it ends before that."""
+    async def tokens(self, dialect: Dialect, body: JsonObject) -> AsyncGenerator[StreamedTokens, None]:
+        """The new tokens of each event of a stream, until it says that it is done. Raises `TransientFailure` if it ends before
+        that, or has something else in it."""
+        num_before, url = 0, f"{self.url}{dialect.path}"
+        async with aclosing(self._events(dialect.path, body)) as events:
+            async for event in events:
+                try:
+                    new = dialect.read(event, num_before)
+                except (KeyError, TypeError, ValueError, IndexError) as error:
+                    found = f"not an answer of {self._flavour} ({error!r}): {str(event)[:MAX_SHOWN_CHARACTERS]}"
+                    raise TransientFailure(f"{url}: {found}") from error
+                if len(new.tokens) != len(new.logprobs):
+                    found = f"{len(new.tokens)} tokens with {len(new.logprobs)} log-probabilities"
+                    raise TransientFailure(f"{url}: {found}, expected as many")
+                num_before += len(new.tokens)
+                yield new
+
+    async def _events(self, path: str, body: JsonObject) -> AsyncGenerator[JsonObject, None]:
         try:
             async with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
@@ -131,9 +149,11 @@ class ServerConnection:
         try:
             event = msgspec.json.decode(data)
         except msgspec.DecodeError as wrong:
-            raise TransientFailure(f"{self.url}{path}: an event that is no JSON: {data[:MAX_SHOWN]}") from wrong
+            raise TransientFailure(
+                f"{self.url}{path}: an event that is no JSON: {data[:MAX_SHOWN_CHARACTERS]}"
+            ) from wrong
         if not isinstance(event, dict):
-            raise TransientFailure(f"{self.url}{path}: an event that is no object: {data[:MAX_SHOWN]}")
+            raise TransientFailure(f"{self.url}{path}: an event that is no object: {data[:MAX_SHOWN_CHARACTERS]}")
         if (error := event.get("error")) is not None:
             about = error if isinstance(error, dict) else {"message": error}
             message = f"{self.url}{path}: {about.get('message', error)}"
@@ -171,7 +191,7 @@ def _timeout(seconds: float) -> httpx.Timeout:
 
 
 def _shown(response: httpx.Response) -> str:
-    return response.text[:MAX_SHOWN] or "nothing"
+    return response.text[:MAX_SHOWN_CHARACTERS] or "nothing"
 
 
 def _retry_after(response: httpx.Response) -> float:

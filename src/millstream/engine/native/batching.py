@@ -30,7 +30,7 @@ from millstream.engine.native.paged import make_runner
 from millstream.engine.native.runner import Chunk, Drawn, Runner
 from millstream.engine.native.sequence import Completions, TokenSequence
 from millstream.engine.native.slots import SlotRunner
-from millstream.engine.native.strings import Decode, ends_with_one
+from millstream.engine.native.strings import DecodeTokens, ends_with_one
 from millstream.engine.request import CACHE_LIMIT, CONTEXT_LIMIT, check_request
 from millstream.errors import EngineError, RequestRefused
 from millstream.model.adapters import trained_weights
@@ -46,7 +46,7 @@ class _LaunchedStep(NamedTuple):
     drawn: Drawn
 
 
-def batcher_of(model: PreTrainedModel, config: EngineConfig, decode: Decode | None = None) -> Batcher:
+def batcher_of(model: PreTrainedModel, config: EngineConfig, decode: DecodeTokens | None = None) -> Batcher:
     check_layers(model)
     return Batcher(
         model,
@@ -70,7 +70,7 @@ class Batcher:
         version: int = 0,
         on_update: OnUpdate = "keep",
         runner: Runner | None = None,
-        decode: Decode | None = None,
+        decode: DecodeTokens | None = None,
     ) -> None:
         """`runner`: None is slots. `decode`: for stop strings; without it, requests that have some are refused."""
         check_layers(model)

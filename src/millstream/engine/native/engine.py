@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from millstream.clock import Clock
 from millstream.engine import EngineConfig, EngineStats, OnSampled
 from millstream.engine.native.batching import batcher_of
-from millstream.engine.native.strings import Decode
+from millstream.engine.native.strings import DecodeTokens
 from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume, Worker
 from millstream.engine.request import check_request
 from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused, WeightsError
@@ -58,7 +58,7 @@ class Host(Protocol):
 class ThreadHost:
     """A worker on a thread of this process. The model is the worker's own from here on."""
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig, decode: Decode | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, decode: DecodeTokens | None = None) -> None:
         self._batcher = batcher_of(model, config, decode)
         self._queue = _Queue()
 

@@ -11,12 +11,11 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from millstream.engine.base import SPAN_S
 from millstream.engine.native.batching import Batcher
 from millstream.errors import EngineError, RequestRefused
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 from millstream.weights.transfer import WeightsRef
-
-SPAN_S = 0.25  # the longest stretch of work that is reported as one
 
 
 class Add(Struct, frozen=True, tag=True, array_like=True):

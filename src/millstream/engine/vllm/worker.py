@@ -24,7 +24,8 @@ from typing import Any
 
 import msgspec
 
-from millstream.engine.native.worker import SPAN_S, Abort, Add, Close, Command, Load, Pause, Report, Resume
+from millstream.engine.base import SPAN_S
+from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume
 from millstream.engine.request import PartialCompletion
 from millstream.engine.vllm.arguments import Plan, engine_arguments, environment, sampling_parameters
 from millstream.errors import EngineError
