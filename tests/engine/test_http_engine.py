@@ -342,7 +342,7 @@ def test_a_connection_that_dies_in_the_middle_changes_no_token(tmp_path: Path) -
 
     async def program(url: str) -> list[Completion]:
         engine = http_engine(url, tmp_path, retries=30)
-        asked = [request(n, p, max_tokens=30, temperature=n % 2) for n, p in enumerate(prompts(6))]
+        asked = [request(n, p, max_tokens=30, temperature=n % 2) for n, p in enumerate(prompts(12))]
         try:
             return await asyncio.gather(*map(engine.generate, asked))
         finally:
