@@ -5,7 +5,8 @@ MillstreamError
 │   └── DataError          a data set that cannot be read; names the file and the line
 ├── ModelError             a checkpoint or an architecture that the engine or the learner cannot use
 ├── EngineError            an engine failed a request or a command; without any engine the run cannot go on
-│   └── EngineGone             it broke, and will never answer again: its requests go on elsewhere
+│   ├── EngineGone             it broke, and will never answer again: its requests go on elsewhere
+│   └── EngineMisconfigured    it can never work as it is set up: no retry and no replacement helps, and the run ends
 ├── RolloutError           one rollout failed: recorded as data, retried, never a crash
 │   ├── RequestRefused         a request that can never run: an empty prompt, or one beyond the model's context
 │   ├── EnvironmentFailed      the environment raised
@@ -52,6 +53,9 @@ class EngineError(MillstreamError): ...
 
 
 class EngineGone(EngineError): ...
+
+
+class EngineMisconfigured(EngineError): ...
 
 
 class RolloutError(MillstreamError): ...

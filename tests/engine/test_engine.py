@@ -29,23 +29,9 @@ from millstream.events import Span
 from millstream.events.sinks import MemorySink
 from millstream.run.build import build_engine
 from millstream.seeds import derive_seed
-from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Weights
+from millstream.types import Completion, Finish, RequestKey, Sampling, Weights
+from support.decoding import alone, drain, kept_by, teacher_forced
 from support.tiny import CONFIGS, VOCABULARY, make, plain, prompts, request
-
-
-def drain(batcher: Batcher, done: dict[int, Completion]) -> None:
-    while batcher.has_work:
-        done.update((key.group_id, completion) for key, completion in batcher.step())
-
-
-@torch.no_grad()
-def teacher_forced(model: torch.nn.Module, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> torch.Tensor:
-    """Log-probabilities of the tokens in one plain forward pass."""
-    ids = torch.tensor([[*prompt, *tokens]])
-    logprobs = torch.log_softmax(model(ids).logits[0].float(), -1)
-    at = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
-    return logprobs[at, torch.tensor(tokens)]
-
 
 MakeBatcher = Callable[..., Batcher]
 
@@ -163,7 +149,7 @@ def test_a_request_joined_after_a_swap_never_sees_a_cache_of_older_weights(batch
     assert torch.allclose(torch.tensor(done[1].logprobs), expected, atol=1e-4)
 
 
-def test_a_requests_tokens_depend_on_its_seed_and_not_on_its_company(batch: MakeBatcher) -> None:
+def test_a_requests_tokens_depend_on_its_seed_and_not_on_other_requests(batch: MakeBatcher) -> None:
     asked = prompts(12)
     alone: dict[int, Completion] = {}
     for number, prompt in enumerate(asked):
@@ -204,27 +190,6 @@ def test_a_stop_token_ends_a_request_and_is_its_last_token(batch: MakeBatcher) -
     assert all(c.tokens[-1] < 20 and all(token >= 20 for token in c.tokens[:-1]) for c in stopped)
 
 
-def alone(batcher: Batcher, one: Request) -> Completion:
-    done = dict[int, Completion]()
-    batcher.add(one)
-    drain(batcher, done)
-    return done[one.key.group_id]
-
-
-def kept_by(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The distribution, token by token: the likeliest ones until there are enough of them."""
-    probabilities = torch.softmax(logits / sampling.temperature, -1).double()
-    order = probabilities.argsort(descending=True).tolist()[: sampling.top_k or None]
-    total, kept = float(probabilities[order].sum()), list[int]()
-    for token in order:
-        if sum(float(probabilities[one]) for one in kept) / total >= sampling.top_p:
-            break
-        kept.append(token)
-    left = torch.zeros_like(probabilities)
-    left[kept] = probabilities[kept]
-    return left / left.sum()
-
-
 @pytest.mark.parametrize("top", [{}, {"top_k": 4}, {"top_p": 0.7}, {"top_k": 6, "top_p": 0.8}, {"top_p": 1e-6}])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_sampling_frequencies_fit_the_distribution_and_its_log_probabilities(
@@ -245,7 +210,7 @@ def test_sampling_frequencies_fit_the_distribution_and_its_log_probabilities(
     assert torch.allclose(torch.tensor(logprobs).double(), probabilities.log()[torch.tensor(tokens)], atol=1e-5)
 
 
-def test_an_interrupted_request_goes_on_elsewhere_as_if_nothing_had_happened(batch: MakeBatcher) -> None:
+def test_an_interrupted_request_continues_elsewhere_as_if_nothing_had_happened(batch: MakeBatcher) -> None:
     model = make("llama")
     whole = alone(batch(model, num_slots=2), request(0, prompts(1)[0], max_tokens=20))
     for num_before in (1, 7, 19):
@@ -285,7 +250,7 @@ def test_a_stop_string_is_found_where_a_character_is_several_tokens() -> None:
     assert ends_with_one(b"aa", ("aa",), decode) and not ends_with_one(b"aab", ("aa",), decode)
 
 
-def test_the_random_numbers_are_those_of_the_published_generator_whoever_stands_beside() -> None:
+def test_the_random_numbers_are_those_of_the_published_generator_whatever_else_is_in_the_batch() -> None:
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]  # seed 1234567
     assert uniforms([1234567] * 4, range(4)).tolist() == [(number >> 11) / 2**53 for number in published]
     assert uniforms([9, 1234567, 2**63 - 1], [5, 2, 40])[1] == (published[2] >> 11) / 2**53
@@ -320,7 +285,7 @@ def test_a_request_that_cannot_run_is_refused_with_what_to_set() -> None:
         ({"sampling": Sampling(max_tokens=2, top_p=float("nan"))}, "top_p"),
     ],
 )
-def test_a_request_that_would_take_others_with_it_is_refused_alone(
+def test_a_request_that_would_break_others_is_refused_alone(
     changed: dict[str, Any], reason: str, batch: MakeBatcher
 ) -> None:
     batcher = batch(make("llama"), num_slots=2)
@@ -411,7 +376,7 @@ def test_a_key_that_is_used_again_right_after_a_cancellation_gets_its_own_answer
     asyncio.run(program())
 
 
-def test_what_is_told_of_a_key_that_is_used_again_has_no_gap(engine: MakeEngine) -> None:
+def test_what_is_reported_of_a_key_that_is_used_again_has_no_gap(engine: MakeEngine) -> None:
     async def program() -> None:
         e = engine(slots=2)
         one = request(0, prompts(1)[0], max_tokens=30)
@@ -485,7 +450,7 @@ def break_it(engine: TorchEngine) -> str:
     return "engine broke: TypeError"
 
 
-def test_a_broken_engine_tells_everybody_who_waits_and_everybody_who_comes_later(engine: MakeEngine) -> None:
+def test_a_broken_engine_fails_every_request_that_waits_and_every_later_one(engine: MakeEngine) -> None:
     async def program() -> None:
         e = engine()
         expected = break_it(e)

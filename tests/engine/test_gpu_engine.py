@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from test_engine import drain, kept_by, teacher_forced
 from transformers import Qwen3MoeConfig
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
-from millstream.engine.native import graphs, plain
+from millstream.engine.native import graphs
 from millstream.engine.native.batching import Batcher
-from millstream.engine.native.heads import Heads, Pages
 from millstream.engine.native.paged import PagedRunner
+from millstream.engine.native.plain import PLAIN, Heads, Pages
 from millstream.events.sinks import MemorySink
 from millstream.model.attention import Rule
 from millstream.model.load import new_model
 from millstream.run.build import build_engine
 from millstream.types import Completion, Sampling
+from support.decoding import drain, kept_by, teacher_forced
 from support.tiny import CONFIGS, SHAPE, VOCABULARY, prompts, request
 from support.tiny import plain as plain_model
 
@@ -63,20 +63,20 @@ def pages_of(dtype: torch.dtype, *, num: int, longest: int, heads: int, dim: int
 def test_decode_attention_is_that_of_its_plain_twin(
     dtype: torch.dtype, rule: Rule, num: int, heads: tuple[int, int], dim: int
 ) -> None:
-    from millstream.engine.native import kernels
+    from millstream.engine.native.kernels import KERNELS
 
     pages = pages_of(dtype, num=num, longest=300, heads=heads[1], dim=dim)
     query = torch.randn(num, heads[0], dim, device=CUDA).to(dtype)
-    found = kernels.decode_attention(query, pages, rule)
+    found = KERNELS.decode_attention(query, pages, rule)
     exact = pages._replace(keys=pages.keys.float(), values=pages.values.float())
-    expected = plain.decode_attention(query.float(), exact, rule)
+    expected = PLAIN.decode_attention(query.float(), exact, rule)
     assert torch.allclose(found.float(), expected, atol=1e-4 if dtype == torch.float32 else 0.03)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", ["none", "llama", "gemma"])
 def test_rotated_queries_and_written_pages_are_those_of_the_plain_twin(dtype: torch.dtype, norm: str) -> None:
-    from millstream.engine.native import kernels
+    from millstream.engine.native.kernels import KERNELS
 
     num, dim = 50, 64
     pages = pages_of(dtype, num=num, longest=100, heads=2, dim=dim)
@@ -86,42 +86,42 @@ def test_rotated_queries_and_written_pages_are_those_of_the_plain_twin(dtype: to
     weights = [None, None] if norm == "none" else [torch.randn(dim, device=CUDA).to(dtype) for _ in range(2)]
     heads = Heads(6, 2, dim, *weights, 1e-6, is_gemma=norm == "gemma")
     found, expected = (
-        kernels.rotate_and_write(qkv, cos, sin, heads, pages),
-        plain.rotate_and_write(qkv, cos, sin, heads, twin),
+        KERNELS.rotate_and_write(qkv, cos, sin, heads, pages),
+        PLAIN.rotate_and_write(qkv, cos, sin, heads, twin),
     )
     bound = 1e-4 if dtype == torch.float32 else 0.1
     for one, other in ((found, expected), (pages.keys, twin.keys), (pages.values, twin.values)):
         assert torch.allclose(one.float(), other.float(), atol=bound, rtol=bound)
     key, value = torch.randn(2, num, 2, dim, device=CUDA).to(dtype)
-    kernels.write(key, value, pages)
-    plain.write(key, value, twin)
+    KERNELS.write(key, value, pages)
+    PLAIN.write(key, value, twin)
     assert torch.equal(pages.values, twin.values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_gemma", [False, True])
 def test_norms_and_gates_are_those_of_their_plain_twins(dtype: torch.dtype, is_gemma: bool) -> None:
-    from millstream.engine.native import kernels
+    from millstream.engine.native.kernels import KERNELS
 
     x, weight = torch.randn(37, 200, device=CUDA).to(dtype), torch.randn(200, device=CUDA).to(dtype)
     bound = 1e-5 if dtype == torch.float32 else 0.05
-    found = kernels.rms_norm(x, weight, 1e-6, is_gemma=is_gemma)
-    assert torch.allclose(found, plain.rms_norm(x, weight, 1e-6, is_gemma=is_gemma), atol=bound, rtol=bound)
+    found = KERNELS.rms_norm(x, weight, 1e-6, is_gemma=is_gemma)
+    assert torch.allclose(found, PLAIN.rms_norm(x, weight, 1e-6, is_gemma=is_gemma), atol=bound, rtol=bound)
     for activation in ("silu", "gelu_tanh"):
-        assert torch.allclose(kernels.gated(x, activation), plain.gated(x, activation), atol=bound, rtol=bound)
+        assert torch.allclose(KERNELS.gated(x, activation), PLAIN.gated(x, activation), atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize("size", [12, 97, 5000, 32768])
 def test_sampled_tokens_are_those_of_the_plain_twin_and_so_are_their_log_probabilities(size: int) -> None:
-    from millstream.engine.native import kernels
+    from millstream.engine.native.kernels import KERNELS
 
     torch.manual_seed(0)
     logits, numbers = 3 * torch.randn(512, size, device=CUDA), torch.rand(512, device=CUDA)
     logits[:, ::5] = float("-inf")
     numbers[:3] = torch.tensor([0.0, 0.5, 1 - 2**-24])
     temperatures = torch.tensor([0.0, 0.5, 1.0, 2.0], device=CUDA).repeat(128)
-    tokens, logprobs = kernels.sample(logits, numbers, temperatures)
-    expected, expected_logprobs = plain.sample(logits, numbers, temperatures)
+    tokens, logprobs = KERNELS.sample(logits, numbers, temperatures)
+    expected, expected_logprobs = PLAIN.sample(logits, numbers, temperatures)
     same = tokens == expected
     assert same.float().mean() > 0.99, "but for numbers that fall on the border of two tokens"
     assert torch.allclose(logprobs[same], expected_logprobs[same], atol=1e-4)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig
 from millstream.engine.http.config import HttpConfig
 from millstream.engine.http.dialects import OpenAi, SgLang, Vllm
-from millstream.errors import EngineError, EngineGone, RequestRefused
+from millstream.engine.http.weight_folder import WeightFolder
+from millstream.errors import EngineError, EngineGone, EngineMisconfigured, RequestRefused
 from millstream.events.sinks import MemorySink
-from millstream.run.build import build_engine
+from millstream.run.build import HttpServers, build_engine
+from millstream.serving.fleet import Fleet
 from millstream.serving.router import Router
 from millstream.testing.engine import EngineSuite, Flight
 from millstream.types import Completion, Finish, Sampling
@@ -45,10 +47,36 @@ def contract(faults: Faults | None = None, *, port: int = 0, **more: Any) -> Ite
         yield url, made[0]
 
 
-def http_engine(urls: list[str], folder: Path, flavour: str = "sglang", *, slots: int = 4, **more: Any) -> Engine:
+def http_config(urls: list[str], folder: Path, flavour: str = "sglang", *, slots: int = 4, **more: Any) -> EngineConfig:
     http = HttpConfig(urls=tuple(urls), flavour=flavour, folder=str(folder), **{"timeout_s": 20.0} | more)  # type: ignore[arg-type]
-    config = EngineConfig(kind="http", http=http, slots=slots)
+    return EngineConfig(kind="http", http=http, slots=slots)
+
+
+def http_engine(url: str, folder: Path, flavour: str = "sglang", **more: Any) -> Engine:
+    config = http_config([url], folder, flavour, **more)
     return build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
+
+
+@asynccontextmanager
+async def fleet_of(urls: list[str], folder: Path, flavour: str = "sglang", **more: Any) -> AsyncIterator[Fleet]:
+    """As a run has it: an engine for each server, and engines that are gone are replaced."""
+    config, clock, sink = http_config(urls, folder, flavour, **more), RealClock(), MemorySink()
+    servers = HttpServers(config, make("llama"), clock=clock, sink=sink)
+    options: dict[str, Any] = {"is_queueing": True, "patience_s": 60.0, "is_lone_replaced": True, "is_given_up": False}
+    fleet = Fleet(servers.engine, config.num_engines, clock=clock, sink=sink, **options)
+    replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+    try:
+        yield fleet
+    finally:
+        replacing.cancel()
+        await fleet.close()
+        servers.close()
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not is_true():
+            await asyncio.sleep(0.01)
 
 
 class OverHttp(EngineSuite):
@@ -61,7 +89,7 @@ class OverHttp(EngineSuite):
     flavour = "sglang"
 
     async def make_engine(self) -> Engine:
-        return http_engine([self.url], self.folder, self.flavour)
+        return http_engine(self.url, self.folder, self.flavour)
 
     def make_reference(self, number: int) -> Any:
         return TWINS[number]
@@ -81,7 +109,7 @@ class TestHttpEngineOverTheContractOfSgLang(OverHttp):
 
 def test_a_server_that_streams_new_tokens_alone_is_understood_as_well(tmp_path: Path) -> None:
     async def program(url: str) -> list[Completion]:
-        engine = http_engine([url], tmp_path)
+        engine = http_engine(url, tmp_path)
         try:
             return await asyncio.gather(*(engine.generate(request(n, p)) for n, p in enumerate(prompts(4))))
         finally:
@@ -134,10 +162,10 @@ def test_vllm_is_asked_in_its_own_words_and_raw_log_probabilities_are_refused() 
     assert body["prompt"] == [4, 5, 6] and body["stop_token_ids"] == [7] and body["top_k"] == 5 and body["ignore_eos"]
     gone_on = vllm.body(structs.replace(one, num_sampled=2), model="m", name="n")
     assert gone_on["seed"] != body["seed"], "else it would draw the same numbers again"
-    (greeting,) = vllm.greetings
+    (first,) = vllm.first_calls
     shown = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
-    assert "start vLLM with --logprobs-mode processed_logprobs" in str(greeting.wrong(shown))
-    assert greeting.wrong({"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}) is None
+    assert "start vLLM with --logprobs-mode processed_logprobs" in str(first.check(shown))
+    assert first.check({"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}) is None
 
 
 @pytest.mark.parametrize(
@@ -181,98 +209,121 @@ def test_in_chaos_every_request_is_answered_once_without_gap_or_repeat_and_with_
     """Log-probabilities are the proof: behind a token that is missing, or there twice, or of other weights, none would fit."""
     suite = TestHttpEngineOverTheContractOfSgLang()
     rng, chaos = random.Random(seed), CHAOS | {"slow_update_s": slow_update_s}
+    asked = [request(number, prompt, max_tokens=rng.randint(1, 50)) for number, prompt in enumerate(prompts(45))]
 
-    async def program(urls: list[str]) -> tuple[list[Flight], dict[int, int]]:
-        engine = http_engine(urls, tmp_path, timeout_s=0.5, retries=30, slots=8)
-        numbers, flights = {0: 0}, list[Flight]()
-        try:
-            for number, prompt in enumerate(prompts(45)):
-                flights.append(Flight(engine, request(number, prompt, max_tokens=rng.randint(1, 50))))
+    async def program(urls: list[str]) -> list[Completion]:
+        async with fleet_of(urls, tmp_path, timeout_s=0.5, retries=30, slots=8) as fleet, asyncio.timeout(90):
+            turns = list[asyncio.Task[Completion]]()
+            for number, one in enumerate(asked):
+                turns.append(asyncio.create_task(fleet.router.generate(one, floor=0)))
                 if number % 15 == 14:
                     await asyncio.sleep(0.2)
-                    version = engine.version + 1
-                    numbers[version] = version % 3
-                    await engine.load(version, suite.make_weights(version % 3))
-            async with asyncio.timeout(60):
-                await asyncio.gather(*(flight.future for flight in flights))
-            assert engine.stats().running == engine.stats().waiting == 0
-            assert engine.stats().requests_finished == len(flights)
-        finally:
-            await engine.close()
-        return flights, numbers
+                    version = (number + 1) // 15
+                    await fleet.load(version, suite.make_weights(version % 3))
+            found = await asyncio.gather(*turns)
+            stats = [engine.stats() for engine in fleet.router.engines]
+            assert not any(one.running or one.waiting for one in stats)
+            return found
 
     faults = [Faults(seed=2 * seed + number, **chaos) for number in range(2)]
     with contract(faults[0]) as (one, first), contract(faults[1]) as (other, second):
-        flights, numbers = asyncio.run(program([one, other]))
+        found = asyncio.run(program([one, other]))
         assert first.num_faults > 5 and second.num_faults > 5
-    references = {version: suite.reference(number) for version, number in numbers.items()}
-    for flight in flights:
-        completion = flight.future.result()
-        suite.check(flight, completion, first=0, last=max(numbers))
-        assert completion.finish is Finish.LENGTH
-        suite.check_logprobs(flight.request, completion, references)
-    assert len({version for flight in flights for version in flight.future.result().versions}) > 2
-    assert sum(len(set(flight.future.result().versions)) > 1 for flight in flights) > 3, "some lived through a swap"
+    references = {version: suite.reference(version % 3) for version in range(4)}
+    for one_request, completion in zip(asked, found, strict=True):
+        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions)
+        assert completion.finish is Finish.LENGTH and len(completion.tokens) == one_request.sampling.max_tokens
+        suite.check_logprobs(one_request, completion, references)
+    assert len({version for completion in found for version in completion.versions}) > 2
+    assert sum(len(set(completion.versions)) > 1 for completion in found) > 3, "some lived through a swap"
+
+
+def check_all_at(version: int, found: list[Completion]) -> None:
+    suite = TestHttpEngineOverTheContractOfSgLang()
+    for number, (prompt, completion) in enumerate(zip(prompts(len(found)), found, strict=True)):
+        assert set(completion.versions) == {version}
+        suite.check_logprobs(request(number, prompt), completion, {version: suite.reference(version)})
+
+
+def answers(fleet: Fleet, num: int) -> Awaitable[list[Completion]]:
+    return asyncio.gather(*(fleet.router.generate(request(n, p), floor=0) for n, p in enumerate(prompts(num))))
 
 
 def test_an_update_that_comes_late_does_not_bring_older_weights_back(tmp_path: Path) -> None:
-    """It was on its way for so long that nobody waits for it, and the server has newer ones: while another is still to take them,
-    and after that."""
+    """The client has stopped waiting for it, and the server has newer weights: while another is still to load them, and after
+    that."""
     suite = TestHttpEngineOverTheContractOfSgLang()
 
     async def program(urls: list[str], first: Contract, second: Contract) -> list[Completion]:
-        engine = http_engine(urls, tmp_path, slots=8)
-        try:
-            async with httpx.AsyncClient() as client:
-                await engine.load(1, suite.make_weights(1))
-                (old,) = first.updates
-                second.faults = Faults(slow_update_s=2.0)
-                loading = asyncio.ensure_future(engine.load(2, suite.make_weights(2)))
-                while first.label == old["weight_version"]:
-                    await asyncio.sleep(0.01)
-                for _ in range(2):
-                    late = await client.post(f"{urls[0]}/update_weights_from_disk", json=old)
-                    assert late.status_code == 400 and old["model_path"] in late.text
-                    await loading
-            return await asyncio.gather(*(engine.generate(request(n, p)) for n, p in enumerate(prompts(8))))
-        finally:
-            await engine.close()
+        async with fleet_of(urls, tmp_path, slots=8) as fleet, httpx.AsyncClient() as client:
+            await fleet.load(1, suite.make_weights(1))
+            (old,) = first.updates
+            second.faults = Faults(slow_update_s=2.0)
+            loading = asyncio.ensure_future(fleet.load(2, suite.make_weights(2)))
+            await until(lambda: first.label != old["weight_version"])
+            for _ in range(2):
+                late = await client.post(f"{urls[0]}/update_weights_from_disk", json=old)
+                assert late.status_code == 400 and old["model_path"] in late.text
+                await loading
+            return await answers(fleet, 8)
 
     with contract() as (one, first), contract() as (other, second):
-        found = asyncio.run(program([one, other], first, second))
+        check_all_at(2, asyncio.run(program([one, other], first, second)))
         assert len(first.updates) == 4 and "/generate" in first.calls, "it was not given them again, and was used"
-    for number, (prompt, completion) in enumerate(zip(prompts(8), found, strict=True)):
-        assert set(completion.versions) == {2}
-        suite.check_logprobs(request(number, prompt), completion, {2: suite.reference(2)})
 
 
-def test_a_server_that_does_not_say_in_time_that_it_took_weights_is_not_used_until_it_does(tmp_path: Path) -> None:
+def test_a_server_that_does_not_confirm_its_weights_in_time_is_not_used_until_it_does(tmp_path: Path) -> None:
     suite = TestHttpEngineOverTheContractOfSgLang()
 
     async def program(urls: list[str], slow: Contract) -> list[Completion]:
-        engine = http_engine(urls, tmp_path, slots=8, retries=30, weights_timeout_s=1.0)
-        try:
-            await engine.load(1, suite.make_weights(1))
+        async with fleet_of(urls, tmp_path, slots=8, retries=30, weights_timeout_s=1.0) as fleet:
+            await fleet.load(1, suite.make_weights(1))
             slow.faults, slow.calls = Faults(slow_update_s=6.0), []
-            await engine.load(2, suite.make_weights(2))
+            await fleet.load(2, suite.make_weights(2))
+            assert [engine.name for engine in fleet.router.engines] == ["engine-0"]
             assert slow.calls.count("/update_weights_from_disk") == 1, "not asked for once more on top"
             slow.faults = Faults()
-            flights = [Flight(engine, request(n, p)) for n, p in enumerate(prompts(12))]
-            return [await flight for flight in flights]
-        finally:
-            await engine.close()
+            first = await answers(fleet, 12)
+            await until(lambda: len(fleet.router.engines) == 2)
+            return first + await answers(fleet, 12)
 
     with contract() as (one, _), contract() as (other, slow):
         found = asyncio.run(program([one, other], slow))
-        assert "/model_info" in slow.calls[: slow.calls.index("/generate")], "it was asked when it had confirmed them"
-    for number, (prompt, completion) in enumerate(zip(prompts(12), found, strict=True)):
-        assert set(completion.versions) == {2}
-        suite.check_logprobs(request(number, prompt), completion, {2: suite.reference(2)})
+        assert "/model_info" in slow.calls[: slow.calls.index("/generate")], "it was used when it had confirmed them"
+    check_all_at(2, found[:12])
+    check_all_at(2, found[12:])
 
 
-def test_if_no_server_says_in_time_that_it_took_weights_the_engine_breaks_and_names_it(tmp_path: Path) -> None:
+def test_weights_are_written_once_for_all_servers_and_each_has_a_path_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write = list[int](), WeightFolder._write
+
+    def count(self: WeightFolder, version: int, weights: Any) -> Any:
+        written.append(version)
+        return write(self, version, weights)
+
+    monkeypatch.setattr(WeightFolder, "_write", count)
+    suite = TestHttpEngineOverTheContractOfSgLang()
+
+    async def program(urls: list[str]) -> None:
+        async with fleet_of(urls, tmp_path) as fleet:
+            for version, number in ((0, 1), (0, 2), (1, 1), (2, 2)):  # of version 0, other weights than before
+                await fleet.load(version, suite.make_weights(number))
+            check_all_at(2, await answers(fleet, 4))
+
+    with contract() as (one, first), contract() as (other, second):
+        asyncio.run(program([one, other]))
+    assert written == [0, 0, 0, 1, 2]
+    for mine, others in zip(first.updates, second.updates, strict=True):
+        assert mine["weight_version"] == others["weight_version"] and mine["model_path"] != others["model_path"]
+    assert len({update["weight_version"] for update in first.updates}) == 4
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_whose_server_does_not_confirm_weights_in_time_breaks_and_names_it(tmp_path: Path) -> None:
     async def program(url: str, server: Contract) -> None:
-        engine = http_engine([url], tmp_path, weights_timeout_s=0.5)
+        engine = http_engine(url, tmp_path, weights_timeout_s=0.5)
         try:
             await engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
             server.faults = Faults(slow_update_s=4.0)
@@ -290,8 +341,8 @@ def test_a_connection_that_dies_in_the_middle_changes_no_token(tmp_path: Path) -
     """By seed, and greedily: what goes on elsewhere is what would have come."""
 
     async def program(url: str) -> list[Completion]:
-        engine = http_engine([url], tmp_path, retries=30)
-        asked = [request(n, p, max_tokens=30, temperature=n % 2) for n, p in enumerate(prompts(6))]
+        engine = http_engine(url, tmp_path, retries=30)
+        asked = [request(n, p, max_tokens=30, temperature=n % 2) for n, p in enumerate(prompts(12))]
         try:
             return await asyncio.gather(*map(engine.generate, asked))
         finally:
@@ -306,8 +357,8 @@ def test_a_connection_that_dies_in_the_middle_changes_no_token(tmp_path: Path) -
 
 
 def test_a_server_that_is_gone_is_named_with_what_to_look_at(tmp_path: Path) -> None:
-    async def program(urls: list[str]) -> Completion:
-        engine = http_engine(urls, tmp_path, retries=2)
+    async def program(url: str) -> Completion:
+        engine = http_engine(url, tmp_path, retries=2)
         try:
             return await engine.generate(request(0, (4, 5, 6)))
         finally:
@@ -316,12 +367,12 @@ def test_a_server_that_is_gone_is_named_with_what_to_look_at(tmp_path: Path) -> 
     with contract() as (gone, _):
         pass
     with pytest.raises(EngineGone, match=rf"{gone}.*ConnectError.*look whether the server is up"):
-        asyncio.run(program([gone]))
+        asyncio.run(program(gone))
 
 
-def test_a_request_that_fails_too_often_breaks_the_engine_and_the_router_does_not_begin_anew(tmp_path: Path) -> None:
+def test_a_request_that_fails_too_often_breaks_the_engine_and_the_router_does_not_start_over(tmp_path: Path) -> None:
     async def program(url: str) -> list[Completion | BaseException]:
-        engine = http_engine([url], tmp_path, slots=1, retries=2)
+        engine = http_engine(url, tmp_path, slots=1, retries=2)
         router = Router([engine])
         try:
             asked = [request(number, (4, 5, 6)) for number in range(2)]  # the second waits for a slot
@@ -341,7 +392,7 @@ def test_a_request_that_fails_too_often_breaks_the_engine_and_the_router_does_no
 @pytest.mark.parametrize("change", [{"max_tokens": 0}, {"top_k": -1}, {"top_p": 0.0}], ids=str)
 def test_what_no_engine_can_do_is_refused_before_a_server_is_asked(change: dict[str, Any], tmp_path: Path) -> None:
     async def program(url: str) -> None:
-        engine = http_engine([url], tmp_path)
+        engine = http_engine(url, tmp_path)
         with pytest.raises(RequestRefused, match=next(iter(change))):
             asked = request(0, (4, 5, 6))
             await engine.generate(structs.replace(asked, sampling=structs.replace(asked.sampling, **change)))
@@ -354,7 +405,7 @@ def test_a_server_that_was_restarted_is_given_the_newest_weights_again(tmp_path:
     """Its own have another name: not one of its tokens is taken before."""
 
     async def program(url: str, restart: Callable[[], None]) -> tuple[Completion, Completion]:
-        engine = http_engine([url], tmp_path, retries=30)
+        engine = http_engine(url, tmp_path, retries=30)
         one = request(0, (4, 5, 6), temperature=0.0)
         try:
             await engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
@@ -378,30 +429,54 @@ def test_a_server_that_was_restarted_is_given_the_newest_weights_again(tmp_path:
 
 
 def test_one_of_several_servers_may_go_and_the_others_take_its_requests_and_the_next_weights(tmp_path: Path) -> None:
-    async def program(urls: list[str], stop: Callable[[], None]) -> list[Completion]:
-        engine = http_engine(urls, tmp_path, retries=1, slots=8)  # one failure, and then elsewhere
-        try:
-            flights = [Flight(engine, request(n, p, max_tokens=60)) for n, p in enumerate(prompts(8))]
-            await asyncio.gather(*(flight.until_told(2) for flight in flights))
+    """And when it is back, restarted with weights of its own, it gets the newest before it is used."""
+    asked = [request(number, prompt, max_tokens=60) for number, prompt in enumerate(prompts(8))]
+    suite = TestHttpEngineOverTheContractOfSgLang()
+
+    async def program(urls: list[str], stop: Callable[[], None], restart: Callable[[], None]) -> list[Completion]:
+        async with fleet_of(urls, tmp_path, retries=1, slots=8) as fleet:
+            turns = [asyncio.create_task(fleet.router.generate(one, floor=0)) for one in asked]
+            first, _ = fleet.router.engines
+            await until(lambda: first.stats().tokens_generated > 8)
             await asyncio.to_thread(stop)
-            await engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
-            return [await flight for flight in flights]
-        finally:
-            await engine.close()
+            await fleet.load(1, suite.make_weights(1))
+            found = await asyncio.gather(*turns)
+            await until(lambda: len(fleet.router.engines) == 1)
+            await asyncio.to_thread(restart)
+            await until(lambda: len(fleet.router.engines) == 2)
+            check_all_at(1, await answers(fleet, 12))
+            return found
 
     with contract() as (stays, _), ExitStack() as stack:
         goes, _ = stack.enter_context(contract())
-        found = asyncio.run(program([goes, stays], stack.close))
-    suite = TestHttpEngineOverTheContractOfSgLang()
-    for number, (prompt, completion) in enumerate(zip(prompts(8), found, strict=True)):
+        again: list[Contract] = []
+
+        def restart() -> None:
+            again.append(stack.enter_context(contract(port=int(goes.rsplit(":", 1)[1])))[1])
+
+        found = asyncio.run(program([goes, stays], lambda: stack.pop_all().close(), restart))
+        assert again[0].calls.index("/update_weights_from_disk") < again[0].calls.index("/generate")
+    for one, completion in zip(asked, found, strict=True):
         assert completion.finish is Finish.LENGTH and completion.versions[0] == 0
-        asked = request(number, prompt, max_tokens=60)
-        suite.check_logprobs(asked, completion, {0: suite.reference(0), 1: suite.reference(1)})
+        suite.check_logprobs(one, completion, {0: suite.reference(0), 1: suite.reference(1)})
+
+
+def test_a_server_of_another_kind_ends_it_at_once_with_what_to_set(tmp_path: Path) -> None:
+    async def program(url: str) -> None:
+        async with fleet_of([url], tmp_path, "vllm") as fleet, asyncio.timeout(5):
+            for _ in range(2):
+                with pytest.raises(EngineMisconfigured, match=rf"{url}/v1/models answered 404.*engine.http.flavour"):
+                    await fleet.router.generate(request(0, (4, 5, 6)), floor=0)
+            with pytest.raises(EngineMisconfigured, match=r"engine\.http\.flavour"):
+                await fleet.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
+
+    with contract() as (url, _):
+        asyncio.run(program(url))
 
 
 def test_a_load_that_is_cancelled_halfway_breaks_the_engine_and_hangs_nobody(tmp_path: Path) -> None:
     async def program(url: str, server: Contract) -> None:
-        engine = http_engine([url], tmp_path)
+        engine = http_engine(url, tmp_path)
         await engine.generate(request(0, (4, 5, 6), max_tokens=1))
         flight = Flight(engine, request(1, (4, 5, 6), max_tokens=200))
         await flight.until_told(2)
@@ -421,7 +496,7 @@ def test_a_load_that_is_cancelled_halfway_breaks_the_engine_and_hangs_nobody(tmp
 
 def test_a_server_that_starts_slowly_is_waited_for(tmp_path: Path) -> None:
     async def program(url: str) -> Completion:
-        engine = http_engine([url], tmp_path, retries=20)
+        engine = http_engine(url, tmp_path, retries=20)
         try:
             return await engine.generate(request(0, (4, 5, 6)))
         finally:
@@ -446,7 +521,7 @@ def test_a_server_that_is_always_wrong_breaks_the_request_with_its_url_and_what_
     faults: Faults, match: str, tmp_path: Path
 ) -> None:
     async def program(url: str) -> None:
-        engine = http_engine([url], tmp_path, retries=2, timeout_s=0.3)
+        engine = http_engine(url, tmp_path, retries=2, timeout_s=0.3)
         try:
             with pytest.raises(EngineGone, match=match):
                 await engine.generate(request(0, (4, 5, 6)))
@@ -459,23 +534,23 @@ def test_a_server_that_is_always_wrong_breaks_the_request_with_its_url_and_what_
 
 def test_weights_in_the_folder_are_the_newest_alone_and_gone_at_the_end(tmp_path: Path) -> None:
     def names() -> list[tuple[str, str]]:
-        return [(folder.parent.name, folder.name) for folder in tmp_path.glob("*/*")]
+        return [(folder.parent.name, folder.name) for folder in tmp_path.glob("*/version-*")]
 
     async def program(url: str) -> None:
-        engine = http_engine([url], tmp_path)
+        engine = http_engine(url, tmp_path)
         for version in (1, 2, 3):
             await engine.load(version, TestHttpEngineOverTheContractOfSgLang().make_weights(version % 3))
-            assert [name[1] for name in names()] == [f"version-{version:06d}"]
+            assert [name[1].split(".")[0] for name in names()] == [f"version-{version:06d}"]
         await engine.close()
-        assert not names()
 
     with contract() as (url, _):
         asyncio.run(program(url))
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_server_cannot_sample_is_refused_by_name(tmp_path: Path) -> None:
     async def program(url: str) -> None:
-        engine = http_engine([url], tmp_path)
+        engine = http_engine(url, tmp_path)
         one = request(0, (4, 5, 6))
         with pytest.raises(RequestRefused, match="SGLang's log-probabilities are those of all tokens"):
             await engine.generate(structs.replace(one, sampling=Sampling(max_tokens=3, top_k=4)))

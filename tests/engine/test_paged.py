@@ -14,18 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from test_engine import alone, drain, teacher_forced
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import Qwen3MoeConfig
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.http.config import HttpConfig
-from millstream.engine.native import fused, plain
+from millstream.engine.native import fused
 from millstream.engine.native.batching import Batcher
-from millstream.engine.native.blocks import START, Blocks
 from millstream.engine.native.graphs import Graphs, obstacle_in, size_for
 from millstream.engine.native.paged import PagedRunner, make_runner
+from millstream.engine.native.pages import START, PageAllocator
+from millstream.engine.native.plain import PLAIN
 from millstream.engine.native.slots import SlotRunner
 from millstream.errors import ConfigError, EngineError, RequestRefused
 from millstream.events.sinks import MemorySink
@@ -34,6 +34,7 @@ from millstream.model.load import load_weights, new_model
 from millstream.model.lora import LoraConfig
 from millstream.run.build import build_engine
 from millstream.types import Completion, Finish, RequestKey
+from support.decoding import alone, drain, teacher_forced
 from support.tiny import CONFIGS, SHAPE, VOCABULARY, make, prompts, request
 from support.tiny import plain as plain_model
 
@@ -52,46 +53,46 @@ def runner_of(batcher: Batcher) -> PagedRunner:
     return batcher._runner
 
 
-# ---- blocks ------------------------------------------------------------------------------------------------------------
+# ---- pages -------------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200)
 @given(st.randoms(use_true_random=False))
-def test_a_block_is_never_anothers_and_what_is_found_holds_what_was_asked_for(rng: random.Random) -> None:
-    blocks = Blocks(rng.randint(2, 30), size=2)
+def test_a_page_has_one_owner_and_what_is_found_has_the_tokens_that_were_looked_for(rng: random.Random) -> None:
+    pages = PageAllocator(rng.randint(2, 30), size=2)
     holds: dict[int, tuple[int, ...]] = {}
-    """Block -> all tokens up to its end, as whoever filled it knows."""
+    """Page -> all tokens up to its end, as they were written."""
     held: list[tuple[list[int], tuple[int, ...]]] = []
     for _ in range(80):
         action = rng.random()
         if action < 0.55:
             sequence = tuple(rng.randint(0, 1) for _ in range(rng.randint(1, 12)))
-            found, chain = blocks.match(sequence)
-            for place, block in enumerate(found):
-                assert holds[block] == sequence[: 2 * (place + 1)], "a beginning that is not this sequence's"
+            found, chain = pages.match(sequence)
+            for place, page in enumerate(found):
+                assert holds[page] == sequence[: 2 * (place + 1)], "a prefix of another sequence"
             assert len(found) * 2 < len(sequence), "the last token must be computed"
-            taken = blocks.take(-(-len(sequence) // 2) - len(found))
+            taken = pages.take(-(-len(sequence) // 2) - len(found))
             if taken is None:
-                blocks.give_back(found)
+                pages.release(found)
                 continue
-            in_use = {block for used, _ in held for block in used}
+            in_use = {page for used, _ in held for page in used}
             assert not in_use & set(taken) and not set(found) & set(taken) and 0 not in taken
-            for place, block in enumerate([*found, *taken]):
+            for place, page in enumerate([*found, *taken]):
                 if place >= len(found) and 2 * (place + 1) <= len(sequence):
-                    holds[block] = sequence[: 2 * (place + 1)]
-                    chain = blocks.name(block, chain, sequence[2 * place : 2 * place + 2])
+                    holds[page] = sequence[: 2 * (place + 1)]
+                    chain = pages.name(page, chain, sequence[2 * place : 2 * place + 2])
                 elif place >= len(found):
-                    holds.pop(block, None)
+                    holds.pop(page, None)
             held.append(([*found, *taken], sequence))
         elif held and action < 0.95:
             used, _ = held.pop(rng.randrange(len(held)))
-            blocks.give_back(used)
+            pages.release(used)
         else:
-            blocks.forget()
-            assert blocks.match((0, 0, 0, 0)) == ([], START)
+            pages.forget()
+            assert pages.match((0, 0, 0, 0)) == ([], START)
     for used, _ in held:
-        blocks.give_back(used)
-    assert blocks.num_free == blocks.num_blocks, "all come back"
+        pages.release(used)
+    assert pages.num_free == pages.num_pages, "all come back"
 
 
 # ---- what is computed --------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def test_pages_or_slots_and_their_size_are_chosen_by_the_config() -> None:
     assert isinstance(make_runner(model, EngineConfig()), SlotRunner)
     small, large = (make_runner(model, EngineConfig(cache="pages", slots=4, cache_gb=gb)) for gb in (2e-4, 1e-2))
     assert isinstance(small, PagedRunner) and isinstance(large, PagedRunner)
-    assert small._blocks.num_blocks < large._blocks.num_blocks
+    assert small._allocator.num_pages < large._allocator.num_pages
     with pytest.raises(ConfigError, match=r'cache_gb = 1, and on a CPU .* engine\.cache = "pages"'):
         build_engine(EngineConfig(cache_gb=1.0), model, clock=RealClock(), sink=MemorySink())
     for wrong in ({"cache": "slots", "cache_gb": 1.0}, {"cache_gb": float("nan")}, {"cache_gb": float("inf")}):
@@ -286,7 +287,7 @@ def test_with_recompute_every_token_has_the_numbers_of_its_version_over_its_whol
     assert {version for one in done.values() for version in one.versions} == {0, 1, 2}
 
 
-# ---- joined steps through the model ------------------------------------------------------------------------------------
+# ---- fused layers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -303,19 +304,19 @@ def test_known_architectures_take_joined_steps_and_others_stay_as_they_are(
         assert len(joined) >= 3 * 4, "attention, gate and two norms of every layer"
 
 
-def test_joined_steps_that_give_other_numbers_are_not_taken(
+def test_fused_layers_that_give_other_numbers_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = plain.rms_norm
-    monkeypatch.setattr(plain, "rms_norm", lambda *args, **options: right(*args, **options) * 1.5)
+    right = PLAIN.rms_norm
+    monkeypatch.setattr(PLAIN, "rms_norm", lambda *args, **options: right(*args, **options) * 1.5)
     batcher = paged(make("llama"))
-    assert "run as it is" in caplog.text
+    assert "run without fused layers" in caplog.text
     answer = alone(batcher, request(0, prompts(1)[0]))
     expected = teacher_forced(plain_model(make("llama")), prompts(1)[0], answer.tokens)
     assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
 
 
-def test_new_weights_reach_joined_ones_through_the_names_of_the_library() -> None:
+def test_new_weights_reach_fused_ones_through_the_names_of_the_library() -> None:
     model = make("qwen2")
     names = {name: tuple(value.shape) for name, value in model.named_parameters()}
     assert fused.fuse(model) > 0
@@ -423,14 +424,14 @@ class PlayBack:
 def with_graphs(model: Any, recorder: PlayBack, monkeypatch: pytest.MonkeyPatch) -> Batcher:
     """The plain twin of attention asks for the longest row, which the kernel does not: that is not seen."""
     batcher = paged(model, num_pages=1600)
-    runner, right = runner_of(batcher), plain.decode_attention
+    runner, right = runner_of(batcher), PLAIN.decode_attention
     runner._graphs = Graphs(recorder)
 
     def without_asking(query: Any, pages: Any, rule: Any) -> Any:
         with _disable_current_modes():
             return right(query, pages, rule)
 
-    monkeypatch.setattr(plain, "decode_attention", without_asking)
+    monkeypatch.setattr(PLAIN, "decode_attention", without_asking)
     return batcher
 
 
@@ -570,10 +571,10 @@ def test_whatever_happens_every_token_has_the_numbers_of_its_version(
                 batcher.load(version, other_weights(seed=version % TWINS))
             case "settle":
                 done.update(batcher.settle())
-        held = [block for flight in batcher._running for block in flight.blocks]
-        assert runner_of(batcher)._blocks._users[1:] == [held.count(block) for block in range(1, 1 + num_blocks)]
+        held = [page for sequence in batcher._running for page in sequence.pages]
+        assert runner_of(batcher)._allocator._num_users[1:] == [held.count(page) for page in range(1, 1 + num_pages)]
 
-    num_blocks = runner_of(batcher)._blocks.num_blocks
+    num_pages = runner_of(batcher)._allocator.num_pages
     stem = tuple(rng.randrange(3, VOCABULARY) for _ in range(30))
     for number in range(14):
         prompt = (*stem[: rng.choice([30, 30, rng.randint(1, 30)])], *(5,) * rng.choice([0, rng.randint(0, 9)]))

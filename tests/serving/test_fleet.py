@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_fsdp import children
-from test_router import request
 from typer.testing import CliRunner
 
 from millstream import RunConfig, resume, train
@@ -40,16 +40,19 @@ from millstream.run.backend import BackendContext, LocalBackend, build_fleet
 from millstream.run.config import ModelConfig, TinyConfig
 from millstream.run.control import Control, ControlError, RunStatus, ScaleRequest, ScaleResult, StatusRequest
 from millstream.run.evaluate import Evaluator
-from millstream.serving.fleet import BACK_OFF_S, MAX_REPLACED, SERVED_S, WINDOW_S, Fleet
+from millstream.serving.fleet import MAX_REPLACED, REPLACE_BACK_OFF, SERVED_S, Fleet
 from millstream.sim.draws import constant
 from millstream.sim.engine import SimEngine
 from millstream.types import RequestKey, Weights
 from millstream.weights import NOTHING, Publication
 from millstream.weights.local import LocalChannel
 from support.runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
+from support.sim_requests import request
 from support.simulated import OnFleet, World, check, fleet_of, simulate
 from support.tiny import make
 from support.worlds import worlds
+
+BACK_OFF_S = REPLACE_BACK_OFF.first_s
 
 
 class Yard:
@@ -94,16 +97,45 @@ def lose_often(num: int, pause_s: float, name: str = "engine-1") -> tuple[list[f
     return run_virtual(play())
 
 
-def test_engines_that_die_are_replaced_after_longer_and_longer_pauses_within_a_budget_and_the_rest_is_said() -> None:
+def test_engines_that_die_are_replaced_after_a_growing_back_off_within_a_budget() -> None:
     delays, said, num_left = lose_often(MAX_REPLACED + 1, pause_s=40.0)
     assert delays == pytest.approx([BACK_OFF_S * 2**number for number in range(MAX_REPLACED)])
     assert said == ["engine-1 is not replaced: 5 were, and served for less than 10 minutes in all"] and num_left == 1
 
 
 def test_one_that_has_served_for_a_while_is_replaced_at_once_and_the_budget_is_for_a_stretch_of_time() -> None:
-    assert WINDOW_S / (SERVED_S + 10) < MAX_REPLACED
     delays, said, num_left = lose_often(3 * MAX_REPLACED, pause_s=SERVED_S + 10)
     assert delays == pytest.approx([BACK_OFF_S] * 3 * MAX_REPLACED) and not said and num_left == 2
+
+
+def test_a_server_is_tried_again_beyond_the_budget_while_another_serves_and_given_up_when_none_does() -> None:
+    async def play() -> tuple[list[float], list[str], list[str]]:
+        sink, made = MemorySink(), list[SimEngine]()
+        at = list[float]()
+
+        def make_engine(name: str) -> SimEngine:
+            at.append(asyncio.get_running_loop().time())
+            made.append(SimEngine(name=name))
+            if len(made) > 2:
+                made[-1].crash("nothing listens there")
+            return made[-1]
+
+        fleet = fleet_of(make_engine, 2, sink, is_given_up=False)
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+        fleet.router.lose(made[0], EngineError("found dead"))
+        await asyncio.sleep(300)
+        names = fleet.names
+        fleet.router.lose(made[1], EngineError("found dead, too"))
+        with pytest.raises(EngineError, match="engine-1 is not replaced: 5 were"):
+            await fleet.router.generate(request(1), floor=0)
+        replacing.cancel()
+        return at, names, [event.message for event in sink.of(Warned)]
+
+    at, names, said = run_virtual(play())
+    waits = [later - earlier for earlier, later in pairwise(at[1:])]
+    longest = REPLACE_BACK_OFF.longest_s
+    assert waits[:8] == pytest.approx([1, 2, 4, 8, 16, longest, longest, longest]) and "engine-0" in names
+    assert [message for message in said if "is not replaced" in message]
 
 
 def test_an_engine_that_cannot_be_made_is_tried_again_and_the_others_do_not_wait_for_it() -> None:
@@ -220,7 +252,7 @@ def test_requests_wait_for_the_replacement_of_the_only_engine_if_it_is_replaced(
             run_virtual(play())
 
 
-def test_where_the_only_engine_dies_too_often_whoever_waits_is_told_at_once_and_why() -> None:
+def test_where_the_only_engine_dies_too_often_waiting_requests_fail_at_once_with_the_reason() -> None:
     async def play() -> float:
         yard = Yard()
         fleet = fleet_of(yard.make, 1, MemorySink())
@@ -243,7 +275,7 @@ def test_where_the_only_engine_dies_too_often_whoever_waits_is_told_at_once_and_
     assert run_virtual(play()) == pytest.approx(31, abs=1), "the pauses, and no patience after them"
 
 
-def test_an_engine_that_comes_while_nobody_trains_gets_what_was_loaded_last_or_what_training_has() -> None:
+def test_an_engine_that_joins_outside_of_training_gets_what_was_loaded_last_or_what_training_has() -> None:
     async def play() -> list[int]:
         yard, found = Yard(), list[int]()
         fleet, channel = fleet_of(yard.make, 2, MemorySink()), LocalChannel()
@@ -516,7 +548,7 @@ def failing(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalChannel, "fetch", fetch)
 
 
-def test_weights_that_do_not_arrive_are_tried_again_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_arrive_are_retried_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     failing(5, monkeypatch)
     world = World(num_engines=2, steps=10)
     outcome = simulate(world)
@@ -548,7 +580,7 @@ SLOW = {"steps": 30, "train_token_s": 0.02}
 """A run that is not over before an engine is given up."""
 
 
-def test_a_replacement_that_can_never_have_its_weights_is_given_up_and_the_run_goes_on_with_the_others(
+def test_a_replacement_that_can_never_have_its_weights_is_given_up_and_the_run_continues_with_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = set[SimEngine]()
@@ -597,7 +629,7 @@ def test_a_replacement_that_does_not_come_in_time_ends_the_run_only_where_no_oth
     assert any("sync of engine-1 has waited 20 s for engine-1 to load version" in one for one in said)
 
 
-def test_an_engine_that_no_weights_reach_any_more_is_lost_and_the_run_goes_on_with_the_others(
+def test_an_engine_that_no_weights_reach_any_more_is_lost_and_the_run_continues_with_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cut_off = set[SimEngine]()
@@ -625,7 +657,7 @@ def test_where_no_other_engine_serves_weights_that_never_arrive_end_the_run_with
             simulate(World(num_engines=num_engines), on_fleet=crashes([0.05], random.Random(0)))
 
 
-def test_weights_that_cannot_be_reached_are_staged_anew_and_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_cannot_be_reached_are_staged_again_and_loaded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     dead, anew = {3}, list[int]()
     newest = [0]
 
@@ -653,7 +685,7 @@ def test_weights_that_cannot_be_reached_are_staged_anew_and_taken_at_once(monkey
 # ---- added and taken away ----------------------------------------------------------------------------------------------
 
 
-def test_engines_are_added_and_taken_away_while_a_run_goes_on_and_nothing_is_lost() -> None:
+def test_engines_are_added_and_removed_during_a_run_and_nothing_is_lost() -> None:
     done: list[tuple[list[str], list[str]]] = []
 
     async def play(fleet: Fleet) -> None:
@@ -844,7 +876,7 @@ def test_whatever_comes_through_the_socket_is_refused_and_the_next_is_answered(t
     asyncio.run(served(folder, ask))
 
 
-def test_whoever_asks_for_engines_that_cannot_be_started_is_told_why_and_it_is_an_error(tmp_path: Path) -> None:
+def test_engines_that_cannot_be_started_are_an_error_with_the_reason(tmp_path: Path) -> None:
     folder = folder_in(tmp_path / "run")
     result = asyncio.run(served(folder, lambda: CliRunner().invoke(app, ["scale", str(folder), "engines=14"])))
     assert result.exit_code == 1 and "engine-3 could not be started: no room" in result.output
@@ -870,7 +902,7 @@ def test_a_run_that_is_not_there_is_said_to_be_not_there(tmp_path: Path) -> None
     assert result.exit_code == 1 and "expected engines=NUMBER" in result.output
 
 
-def test_a_run_that_cannot_have_its_socket_says_so_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_cannot_have_its_socket_warns_and_continues(tmp_path: Path) -> None:
     (tmp_path / "run/control.sock/in the way").mkdir(parents=True)
     sink, changes = MemorySink(), {"pipeline.steps": 1, "data.holdout": 0, "run_dir": tmp_path / "run"}
     overrides = [f"{key}={value}" for key, value in (SETTINGS | changes).items()]
@@ -951,7 +983,7 @@ def test_an_engine_that_is_lost_while_the_model_of_a_resumed_run_is_saved_comes_
     assert {event.name: event.version for event in sink.of(Evaluated)} == {"sampled after": 2, "greedy after": 2}
 
 
-def test_a_run_whose_only_engine_is_killed_goes_on_with_another(tmp_path: Path) -> None:
+def test_a_run_whose_only_engine_is_killed_continues_with_another(tmp_path: Path) -> None:
     """Twice: before anything is published, while rollouts are far from their end, and later."""
     run_dir = tmp_path / "run"
     process = start(command(run_dir, {"engine.process": "true", "pipeline.steps": 25}))

@@ -39,7 +39,7 @@ async def at_work(router: Router) -> TorchEngine:
     assert isinstance(first, TorchEngine)
 
     def is_at_work() -> bool:
-        own = [flight for flight in router._flights.values() if flight.engine is first]
+        own = [flight for flight in router._requests.values() if flight.engine is first]
         return bool(own) and all(flight.num_sampled >= 20 for flight in own)
 
     while not is_at_work():

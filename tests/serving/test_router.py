@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from millstream.clock import VirtualClock, run_virtual
 from millstream.engine import EngineStats
-from millstream.errors import EngineError, RequestRefused
+from millstream.errors import EngineError, EngineMisconfigured, RequestRefused
 from millstream.events import ReplicaJoined, ReplicaLeft, WeightsLoaded
 from millstream.events.sinks import MemorySink
 from millstream.pipeline.pipeline import Pipeline
@@ -22,18 +22,11 @@ from millstream.serving.request import Lengths, RoutedRequest
 from millstream.serving.router import Router
 from millstream.sim.draws import Draw, constant, lognormal
 from millstream.sim.engine import SimEngine
-from millstream.types import Completion, Finish, Request, RequestKey, Sampling
+from millstream.types import Completion, Finish, Request, RequestKey
+from support.sim_requests import request
 from support.simulated import World, check, simulate
 
 LENGTHS = lognormal(40, 1.0)
-
-
-def request(
-    group_id: int, member: int = 0, *, turn: int = 0, tokens: Sequence[int] = (1, 2, 3), max_tokens: int = 120
-) -> Request:
-    key = RequestKey(group_id=group_id, member=member, turn=turn)
-    seed = group_id * 1000 + member * 10 + turn
-    return Request(key=key, tokens=tuple(tokens), sampling=Sampling(max_tokens=max_tokens), seed=seed)
 
 
 def engine(
@@ -172,7 +165,7 @@ def test_the_weather_in_that_test_does_hit_requests() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1 << 32), st.sampled_from([0.0, 0.5, 2.0]))
-def test_a_run_goes_on_without_the_replicas_that_break_and_keeps_all_its_promises(seed: int, max_lag: float) -> None:
+def test_a_run_continues_without_the_replicas_that_break_and_keeps_all_its_promises(seed: int, max_lag: float) -> None:
     world = World(max_lag=max_lag, num_engines=3, num_turns=2, load=0.5, latency=0.3, seed=seed % 1000)
     rng = random.Random(seed)
 
@@ -190,7 +183,7 @@ def test_a_run_goes_on_without_the_replicas_that_break_and_keeps_all_its_promise
 # ---- a crash, step by step -------------------------------------------------------------------------------------------
 
 
-def test_a_crashed_replicas_request_goes_on_elsewhere_with_what_it_had_generated() -> None:
+def test_a_crashed_replicas_request_continues_elsewhere_with_what_it_had_generated() -> None:
     sink, wanted = MemorySink(), request(7, max_tokens=100)
 
     async def play() -> tuple[Completion, list[Request]]:
@@ -217,7 +210,7 @@ def test_a_crashed_replicas_request_goes_on_elsewhere_with_what_it_had_generated
     assert (left.engine, left.num_moved, left.num_left) == ("a", 1, 1) and "out of memory" in left.why
 
 
-def test_without_news_a_request_begins_anew_and_is_answered_the_same() -> None:
+def test_without_reported_tokens_a_request_starts_over_and_is_answered_the_same() -> None:
     async def play() -> Completion:
         first, second = engine("a", news_s=None), engine("b", news_s=None)
         turn = await until(0.05, Router([first, second]).generate(request(7), floor=0))
@@ -245,7 +238,7 @@ def test_a_continued_request_waits_for_a_replica_that_is_new_enough() -> None:
     assert set(run_virtual(play()).versions) == {3}
 
 
-def test_only_with_several_replicas_is_there_news_of_every_token() -> None:
+def test_only_with_several_replicas_is_every_token_reported() -> None:
     async def play(num: int) -> bool:
         watched: list[bool] = []
 
@@ -270,7 +263,7 @@ def test_a_request_that_can_never_run_is_refused_and_costs_no_replica() -> None:
     assert run_virtual(play()) == 2
 
 
-def test_an_abort_and_a_crash_at_once_end_the_request_with_what_was_heard() -> None:
+def test_an_abort_and_a_crash_at_once_end_the_request_with_what_was_reported() -> None:
     async def play() -> Completion:
         first, second = engine("a", num_tokens=constant(100)), engine("b")
         router = Router([first, second])
@@ -344,7 +337,7 @@ def test_without_a_replica_requests_wait_for_one_to_join_and_fail_by_name_when_n
         run_virtual(play(11.0))
 
 
-# ---- replicas that cannot be trusted ---------------------------------------------------------------------------------
+# ---- replicas that fail ----------------------------------------------------------------------------------------------
 
 
 def test_a_replica_that_fails_rests_and_after_three_failures_in_a_row_is_not_used_any_more() -> None:
@@ -369,7 +362,7 @@ def test_a_replica_that_fails_rests_and_after_three_failures_in_a_row_is_not_use
     assert left.engine == "bad" and "3 failures in a row" in left.why
 
 
-def test_what_a_replica_still_had_when_it_was_given_up_goes_on_elsewhere_once_it_is_closed() -> None:
+def test_what_a_replica_still_had_when_it_was_given_up_continues_elsewhere_once_it_is_closed() -> None:
     async def play() -> Completion:
         bad, good = engine("bad", num_tokens=constant(100)), engine("good", num_tokens=constant(100))
         router = Router([bad, good])
@@ -383,6 +376,21 @@ def test_what_a_replica_still_had_when_it_was_given_up_goes_on_elsewhere_once_it
         return await turn
 
     assert same_words(run_virtual(play()), alone(request(1), constant(100)))
+
+
+def test_an_engine_that_can_never_work_as_it_is_set_up_fails_its_request_at_once() -> None:
+    async def play() -> float:
+        bad, good = engine("bad", slots=64), engine("good", slots=1)
+
+        async def refuse(asked: Request, on_sampled: Any = None) -> Completion:
+            raise EngineMisconfigured("bad answered 401: set the token")
+
+        bad.generate = refuse  # type: ignore[method-assign]
+        with pytest.raises(EngineMisconfigured, match="set the token"):
+            await Router([bad, good], patience_s=60.0).generate(request(1), floor=0)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(play()) == 0
 
 
 def test_draining_an_engine_that_is_not_there_says_which_are() -> None:
@@ -429,7 +437,7 @@ class Places(Router):
     """A router, and which replica each request was sent to."""
 
     def where(self, key: RequestKey) -> str:
-        flight = self._flights[key]
+        flight = self._requests[key]
         assert flight.engine is not None
         return flight.engine.name
 
@@ -575,12 +583,12 @@ def test_a_replica_whose_cache_is_too_small_is_given_fewer_and_recovers_when_it_
 
         async def one(number: int, max_tokens: int) -> None:
             await router.generate(request(number, max_tokens=max_tokens), floor=0)
-            most.append(router.most_for("a"))
+            most.append(router._replicas["a"].max_requests)
 
         await _all(one(number, 400) for number in range(300))
         num_preempted = crowded.num_preempted
         await _all(one(number, 5) for number in range(1000))
-        return most, num_preempted, router.most_for("a")
+        return most, num_preempted, router._replicas["a"].max_requests
 
     most, num_preempted, at_last = run_virtual(play())
     assert num_preempted > 0

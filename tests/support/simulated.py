@@ -168,17 +168,9 @@ async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def fleet_of(make: Callable[[str], SimEngine], num: int, sink: MemorySink, *, is_queueing: bool = True) -> Fleet:
-    return Fleet(
-        make,
-        num,
-        is_queueing=is_queueing,
-        patience_s=1000.0,
-        clock=VirtualClock(),
-        sink=sink,
-        is_lone_replaced=True,
-        in_thread=at_once,
-    )
+def fleet_of(make: Callable[[str], SimEngine], num: int, sink: MemorySink, **options: Any) -> Fleet:
+    usual = {"is_queueing": True, "patience_s": 1000.0, "is_lone_replaced": True, "in_thread": at_once}
+    return Fleet(make, num, clock=VirtualClock(), sink=sink, **usual | options)
 
 
 class Outcome(Struct, frozen=True, kw_only=True):

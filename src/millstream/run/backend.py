@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -21,6 +22,7 @@ from millstream.learner import LearnerConfig, RunLearner
 from millstream.pipeline.schema import Stage
 from millstream.rpc.process import Launcher
 from millstream.run import build
+from millstream.run.build import HttpServers, RunEngine
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
 from millstream.run.config import RunConfig
 from millstream.serving.fleet import Fleet
@@ -29,7 +31,9 @@ from millstream.store.memory import MemoryStore
 from millstream.weights import WeightChannel
 from millstream.weights.local import LocalChannel
 
-SERVERS = "the engine is made of servers that others have started: engine.http.urls says which"
+SERVERS = (
+    "the engines are servers that others have started: engine.http.urls names them, and is read once, at the start"
+)
 
 
 class BackendContext(NamedTuple):
@@ -95,17 +99,20 @@ class LocalBackend:
 
     async def open(self, context: BackendContext) -> None:
         self._context = context
+        self._engines = LocalEngines(self._config, context)
 
     @property
     def is_lone_engine_replaced(self) -> bool:
         config = self._config.engine
-        return config.kind == "vllm" or (config.kind == "torch" and build.has_process(config, self._context.model))
+        return config.kind in ("vllm", "http") or (
+            config.kind == "torch" and build.has_process(config, self._context.model)
+        )
 
     def has_learner_processes(self, learner: LearnerConfig) -> bool:
         return learner.ranks > 1
 
     def make_engine(self, name: str) -> Engine:
-        return local_engine(self._config, self._context, name)
+        return self._engines.make(name)
 
     def build_learner(
         self, tokenizer: PreTrainedTokenizerBase, *, learner: LearnerConfig, recipe: Recipe, num_steps: int | None
@@ -124,33 +131,46 @@ class LocalBackend:
     def new_channel(self, learner: RunLearner) -> WeightChannel:
         return LocalChannel()
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        await asyncio.to_thread(self._engines.close)
 
 
 def build_fleet(backend: Backend, config: EngineConfig, *, is_queueing: bool, clock: Clock, sink: EventSink) -> Fleet:
     """The configured number of engines behind one router."""
     return Fleet(
         backend.make_engine,
-        config.replicas,
+        config.num_engines,
         is_queueing=is_queueing,
         patience_s=max(config.answer_s, START_S),
         clock=clock,
         sink=sink,
         is_lone_replaced=backend.is_lone_engine_replaced,
         why_fixed=SERVERS if config.kind == "http" else "",
+        is_given_up=config.kind != "http",
     )
 
 
-def local_engine(config: RunConfig, context: BackendContext, name: str) -> build.RunEngine:
-    return build.build_engine(
-        config.engine,
-        context.model,
-        clock=context.clock,
-        sink=context.sink,
-        name=name,
-        seed=config.seed,
-        tokenizer=context.tokenizer,
-    )
+class LocalEngines:
+    """Makes engines of this machine, by name."""
+
+    def __init__(self, config: RunConfig, context: BackendContext) -> None:
+        self._config = config.engine
+        self._context = context
+        self._servers: HttpServers | None = None
+
+    def make(self, name: str) -> RunEngine:
+        config, context = self._config, self._context
+        if config.kind == "http":
+            self._servers = self._servers or HttpServers(config, context.model, clock=context.clock, sink=context.sink)
+            return self._servers.engine(name)
+        return build.build_engine(
+            config, context.model, clock=context.clock, sink=context.sink, name=name, tokenizer=context.tokenizer
+        )
+
+    def close(self) -> None:
+        """Close what the engines share. Each engine is closed before."""
+        if self._servers is not None:
+            self._servers.close()
 
 
 def backend_for(config: RunConfig) -> Backend:

@@ -17,7 +17,7 @@ from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
 from millstream.engine import EngineConfig
 from millstream.engine.http.engine import HttpEngine
-from millstream.engine.http.weight_folder import Pushes
+from millstream.engine.http.weight_folder import WeightFolder
 from millstream.engine.native.engine import Host, ThreadHost, TorchEngine
 from millstream.engine.native.process import ProcessHost
 from millstream.engine.vllm.engine import build_vllm
@@ -38,7 +38,7 @@ from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.pipeline.pipeline import Algorithm, GroupReward
 from millstream.pipeline.schema import Stage, store_tasks
-from millstream.rpc.process import Launcher
+from millstream.rpc.process import Launcher, engine_names
 from millstream.run.config import ModelConfig, RunConfig, critic_of, server_token
 from millstream.run.text import TokenizerText
 from millstream.seeds import derive_seed
@@ -118,18 +118,19 @@ def build_engine(
     clock: Clock,
     sink: EventSink,
     name: str = "engine",
-    seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> RunEngine:
-    """An engine of the configured kind. `seed`: of the run, for what is random in the engine itself. `tokenizer`: for stop
-    strings."""
+    """`tokenizer`: for stop strings. Of several servers, each alone; together they are `HttpServers`."""
     match config.kind:
         case "torch":
             return _torch_engine(config, model, tokenizer, clock=clock, sink=sink, name=name)
         case "vllm":
             return build_vllm(config, model, clock=clock, sink=sink, name=name)
         case "http":
-            return _http_engine(config, model, clock=clock, sink=sink, seed=seed)
+            servers = HttpServers(config, model, clock=clock, sink=sink)
+            engine = servers.engine(name)
+            servers.close()
+            return engine
 
 
 def _torch_engine(
@@ -172,22 +173,39 @@ def has_process(config: EngineConfig, model: PreTrainedModel) -> bool:
     return is_faster if config.process is None else config.process
 
 
-def _http_engine(
-    config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink, seed: int
-) -> HttpEngine:
-    """The servers get the model's weights, whatever weights they were started with."""
-    http = config.http
-    assert http is not None
-    return HttpEngine(
-        http,
-        slots=config.slots,
-        max_length=context_length(model),
-        pushes=None if http.folder is None else Pushes(Path(http.folder), model),
-        token=server_token(http),
-        seed=derive_seed(seed, "engine"),
-        clock=clock,
-        sink=sink,
-    )
+class HttpServers:
+    """The servers of a run, each an engine by name. Their weights are written once: the folder is there until this and every
+    engine is closed. They get the model's weights, whatever they were started with."""
+
+    def __init__(self, config: EngineConfig, model: PreTrainedModel, *, clock: Clock, sink: EventSink) -> None:
+        assert config.http is not None
+        self._http = config.http
+        self._urls = dict(zip(engine_names(config.num_engines), config.http.urls, strict=True))
+        self._slots = -(-config.slots // config.num_engines)
+        self._max_length = context_length(model)
+        self._token = server_token(config.http)
+        self._clock = clock
+        self._sink = sink
+        self._weights = None if config.http.folder is None else WeightFolder(Path(config.http.folder), model)
+        if self._weights is not None:
+            self._weights.open()
+
+    def engine(self, name: str) -> HttpEngine:
+        return HttpEngine(
+            self._urls[name],
+            self._http,
+            slots=self._slots,
+            max_length=self._max_length,
+            weights=self._weights,
+            token=self._token,
+            clock=self._clock,
+            sink=self._sink,
+            name=name,
+        )
+
+    def close(self) -> None:
+        if self._weights is not None:
+            self._weights.close()
 
 
 def build_learner(

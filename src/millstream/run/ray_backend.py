@@ -46,7 +46,7 @@ from millstream.pipeline.schema import Stage
 from millstream.rpc.process import Kind, Launcher
 from millstream.rpc.threads import DaemonThreads
 from millstream.run import build
-from millstream.run.backend import BackendContext, local_engine
+from millstream.run.backend import BackendContext, LocalEngines
 from millstream.run.build_scorers import DurableCritic, Scorers, build_remote_scorers
 from millstream.run.config import RunConfig, weight_ways
 from millstream.run.replay import ReplayedLearner
@@ -67,6 +67,7 @@ class RayBackend:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._engines: LocalEngines | None = None
         self._resources = config.resources
         self.launcher: Launcher | None = self
         self._cluster: Cluster | None = None
@@ -98,6 +99,7 @@ class RayBackend:
 
     async def open(self, context: BackendContext) -> None:
         self._context = context
+        self._engines = LocalEngines(self._config, context)
         self._model = context.model
         self._files = str((context.folder / "weights").absolute())
         config = self._config
@@ -131,7 +133,7 @@ class RayBackend:
 
     @property
     def is_lone_engine_replaced(self) -> bool:
-        return self._config.engine.kind == "torch"
+        return self._config.engine.kind in ("torch", "http")
 
     def has_learner_processes(self, learner: LearnerConfig) -> bool:
         return True
@@ -139,7 +141,8 @@ class RayBackend:
     def make_engine(self, name: str) -> Engine:
         config, context = self._config.engine, self._context
         if config.kind != "torch":
-            return local_engine(self._config, context, name)
+            assert self._engines is not None
+            return self._engines.make(name)
         device = "cuda" if self._resources.engine_gpus else "cpu"
         plan = plan_of(self._model, config, context.tokenizer, device)
         host = RemoteHost(
@@ -216,6 +219,8 @@ class RayBackend:
         async with AsyncExitStack() as closing:
             if self._files:
                 closing.callback(shutil.rmtree, self._files, ignore_errors=True)
+            if self._engines is not None:
+                closing.push_async_callback(asyncio.to_thread, self._engines.close)
             closing.callback(self._thread.let_go)
             if self._cluster is not None:
                 closing.push_async_callback(asyncio.to_thread, self._cluster.close)

@@ -1,4 +1,4 @@
-"""The `[engine.http]` table. Light: imports nothing that talks."""
+"""The `[engine.http]` table. Light: imports no HTTP client."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class HttpConfig(Struct, frozen=True, kw_only=True):
-    """Servers that generate. See docs/engines.md for how each is started."""
+    """Servers that generate, each of them one engine. See docs/engines.md for how to start them."""
 
     urls: tuple[str, ...]
-    """Of servers with the same model: http://host:port, without a path behind it."""
+    """Of servers with the same model: http://host:port, without a path after it."""
     flavour: Literal["openai", "vllm", "sglang", "millstream"]
-    """What they speak."""
+    """The API that they have."""
     weights: Literal["none", "disk"] = "disk"
     """How new weights reach them. disk: through `folder`. none: never, which is not enough to train."""
     folder: str | None = None
-    """Where weights are written: a folder that the servers see under the same name."""
+    """Where weights are written, once for all servers: a folder that the servers see under the same name."""
     timeout_s: float = 300.0
-    """A server that says nothing for so long counts as gone."""
+    """A call or stream in which nothing comes for so long has failed."""
     weights_timeout_s: float = 900.0
-    """The same for one that was given weights. It may still take them: it is not used until it says that it has the newest."""
+    """The same for an update of weights. The server may still carry it out: it is not used until it confirms the newest."""
     retries: int = 6
-    """How often a request may fail in a row, without a new token, before the engine counts as broken."""
+    """Failures in a row, of one request without a new token or of the server, after which a server counts as gone: its requests
+    continue elsewhere, and it is used again when it has loaded the newest weights."""
     token_variable: str | None = None
     """The NAME of the environment variable that has the servers' token; the token itself does not belong into a config."""
 

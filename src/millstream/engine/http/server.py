@@ -1,51 +1,50 @@
-"""One server: what is said to it, and what its troubles mean.
+"""The connection to one server: its calls, its streams, and what each of its failures means.
 
-`Transient` is a failure that may pass: the caller may retry. Everything else is an `EngineError` that names the URL and says
-what to do, or a `RequestRefused`, if the server says that the request itself is wrong.
+A `TransientFailure` may pass: the caller may retry. Everything else is an error with the URL in it: `EngineMisconfigured` for
+what no retry repairs (it says what to set), `RequestRefused` where the server calls the request wrong, else `EngineError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
 import msgspec
 
 from millstream.engine.http.config import HttpConfig
-from millstream.engine.http.dialects import Call, Flavour, Json
-from millstream.engine.http.patience import Breaker, Budget
-from millstream.errors import EngineError, RequestRefused
+from millstream.engine.http.dialects import Dialect, JsonObject, ServerCall, StreamedTokens
+from millstream.errors import EngineError, EngineMisconfigured, RequestRefused
 
-PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 CONNECT_S = 10.0
-LONGEST_RETRY_AFTER_S = 30.0
-MAX_SHOWN = 300
-"""Characters of an answer in a message."""
+MAX_RETRY_AFTER_S = 30.0
+MAX_SHOWN_CHARACTERS = 300  # of an answer in a message
 
 
-class Transient(Exception):
-    """It may pass. `after_s`: what the server asks to wait."""
+class TransientFailure(Exception):
+    """A failure that may pass. `after_s`: how long the server asks to wait."""
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
         super().__init__(message)
         self.after_s = after_s
 
 
-class Unreachable(Transient):
-    """Nobody listens there: whoever does so next may be a server that was started anew, with the weights it starts with."""
+class Unreachable(TransientFailure):
+    """Nothing listens at the URL: what listens there next may be a restarted server, with the weights that it starts with."""
 
 
-class WrongWeights(Transient):
+class WrongWeights(TransientFailure):
     """The server does not have the weights that it was given."""
 
 
-class Unanswered(Transient):
-    """It was given weights, and did not say in time that it took them. It may still do so."""
+class UpdateUnconfirmed(TransientFailure):
+    """The server was given weights, and did not confirm in time that it loaded them. It may still do so."""
 
 
-class Server:
-    def __init__(self, url: str, config: HttpConfig, *, token: str | None, now: float) -> None:
+class ServerConnection:
+    def __init__(self, url: str, config: HttpConfig, token: str | None) -> None:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         self.url = url.rstrip("/")
@@ -55,46 +54,47 @@ class Server:
             base_url=self.url, headers=headers, timeout=self._timeout, limits=limits, trust_env=False
         )
         self._token_variable = config.token_variable
-        self.breaker = Breaker()
-        self.budget = Budget(now)
-        self.num_streams = 0
+        self._flavour = config.flavour
         self.model: str | None = None
-        self.base = 0
-        """A server that counts versions calls our version n so: base + n."""
-        self.has_weights = False
-        """Whether it has those of the engine's version, as far as we know."""
+        self.served_version = 0  # of a server that counts versions: the one that it had at first
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def greet(self, flavour: Flavour, *, is_updated: bool) -> None:
-        """Find out what must be known of it."""
-        for call in flavour.greetings:
-            await self.tell(call)
-        if flavour.swaps_in_flight:
-            health = await self.tell(
-                Call("GET", "/health", wrong=lambda a: None if "version" in a else "it has no version")
-            )
-            self.base = int(health["version"]) + is_updated
-        elif flavour.path == "/v1/completions":
-            models = await self.tell(
-                Call("GET", "/v1/models", wrong=lambda a: None if a["data"] else "it has no model")
-            )
-            self.model = models["data"][0]["id"]
+    async def identify(self, dialect: Dialect) -> None:
+        """Check that it is the kind of server that the config says, and read its model's name or its version. Raises
+        `EngineMisconfigured` if it is another kind."""
+        try:
+            for call in dialect.first_calls:
+                await self.call(call)
+            if dialect.swaps_in_flight:
+                health = await self.call(
+                    ServerCall("GET", "/health", check=lambda a: None if "version" in a else "it has no version")
+                )
+                self.served_version = int(health["version"])
+            elif dialect.path == "/v1/completions":
+                models = await self.call(
+                    ServerCall("GET", "/v1/models", check=lambda a: None if a["data"] else "it has no model")
+                )
+                self.model = models["data"][0]["id"]
+        except EngineError as error:
+            raise EngineMisconfigured(str(error)) from error
 
-    async def tell(self, call: Call) -> Any:
-        """What it answers. None where that is nothing, or no JSON."""
+    async def call(self, call: ServerCall) -> Any:
+        """Its answer. None where that is empty, or no JSON."""
         timeout = self._weights_timeout if call.is_update else self._timeout
         try:
             response = await self._http.request(call.method, call.path, json=call.body, timeout=timeout)
         except httpx.ReadTimeout as late:
-            trouble = self._trouble(call.path, late)
+            failure = self._failure(call.path, late)
             if not call.is_update:
-                raise trouble from late
+                raise failure from late
             limit = f"engine.http.weights_timeout_s is {timeout.read:g}"
-            raise Unanswered(f"{trouble}: it did not say in time that it took the weights ({limit})") from late
-        except httpx.HTTPError as wrong:
-            raise self._trouble(call.path, wrong) from wrong
+            raise UpdateUnconfirmed(
+                f"{failure}: it did not confirm in time that it loaded the weights ({limit})"
+            ) from late
+        except httpx.HTTPError as error:
+            raise self._failure(call.path, error) from error
         if response.status_code == 404 and call.is_optional:
             return None
         if not response.is_success:
@@ -104,15 +104,31 @@ class Server:
         except msgspec.DecodeError:
             answer = None
         try:
-            found = call.wrong(answer)
-        except (KeyError, TypeError, IndexError, AttributeError) as strange:
-            found = f"it answered {_shown(response)} ({strange!r})"
+            found = call.check(answer)
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            found = f"it answered {_shown(response)} ({error!r})"
         if found is not None:
             raise EngineError(f"{self.url}{call.path}: {found}")
         return answer
 
-    async def events(self, path: str, body: Json) -> AsyncGenerator[Json, None]:
-        """Of a stream, until it says that it is done. Raises `Transient` if it ends before that."""
+    async def tokens(self, dialect: Dialect, body: JsonObject) -> AsyncGenerator[StreamedTokens, None]:
+        """The new tokens of each event of a stream, until it says that it is done. Raises `TransientFailure` if it ends before
+        that, or has something else in it."""
+        num_before, url = 0, f"{self.url}{dialect.path}"
+        async with aclosing(self._events(dialect.path, body)) as events:
+            async for event in events:
+                try:
+                    new = dialect.read(event, num_before)
+                except (KeyError, TypeError, ValueError, IndexError) as error:
+                    found = f"not an answer of {self._flavour} ({error!r}): {str(event)[:MAX_SHOWN_CHARACTERS]}"
+                    raise TransientFailure(f"{url}: {found}") from error
+                if len(new.tokens) != len(new.logprobs):
+                    found = f"{len(new.tokens)} tokens with {len(new.logprobs)} log-probabilities"
+                    raise TransientFailure(f"{url}: {found}, expected as many")
+                num_before += len(new.tokens)
+                yield new
+
+    async def _events(self, path: str, body: JsonObject) -> AsyncGenerator[JsonObject, None]:
         try:
             async with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
@@ -125,43 +141,45 @@ class Server:
                     if data == "[DONE]":
                         return
                     yield self._event(path, data)
-        except httpx.HTTPError as wrong:
-            raise self._trouble(path, wrong) from wrong
-        raise Transient(f"{self.url}{path}: the stream ended before the answer did")
+        except httpx.HTTPError as error:
+            raise self._failure(path, error) from error
+        raise TransientFailure(f"{self.url}{path}: the stream ended before the answer did")
 
-    def _event(self, path: str, data: str) -> Json:
+    def _event(self, path: str, data: str) -> JsonObject:
         try:
             event = msgspec.json.decode(data)
         except msgspec.DecodeError as wrong:
-            raise Transient(f"{self.url}{path}: an event that is no JSON: {data[:MAX_SHOWN]}") from wrong
+            raise TransientFailure(
+                f"{self.url}{path}: an event that is no JSON: {data[:MAX_SHOWN_CHARACTERS]}"
+            ) from wrong
         if not isinstance(event, dict):
-            raise Transient(f"{self.url}{path}: an event that is no object: {data[:MAX_SHOWN]}")
+            raise TransientFailure(f"{self.url}{path}: an event that is no object: {data[:MAX_SHOWN_CHARACTERS]}")
         if (error := event.get("error")) is not None:
             about = error if isinstance(error, dict) else {"message": error}
             message = f"{self.url}{path}: {about.get('message', error)}"
             if about.get("code") in (400, 422) or about.get("type") == "invalid_request_error":
                 raise RequestRefused(message)
-            raise Transient(message)
+            raise TransientFailure(message)
         return event
 
-    def _trouble(self, path: str, wrong: httpx.HTTPError) -> Transient:
-        kind = Unreachable if isinstance(wrong, httpx.ConnectError | httpx.ConnectTimeout) else Transient
-        return kind(f"{self.url}{path}: {type(wrong).__name__} {wrong}".rstrip())
+    def _failure(self, path: str, error: httpx.HTTPError) -> TransientFailure:
+        kind = Unreachable if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) else TransientFailure
+        return kind(f"{self.url}{path}: {type(error).__name__} {error}".rstrip())
 
     def _refusal(self, path: str, response: httpx.Response) -> Exception:
         said = f"{self.url}{path} answered {response.status_code}: {_shown(response)}"
         match response.status_code:
-            case status if status in PASSING:
-                return Transient(said, _retry_after(response))
+            case status if status in TRANSIENT_STATUS:
+                return TransientFailure(said, _retry_after(response))
             case 400 | 413 | 422:
                 return RequestRefused(said)
             case 401 | 403:
                 hint = "set engine.http.token_variable to the name of an environment variable that has its token"
                 if self._token_variable is not None:
                     hint = f"the environment variable {self._token_variable} has another token than it expects"
-                return EngineError(f"{said}. {hint[0].upper()}{hint[1:]}")
+                return EngineMisconfigured(f"{said}. {hint[0].upper()}{hint[1:]}")
             case 404 | 405:
-                return EngineError(
+                return EngineMisconfigured(
                     f"{said}. Look whether engine.http.flavour is what runs there, and whether it was started so that it takes "
                     "weights: docs/engines.md"
                 )
@@ -173,9 +191,9 @@ def _timeout(seconds: float) -> httpx.Timeout:
 
 
 def _shown(response: httpx.Response) -> str:
-    return response.text[:MAX_SHOWN] or "nothing"
+    return response.text[:MAX_SHOWN_CHARACTERS] or "nothing"
 
 
 def _retry_after(response: httpx.Response) -> float:
     value = response.headers.get("retry-after", "0")
-    return min(float(value), LONGEST_RETRY_AFTER_S) if value.isdecimal() else 0.0
+    return min(float(value), MAX_RETRY_AFTER_S) if value.isdecimal() else 0.0

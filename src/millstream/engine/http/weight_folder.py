@@ -1,23 +1,40 @@
-"""The weights of a run in a folder that servers read: written whole, checked before anybody is told of them, and removed when
-nobody needs them any more."""
+"""The weights of a run on disk, for servers to load: each version is written once, however many servers load it.
+
+    FOLDER/millstream-NAME/version-000003.7/         the seventh that was written: whole, and checked before it is used
+    FOLDER/millstream-NAME/engine-0.1/version-000003.7  ->  ../version-000003.7
+
+Each engine has a link of its own, and a server is given the path of that link. Before a server is told to load newer weights,
+its engine's link to the older ones is removed: an update that reaches the server late finds nothing to load. A version is
+deleted when no engine has a link to it and a newer one is written, all of them when the last user has closed.
+"""
 
 from __future__ import annotations
 
 import secrets
 import shutil
+import threading
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from millstream.engine.http.dialects import Pushed
 from millstream.errors import EngineError, WeightsError
 from millstream.model.adapters import lora_of, trained_weights
 from millstream.model.safetensors_io import Manifest, write_weights
 from millstream.types import Weights
 
 
-class Pushes:
-    """Of one engine. It begins with the model's weights, as version 0. Not thread-safe: one call at a time."""
+class WrittenWeights(NamedTuple):
+    """One version on disk. `label` is its name for servers that name their weights: no two that were written share one."""
+
+    version: int
+    folder: Path
+    label: str
+    manifest: Manifest
+
+
+class WeightFolder:
+    """Shared by the engines of one run; starts with the model's weights as version 0. May be called on any thread."""
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
         if lora_of(model) is not None:
@@ -26,43 +43,104 @@ class Pushes:
         self._shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         self._config = model.config
         self._name = secrets.token_hex(4)
-        self._own = folder.resolve() / f"millstream-{self._name}"
-        """No other run writes there."""
-        self._manifest: Manifest | None = None
-        self.write(0, weights)
+        self._root = folder.resolve() / f"millstream-{self._name}"  # no other run writes there
+        self._lock = threading.Lock()
+        self._num_written = 0
+        self._num_links = 0
+        self._num_users = 0
+        self._links: dict[Path, WrittenWeights] = {}  # by the folder of an engine's link
+        self._reserved: dict[Path, WrittenWeights] = {}  # what that engine's link will lead to next
+        self._source: Weights | None = None  # what `_newest` was written from
+        self._newest = self._write(0, weights)
 
-    def label(self, version: int) -> str:
-        """What servers that name their weights are to call them."""
-        return f"millstream-{self._name}-{version}"
+    def write(self, link: Path, version: int, weights: Weights) -> None:
+        """Written unless another engine has brought the same weights already, and kept for this link, which `move` then moves
+        to it. Raises `EngineError` for weights that are not the model's; they then change nothing."""
+        with self._lock:
+            if self._source is not weights or self._newest.version != version:
+                self._newest = self._write(version, weights)
+                self._source = weights
+            self._reserved[link] = self._newest
+
+    def _write(self, version: int, weights: Weights) -> WrittenWeights:
+        unknown = sorted(self._shapes.keys() ^ weights.keys())
+        unknown += [name for name in self._shapes.keys() & weights.keys() if self._shapes[name] != weights[name].shape]
+        if unknown:
+            raise EngineError(f"the weights of version {version} do not fit the model: {unknown[:4]}")
+        self._num_written += 1
+        folder = self._root / f"version-{version:06d}.{self._num_written}"
+        try:
+            manifest = write_weights(folder, version, weights, self._config)
+        except WeightsError as error:
+            raise EngineError(f"{error}. Set engine.http.folder to one that can be written") from error
+        return WrittenWeights(version, folder, f"millstream-{self._name}-{self._num_written}", manifest)
+
+    # ---- users -------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """One more user: the files stay until each has called `close`."""
+        with self._lock:
+            self._num_users += 1
+
+    def close(self) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if not self._num_users:
+                shutil.rmtree(self._root, ignore_errors=True)
+
+    def new_link(self, engine: str) -> WeightLink:
+        """To the newest weights, for an engine of this name."""
+        with self._lock:
+            self._num_links += 1
+            self._num_users += 1
+            link = self._root / f"{engine}.{self._num_links}"
+            self._reserved[link] = self._newest
+        return WeightLink(self, link)
+
+    def move(self, link: Path) -> WrittenWeights:
+        """The link leads to what was written for it last, and to nothing else."""
+        with self._lock:
+            shutil.rmtree(link, ignore_errors=True)
+            written = self._links[link] = self._reserved.pop(link)
+            link.mkdir()
+            (link / written.folder.name).symlink_to(Path("..") / written.folder.name)
+            self._delete_unused()
+            return written
+
+    def remove(self, link: Path) -> None:
+        with self._lock:
+            shutil.rmtree(link, ignore_errors=True)
+            self._links.pop(link, None)
+            self._reserved.pop(link, None)
+            self._delete_unused()
+        self.close()
+
+    def _delete_unused(self) -> None:
+        used = {one.folder for one in (self._newest, *self._links.values(), *self._reserved.values())}
+        for old in set(self._root.glob("version-*")) - used:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+class WeightLink:
+    """One engine's link: to the weights that its server has, or is told to load."""
+
+    def __init__(self, weights: WeightFolder, folder: Path) -> None:
+        self._weights = weights
+        self._folder = folder
+        self.written = weights.move(folder)
+
+    @property
+    def path(self) -> str:
+        """What the server is told to load."""
+        return str(self._folder / self.written.folder.name)
 
     def write(self, version: int, weights: Weights) -> None:
-        """Raises `EngineError` for weights that are not the model's; they then change nothing."""
-        strange = sorted(self._shapes.keys() ^ weights.keys())
-        strange += [name for name in self._shapes.keys() & weights.keys() if self._shapes[name] != weights[name].shape]
-        if strange:
-            raise EngineError(f"the weights of version {version} do not fit: {strange[:4]}")
-        try:
-            self._manifest = write_weights(self._folder(version), version, weights, self._config)
-        except WeightsError as wrong:
-            raise EngineError(f"{wrong}. Set engine.http.folder to one that can be written") from wrong
+        """To disk: the link still leads to what it led to."""
+        self._weights.write(self._folder, version, weights)
 
-    def newest(self, base: int) -> Pushed:
-        """What was written last, for a server that counts versions from `base`."""
-        manifest = self._manifest
-        assert manifest is not None
-        folder = str(self._folder(manifest.version))
-        return Pushed(folder, base + manifest.version, self.label(manifest.version), manifest)
+    def move(self) -> None:
+        """To what was written last. From here on the server cannot load what the link led to before."""
+        self.written = self._weights.move(self._folder)
 
-    def forget_older(self) -> None:
-        """Nobody is to read them any more: an update to them that comes late fails."""
-        assert self._manifest is not None
-        newest = self._folder(self._manifest.version)
-        for folder in self._own.iterdir():
-            if folder != newest:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def remove(self) -> None:
-        shutil.rmtree(self._own, ignore_errors=True)
-
-    def _folder(self, version: int) -> Path:
-        return self._own / f"version-{version:06d}"
+    def close(self) -> None:
+        self._weights.remove(self._folder)

@@ -1,0 +1,24 @@
+"""Our own engine: continuous batching over any causal LM of transformers.
+
+The path of a request: `engine.TorchEngine` sends it as a command to a `worker` (on a thread, or in a process: `process`, and
+`remote` on a cluster), whose decode loop calls `batching.Batcher.step`. The batcher decides what is computed; a `runner.Runner`
+computes it:
+
+    cache    device  runner             operations of a layer            fused layers  decode step         chosen by
+    slots    CPU     slots.SlotRunner   transformers' own, our attention no            eager               default on a CPU
+    slots    GPU     slots.SlotRunner   transformers' own, our attention no            eager               cache = "slots"
+    pages    CPU     paged.PagedRunner  plain.PLAIN                      yes           eager               cache = "pages"
+    pages    GPU     paged.PagedRunner  kernels.KERNELS                  yes           graphs, one ahead   default on a GPU
+
+Each fast path has a plain twin, and a test that they agree:
+
+    fast path                                  plain twin                                     test
+    kernels.KERNELS (Triton)                   plain.PLAIN (torch)                            test_gpu_engine
+    fused.fuse (joined products, one norm)     the library's layers; compared at every start  test_paged
+    graphs.Graphs (replayed decode step)       the same step, launched kernel by kernel       test_paged, test_gpu_engine
+    paged.PagedRunner (pages, shared prefixes) slots.SlotRunner                               test_paged
+    slots.SlotRunner (continuous batching)     transformers, one request at a time            test_engine
+
+A model whose layers are not of a known family is run without fused layers, and one that cannot be captured without graphs.
+`sampling` draws a token from its request's own random number, so that it does not depend on the batch.
+"""

@@ -1,11 +1,10 @@
-"""Fewer and larger steps through the layers of known architectures: queries, keys and values are one product, gate and up are
-one, norms and activations are one kernel each.
+"""Fused layers: fewer and larger operations in the layers of known architectures. Queries, keys and values are one product,
+gate and up are one, norms and activations are one kernel each.
 
-The weights stay where the library's modules expect them, as views of the joined ones: whoever copies new weights into the
-model's parameters changes both. Modules that are not known, that somebody has wrapped (adapters), or that have a weight in
-common with another, stay as they are; and so do the products of a model with adapters, since copies of it share their weights.
-A copy of a joined model is the library's own again. Whether the result is still the model is not believed but checked
-(`engine.native.paged`).
+The weights stay where the library's modules expect them, as views of the joined ones: copying new weights into the model's
+parameters changes both. Modules that are not known, that are wrapped (adapters), or that share a weight with another, stay as
+they are; and so do the products of a model with adapters, since copies of it share their weights. A copy of a fused model has
+the library's own layers again. `engine.native.paged` checks that a fused model gives what the model gave before.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from millstream.engine.native import plain
-from millstream.engine.native.heads import Heads
+from millstream.engine.native.plain import PLAIN, Heads, Operations
 from millstream.model.attention import Rule
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3")
@@ -36,17 +34,17 @@ class FusedContext(Protocol):
         ...
 
 
-def operations(device: torch.device) -> ModuleType:
+def operations_for(device: torch.device) -> Operations:
     """Kernels on a GPU, their plain twins elsewhere."""
     if device.type != "cuda":
-        return plain
-    from millstream.engine.native import kernels
+        return PLAIN
+    from millstream.engine.native.kernels import KERNELS
 
-    return kernels
+    return KERNELS
 
 
 def fuse(model: nn.Module) -> int:
-    """In place; how many modules."""
+    """In place. Returns the number of fused modules."""
     makers = {"RMSNorm": _norm} if hasattr(model, "peft_config") else _MAKERS
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     fused = 0
@@ -57,18 +55,18 @@ def fuse(model: nn.Module) -> int:
             continue
         forward = make(module)
         if forward is not None:
-            module.forward = Joined(module, forward)
+            module.forward = FusedForward(module, forward)
             fused += 1
     return fused
 
 
 def unfuse(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), Joined):
+        if isinstance(module.__dict__.get("forward"), FusedForward):
             del module.__dict__["forward"]
 
 
-class Joined:
+class FusedForward:
     """A forward pass in place of the library's, over the weights of this very module: a copy of the module has its own weights,
     and the library's forward pass over them."""
 
@@ -86,11 +84,10 @@ class Joined:
 
 def _norm(module: Any) -> Callable[..., Tensor] | None:
     is_gemma, epsilon = _is_gemma(module), _epsilon(module)
-    rms_norm = operations(module.weight.device).rms_norm
+    rms_norm = operations_for(module.weight.device).rms_norm
 
     def forward(hidden_states: Tensor) -> Tensor:
-        out: Tensor = rms_norm(hidden_states, module.weight, epsilon, is_gemma=is_gemma)
-        return out
+        return rms_norm(hidden_states, module.weight, epsilon, is_gemma=is_gemma)
 
     return forward
 
@@ -108,8 +105,8 @@ def _mlp(module: Any) -> Callable[..., Tensor] | None:
     activation = ACTIVATIONS.get(type(module.act_fn).__name__)
     if activation is None or not _are_plain(*parts, module.down_proj):
         return None
-    weight, bias = _joined(parts)
-    gated = operations(weight.device).gated
+    weight, bias = _join_weights(parts)
+    gated = operations_for(weight.device).gated
 
     def forward(x: Tensor) -> Tensor:
         product = F.linear(x, weight, bias)
@@ -126,7 +123,7 @@ def _attention(module: Any) -> Callable[..., tuple[Tensor, None]] | None:
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     if not _are_plain(*parts, module.o_proj) or dim & (dim - 1) or (norms[0] is None) != (norms[1] is None):
         return None
-    weight, bias = _joined(parts)
+    weight, bias = _join_weights(parts)
     heads = Heads(
         num=parts[0].out_features // dim,
         num_keys=parts[1].out_features // dim,
@@ -159,11 +156,13 @@ def _are_plain(*modules: nn.Module) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+def _join_weights(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """One tensor of all weights, and of all biases, of which the modules' own are views from now on."""
     weight = torch.cat([part.weight for part in parts])
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-    if weight.is_cuda:  # what is let go below may be another stream's, which must not take it before it has been read
+    if (
+        weight.is_cuda
+    ):  # what is freed below may be used by another stream: it must not be reused before it has been read
         for old in (tensor for part in parts for tensor in (part.weight, part.bias) if tensor is not None):
             old.data.record_stream(torch.cuda.current_stream(weight.device))
     at = 0

@@ -1,10 +1,10 @@
-"""Captured decode steps: one graph for each size of the batch, made when that size first comes, all in one pool of memory.
+"""CUDA graphs of decode steps: one graph for each size of the batch, made at the first batch of that size, all in one pool.
 
-Whatever a graph reads stands in memory that does not move: a batch is put there and the graph is replayed.
+All that a graph reads is in memory that does not move: a batch is copied there and the graph is replayed.
 
-Not every model can be captured: one that looks at its own numbers to decide what to do next (some mixtures of experts) makes
-the host wait within a step. A capture that fails leaves torch's allocator and its random numbers in the state of a capture, so
-this is found out before: the first step is watched. Such a model is launched kernel by kernel, with one warning.
+Not every model can be captured: one whose control flow depends on its own numbers (some mixtures of experts) makes the host
+wait within a step. A failed capture leaves torch's allocator and its random numbers in the state of a capture, so this is found
+out before: the operations of the first step are checked. Such a model is launched kernel by kernel, with one warning.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torch.utils._pytree import tree_leaves
 logger = logging.getLogger(__name__)
 Restrictions = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, Tensor]
-Step = Callable[[int, Restrictions | None], Outputs]
+DecodeStep = Callable[[int, Restrictions | None], Outputs]
 Rehearse = Callable[[int], AbstractContextManager[None]]
-HOSTS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-"""What torch says of an operation whose result the host must see before it can go on."""
+# torch's tags of an operation whose result the host must read before it can continue
+HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-def size_for(num: int, most: int) -> int:
-    """The smallest size of a graph with room for so many: 1, 2, 4, 8, then in steps of about an eighth."""
+def size_for(num: int, max_size: int) -> int:
+    """The smallest size of a graph with room for `num` rows: 1, 2, 4, 8, then in steps of about an eighth."""
     if num <= 8:
         size = 1 << (num - 1).bit_length()
     else:
         step = max(8, (1 << (num - 1).bit_length()) // 16)
         size = -(-num // step) * step
-    return min(size, most)
+    return min(size, max_size)
 
 
 class Recorder(Protocol):
     def record(self, step: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """How to do this step again, and where its outputs then are. Raises `RuntimeError` if that cannot be done, and leaves
-        everything as it was."""
+        """A function that repeats this step, and the tensors of its outputs. Raises `RuntimeError` if it cannot be recorded,
+        and leaves everything as it was."""
         ...
 
 
@@ -51,9 +51,9 @@ class Graphs:
         self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], Restrictions | None, Outputs]] = {}
         self._is_given_up = False
 
-    def replay(self, size: int, rehearse: Rehearse, step: Step, restrictions: Restrictions | None) -> Outputs:
-        """What `step` returned when its graph was made, and holds what this replay computed. Without a graph: what it returns
-        now."""
+    def replay(self, size: int, rehearse: Rehearse, step: DecodeStep, restrictions: Restrictions | None) -> Outputs:
+        """The outputs that `step` returned when its graph was made, with the values of this replay. Without a graph: those that
+        it returns now."""
         key = (size, restrictions is not None)
         if key not in self._graphs and not self._is_given_up:
             self._capture(size, rehearse, step, restrictions)
@@ -66,7 +66,7 @@ class Graphs:
         again()
         return outputs
 
-    def _capture(self, size: int, rehearse: Rehearse, step: Step, restrictions: Restrictions | None) -> None:
+    def _capture(self, size: int, rehearse: Rehearse, step: DecodeStep, restrictions: Restrictions | None) -> None:
         own = None if restrictions is None else (restrictions[0].clone(), restrictions[1].clone())
         with rehearse(size):
             if self._graphs:
@@ -87,7 +87,8 @@ class Graphs:
 
 
 class CudaRecorder:
-    """Of what is launched on this stream, by a thread for which it is the current one. Others may use the device meanwhile."""
+    """Records what is launched on this stream, by a thread for which it is the current one. Other streams may use the device
+    meanwhile."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -100,35 +101,35 @@ class CudaRecorder:
         try:
             outputs = step()
             graph.capture_end()
-        except BaseException:  # whatever it is: a capture that was left open would spoil all later ones
+        except BaseException:  # any error: an open capture would break all later ones
             self._abandon(graph)
             raise
         return graph.replay, outputs
 
     def _abandon(self, graph: Any) -> None:
-        """torch ends a failed capture on the stream, and no more than that: its allocator would keep for ever what other
-        streams have used, and its generator refuse to draw."""
+        """torch ends a failed capture on the stream only: its allocator would never free what other streams have used, and its
+        generator would refuse to draw."""
         device = self._stream.device_index
         generator = torch.cuda.default_generators[device]
-        for mend in (
+        for clean_up in (
             graph.capture_end,
             lambda: torch._C._cuda_endAllocateToPool(device, self._pool),
             lambda: generator.graphsafe_set_state(generator.clone_state()),
         ):
-            with suppress(RuntimeError):  # it was in order already; or, of the first, that the capture has failed
-                mend()
+            with suppress(RuntimeError):  # there was nothing to clean up; or, of the first, that the capture has failed
+                clean_up()
 
 
 def obstacle_in(step: Callable[[], Any]) -> str | None:
-    """Do it, and say by name the first operation that no graph can hold; None: there is none."""
-    watch = _Watch()
-    with watch:
+    """Run it. Returns the name of the first operation that no graph can hold; None: there is none."""
+    recording = _ObstacleMode()
+    with recording:
         step()
-    return watch.found
+    return recording.found
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Of this thread alone."""
+class _ObstacleMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks for obstacles in the operations of this thread."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,7 +137,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        with self:  # an operation that is made of others is seen as these
+        with self:  # an operation that is made of others is checked as these
             out = func.decompose(*args, **options)
         if out is NotImplemented:
             out = func(*args, **options)
@@ -150,7 +151,7 @@ def _is_obstacle(func: Any, args: Any, options: Any, out: Any) -> bool:
         return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
     if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
         return len({tensor.device.type for tensor in _tensors((args, options, out))}) > 1
-    return any(tag in func.tags for tag in HOSTS)
+    return any(tag in func.tags for tag in HOST_TAGS)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -1,6 +1,7 @@
-"""Triton kernels of the engine, each with a plain twin in `engine.native.plain`. Imported only where there is a GPU.
+"""The operations of a forward pass over pages as Triton kernels (`KERNELS`). Imported only where there is a GPU.
 
-All of them read the slot and the position of a token from memory, so that a captured graph serves any batch of its size.
+Each has a plain twin in `engine.native.plain`. All of them read the slot and the position of a token from memory, so that a
+captured graph serves any batch of its size.
 """
 # mypy: ignore-errors
 
@@ -11,13 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millstream.engine.native.heads import Heads, Pages
+from millstream.engine.native.plain import Heads, Pages
 from millstream.model.attention import Rule
 
-TILE = 64
-"""Tokens whose scores a program of the attention computes at a time."""
-PROGRAMS = 512
-"""With fewer programs than this the device is not full, and requests are split."""
+TILE = 64  # tokens whose scores a program of the attention computes at a time
+PROGRAMS = 512  # with fewer programs than this the device is not full, and requests are split
 MAX_SPLITS = 32
 VOCABULARY_TILE = 4096
 
@@ -90,33 +89,6 @@ def _join_splits(PART, MAX, SUM, OUT, D: tl.constexpr, DP: tl.constexpr, SPLITS:
     tl.store(OUT + row * D + d, (tl.sum(parts * weight[:, None], 0) / total).to(OUT.dtype.element_ty), mask=d < D)
 
 
-def decode_attention(query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
-    """Heads of any dimension: what is missing to a power of two is masked."""
-    num, heads, dim = query_NHD.shape
-    key_heads, size = pages.keys.shape[1], pages.keys.shape[2]
-    group = heads // key_heads
-    splits = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(PROGRAMS, num * key_heads)))
-    padded = max(16, triton.next_power_of_2(dim))
-    query_NHD = query_NHD.contiguous()
-    out = torch.empty_like(query_NHD)
-    parts, tops, sums = out, out, out
-    if splits > 1:
-        parts = torch.empty(num * heads * splits, dim, dtype=torch.float32, device=out.device)
-        tops, sums = torch.empty(2, num * heads * splits, dtype=torch.float32, device=out.device)
-    _decode[(num, key_heads, splits)](
-        query_NHD, pages.keys, pages.values, out, parts, tops, sums, pages.table, pages.slots_N, pages.positions_N,
-        dim**-0.5 if rule.scaling is None else rule.scaling, rule.softcap or 1.0, rule.window or 0,
-        pages.table.stride(0), pages.keys.stride(0),
-        H=heads, KH=key_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded,
-        S=size, T=TILE, SPLITS=splits,
-        HAS_WINDOW=rule.window is not None, HAS_CAP=rule.softcap is not None,
-        PRECISION="ieee" if query_NHD.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
-    )  # fmt: skip
-    if splits > 1:
-        _join_splits[(num * heads,)](parts, tops, sums, out, D=dim, DP=padded, SPLITS=splits, num_warps=1)
-    return out
-
-
 @triton.jit
 def _rotate_and_write(
     QKV, COS, SIN, QNORM, KNORM, Q, K, V, TABLE, SLOTS, POSITIONS, epsilon, qkv_stride, table_stride, page_stride,
@@ -153,20 +125,6 @@ def _rotate_and_write(
     tl.store(V + place + ((h - H - KH) * S * D)[:, None], raw, mask=is_value[:, None])
 
 
-def rotate_and_write(qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages) -> Tensor:
-    query = torch.empty(len(qkv_NE), heads.num, heads.dim, dtype=qkv_NE.dtype, device=qkv_NE.device)
-    has_norm = heads.query_norm is not None
-    padded = triton.next_power_of_2(heads.num + 2 * heads.num_keys)
-    _rotate_and_write[(len(qkv_NE),)](
-        qkv_NE, cos_ND, sin_ND, heads.query_norm if has_norm else cos_ND, heads.key_norm if has_norm else cos_ND, query,
-        pages.keys, pages.values, pages.table, pages.slots_N, pages.positions_N,
-        heads.epsilon, qkv_NE.stride(0), pages.table.stride(0), pages.keys.stride(0),
-        H=heads.num, KH=heads.num_keys, HP=padded, D=heads.dim, S=pages.keys.shape[2],
-        HAS_NORM=has_norm, IS_GEMMA=heads.is_gemma, num_warps=4 if padded * heads.dim <= 4096 else 8,
-    )  # fmt: skip
-    return query
-
-
 @triton.jit
 def _write(KEY, VALUE, K, V, TABLE, SLOTS, POSITIONS, table_stride, page_stride, E: tl.constexpr, EP: tl.constexpr,
            D: tl.constexpr, S: tl.constexpr):  # fmt: skip
@@ -177,15 +135,6 @@ def _write(KEY, VALUE, K, V, TABLE, SLOTS, POSITIONS, table_stride, page_stride,
     place = page * page_stride + (e // D) * S * D + (position % S) * D + e % D
     tl.store(K + place, tl.load(KEY + n * E + e, mask=e < E), mask=e < E)
     tl.store(V + place, tl.load(VALUE + n * E + e, mask=e < E), mask=e < E)
-
-
-def write(key_NKD: Tensor, value_NKD: Tensor, pages: Pages) -> None:
-    num, heads, dim = key_NKD.shape
-    _write[(num,)](
-        key_NKD.contiguous(), value_NKD.contiguous(), pages.keys, pages.values, pages.table, pages.slots_N, pages.positions_N,
-        pages.table.stride(0), pages.keys.stride(0),
-        E=heads * dim, EP=triton.next_power_of_2(heads * dim), D=dim, S=pages.keys.shape[2],
-    )  # fmt: skip
 
 
 @triton.jit
@@ -200,16 +149,6 @@ def _rms_norm(X, W, Y, epsilon, E: tl.constexpr, EP: tl.constexpr, IS_GEMMA: tl.
     tl.store(Y + n * E + e, y.to(raw.dtype), mask=e < E)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, is_gemma: bool) -> Tensor:
-    x = x.contiguous()
-    y, size = torch.empty_like(x), x.shape[-1]
-    padded = triton.next_power_of_2(size)
-    _rms_norm[(x.numel() // size,)](
-        x, weight, y, epsilon, E=size, EP=padded, IS_GEMMA=is_gemma, num_warps=min(16, max(1, padded // 512))
-    )
-    return y
-
-
 @triton.jit
 def _gated(X, Y, E, IS_SILU: tl.constexpr, B: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
@@ -220,13 +159,6 @@ def _gated(X, Y, E, IS_SILU: tl.constexpr, B: tl.constexpr):
     steep = g if IS_SILU else 1.5957691216057308 * (g + 0.044715 * g * g * g)
     g = g * tl.sigmoid(steep)
     tl.store(Y + n * E + e, (g.to(gate.dtype).to(tl.float32) * up).to(gate.dtype), mask=e < E)
-
-
-def gated(gate_up_NE: Tensor, activation: str) -> Tensor:
-    num, size = len(gate_up_NE), gate_up_NE.shape[-1] // 2
-    out = torch.empty(num, size, dtype=gate_up_NE.dtype, device=gate_up_NE.device)
-    _gated[(num, triton.cdiv(size, 1024))](gate_up_NE, out, size, IS_SILU=activation == "silu", B=1024, num_warps=4)
-    return out
 
 
 @triton.jit
@@ -265,12 +197,80 @@ def _sample(X, U, TEMPERATURES, TOKENS, LOGPROBS, stride, V, B: tl.constexpr):
     tl.store(LOGPROBS + row, value - top - tl.log(total))
 
 
-def sample(logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
-    num, size = logits_RV.shape
-    tokens = torch.empty(num, dtype=torch.int64, device=logits_RV.device)
-    logprobs = torch.empty(num, dtype=torch.float32, device=logits_RV.device)
-    tile = min(VOCABULARY_TILE, triton.next_power_of_2(size))
-    _sample[(num,)](
-        logits_RV, uniforms_R, temperatures_R, tokens, logprobs, logits_RV.stride(0), size, B=tile, num_warps=8
-    )
-    return tokens, logprobs
+class KernelOperations:
+    """See `engine.native.plain.Operations`."""
+
+    def write(self, key_NKD: Tensor, value_NKD: Tensor, pages: Pages) -> None:
+        num, heads, dim = key_NKD.shape
+        _write[(num,)](
+            key_NKD.contiguous(), value_NKD.contiguous(), pages.keys, pages.values,
+            pages.table, pages.slots_N, pages.positions_N, pages.table.stride(0), pages.keys.stride(0),
+            E=heads * dim, EP=triton.next_power_of_2(heads * dim), D=dim, S=pages.keys.shape[2],
+        )  # fmt: skip
+
+    def rotate_and_write(self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages) -> Tensor:
+        query = torch.empty(len(qkv_NE), heads.num, heads.dim, dtype=qkv_NE.dtype, device=qkv_NE.device)
+        has_norm = heads.query_norm is not None
+        padded = triton.next_power_of_2(heads.num + 2 * heads.num_keys)
+        _rotate_and_write[(len(qkv_NE),)](
+            qkv_NE, cos_ND, sin_ND, heads.query_norm if has_norm else cos_ND, heads.key_norm if has_norm else cos_ND, query,
+            pages.keys, pages.values, pages.table, pages.slots_N, pages.positions_N,
+            heads.epsilon, qkv_NE.stride(0), pages.table.stride(0), pages.keys.stride(0),
+            H=heads.num, KH=heads.num_keys, HP=padded, D=heads.dim, S=pages.keys.shape[2],
+            HAS_NORM=has_norm, IS_GEMMA=heads.is_gemma, num_warps=4 if padded * heads.dim <= 4096 else 8,
+        )  # fmt: skip
+        return query
+
+    def decode_attention(self, query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
+        """Heads of any dimension: what is missing to a power of two is masked."""
+        num, heads, dim = query_NHD.shape
+        key_heads, size = pages.keys.shape[1], pages.keys.shape[2]
+        group = heads // key_heads
+        splits = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(PROGRAMS, num * key_heads)))
+        padded = max(16, triton.next_power_of_2(dim))
+        query_NHD = query_NHD.contiguous()
+        out = torch.empty_like(query_NHD)
+        parts, tops, sums = out, out, out
+        if splits > 1:
+            parts = torch.empty(num * heads * splits, dim, dtype=torch.float32, device=out.device)
+            tops, sums = torch.empty(2, num * heads * splits, dtype=torch.float32, device=out.device)
+        _decode[(num, key_heads, splits)](
+            query_NHD, pages.keys, pages.values, out, parts, tops, sums, pages.table, pages.slots_N, pages.positions_N,
+            dim**-0.5 if rule.scaling is None else rule.scaling, rule.softcap or 1.0, rule.window or 0,
+            pages.table.stride(0), pages.keys.stride(0),
+            H=heads, KH=key_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded,
+            S=size, T=TILE, SPLITS=splits,
+            HAS_WINDOW=rule.window is not None, HAS_CAP=rule.softcap is not None,
+            PRECISION="ieee" if query_NHD.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        )  # fmt: skip
+        if splits > 1:
+            _join_splits[(num * heads,)](parts, tops, sums, out, D=dim, DP=padded, SPLITS=splits, num_warps=1)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, *, is_gemma: bool) -> Tensor:
+        x = x.contiguous()
+        y, size = torch.empty_like(x), x.shape[-1]
+        padded = triton.next_power_of_2(size)
+        _rms_norm[(x.numel() // size,)](
+            x, weight, y, epsilon, E=size, EP=padded, IS_GEMMA=is_gemma, num_warps=min(16, max(1, padded // 512))
+        )
+        return y
+
+    def gated(self, gate_up_NE: Tensor, activation: str) -> Tensor:
+        num, size = len(gate_up_NE), gate_up_NE.shape[-1] // 2
+        out = torch.empty(num, size, dtype=gate_up_NE.dtype, device=gate_up_NE.device)
+        _gated[(num, triton.cdiv(size, 1024))](gate_up_NE, out, size, IS_SILU=activation == "silu", B=1024, num_warps=4)
+        return out
+
+    def sample(self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
+        num, size = logits_RV.shape
+        tokens = torch.empty(num, dtype=torch.int64, device=logits_RV.device)
+        logprobs = torch.empty(num, dtype=torch.float32, device=logits_RV.device)
+        tile = min(VOCABULARY_TILE, triton.next_power_of_2(size))
+        _sample[(num,)](
+            logits_RV, uniforms_R, temperatures_R, tokens, logprobs, logits_RV.stride(0), size, B=tile, num_warps=8
+        )
+        return tokens, logprobs
+
+
+KERNELS = KernelOperations()

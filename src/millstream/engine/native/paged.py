@@ -1,8 +1,9 @@
-"""The cache of a GPU: a pool of pages that requests share, a decode step that is one captured graph, prompts in packed chunks.
+"""The paged runner, for a GPU: a pool of pages that requests share, a decode step that is one captured graph, prompts in packed
+chunks.
 
-Every request in flight has a slot: a row of the table that says where its pages are, and the newest token, which stays on the
-device. So a decode step needs from the host only who takes part and where each one stands, both known before the tokens of the
-step before are: the host is one step ahead of what it has seen.
+Every request in flight has a slot: a row of the page table, and its newest token, which stays on the device. So a decode step
+needs from the host only the slots that take part and the position of each, both known before the tokens of the previous step
+are: the host is one step ahead.
 
 The same code runs on a CPU, without graphs and with the plain twins of the kernels (`engine.native.plain`).
 
@@ -23,9 +24,8 @@ from transformers import PreTrainedModel
 
 from millstream.engine import EngineConfig
 from millstream.engine.native import fused
-from millstream.engine.native.blocks import START, Blocks
 from millstream.engine.native.graphs import CudaRecorder, Graphs, size_for
-from millstream.engine.native.passes import DecodePass, Pools, PrefillPass, Probe
+from millstream.engine.native.pages import START, DecodePass, PageAllocator, PagePools, PrefillPass, ShapeProbe
 from millstream.engine.native.runner import Chunk, Drawn, Runner
 from millstream.engine.native.sampling import is_restricted, restrict, uniforms
 from millstream.engine.native.sequence import TokenSequence
@@ -36,22 +36,20 @@ from millstream.model.load import context_length
 from millstream.types import Sampling
 
 logger = logging.getLogger(__name__)
-PAGE = 32
-"""Tokens in a page."""
+PAGE_TOKENS = 32
 CPU_GB = 1.0
-SHARE = 1 / 3
-"""Of what is free on a GPU."""
+GPU_SHARE = 1 / 3  # of what is free
 JOIN_EVERY = 8
 BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
 class PagedRunner:
-    """See `millstream.engine.native.runner.Runner`. The model is its own from here on: it is changed to take joined steps."""
+    """See `millstream.engine.native.runner.Runner`. The model is its own from here on: its layers are fused."""
 
     can_chunk = True
 
     def __init__(
-        self, model: PreTrainedModel, num_slots: int, *, cache_gb: float | None = None, page: int = PAGE
+        self, model: PreTrainedModel, num_slots: int, *, cache_gb: float | None = None, page: int = PAGE_TOKENS
     ) -> None:
         self._model = model
         self._num_slots = num_slots
@@ -73,88 +71,88 @@ class PagedRunner:
         self.max_length: int | None = fits if longest is None else min(longest, fits)
         width = -(-self.max_length // page)
         num_pages = min(num_pages, 1 + num_slots * width)
-        self._blocks = Blocks(num_pages, self._page)
-        self._pools = Pools(
+        self._allocator = PageAllocator(num_pages, self._page)
+        self._pools = PagePools(
             shapes, num_pages, self._page, num_slots, -(-self.max_length // self._page), model.dtype, self._device
         )
         self._last = torch.zeros(num_slots + 1, dtype=torch.int64, device=self._device)
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._moves: list[tuple[int, int, int]] = []
-        """Entries of the table that have changed since the last launch: slot, place, block."""
-        self._words = torch.zeros(4, num_slots + 1, dtype=torch.int32, device=self._device)
+        # Entries of the table that have changed since the last launch: slot, index, page.
+        self._table_changes: list[tuple[int, int, int]] = []
+        self._inputs = torch.zeros(4, num_slots + 1, dtype=torch.int32, device=self._device)
         self._graphs = None if self._stream is None else Graphs(CudaRecorder(self._stream))
         self._swaps: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self.num_prefilled = 0
-        """Tokens of prompts that were computed, and not found."""
-        self._sample = fused.operations(self._device).sample
-        if self._stream is not None:  # what was made above, and the model itself, may still be on its way
+        self.num_prefilled = 0  # tokens of prompts that were computed, and not found
+        self._sample = fused.operations_for(self._device).sample
+        if self._stream is not None:  # tensors made above, and the model itself, may still be in another stream
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.inference_mode(), self.working():
             _fuse_if_same(model, self._pools)
 
     @property
     def cache_used(self) -> float:
-        """What is only kept for those who may come does not count."""
-        return 1 - self._blocks.num_free / self._blocks.num_blocks
+        """Without pages that are only kept for later requests."""
+        return 1 - self._allocator.num_free / self._allocator.num_pages
 
     # ---- room ----------------------------------------------------------------------------------------------------------
 
-    def begin(self, flight: TokenSequence) -> bool:
-        """If all of it fits and every request that runs could still get a page."""
-        sequence = flight.sequence
-        shared, chain = self._blocks.match(sequence)
-        count = -(-len(sequence) // self._page) - len(shared)
+    def begin(self, sequence: TokenSequence) -> bool:
+        """If all of it fits and every running request could still get a page."""
+        tokens = sequence.all_tokens
+        shared, last_number = self._allocator.match(tokens)
+        count = -(-len(tokens) // self._page) - len(shared)
         num_running = self._num_slots - len(self._free_slots)
-        taken = self._blocks.take(count) if count + num_running <= self._blocks.num_free else None
+        taken = self._allocator.take(count) if count + num_running <= self._allocator.num_free else None
         if taken is None:
-            self._blocks.give_back(shared)
+            self._allocator.release(shared)
             return False
-        flight.slot = self._free_slots.pop()
-        flight.blocks = [*shared, *taken]
-        flight.num_computed = len(shared) * self._page
-        flight.num_indexed = len(shared)
-        flight.chain = chain
-        self._moves += [(flight.slot, place, block) for place, block in enumerate(flight.blocks)]
+        sequence.slot = self._free_slots.pop()
+        sequence.pages = [*shared, *taken]
+        sequence.num_computed = len(shared) * self._page
+        sequence.num_named = len(shared)
+        sequence.last_page_number = last_number
+        self._table_changes += [(sequence.slot, index, page) for index, page in enumerate(sequence.pages)]
         return True
 
-    def will_compute(self, flight: TokenSequence, end: int) -> None:
-        """Others that begin in the same step find these pages: they are written, layer by layer, before anybody reads them."""
-        if not flight.is_mixed:
-            sequence = flight.sequence
-            for place in range(flight.num_indexed, min(end, len(sequence)) // self._page):
-                tokens = sequence[place * self._page : (place + 1) * self._page]
-                flight.chain = self._blocks.name(flight.blocks[place], flight.chain, tokens)
-                flight.num_indexed = place + 1
+    def will_compute(self, sequence: TokenSequence, end: int) -> None:
+        """Requests that start in the same step find these pages: each layer writes them before any request reads them."""
+        if not sequence.is_mixed:
+            tokens = sequence.all_tokens
+            for index in range(sequence.num_named, min(end, len(tokens)) // self._page):
+                part = tokens[index * self._page : (index + 1) * self._page]
+                number = self._allocator.name(sequence.pages[index], sequence.last_page_number, part)
+                sequence.last_page_number = number
+                sequence.num_named = index + 1
 
-    def grow(self, flights: Sequence[TokenSequence]) -> bool:
-        full = [flight for flight in flights if flight.num_computed == len(flight.blocks) * self._page]
-        taken = self._blocks.take(len(full))
+    def grow(self, sequences: Sequence[TokenSequence]) -> bool:
+        full = [sequence for sequence in sequences if sequence.num_computed == len(sequence.pages) * self._page]
+        taken = self._allocator.take(len(full))
         if taken is None:
             return False
-        for flight, block in zip(full, taken, strict=True):
-            self._moves.append((flight.slot, len(flight.blocks), block))
-            flight.blocks.append(block)
+        for sequence, page in zip(full, taken, strict=True):
+            self._table_changes.append((sequence.slot, len(sequence.pages), page))
+            sequence.pages.append(page)
         return True
 
     def leave(self, running: list[TokenSequence], leaving: set[int]) -> list[TokenSequence]:
-        for place in leaving:
-            flight = running[place]
-            self.will_compute(flight, flight.num_computed)
-            self._blocks.give_back(flight.blocks)
-            self._free_slots.append(flight.slot)
-            flight.blocks = []
-            flight.slot = -1
-            flight.chain = START
-        return [flight for place, flight in enumerate(running) if place not in leaving]
+        for index in leaving:
+            sequence = running[index]
+            self.will_compute(sequence, sequence.num_computed)
+            self._allocator.release(sequence.pages)
+            self._free_slots.append(sequence.slot)
+            sequence.pages = []
+            sequence.slot = -1
+            sequence.last_page_number = START
+        return [sequence for index, sequence in enumerate(running) if index not in leaving]
 
     def forget(self) -> None:
-        self._blocks.forget()
+        self._allocator.forget()
 
     # ---- weights -------------------------------------------------------------------------------------------------------
 
     @property
     def swap_s(self) -> float | None:
-        """Of the last swap, as the device saw it. None: ask the clock."""
+        """Of the last swap, as measured on the device. None: on a CPU."""
         if self._swaps is None:
             return None
         began, ended = self._swaps
@@ -184,54 +182,54 @@ class PagedRunner:
         if chunks:
             parts.append(self._prefill(chunks))
         tokens, logprobs = (torch.cat(some) if len(some) > 1 else some[0] for some in zip(*parts, strict=True))
-        return _on_its_way(tokens, logprobs) if self._is_gpu else lambda: (tokens.tolist(), logprobs.tolist())
+        return _copy_to_host(tokens, logprobs) if self._is_gpu else lambda: (tokens.tolist(), logprobs.tolist())
 
     def _update_table(self) -> None:
-        if self._moves:
-            slots, places, blocks = on_device(np.array(self._moves, np.int64).T.copy(), self._device)
-            self._pools.table.index_put_((slots, places), blocks.int())
-            self._moves.clear()
+        if self._table_changes:
+            slots, indices, pages = on_device(np.array(self._table_changes, np.int64).T.copy(), self._device)
+            self._pools.table.index_put_((slots, indices), pages.int())
+            self._table_changes.clear()
 
-    def _decode(self, flights: Sequence[TokenSequence]) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities [R], which are good until the next call."""
-        num = len(flights)
+    def _decode(self, sequences: Sequence[TokenSequence]) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities [R], valid until the next call."""
+        num = len(sequences)
         size = size_for(num, self._num_slots) if self._graphs is not None else num
-        words = np.zeros((4, size), np.int32)
-        words[0, num:] = self._num_slots
-        words[0, :num] = [flight.slot for flight in flights]
-        words[1, :num] = [flight.num_computed for flight in flights]
-        numbers, temperatures = words[2:].view(np.float32)
-        numbers[:num] = _uniforms(flights)
-        temperatures[:num] = [flight.request.sampling.temperature for flight in flights]
-        restrictions = _restrictions([flight.request.sampling for flight in flights], size, self._device)
-        given = torch.from_numpy(words)
-        self._words[:, :size].copy_(given.pin_memory() if self._is_gpu else given, non_blocking=True)
+        inputs = np.zeros((4, size), np.int32)
+        inputs[0, num:] = self._num_slots
+        inputs[0, :num] = [sequence.slot for sequence in sequences]
+        inputs[1, :num] = [sequence.num_computed for sequence in sequences]
+        numbers, temperatures = inputs[2:].view(np.float32)
+        numbers[:num] = _uniforms(sequences)
+        temperatures[:num] = [sequence.request.sampling.temperature for sequence in sequences]
+        restrictions = _restrictions([sequence.request.sampling for sequence in sequences], size, self._device)
+        given = torch.from_numpy(inputs)
+        self._inputs[:, :size].copy_(given.pin_memory() if self._is_gpu else given, non_blocking=True)
         if self._graphs is None:
-            tokens, logprobs = self._decode_words(size, restrictions)
+            tokens, logprobs = self._decode_inputs(size, restrictions)
         else:
-            tokens, logprobs = self._graphs.replay(size, self._rehearse, self._decode_words, restrictions)
+            tokens, logprobs = self._graphs.replay(size, self._rehearse, self._decode_inputs, restrictions)
         return tokens[:num], logprobs[:num]
 
     @contextmanager
     def _rehearse(self, size: int) -> Iterator[None]:
-        """While a graph is made, every row is the slot that is nobody's."""
-        words = self._words[:, :size].clone()
-        self._words[:, :size] = 0
-        self._words[0, :size] = self._num_slots
+        """While a graph is made, every row is the slot that belongs to no request."""
+        saved = self._inputs[:, :size].clone()
+        self._inputs[:, :size] = 0
+        self._inputs[0, :size] = self._num_slots
         try:
             yield
         finally:
-            self._words[:, :size] = words
+            self._inputs[:, :size] = saved
 
-    def _decode_words(self, size: int, restrictions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        slots, positions = self._words[0, :size], self._words[1, :size]
+    def _decode_inputs(self, size: int, restrictions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        slots, positions = self._inputs[0, :size], self._inputs[1, :size]
         out = self._model(
             input_ids=self._last[slots.long()][None],
             position_ids=positions[None],
             use_cache=False,
             context=DecodePass(self._pools, slots, positions),
         )
-        numbers, temperatures = self._words[2:, :size].view(torch.float32)
+        numbers, temperatures = self._inputs[2:, :size].view(torch.float32)
         return self._draw(out.logits[0], slots.long(), numbers, temperatures, restrictions)
 
     def _draw(
@@ -251,12 +249,12 @@ class PagedRunner:
         return tokens, logprobs
 
     def _prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-        """Of those chunks that are a request's last."""
-        tokens = [token for chunk in chunks for token in chunk.flight.sequence[chunk.begin : chunk.end]]
+        """Tokens and log-probabilities of those chunks that are a request's last."""
+        tokens = [token for chunk in chunks for token in chunk.sequence.all_tokens[chunk.begin : chunk.end]]
         self.num_prefilled += len(tokens)
-        context = PrefillPass(self._pools, [(chunk.flight.slot, chunk.begin, chunk.end) for chunk in chunks])
+        context = PrefillPass(self._pools, [(chunk.sequence.slot, chunk.begin, chunk.end) for chunk in chunks])
         ends = np.cumsum([chunk.end - chunk.begin for chunk in chunks])
-        last = [place for place, chunk in enumerate(chunks) if chunk.is_last]
+        last = [index for index, chunk in enumerate(chunks) if chunk.is_last]
         out = self._model(
             input_ids=on_device(np.array(tokens, np.int64)[None], self._device),
             position_ids=context.positions_N[None],
@@ -264,15 +262,15 @@ class PagedRunner:
             context=context,
             logits_to_keep=on_device(ends[last] - 1, self._device),
         )
-        flights = [chunks[place].flight for place in last]
-        if not flights:
+        sequences = [chunks[index].sequence for index in last]
+        if not sequences:
             nothing = torch.zeros(0, device=self._device)
             return nothing.long(), nothing
-        samplings = [flight.request.sampling for flight in flights]
-        numbers = np.array([_uniforms(flights), [one.temperature for one in samplings]], np.float32)
+        samplings = [sequence.request.sampling for sequence in sequences]
+        numbers = np.array([_uniforms(sequences), [one.temperature for one in samplings]], np.float32)
         uniforms_R, temperatures_R = on_device(numbers, self._device)
-        slots_R = on_device(np.array([flight.slot for flight in flights], np.int64), self._device)
-        restrictions = _restrictions(samplings, len(flights), self._device)
+        slots_R = on_device(np.array([sequence.slot for sequence in sequences], np.int64), self._device)
+        restrictions = _restrictions(samplings, len(sequences), self._device)
         return self._draw(out.logits[0], slots_R, uniforms_R, temperatures_R, restrictions)
 
 
@@ -283,9 +281,9 @@ def make_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     return PagedRunner(model, config.slots, cache_gb=config.cache_gb)
 
 
-def _uniforms(flights: Sequence[TokenSequence]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    positions = [flight.request.num_sampled + flight.num_launched for flight in flights]
-    return np.minimum(uniforms([flight.request.seed for flight in flights], positions), BELOW_ONE)
+def _uniforms(sequences: Sequence[TokenSequence]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    positions = [sequence.request.num_sampled + sequence.num_launched for sequence in sequences]
+    return np.minimum(uniforms([sequence.request.seed for sequence in sequences], positions), BELOW_ONE)
 
 
 def _restrictions(samplings: Sequence[Sampling], size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
@@ -298,17 +296,17 @@ def _restrictions(samplings: Sequence[Sampling], size: int, device: torch.device
     return on_device(top_k, device), on_device(top_p, device)
 
 
-def _on_its_way(tokens: Tensor, logprobs: Tensor) -> Drawn:
-    """To the host, behind what the device has to do before; whoever asks waits for it."""
+def _copy_to_host(tokens: Tensor, logprobs: Tensor) -> Drawn:
+    """After what the device has to do before; the returned function waits for it."""
     both = torch.stack([tokens.double(), logprobs.double()])
-    there = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
-    there.copy_(both, non_blocking=True)
+    on_host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+    on_host.copy_(both, non_blocking=True)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
 
     def drawn() -> tuple[list[int], list[float]]:
         arrived.synchronize()
-        return there[0].long().tolist(), there[1].tolist()
+        return on_host[0].long().tolist(), on_host[1].tolist()
 
     return drawn
 
@@ -316,22 +314,22 @@ def _on_its_way(tokens: Tensor, logprobs: Tensor) -> Drawn:
 def _cache_bytes(device: torch.device, cache_gb: float | None) -> float:
     if cache_gb is not None:
         return cache_gb * 1e9
-    return torch.cuda.mem_get_info(device)[0] * SHARE if device.type == "cuda" else CPU_GB * 1e9
+    return torch.cuda.mem_get_info(device)[0] * GPU_SHARE if device.type == "cuda" else CPU_GB * 1e9
 
 
 def _shapes(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
-    """Layer -> key/value heads and head dimension, as they show in a forward pass: nothing is assumed of the architecture."""
-    probe = Probe()
-    fused.unfuse(model)  # another runner may have had it
+    """Layer -> key/value heads and head dimension, as seen in a forward pass: nothing is assumed of the architecture."""
+    probe = ShapeProbe()
+    fused.unfuse(model)  # it may come from another runner
     with torch.inference_mode():
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False, context=probe)
     probe.check(model)
     return probe.shapes
 
 
-def _fuse_if_same(model: PreTrainedModel, pools: Pools) -> None:
-    """Larger steps through the model, if they give what the model's own give. Nobody has a page yet: the slot that is nobody's
-    borrows some."""
+def _fuse_if_same(model: PreTrainedModel, pools: PagePools) -> None:
+    """Fuse the model's layers, if that gives what the model's own give. No request has a page yet: the slot without a
+    request borrows some."""
     count = min(24, (pools.num_pages - 1) * pools.page)
     numbers = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, count)
     tokens = torch.from_numpy(numbers)[None].to(model.device)
@@ -350,4 +348,4 @@ def _fuse_if_same(model: PreTrainedModel, pools: Pools) -> None:
         if not difference < (1e-3 if model.dtype == torch.float32 else 5e-2):
             fused.unfuse(model)
             name = type(model).__name__
-            logger.warning("%s is run as it is: joined steps gave other numbers (%.3g)", name, difference)
+            logger.warning("%s is run without fused layers: they gave other numbers (%.3g)", name, difference)

@@ -1,78 +1,121 @@
-"""The plain twins of the kernels in `engine.native.kernels`: the same mathematics in torch, for a CPU and for tests.
+"""The operations of a forward pass over pages, in plain torch: for a CPU, and as the twins of the kernels in tests.
 
-Keys and values are kept in pages [P, K, S, D]. `table` [slots, pages of a slot] says where the pages of a slot are; a token is
-found by its slot and its position.
+`Operations` is what the paged runner needs; `PLAIN` is this file's, `engine.native.kernels.KERNELS` is a GPU's.
 
-Shapes: N tokens, H heads, K key/value heads, D head dimension, P pages, S tokens in a page, V vocabulary.
+Keys and values are kept in pages [P, K, S, D]. `table` [slots, pages of a slot] has the pages of each slot; a token is found by
+its slot and its position.
+
+Shapes: N tokens, H heads, K key/value heads, D head dimension, P pages, S tokens in a page, R rows, V vocabulary.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from millstream.engine.native.heads import Heads, Pages
 from millstream.model.attention import Rule, scores, within_window
 
 
-def write(key_NKD: Tensor, value_NKD: Tensor, pages: Pages) -> None:
-    keys, values, table, slots_N, positions_N = pages
-    size = keys.shape[2]
-    page_N = table[slots_N.long(), positions_N.long() // size].long()
-    offset_N = positions_N.long() % size
-    keys[page_N, :, offset_N] = key_NKD
-    values[page_N, :, offset_N] = value_NKD
+class Heads(NamedTuple):
+    """One attention layer whose queries, keys and values are one product."""
+
+    num: int
+    num_keys: int
+    dim: int
+    query_norm: Tensor | None  # the weight of a norm over each head; the keys have one too, or neither has
+    key_norm: Tensor | None
+    epsilon: float
+    is_gemma: bool  # whether norms multiply by 1 + weight, before they round
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, is_gemma: bool) -> Tensor:
-    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
-    if is_gemma:
-        return (normed * (1.0 + weight.float())).to(x.dtype)
-    return weight * normed.to(x.dtype)
+class Pages(NamedTuple):
+    """Where the keys and values of some tokens are."""
+
+    keys: Tensor  # [P, K, S, D]
+    values: Tensor  # [P, K, S, D]
+    table: Tensor  # [slots, pages of a slot], int32
+    slots_N: Tensor
+    positions_N: Tensor
 
 
-def rotate(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
+class Operations(Protocol):
+    def write(self, key_NKD: Tensor, value_NKD: Tensor, pages: Pages) -> None: ...
+
+    def rotate_and_write(self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages) -> Tensor:
+        """Norm and rotate queries and keys, write keys and values to their pages; the queries [N, H, D]."""
+        ...
+
+    def decode_attention(self, query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
+        """Each query is the newest token of its slot and attends to all tokens of the slot up to its own position."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, *, is_gemma: bool) -> Tensor: ...
+
+    def gated(self, gate_up_NE: Tensor, activation: str) -> Tensor: ...
+
+    def sample(self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
+        """As `engine.native.sampling.sample`, with tensors: tokens and log-probabilities. Temperature 0 takes the likeliest."""
+        ...
+
+
+class PlainOperations:
+    """See `Operations`."""
+
+    def write(self, key_NKD: Tensor, value_NKD: Tensor, pages: Pages) -> None:
+        keys, values, table, slots_N, positions_N = pages
+        size = keys.shape[2]
+        page_N = table[slots_N.long(), positions_N.long() // size].long()
+        offset_N = positions_N.long() % size
+        keys[page_N, :, offset_N] = key_NKD
+        values[page_N, :, offset_N] = value_NKD
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, *, is_gemma: bool) -> Tensor:
+        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
+        if is_gemma:
+            return (normed * (1.0 + weight.float())).to(x.dtype)
+        return weight * normed.to(x.dtype)
+
+    def rotate_and_write(self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages) -> Tensor:
+        all_heads = qkv_NE.view(len(qkv_NE), -1, heads.dim)
+        query, key, value = all_heads.tensor_split([heads.num, heads.num + heads.num_keys], dim=1)
+        if heads.query_norm is not None and heads.key_norm is not None:
+            query = self.rms_norm(query, heads.query_norm, heads.epsilon, is_gemma=heads.is_gemma)
+            key = self.rms_norm(key, heads.key_norm, heads.epsilon, is_gemma=heads.is_gemma)
+        self.write(_rotate(key, cos_ND, sin_ND), value, pages)
+        return _rotate(query, cos_ND, sin_ND)
+
+    def decode_attention(self, query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
+        keys, values, table, slots_N, positions_N = pages
+        size, longest = keys.shape[2], int(positions_N.max()) + 1
+        num_pages = -(-longest // size)
+        page_NP = table[slots_N.long(), :num_pages].long()
+        key = keys[page_NP].transpose(1, 2).flatten(2, 3)[:, :, :longest]
+        value = values[page_NP].transpose(1, 2).flatten(2, 3)[:, :, :longest]
+        at = torch.arange(longest, device=query_NHD.device)
+        mask = within_window(positions_N[:, None], at[None], rule.window)[:, None, None]
+        return scores(query_NHD[:, :, None], key, value, mask, rule)[:, :, 0]
+
+    def gated(self, gate_up_NE: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up_NE.chunk(2, dim=-1)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def sample(self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
+        is_greedy_R = temperatures_R == 0
+        logprobs_RV = torch.log_softmax(logits_RV.float() / temperatures_R.where(~is_greedy_R, 1.0)[:, None], dim=-1)
+        cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
+        threshold_R1 = uniforms_R.double()[:, None] * cumulative_RV[:, -1:]
+        tokens_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True).clamp_(max=logits_RV.shape[-1] - 1)
+        tokens_R1 = torch.where(is_greedy_R[:, None], logprobs_RV.argmax(-1, keepdim=True), tokens_R1)
+        return tokens_R1[:, 0], logprobs_RV.gather(1, tokens_R1)[:, 0]
+
+
+def _rotate(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
     half = x_NHD.shape[-1] // 2
     turned = torch.cat((-x_NHD[..., half:], x_NHD[..., :half]), dim=-1)
     return x_NHD * cos_ND[:, None] + turned * sin_ND[:, None]
 
 
-def rotate_and_write(qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages) -> Tensor:
-    """Norm and rotate queries and keys, write keys and values to their pages; the queries [N, H, D]."""
-    all_heads = qkv_NE.view(len(qkv_NE), -1, heads.dim)
-    query, key, value = all_heads.tensor_split([heads.num, heads.num + heads.num_keys], dim=1)
-    if heads.query_norm is not None and heads.key_norm is not None:
-        query = rms_norm(query, heads.query_norm, heads.epsilon, is_gemma=heads.is_gemma)
-        key = rms_norm(key, heads.key_norm, heads.epsilon, is_gemma=heads.is_gemma)
-    write(rotate(key, cos_ND, sin_ND), value, pages)
-    return rotate(query, cos_ND, sin_ND)
-
-
-def decode_attention(query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
-    """Each query is the newest token of its slot and sees all that stands there up to its own position."""
-    keys, values, table, slots_N, positions_N = pages
-    size, longest = keys.shape[2], int(positions_N.max()) + 1
-    num_pages = -(-longest // size)
-    page_NP = table[slots_N.long(), :num_pages].long()
-    key = keys[page_NP].transpose(1, 2).flatten(2, 3)[:, :, :longest]
-    value = values[page_NP].transpose(1, 2).flatten(2, 3)[:, :, :longest]
-    at = torch.arange(longest, device=query_NHD.device)
-    mask = within_window(positions_N[:, None], at[None], rule.window)[:, None, None]
-    return scores(query_NHD[:, :, None], key, value, mask, rule)[:, :, 0]
-
-
-def gated(gate_up_NE: Tensor, activation: str) -> Tensor:
-    gate, up = gate_up_NE.chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-
-
-def sample(logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
-    """As `engine.sampling.sample`, with tensors. Temperature 0 takes the likeliest token."""
-    is_greedy_R = temperatures_R == 0
-    logprobs_RV = torch.log_softmax(logits_RV.float() / temperatures_R.where(~is_greedy_R, 1.0)[:, None], dim=-1)
-    cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
-    threshold_R1 = uniforms_R.double()[:, None] * cumulative_RV[:, -1:]
-    tokens_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True).clamp_(max=logits_RV.shape[-1] - 1)
-    tokens_R1 = torch.where(is_greedy_R[:, None], logprobs_RV.argmax(-1, keepdim=True), tokens_R1)
-    return tokens_R1[:, 0], logprobs_RV.gather(1, tokens_R1)[:, 0]
+PLAIN = PlainOperations()

@@ -1,7 +1,7 @@
 """One token per row from its own uniform number, and the log-probability it was really sampled with.
 
 Inverse transform: a row's token is a function of its logits, its temperature and one number that comes from the request's
-seed and the token's position. The requests beside it play no part.
+seed and the token's position. Other requests in the batch play no part.
 
 Shapes: R rows, V vocabulary.
 """
@@ -23,7 +23,7 @@ Uniforms = np.ndarray[Any, np.dtype[np.float64]]
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Uniforms:
     """One number in [0, 1) for each request's seed and the position of the token: output number `position` of the generator
-    SplitMix64 (Steele, Lea and Flood, 2014) that starts at the seed. It has no state, so that a request can go on elsewhere."""
+    SplitMix64 (Steele, Lea and Flood, 2014) that starts at the seed. It has no state: a request can move to another engine."""
     with np.errstate(over="ignore"):
         z = np.array(seeds, np.uint64) + (np.array(positions, np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -35,7 +35,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Uniforms:
 
 def restrict(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
     """The logits with -inf where a token is not among the `top_k` likeliest (0: all are), or not among the fewest of these that
-    have the probability `top_p` together. The likeliest is always left; which of two that are equal comes first is not said."""
+    have the probability `top_p` together. The likeliest is always left; the order of two equal ones is not defined."""
     sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True)
     rank_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
     is_out_RV = (rank_V >= top_k_R[:, None]) & (top_k_R[:, None] > 0)

@@ -1,4 +1,4 @@
-"""The cache of a CPU: a slot for every request, so that the keys and values of the batch are a view and not a copy.
+"""The slot runner, for a CPU: one slot for every request, so that the keys and values of the batch are a view and not a copy.
 
 Running requests fill the slots 0..R-1 without gaps: when one leaves, the last takes its slot. One step is one forward pass over
 the prompts that join (each distinct one is computed once) and over the newest token of every request that was running.
@@ -35,20 +35,20 @@ class SlotRunner:
     swap_s = None
 
     def __init__(self, model: PreTrainedModel, num_slots: int) -> None:
-        fused.unfuse(model)  # a runner of pages may have had it
+        fused.unfuse(model)  # it may come from a paged runner
         self._model = model
         self._device = next(model.parameters()).device
         self._cache = SlotCache(num_slots)
         self.max_length = context_length(model)
 
-    def begin(self, flight: TokenSequence) -> bool:
-        flight.num_computed = 0
+    def begin(self, sequence: TokenSequence) -> bool:
+        sequence.num_computed = 0
         return True
 
-    def will_compute(self, flight: TokenSequence, end: int) -> None:
-        """Prompts that are equal are found when they are computed."""
+    def will_compute(self, sequence: TokenSequence, end: int) -> None:
+        """Equal prompts are found when they are computed."""
 
-    def grow(self, flights: Sequence[TokenSequence]) -> bool:
+    def grow(self, sequences: Sequence[TokenSequence]) -> bool:
         return True
 
     def leave(self, running: list[TokenSequence], leaving: set[int]) -> list[TokenSequence]:
@@ -73,21 +73,21 @@ class SlotRunner:
         torch._foreach_copy_(list(own), list(new))
 
     def launch(self, decoding: Sequence[TokenSequence], chunks: Sequence[Chunk]) -> Drawn:
-        joining = [chunk.flight for chunk in chunks]
-        flights = [*decoding, *joining]
-        self._cache.reserve(max(flight.length for flight in flights))
+        joining = [chunk.sequence for chunk in chunks]
+        sequences = [*decoding, *joining]
+        self._cache.reserve(max(sequence.length for sequence in sequences))
         prefill = _Prefill(self._cache, joining, first_slot=len(decoding), device=self._device) if joining else None
         decode = _Decode(self._cache, decoding, device=self._device) if decoding else None
         logits_RV = self._forward(decode, prefill)
-        positions = [flight.request.num_sampled + len(flight.tokens) for flight in flights]
-        uniforms_R = uniforms([flight.request.seed for flight in flights], positions)
-        drawn = sample(logits_RV, [flight.request.sampling for flight in flights], uniforms_R)
+        positions = [sequence.request.num_sampled + len(sequence.tokens) for sequence in sequences]
+        uniforms_R = uniforms([sequence.request.seed for sequence in sequences], positions)
+        drawn = sample(logits_RV, [sequence.request.sampling for sequence in sequences], uniforms_R)
         return lambda: drawn
 
     def _forward(self, decode: _Decode | None, prefill: _Prefill | None) -> Tensor:
         """The logits [R, V] that follow the newest token of each request, those that decode first."""
         parts = [part for part in (decode, prefill) if part is not None]
-        context = _Step(decode, prefill)
+        context = _StepContext(decode, prefill)
         out = self._model(
             input_ids=torch.cat([part.tokens for part in parts])[None],
             position_ids=torch.cat([part.position_ids for part in parts], dim=1),
@@ -137,7 +137,7 @@ class SlotCache:
             value[target] = value[source]
 
     def check(self, model: PreTrainedModel) -> None:
-        """Every layer must have come through our attention: else the model keeps a state that we do not hold."""
+        """Every layer must have used our attention: else the model has a state that is not in our cache."""
         expected = model.config.get_text_config().num_hidden_layers
         if len(self._layers) != expected:
             raise ModelError(
@@ -160,14 +160,14 @@ class _Prefill(Packed):
     def __init__(
         self, cache: SlotCache, joining: Sequence[TokenSequence], *, first_slot: int, device: torch.device
     ) -> None:
-        sequences = [flight.sequence for flight in joining]
-        prompts = list(dict.fromkeys(sequences))
+        all_tokens = [sequence.all_tokens for sequence in joining]
+        prompts = list(dict.fromkeys(all_tokens))
         row_of = {prompt: row for row, prompt in enumerate(prompts)}
         self.lengths = [len(prompt) for prompt in prompts]
         super().__init__(rows_of(self.lengths), device)
         self.tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
         self.last = torch.tensor(self.lengths, device=device).cumsum(0) - 1
-        rows = [row_of[sequence] for sequence in sequences]
+        rows = [row_of[tokens] for tokens in all_tokens]
         self.rows = torch.tensor(rows, device=device)
         starts = [0, *itertools.accumulate(self.lengths)]
         counts = torch.tensor([self.lengths[row] for row in rows])
@@ -184,15 +184,15 @@ class _Prefill(Packed):
 
 
 class _Decode:
-    """One new token for each of the first R slots, which sees everything before it in its slot."""
+    """One new token for each of the first R slots, which attends to all tokens before it in its slot."""
 
     def __init__(self, cache: SlotCache, decoding: Sequence[TokenSequence], *, device: torch.device) -> None:
-        self.tokens = torch.tensor([flight.tokens[-1] for flight in decoding], device=device)
+        self.tokens = torch.tensor([sequence.tokens[-1] for sequence in decoding], device=device)
         self.last = torch.arange(len(decoding), device=device)
-        self._at = torch.tensor([flight.length - 1 for flight in decoding], device=device)
+        self._at = torch.tensor([sequence.length - 1 for sequence in decoding], device=device)
         self.position_ids = self._at[None]
         self._cache = cache
-        self._longest = max(flight.length for flight in decoding)
+        self._longest = max(sequence.length for sequence in decoding)
         self._key_at = torch.arange(self._longest, device=device)
         self._masks: dict[int | None, Tensor] = {}
 
@@ -216,7 +216,7 @@ class _Decode:
         return out[None, :, :, 0]
 
 
-class _Step:
+class _StepContext:
     """One forward pass over decoding requests and joining prompts, in that order."""
 
     def __init__(self, decode: _Decode | None, prefill: _Prefill | None) -> None:

@@ -24,8 +24,9 @@ from typing import Any
 
 import msgspec
 
-from millstream.engine.native.sequence import Answer
-from millstream.engine.native.worker import SPAN_S, Abort, Add, Close, Command, Load, Pause, Report, Resume
+from millstream.engine.base import SPAN_S
+from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume
+from millstream.engine.request import PartialCompletion
 from millstream.engine.vllm.arguments import Plan, engine_arguments, environment, sampling_parameters
 from millstream.errors import EngineError
 from millstream.types import Finish, Request, RequestKey, Sampled
@@ -37,7 +38,7 @@ END_S = 1.0
 """What vLLM's core has to end by itself before it is killed."""
 
 
-class Flight(Answer):
+class Flight(PartialCompletion):
     """One request on its way."""
 
     __slots__ = ("is_watched", "num_told", "outputs", "task")

@@ -34,8 +34,8 @@ class ServedConfig(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
             raise ValueError("max_length must be at least 2: a token of the prompt and one of the answer")
-        if self.engine.replicas > 1:
-            raise ValueError("engine.replicas is for training: a service has one engine")
+        if self.engine.num_engines > 1:
+            raise ValueError("engine.replicas and several engine.http.urls are for training: a service has one engine")
 
 
 class Nowhere:

@@ -1,0 +1,75 @@
+"""The `[engine]` table."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from msgspec import Struct
+
+from millstream.engine.http.config import HttpConfig
+from millstream.engine.vllm.config import VllmConfig
+
+OnUpdate = Literal["keep", "recompute"]
+PREFILL_TOKENS = 4096
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    kind: Literal["torch", "vllm", "http"] = "torch"
+    """torch: our own, over any causal LM of transformers. vllm: vLLM, where it is installed (docs/engines-vllm.md). http:
+    servers, which the [engine.http] table names (docs/engines.md)."""
+    vllm: VllmConfig | None = None
+    """None: with kind = "vllm", its defaults."""
+    http: HttpConfig | None = None
+
+    slots: int = 128
+    """Requests decoded at the same time by one engine (kind = "http": by all servers together); more wait in a queue."""
+    prefill_tokens: int = PREFILL_TOKENS
+    """Prompt tokens computed in one forward pass."""
+
+    replicas: int = 1
+    """Engines that share the rollouts. One that dies is replaced while the others continue."""
+
+    process: bool | None = None
+    """Whether the engine has a process of its own. None: on a CPU with several cores, where the interpreter's lock would
+    slow both sides down; and for vLLM, whose core has one in any case: this is about the rest of it."""
+
+    cache: Literal["slots", "pages"] | None = None
+    """How keys and values are kept. pages: in a pool of a fixed size that requests share; slots: one for every request, as long
+    as the longest. None: pages on a GPU, slots on a CPU, where they are faster."""
+    cache_gb: float | None = None
+    """The size of the pool of pages; on a CPU only with cache = "pages". None: on a GPU a third of what is free, since a
+    learner may be there too; else 1 GB."""
+    on_update: OnUpdate = "keep"
+    """What happens to the keys and values of requests in flight when new weights are loaded: they are kept, or computed again
+    under the new weights. Requests that start later never see older ones."""
+
+    answer_s: float = 300.0
+    """An engine with work to do that reports nothing for so long is declared broken, by name."""
+
+    def __post_init__(self) -> None:
+        if min(self.slots, self.prefill_tokens, self.replicas) < 1 or not 0 < self.answer_s < math.inf:
+            raise ValueError("slots, prefill_tokens and replicas must be at least 1, answer_s above 0 and finite")
+        if self.cache_gb is not None and (not 0 < self.cache_gb < math.inf or self.cache == "slots"):
+            raise ValueError('cache_gb must be above 0 and finite, and goes with cache = "pages"')
+        if (self.kind == "http") != (self.http is not None):
+            raise ValueError('kind = "http" and an [engine.http] table go together: set both, or neither')
+        if self.vllm is not None and self.kind != "vllm":
+            raise ValueError(
+                f'a [engine.vllm] table, and kind = "{self.kind}": set kind = "vllm", or leave the table out'
+            )
+        if self.kind == "http" and self.replicas > 1:
+            raise ValueError('replicas with kind = "http": name several servers in engine.http.urls instead')
+        if self.kind == "http" and (self.process, self.prefill_tokens) != (None, PREFILL_TOKENS):
+            raise ValueError(
+                'process and prefill_tokens are not of kind = "http", whose servers decide: leave them out'
+            )
+        if self.kind != "torch" and (self.cache, self.cache_gb, self.on_update) != (None, None, "keep"):
+            raise ValueError(
+                f'cache, cache_gb and on_update are of kind = "torch", and kind = "{self.kind}": leave them out'
+            )
+
+    @property
+    def num_engines(self) -> int:
+        """That a run starts: each server is one engine."""
+        return self.replicas if self.http is None else len(self.http.urls)

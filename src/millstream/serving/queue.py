@@ -1,0 +1,132 @@
+"""The router's queue: requests that wait for a replica, the most urgent group first, within a group the oldest first.
+
+Groups in training have a rank; requests without one (an evaluation's) have every fourth turn, so that they neither starve nor
+delay training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from millstream.serving.replica import Replica
+from millstream.serving.request import RoutedRequest
+
+Rank = tuple[int, int]  # (deadline, members left): smaller is more urgent
+ChooseReplica = Callable[[RoutedRequest], Replica | None]
+TURNS = 4  # one turn in so many is for requests without a rank
+
+
+class WaitingRequest(NamedTuple):
+    routed: RoutedRequest
+    replica: asyncio.Future[Replica]
+
+
+class RequestQueue:
+    def __init__(self) -> None:
+        self._ranked = _ByGroup()
+        self._unranked = _ByGroup()
+        self._turn = 0
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[WaitingRequest]:
+        yield from self._ranked
+        yield from self._unranked
+
+    def has_ranked(self, group_id: int) -> bool:
+        """Whether requests of this group wait."""
+        return group_id in self._ranked
+
+    def push(self, waiting: WaitingRequest, rank: Rank | None) -> None:
+        if rank is None:
+            self._unranked.push(waiting, (0, 0))
+        else:
+            self._ranked.push(waiting, rank)
+        self._num_waiting += 1
+
+    def rerank(self, group_id: int, rank: Rank | None) -> None:
+        self._ranked.rerank(group_id, rank)
+
+    def remove(self, waiting: WaitingRequest) -> None:
+        """Nothing is done if its turn has come, and passed, between its cancellation and now."""
+        if self._ranked.remove(waiting) or self._unranked.remove(waiting):
+            self._num_waiting -= 1
+
+    def pop(self, choose: ChooseReplica, has_room: Callable[[], bool]) -> tuple[WaitingRequest, Replica] | None:
+        """The next request that some replica may take, and that replica."""
+        queues = (self._ranked, self._unranked) if self._turn % TURNS else (self._unranked, self._ranked)
+        for queue in queues if self._num_waiting else ():
+            found = queue.pop(choose, has_room)
+            if found is not None:
+                self._turn += 1
+                self._num_waiting -= 1
+                return found
+        return None
+
+
+class _ByGroup:
+    """Requests by group, groups by rank. A rank that changed is entered again; the old entry is skipped when it comes up."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, deque[WaitingRequest]] = {}
+        self._ranks: dict[int, Rank] = {}
+        self._heap: list[tuple[Rank, int]] = []
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._waiting
+
+    def __iter__(self) -> Iterator[WaitingRequest]:
+        for group in self._waiting.values():
+            yield from group
+
+    def push(self, waiting: WaitingRequest, rank: Rank) -> None:
+        """Last of its group; a request that has lost its replica had its turn before, and becomes the first."""
+        group_id = waiting.routed.request.key.group_id
+        group = self._waiting.setdefault(group_id, deque())
+        if waiting.routed.has_moved:
+            group.appendleft(waiting)
+        else:
+            group.append(waiting)
+        self.rerank(group_id, rank)
+
+    def rerank(self, group_id: int, rank: Rank | None) -> None:
+        if rank is not None and group_id in self._waiting and self._ranks.get(group_id) != rank:
+            self._ranks[group_id] = rank
+            heapq.heappush(self._heap, (rank, group_id))
+
+    def remove(self, waiting: WaitingRequest) -> bool:
+        group_id = waiting.routed.request.key.group_id
+        is_here = waiting in self._waiting.get(group_id, ())
+        if is_here:
+            self._waiting[group_id].remove(waiting)
+            self._delete_if_empty(group_id)
+        return is_here
+
+    def pop(self, choose: ChooseReplica, has_room: Callable[[], bool]) -> tuple[WaitingRequest, Replica] | None:
+        skipped, found = list[tuple[Rank, int]](), None
+        while self._heap and found is None:
+            rank, group_id = self._heap[0]
+            if self._ranks.get(group_id) != rank:
+                heapq.heappop(self._heap)
+                continue
+            replica = choose(self._waiting[group_id][0].routed)
+            if replica is not None:
+                found = self._waiting[group_id].popleft(), replica
+                self._delete_if_empty(group_id)
+            elif not has_room():
+                break  # no need to look further
+            else:
+                skipped.append(heapq.heappop(self._heap))
+        for entry in skipped:
+            heapq.heappush(self._heap, entry)
+        return found
+
+    def _delete_if_empty(self, group_id: int) -> None:
+        if not self._waiting[group_id]:
+            del self._waiting[group_id], self._ranks[group_id]
