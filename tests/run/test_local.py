@@ -99,7 +99,7 @@ def test_eval_of_a_run_folder_takes_its_model_says_so_and_gets_the_figure_of_the
     summary = json.loads((finished / "summary.json").read_text())
     for arguments in ([str(finished)], [str(finished / "config.toml"), "--model", str(finished)]):
         measured = CliRunner().invoke(app, ["eval", *arguments, "--json"])
-        assert f"{finished} is a run folder: measuring its model, {finished / 'model'}" in measured.stderr
+        assert f"{finished} is a run folder: evaluating its model, {finished / 'model'}" in measured.stderr
         found = json.loads(measured.stdout)
         assert found["accuracy"] == pytest.approx(summary["accuracy_after"], abs=0.04)
 
@@ -414,7 +414,7 @@ def test_a_function_is_passed_from_python_and_the_run_folder_tells_of_it(finishe
 
     config = structs.replace(own_data(finished, tmp_path, "1>", "2>", "3>"), pipeline=PipelineConfig(steps=1))
     run_dir = Path(train(config, reward=mine).run_dir)
-    assert seen and '"callable:test_local.test_a_function_is_passed' in (run_dir / "config.toml").read_text()
+    assert seen and f'"callable:{__name__}.test_a_function_is_passed' in (run_dir / "config.toml").read_text()
     (run_dir / "summary.json").unlink()
     (run_dir / "events.jsonl").unlink()
     result = CliRunner().invoke(app, ["train", "--resume", str(run_dir)])
