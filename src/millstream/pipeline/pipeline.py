@@ -21,6 +21,7 @@ from millstream.pipeline.batch import BatchTrainer, GroupTaker
 from millstream.pipeline.context import GroupInFlight, RunContext
 from millstream.pipeline.critic import CriticUpdates
 from millstream.pipeline.grouping import members_of, rewards_of
+from millstream.pipeline.lockstep import Gate
 from millstream.pipeline.parts import AfterStep, Algorithm, GroupReward, Parts
 from millstream.pipeline.policy import SchedulingPolicy, admission_for, complete_with, gate_for
 from millstream.pipeline.proximal import Proximal
@@ -32,7 +33,7 @@ from millstream.pipeline.stages import run_stage
 from millstream.pipeline.state import Checkpointer, PipelineState
 from millstream.pipeline.sync import WeightSync
 from millstream.serving.router import Router
-from millstream.types import Fate, Metrics, Task
+from millstream.types import Fate, Metrics, Sampling, Task
 
 __all__ = ["AfterStep", "Algorithm", "GroupReward", "Parts", "Pipeline"]
 
@@ -79,29 +80,8 @@ class Pipeline:
             self._context, self.admission, algorithm, config, min_group_size=rollout.min_group_size
         )
         gate = gate_for(config, self.router, self._context)
-        self._rollouts = Rollouts(
-            self._context,
-            parts,
-            rollout,
-            sampling=algorithm.sampling,
-            seed=seed,
-            router=self.router,
-            admission=self.admission,
-            finalizer=self._finalizer,
-            gate=gate,
-            complete_with=complete_with(config, rollout),
-        )
-        self._policy = SchedulingPolicy(
-            config,
-            self._context,
-            admission=self.admission,
-            router=self.router,
-            sync=self.sync,
-            finalizer=self._finalizer,
-            rollouts=self._rollouts,
-            gate=gate,
-            after_step=after_step,
-        )
+        self._rollouts = self._build_rollouts(algorithm.sampling, rollout, seed, gate)
+        self._policy = self._build_policy(gate, after_step)
         self.router.rank_of = self._policy.rank
         self.router.listeners.append(lambda change: self._context.notifier.notify())
         self._critic = self._build_critic(algorithm)
@@ -114,23 +94,49 @@ class Pipeline:
             critic=self._critic,
             proximal=self._proximal,
         )
-        self._batch = BatchTrainer(
-            self._context,
-            parts.learner,
-            algorithm,
-            groups_per_step=config.groups_per_step,
-            critic=self._critic,
-            proximal=self._proximal,
-        )
+        self._batch = self._build_batch(algorithm)
         self._resumption = Resumption(
-            self._context,
-            admission=self.admission,
-            finalizer=self._finalizer,
-            rollouts=self._rollouts,
-            num_members=rollout.num_members,
+            self._context, self.admission, self._finalizer, self._rollouts, rollout.num_members
         )
         if resumed is not None:
             self._resumption.restore(resumed, incarnation)
+
+    def _build_rollouts(self, sampling: Sampling, rollout: RolloutConfig, seed: int, gate: Gate | None) -> Rollouts:
+        return Rollouts(
+            self._context,
+            self._parts,
+            rollout,
+            sampling=sampling,
+            seed=seed,
+            router=self.router,
+            admission=self.admission,
+            finalizer=self._finalizer,
+            gate=gate,
+            complete_with=complete_with(self._config, rollout),
+        )
+
+    def _build_policy(self, gate: Gate | None, after_step: AfterStep | None) -> SchedulingPolicy:
+        return SchedulingPolicy(
+            self._config,
+            self._context,
+            admission=self.admission,
+            router=self.router,
+            sync=self.sync,
+            finalizer=self._finalizer,
+            rollouts=self._rollouts,
+            gate=gate,
+            after_step=after_step,
+        )
+
+    def _build_batch(self, algorithm: Algorithm) -> BatchTrainer:
+        return BatchTrainer(
+            self._context,
+            self._parts.learner,
+            algorithm,
+            groups_per_step=self._config.groups_per_step,
+            critic=self._critic,
+            proximal=self._proximal,
+        )
 
     def _build_critic(self, algorithm: Algorithm) -> CriticUpdates | None:
         critic, tokens = self._parts.critic, algorithm.critic_batch_tokens

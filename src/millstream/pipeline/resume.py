@@ -27,7 +27,6 @@ class Resumption:
     def __init__(
         self,
         context: RunContext,
-        *,
         admission: Admission,
         finalizer: GroupFinalizer,
         rollouts: Rollouts,
