@@ -66,7 +66,6 @@ class Pipeline:
         self._config = config
         self._checkpointer = keeper
         self._resumed = resumed
-        self._next_group = 0 if resumed is None else resumed.ledger.next_group
         self._is_stopping = False
         self.waits = parts.waits
         self._context = RunContext(store=parts.store, waits=parts.waits, clock=parts.clock, sink=parts.sink)
@@ -191,13 +190,13 @@ class Pipeline:
         """Consumes tasks. Produces admitted groups, whose members roll out. Waits for room under the lag bound. Ended by:
         `train` (a step), `settle` (a replacement), `sync` (a new version on an engine)."""
         for group_id, (epoch, task) in enumerate(self._tasks):
-            if group_id < self._next_group:  # resumed: this prompt was admitted before the checkpoint
+            if group_id < self._context.next_group:  # resumed: this prompt was admitted before the checkpoint
                 self._resumption.take_up(group_id, task)
                 continue
             room = self._context.notifier.until(self._policy.may_start)
             start = await self.waits.idle("feed", "room under the lag bound", room)
             place = self.admission.admit(group_id, start)
-            self._next_group = group_id + 1
+            self._context.next_group = group_id + 1
             self._context.groups[group_id] = GroupInFlight(task.id, epoch, task)
             self._context.emit(
                 GroupAdmitted(
@@ -287,7 +286,7 @@ class Pipeline:
     async def _checkpoint_if_due(self) -> None:
         checkpointer, version = self._checkpointer, self.admission.version
         if checkpointer is not None and checkpointer.is_due(version, is_last=self._is_stopping):
-            await self._resumption.checkpoint(checkpointer, self._next_group, self._parts, self._batch)
+            await self._resumption.checkpoint(checkpointer, self._parts, self._batch)
 
     async def status(self) -> Status:
         """How full everything is, and what is waited for."""

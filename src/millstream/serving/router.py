@@ -192,10 +192,9 @@ class Router:
 
     def dispatch(self) -> None:
         """Room or versions have changed: whoever is next goes."""
-        while self._num_waiting:
-            queues = (self._ranked, self._others) if self._turn % TURNS else (self._others, self._ranked)
-            pops = (queue.pop(self._choose, self._has_room) for queue in queues)
-            found = next((found for found in pops if found is not None), None)
+        while self._num_waiting and self._has_room():
+            first, second = (self._ranked, self._others) if self._turn % TURNS else (self._others, self._ranked)
+            found = first.pop(self._choose, self._has_room) or second.pop(self._choose, self._has_room)
             if found is None:
                 return
             waiter, replica = found
