@@ -36,12 +36,13 @@ ever), and "earliest deadline of the *complete* groups first" without the invari
 max_lag = 0 is synchronous training: B groups, one version. With `is_in_order` they are taken in the order of their ids, so
 that the order of micro-batches does not depend on timing.
 
-*Restart* (an overdue group begins anew, under the same id): a deadline D <= D' is exchanged for D'. The left side falls by one
-for D <= d < D' and stays as it is elsewhere, so that it is always allowed.
+*Restart* (an overdue group is rolled out again, under the same id): a deadline D <= D' is exchanged for D'. The left side falls
+by one for D <= d < D' and stays as it is elsewhere, so that it is always allowed.
 
 First to finish (`is_greedy`) gives the invariant up: more groups are in flight than can be trained in time, complete ones are
-taken as they come, and whatever is due when the batch is full, and is not in it, must be removed before the step (`overdue`).
-The bound holds, for nothing is left whose deadline is past; what it costs is that slow groups are thrown away.
+taken as they come, and all groups that are due when the batch is full, and are not in it, must be removed before the step
+(`overdue`).
+The bound holds, because no group is left whose deadline is past. The cost: slow groups are thrown away.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Admission:
         return self._places[group_id]
 
     def restore(self, version: int, places: Mapping[int, Place]) -> None:
-        """Go on between two batches, with these groups in flight. Raises `InvariantError` if they cannot be."""
+        """Continue between two batches, with these groups in flight. Raises `InvariantError` if they break the invariant."""
         self.version = version
         self.taken = 0
         self._places = dict(places)
@@ -157,15 +158,15 @@ class Admission:
         return [group for _, group in late[:places]]
 
     def overdue(self) -> list[int]:
-        """First to finish: what can not be trained any more once this batch is."""
+        """First to finish: the groups that cannot be trained any more after this batch."""
         due = math.inf if self._is_last_batch else self.version
         return [group for group, place in self._places.items() if place.deadline <= due] if self.is_greedy else []
 
     def restart(self, group_id: int, start: int) -> Place:
-        """The group begins anew at this version. Raises `InvariantError` if that is older than where it began."""
+        """The group starts again at this version. Raises `InvariantError` if that is older than its start."""
         old = self._places[group_id]
         if start < old.start:
-            raise InvariantError(f"group {group_id} began at {old.start} and may not begin anew at {start}")
+            raise InvariantError(f"group {group_id} started at {old.start} and may not restart at {start}")
         self._leave(group_id)
         place = self._places[group_id] = Place(start, start + self.bound)
         self._deadlines[place.deadline] += 1
@@ -224,8 +225,8 @@ class Admission:
         return place
 
     def _room_until_the_end(self) -> float:
-        """Groups that the remaining steps can train: nothing is admitted that nobody would take, but for what first to finish
-        has to spare."""
+        """Groups that the remaining steps can train, and what first to finish has to spare: no group is admitted that no batch
+        would take."""
         if self.num_steps is None:
             return math.inf
         spare = max(0, self.budget - full_budget(self.groups_per_step, self.bound)) if self.is_greedy else 0

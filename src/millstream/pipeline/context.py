@@ -46,6 +46,7 @@ class RunContext:
         self.notifier = Notifier()  # notified when state has changed that a loop of the run waits for
         self.quiesce = QuiescePoint()  # a change of state that a checkpoint must not cut in two enters it
         self.groups: dict[int, GroupInFlight] = {}
+        self.next_group = 0  # the data cursor: the group with id g has the g-th prompt
         self.vacant: set[int] = set()  # groups whose place in the batch stays empty: nothing of them is trained
         self.tasks: asyncio.TaskGroup | None = None  # while the run lasts
         self.now = clock.now

@@ -21,6 +21,7 @@ from millstream.pipeline.batch import BatchTrainer, GroupTaker
 from millstream.pipeline.context import GroupInFlight, RunContext
 from millstream.pipeline.critic import CriticUpdates
 from millstream.pipeline.grouping import members_of, rewards_of
+from millstream.pipeline.lockstep import Gate
 from millstream.pipeline.parts import AfterStep, Algorithm, GroupReward, Parts
 from millstream.pipeline.policy import SchedulingPolicy, admission_for, complete_with, gate_for
 from millstream.pipeline.proximal import Proximal
@@ -32,7 +33,7 @@ from millstream.pipeline.stages import run_stage
 from millstream.pipeline.state import Checkpointer, PipelineState
 from millstream.pipeline.sync import WeightSync
 from millstream.serving.router import Router
-from millstream.types import Fate, Metrics, Task
+from millstream.types import Fate, Metrics, Sampling, Task
 
 __all__ = ["AfterStep", "Algorithm", "GroupReward", "Parts", "Pipeline"]
 
@@ -65,7 +66,6 @@ class Pipeline:
         self._config = config
         self._checkpointer = keeper
         self._resumed = resumed
-        self._next_group = 0 if resumed is None else resumed.ledger.next_group
         self._is_stopping = False
         self.waits = parts.waits
         self._context = RunContext(store=parts.store, waits=parts.waits, clock=parts.clock, sink=parts.sink)
@@ -79,29 +79,8 @@ class Pipeline:
             self._context, self.admission, algorithm, config, min_group_size=rollout.min_group_size
         )
         gate = gate_for(config, self.router, self._context)
-        self._rollouts = Rollouts(
-            self._context,
-            parts,
-            rollout,
-            sampling=algorithm.sampling,
-            seed=seed,
-            router=self.router,
-            admission=self.admission,
-            finalizer=self._finalizer,
-            gate=gate,
-            complete_with=complete_with(config, rollout),
-        )
-        self._policy = SchedulingPolicy(
-            config,
-            self._context,
-            admission=self.admission,
-            router=self.router,
-            sync=self.sync,
-            finalizer=self._finalizer,
-            rollouts=self._rollouts,
-            gate=gate,
-            after_step=after_step,
-        )
+        self._rollouts = self._build_rollouts(algorithm.sampling, rollout, seed, gate)
+        self._policy = self._build_policy(gate, after_step)
         self.router.rank_of = self._policy.rank
         self.router.listeners.append(lambda change: self._context.notifier.notify())
         self._critic = self._build_critic(algorithm)
@@ -114,23 +93,49 @@ class Pipeline:
             critic=self._critic,
             proximal=self._proximal,
         )
-        self._batch = BatchTrainer(
-            self._context,
-            parts.learner,
-            algorithm,
-            groups_per_step=config.groups_per_step,
-            critic=self._critic,
-            proximal=self._proximal,
-        )
+        self._batch = self._build_batch(algorithm)
         self._resumption = Resumption(
-            self._context,
-            admission=self.admission,
-            finalizer=self._finalizer,
-            rollouts=self._rollouts,
-            num_members=rollout.num_members,
+            self._context, self.admission, self._finalizer, self._rollouts, rollout.num_members
         )
         if resumed is not None:
             self._resumption.restore(resumed, incarnation)
+
+    def _build_rollouts(self, sampling: Sampling, rollout: RolloutConfig, seed: int, gate: Gate | None) -> Rollouts:
+        return Rollouts(
+            self._context,
+            self._parts,
+            rollout,
+            sampling=sampling,
+            seed=seed,
+            router=self.router,
+            admission=self.admission,
+            finalizer=self._finalizer,
+            gate=gate,
+            complete_with=complete_with(self._config, rollout),
+        )
+
+    def _build_policy(self, gate: Gate | None, after_step: AfterStep | None) -> SchedulingPolicy:
+        return SchedulingPolicy(
+            self._config,
+            self._context,
+            admission=self.admission,
+            router=self.router,
+            sync=self.sync,
+            finalizer=self._finalizer,
+            rollouts=self._rollouts,
+            gate=gate,
+            after_step=after_step,
+        )
+
+    def _build_batch(self, algorithm: Algorithm) -> BatchTrainer:
+        return BatchTrainer(
+            self._context,
+            self._parts.learner,
+            algorithm,
+            groups_per_step=self._config.groups_per_step,
+            critic=self._critic,
+            proximal=self._proximal,
+        )
 
     def _build_critic(self, algorithm: Algorithm) -> CriticUpdates | None:
         critic, tokens = self._parts.critic, algorithm.critic_batch_tokens
@@ -185,13 +190,13 @@ class Pipeline:
         """Consumes tasks. Produces admitted groups, whose members roll out. Waits for room under the lag bound. Ended by:
         `train` (a step), `settle` (a replacement), `sync` (a new version on an engine)."""
         for group_id, (epoch, task) in enumerate(self._tasks):
-            if group_id < self._next_group:  # resumed: this prompt was admitted before the checkpoint
+            if group_id < self._context.next_group:  # resumed: this prompt was admitted before the checkpoint
                 self._resumption.take_up(group_id, task)
                 continue
             room = self._context.notifier.until(self._policy.may_start)
             start = await self.waits.idle("feed", "room under the lag bound", room)
             place = self.admission.admit(group_id, start)
-            self._next_group = group_id + 1
+            self._context.next_group = group_id + 1
             self._context.groups[group_id] = GroupInFlight(task.id, epoch, task)
             self._context.emit(
                 GroupAdmitted(
@@ -281,7 +286,7 @@ class Pipeline:
     async def _checkpoint_if_due(self) -> None:
         checkpointer, version = self._checkpointer, self.admission.version
         if checkpointer is not None and checkpointer.is_due(version, is_last=self._is_stopping):
-            await self._resumption.checkpoint(checkpointer, self._next_group, self._parts, self._batch)
+            await self._resumption.checkpoint(checkpointer, self._parts, self._batch)
 
     async def status(self) -> Status:
         """How full everything is, and what is waited for."""

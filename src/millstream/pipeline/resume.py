@@ -27,7 +27,6 @@ class Resumption:
     def __init__(
         self,
         context: RunContext,
-        *,
         admission: Admission,
         finalizer: GroupFinalizer,
         rollouts: Rollouts,
@@ -41,15 +40,13 @@ class Resumption:
 
     # ---- capture -----------------------------------------------------------------------------------------------------
 
-    async def checkpoint(
-        self, checkpointer: Checkpointer, next_group: int, parts: Parts, learner: BatchTrainer
-    ) -> None:
+    async def checkpoint(self, checkpointer: Checkpointer, parts: Parts, learner: BatchTrainer) -> None:
         """Write a checkpoint between two batches. Waits for changes in progress, for copies of the learner's and the critic's
         state, and for the checkpointer."""
         context, began = self._context, self._context.now()
         await context.waits.on("train", "changes that have begun", context.quiesce.stop())
         try:
-            state, mark = await self.capture(next_group), checkpointer.mark()  # one moment: later events are not in it
+            state, mark = await self.capture(), checkpointer.mark()  # one moment: later events are not in it
         finally:
             context.quiesce.resume()
         snapshot = await learner.call("copy its state", parts.learner.snapshot())
@@ -60,8 +57,9 @@ class Resumption:
         keeping = checkpointer.keep(state, mark, snapshot, context.now() - began)
         await context.waits.on("train", "the checkpoint", keeping)
 
-    async def capture(self, next_group: int) -> PipelineState:
-        """To be called between two batches. A group whose rollouts are being aborted is rolled out again by a resumed run."""
+    async def capture(self) -> PipelineState:
+        """To be called between two batches. Groups may be admitted while the store answers, so everything else is read after
+        it. A group whose rollouts are being aborted is rolled out again by a resumed run."""
         rows = await self._context.store.snapshot()
         cancelled = self._finalizer.cancelled
         stored: dict[int, set[int]] = {}
@@ -78,7 +76,7 @@ class Resumption:
         is_closed |= {group_id: True for group_id, group in groups.items() if not group.to_do}
         ledger = Ledger(
             version=self._admission.version,
-            next_group=next_group,
+            next_group=self._context.next_group,
             groups=groups,
             vacant=sorted(self._context.vacant),
             num_replaced=self._finalizer.num_replaced,
@@ -112,6 +110,7 @@ class Resumption:
         self._finalizer.settled = set(settled) & ledger.groups.keys()
         self._finalizer.num_replaced = ledger.num_replaced
         self._finalizer.num_failed_in_a_row = ledger.num_failed_in_a_row
+        self._context.next_group = ledger.next_group
         self._context.vacant = set(ledger.vacant)
         for group_id, group in ledger.groups.items():
             self._context.groups[group_id] = GroupInFlight(

@@ -1,4 +1,4 @@
-"""The `[pipeline]` table: how much is in flight, and what becomes of the slow. What is biased against them says so."""
+"""The `[pipeline]` table: how much is in flight, and what becomes of slow groups. What is biased against them says so."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     """The asynchronous ratio: how many versions old a rollout's start may be when it is trained. 0 is synchronous."""
     lockstep: bool = True
     """With max_lag = 0: let decode batches depend on ids alone, so that a run repeats bit for bit. Every turn then waits for
-    all others; without it, every rollout goes on by itself."""
+    all others; without it, every rollout continues on its own."""
     extra_groups: int | None = None
     """Groups in flight beyond those of one batch. None: as many as the lag allows, floor(max_lag * groups_per_step). Fewer
     leave room to pass a straggler, which is then trained in a later batch."""
     surplus: Literal["carry_over", "abort"] = "carry_over"
-    """What becomes of groups that a batch does not need. "carry_over": a later one trains them. "abort": first to finish; what
-    could not be trained in time any more is thrown away, and extra_groups may be any number. Faster, and biased against the
-    slow."""
+    """What becomes of groups that a batch does not need. "carry_over": a later batch trains them. "abort": first to finish;
+    groups that could not be trained in time any more are aborted, and extra_groups may be any number. Faster, and biased
+    against slow rollouts."""
     overdue: Literal["wait", "restart"] = "wait"
-    """When a batch lacks only groups that are not complete: wait for them, or let them begin anew and take others instead,
-    which is biased against the slow."""
+    """When a batch lacks only groups that are not complete: wait for them, or restart them and take others instead, which is
+    biased against slow rollouts."""
     max_restarts: int = 1
-    """How often one group may begin anew."""
+    """How often one group may be restarted."""
     filter_zero_signal: bool = True
     """Replace groups whose rewards are all equal: they have no gradient."""
     max_replaced_per_step: int | None = None

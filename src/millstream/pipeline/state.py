@@ -1,7 +1,7 @@
-"""Where a run stands between two batches: all that a checkpoint must hold beside the learner and the store's rows.
+"""The pipeline's part of a checkpoint, taken between two batches: everything but the learner's state.
 
-Randomness is not among it: every draw is a function of the run's seed and of ids (`millstream.seeds`), so that work done again
-after a crash draws the same numbers.
+It holds no random state: every draw is a function of the run's seed and of ids (`millstream.seeds`), so that work that is
+repeated after a crash draws the same numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CRITIC_FOLDER = "critic"
 
 
 class GroupState(Struct, frozen=True, kw_only=True):
-    """A group in flight."""
+    """One group in flight."""
 
     task_id: str
     epoch: int
@@ -30,7 +30,7 @@ class GroupState(Struct, frozen=True, kw_only=True):
     """Members that have to be rolled out, again or for the first time. A member in neither list has failed for good, or was
     aborted."""
     restarts: int = 0
-    """How often it has begun anew."""
+    """How often its rollouts were aborted and started again."""
 
 
 class Ledger(Struct, frozen=True, kw_only=True):
@@ -39,20 +39,20 @@ class Ledger(Struct, frozen=True, kw_only=True):
     """The data cursor: the group with id g has the g-th prompt."""
     groups: dict[int, GroupState]
     vacant: list[int]
-    """Groups among them whose place in the batch stays empty: their fate has been told."""
+    """Groups among them whose place in the batch stays empty: their fate has been recorded."""
     num_replaced: int
     num_failed_in_a_row: int
 
 
 class PipelineState(NamedTuple):
-    """One moment, consistent."""
+    """The ledger and the store's rows, of one moment."""
 
     ledger: Ledger
     rows: Saved
 
 
 class LearnerAndCritic(NamedTuple):
-    """The state of a learner and of a critic, which has a folder of its own in the learner's."""
+    """The states of a learner and of a critic. The critic's has a folder of its own inside the learner's."""
 
     learner: Snapshot
     critic: Snapshot
@@ -64,16 +64,16 @@ class LearnerAndCritic(NamedTuple):
 
 
 class Checkpointer(Protocol):
-    """Whoever writes checkpoints."""
+    """Writes checkpoints."""
 
     def is_due(self, version: int, *, is_last: bool) -> bool:
         """Asked between two batches, before the first, and after the last; `is_last`: the run stops here."""
         ...
 
     def mark(self) -> int:
-        """How far the log of events is, at the moment of the standing."""
+        """The position in the event log at the moment of the state."""
         ...
 
     async def keep(self, standing: PipelineState, mark: int, snapshot: Snapshot, held_s: float) -> None:
-        """Returns as soon as training may go on. Never raises because a checkpoint could not be written."""
+        """Returns as soon as training may continue. Never raises because a checkpoint could not be written."""
         ...

@@ -179,7 +179,10 @@ class Router:
 
     def dispatch(self) -> None:
         """Room or versions have changed: send what can be sent."""
-        while (found := self._queue.pop(self._choose, self._has_room)) is not None:
+        while self._queue and self._has_room():
+            found = self._queue.pop(self._choose, self._has_room)
+            if found is None:
+                return
             waiting, replica = found
             if not waiting.replica.done():
                 replica.add(waiting.routed)
