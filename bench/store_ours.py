@@ -16,14 +16,14 @@ from millstream.cluster.store import RayStore, connect
 from millstream.errors import StreamEnded
 from millstream.store import Reads, Want
 from millstream.store.client import StoreClient
-from millstream.store.host import Plan
+from millstream.store.host import StorePlan
 from store_workloads import Columns, checksum_of, private_bytes, run
 
 TASKS = {"all": Reads((), by_group=False)}
 
 
 class Reader:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: StorePlan) -> None:
         self._plan, self._client = plan, None
 
     async def _store(self) -> StoreClient:
@@ -54,7 +54,7 @@ class Reader:
 
 
 class Writer:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: StorePlan) -> None:
         self._plan, self._client = plan, None
 
     async def put(self, partition: str, columns: Columns) -> float:

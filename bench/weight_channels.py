@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from millstream.store.segments import memory_folder
+from millstream.store.segments import segment_folder
 from millstream.weights.transfer import Way, WeightsRef
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher
@@ -151,7 +151,7 @@ def rows(name: str, num_bytes: int) -> list[dict[str, Any]]:
     weights, receiver = model(num_bytes), Receiver(num_bytes)
     found = []
     with (
-        tempfile.TemporaryDirectory(dir=memory_folder("bench", "here").parent) as memory,
+        tempfile.TemporaryDirectory(dir=segment_folder("bench", "here").parent) as memory,
         tempfile.TemporaryDirectory() as disk,
     ):
         for way, peer in PAIRS:

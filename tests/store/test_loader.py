@@ -365,7 +365,7 @@ def test_what_ends_a_dealer_reaches_every_rank() -> None:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[SharedStore]:
-    with SharedStore(make_plan(BY_ROW, folder=tmp_path, grace_s=0.5)) as store:
+    with SharedStore(make_plan(BY_ROW, folder=tmp_path, disconnect_s=0.5)) as store:
         yield store
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from millstream.store.segments import memory_folder
+from millstream.store.segments import segment_folder
 from support.weight_peers import Peer, forks
 from support.weight_worker import fingerprint, weights
 
@@ -30,7 +30,7 @@ def peers() -> Iterator[Callable[[], Peer]]:
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(dir=memory_folder("test", "a").parent) as name:
+    with tempfile.TemporaryDirectory(dir=segment_folder("test", "a").parent) as name:
         yield str(Path(name) / "slots")
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from millstream.errors import WeightsError, WeightsSuperseded, WeightsUnreachable
-from millstream.store.segments import memory_folder
+from millstream.store.segments import segment_folder
 from millstream.weights.remote import RemoteChannel
 from millstream.weights.transfer import Handle, Way
 from millstream.weights.transfer.cached_ref import CachedRef
@@ -70,7 +70,7 @@ def reader(new_peer: Callable[[], Peer]) -> Iterator[Peer]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=memory_folder("test", "a").parent) as name:
+    with tempfile.TemporaryDirectory(dir=segment_folder("test", "a").parent) as name:
         yield Path(name) / "slots"
 
 
@@ -275,7 +275,7 @@ def test_memory_that_is_full_is_told_before_anything_is_lost(
 )
 def test_every_take_sees_exactly_its_version(readers: list[list[int]], num_puts: int) -> None:
     """Any puts and takes, in threads. A reader's numbers say how many looks it has at what it took."""
-    with tempfile.TemporaryDirectory(dir=memory_folder("test", "a").parent) as name:
+    with tempfile.TemporaryDirectory(dir=segment_folder("test", "a").parent) as name:
         outbox, inbox = WeightsPublisher(Path(name), node="a", ways=["shared"], bucket_bytes=256), WeightsFetcher("a")
         newest = [outbox.put(0, [("x", torch.full((500,), 0)), ("y", torch.full((3,), 0))])]
         wrong: list[str] = []

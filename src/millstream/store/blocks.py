@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Struct
 
 from millstream.errors import StoreError
-from millstream.store import Columns
+from millstream.store.base import Columns
 from millstream.store.codec import Array, as_array, as_tensor, from_extension, is_tensor, raw_dtype, to_extension
 
 ALIGNMENT = 64

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 from millstream.errors import StoreError
-from millstream.store import Saved
+from millstream.store.base import Saved
 
 ARRAY, SCALAR, TENSOR = 1, 2, 3
 """Our codes among MessagePack's extension types."""

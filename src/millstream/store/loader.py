@@ -32,7 +32,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from millstream.errors import StoreError, StreamEnded
-from millstream.store import TRAIN, Lease, Store, Want
+from millstream.store.base import TRAIN, Lease, Store, Want
 
 
 def tokens_in(lease: Lease) -> int:

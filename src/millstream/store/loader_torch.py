@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from millstream.errors import StoreError
-from millstream.store import TRAIN, Lease, Store
+from millstream.store.base import TRAIN, Lease, Store
 from millstream.store.blocking import CLOSE_S, Line
 from millstream.store.blocks import Block, Packing
 from millstream.store.client import Address, StoreClient
