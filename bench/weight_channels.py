@@ -27,14 +27,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from millstream.store.segments import segment_folder
-from millstream.weights.transfer import Way, WeightsRef
+from millstream.weights import TransferWay
+from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher
 
 TENSOR_BYTES = 4 << 20
 NOT_COUNTED, REPEAT = 2, 5
 SIZES = {"64 MB": 64 << 20, "1 GB": 1 << 30}
-PAIRS: list[tuple[Way, str]] = [
+PAIRS: list[tuple[TransferWay, str]] = [
     ("shared", "torch.save, torch.load in shared memory"),
     ("broadcast", "pickle over TCP"),
     ("files", "safetensors save_file, load_file"),
@@ -104,7 +105,7 @@ def receive(num_bytes: int) -> None:
         print("done", flush=True)
 
 
-def ours(way: Way, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path) -> float:
+def ours(way: TransferWay, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path) -> float:
     outbox = WeightsPublisher(memory / "slots", node="here", ways=[way], files=disk)
 
     def send(version: int) -> None:
@@ -116,7 +117,7 @@ def ours(way: Way, weights: dict[str, Tensor], receiver: Receiver, memory: Path,
         outbox.close()
 
 
-def theirs(way: Way, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path) -> float:
+def theirs(way: TransferWay, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path) -> float:
     def by_torch(version: int) -> None:
         torch.save(weights, memory / "weights.pt")
         receiver("torch", str(memory / "weights.pt"))

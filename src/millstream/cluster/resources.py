@@ -14,8 +14,7 @@ from msgspec import Struct
 
 from millstream.errors import ConfigError
 from millstream.rpc.process import Kind, engine_names, rank_name
-
-Way = Literal["shared", "ipc", "broadcast", "files"]
+from millstream.weights import TransferWay
 
 
 class ResourcesConfig(Struct, frozen=True, kw_only=True):
@@ -46,7 +45,7 @@ class ResourcesConfig(Struct, frozen=True, kw_only=True):
     of their own."""
     spread: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     """How they are put on nodes: on as few as possible, or on as many; strict: only so."""
-    weights: tuple[Way, ...] | None = None
+    weights: tuple[TransferWay, ...] | None = None
     """The ways by which weights may reach engines, of which each takes the nearest: ipc (in the memory of a GPU that both are
     on), shared (in the memory of a node), broadcast (to other nodes), files (in the run folder, which all nodes must then see).
     None: ipc where engines and ranks share GPUs, and shared unless all are on one; broadcast where there are several nodes."""
@@ -133,7 +132,7 @@ def placement_of(config: ResourcesConfig, *, replicas: int, ranks: int) -> Place
     return Placement(bundles=[both] * ranks, ranks=list(range(ranks)), engines=list(range(ranks)))
 
 
-def ways_of(config: ResourcesConfig, *, ranks: int, has_proximal: bool, is_one_node: bool) -> tuple[Way, ...]:
+def ways_of(config: ResourcesConfig, *, ranks: int, has_proximal: bool, is_one_node: bool) -> tuple[TransferWay, ...]:
     """By which rank 0 lets others have weights. A copy in the memory of its GPU alone does only where nobody who takes them is
     elsewhere: one rank with its engine, and no proximal policy beside them. Raises `ConfigError` where the config asks for that
     alone, and it does not."""
@@ -146,7 +145,7 @@ def ways_of(config: ResourcesConfig, *, ranks: int, has_proximal: bool, is_one_n
         )
     if config.weights is not None:
         return config.weights
-    ways: list[Way] = ["ipc"] if is_on_gpu else []
+    ways: list[TransferWay] = ["ipc"] if is_on_gpu else []
     if not (is_one_gpu and is_one_node):
         ways.append("shared")
     if not is_one_node:
@@ -182,7 +181,7 @@ def words(config: ResourcesConfig, *, replicas: int, ranks: int, has_proximal: b
     ]
 
 
-def _ways_in_words(ways: tuple[Way, ...]) -> str:
+def _ways_in_words(ways: tuple[TransferWay, ...]) -> str:
     if len(ways) == 1:
         return ways[0]
     where = {

@@ -10,7 +10,7 @@ from msgspec import Struct, field, structs
 
 from millstream import imports
 from millstream.algo import AlgorithmConfig, check, needs_critic, needs_reference, reads_proximal
-from millstream.cluster.resources import ResourcesConfig, Way, placement_of, ways_of
+from millstream.cluster.resources import ResourcesConfig, placement_of, ways_of
 from millstream.engine import EngineConfig
 from millstream.engine.http.config import HttpConfig
 from millstream.env.config import SINGLE_TURN, EnvironmentConfig, check_environments
@@ -23,6 +23,7 @@ from millstream.model.lora import check_lora
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.checkpoint import CheckpointConfig
+from millstream.weights import TransferWay
 
 MAX_STEPS = 400
 """Of a warm-up that sets no limit of its own."""
@@ -254,7 +255,7 @@ def _check_engine(config: RunConfig) -> None:
         )
 
 
-def weight_ways(config: RunConfig, *, is_one_node: bool) -> tuple[Way, ...]:
+def weight_ways(config: RunConfig, *, is_one_node: bool) -> tuple[TransferWay, ...]:
     """See `resources.ways_of`."""
     ranks, has_proximal = config.learner.ranks, config.proximal is not None
     return ways_of(config.resources, ranks=ranks, has_proximal=has_proximal, is_one_node=is_one_node)
