@@ -103,7 +103,7 @@ class Found(NamedTuple):
 
     def standing(self) -> PipelineState:
         ledger = msgspec.json.decode((self.folder / LEDGER).read_bytes(), type=Ledger)
-        return PipelineState(ledger, codec.unpack((self.folder / ROWS).read_bytes()))
+        return PipelineState(ledger, codec.decode_snapshot((self.folder / ROWS).read_bytes()))
 
     def run_state(self) -> RunState:
         return msgspec.json.decode((self.folder / RUN).read_bytes(), type=RunState)
@@ -224,7 +224,7 @@ class Checkpoints:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         snapshot.write(folder)
-        (folder / ROWS).write_bytes(codec.pack(standing.rows))
+        (folder / ROWS).write_bytes(codec.encode_snapshot(standing.rows))
         (folder / LEDGER).write_bytes(msgspec.json.encode(standing.ledger))
         (folder / RUN).write_bytes(msgspec.json.encode(state))
         written = sorted(path for path in folder.rglob("*") if path.is_file())

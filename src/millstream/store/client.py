@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from millstream.errors import StoreError, StoreTimeout, StreamEnded
+from millstream.store import wire
 from millstream.store.base import ONE_GROUP, TRAIN, Choose, Columns, Lease, Row, Saved, StoreStats, Want
 from millstream.store.blocks import Block, Packing
 from millstream.store.columns import each, integers, num_rows_of, token_counts
@@ -23,43 +24,6 @@ from millstream.store.connection import CoordinatorConnection
 from millstream.store.rows import UNVERSIONED
 from millstream.store.segment_server import fetch_segment
 from millstream.store.segments import Segments
-from millstream.store.wire import (
-    INLINE_BYTES,
-    AcknowledgeLease,
-    ClaimRows,
-    CloseGroups,
-    CloseViews,
-    CoverStep,
-    DropLease,
-    DropPartition,
-    FinishPartition,
-    GetLostRows,
-    GetStats,
-    GiveBackLease,
-    LeaseGranted,
-    LostRow,
-    LostRowsReply,
-    PartitionContent,
-    Payload,
-    PutRows,
-    ReadPartition,
-    ReadyGroups,
-    ReleaseSegment,
-    RenewLease,
-    ReplyBody,
-    ReserveSegment,
-    RestorePartition,
-    RewindTask,
-    RowCount,
-    RowsAdded,
-    SavedRows,
-    Segment,
-    SegmentReserved,
-    StatsReply,
-    StoreHello,
-    WatchReady,
-    WriteCells,
-)
 
 GIVE_UP_S = 60.0
 """How long the coordinator may be unreachable."""
@@ -90,25 +54,27 @@ class Payloads:
         self._is_scheduled = False
 
     async def send(
-        self, columns: Columns, num_rows: int, deadline_s: float | None, send: Callable[[Payload], Awaitable[R]]
+        self, columns: Columns, num_rows: int, deadline_s: float | None, send: Callable[[wire.Payload], Awaitable[R]]
     ) -> R:
         """Pack the columns and pass `send` where they are. Large ones go into a segment that is reserved for them."""
         packing = Packing(columns)
-        if packing.nbytes <= INLINE_BYTES:
-            return await send(Payload(packing.nbytes, bytes(packing.to_bytes()), None, packing.has_tensors))
-        reserved: SegmentReserved = await self._connection.call(ReserveSegment(num_rows, packing.nbytes, deadline_s))
-        segment: Segment = reserved.segment
+        if packing.nbytes <= wire.INLINE_BYTES:
+            return await send(wire.Payload(packing.nbytes, bytes(packing.to_bytes()), None, packing.has_tensors))
+        reserved: wire.SegmentReserved = await self._connection.call(
+            wire.ReserveSegment(num_rows, packing.nbytes, deadline_s)
+        )
+        segment: wire.Segment = reserved.segment
         try:
             with self.segments.writable(segment) as target:
                 packing.write(target)
             self.segments.trim()
-            return await send(Payload(packing.nbytes, None, segment, packing.has_tensors))
+            return await send(wire.Payload(packing.nbytes, None, segment, packing.has_tensors))
         except BaseException:  # also when cancelled: the reserved segment will not be read
             self.segments.forget_written(segment.name)
-            self._connection.tell(ReleaseSegment(segment.name))
+            self._connection.tell(wire.ReleaseSegment(segment.name))
             raise
 
-    async def open(self, granted: LeaseGranted) -> dict[int, Block]:
+    async def open(self, granted: wire.LeaseGranted) -> dict[int, Block]:
         """Every segment is closed once: when its view is gone, when it has been fetched, or when this fails."""
         blocks: dict[int, Block] = {}
         try:
@@ -121,7 +87,7 @@ class Payloads:
         self.close([p for p in granted.blocks.values() if p.segment is not None and p.segment.node != node])
         return blocks
 
-    async def _open(self, payload: Payload, granted: LeaseGranted) -> Block:
+    async def _open(self, payload: wire.Payload, granted: wire.LeaseGranted) -> Block:
         if payload.data is not None:
             return Block(bytearray(payload.data) if payload.is_private else payload.data)
         segment = payload.segment
@@ -133,10 +99,10 @@ class Payloads:
             raise StoreError(f"node {segment.node} is gone, and with it the segment {segment.name}")
         return Block(await fetch_segment(address, self._address.token, segment.name, payload.nbytes))
 
-    def close(self, payloads: Sequence[Payload]) -> None:
+    def close(self, payloads: Sequence[wire.Payload]) -> None:
         names = [payload.segment.name for payload in payloads if payload.segment is not None]
         if names:
-            self._connection.tell(CloseViews(names))
+            self._connection.tell(wire.CloseViews(names))
 
     def _on_closed(self, name: str) -> None:
         """A view is gone. Called on the thread that released its last array."""
@@ -150,7 +116,7 @@ class Payloads:
         self._is_scheduled = False
         names = [self._closed.popleft() for _ in range(len(self._closed))]
         if names:
-            self._connection.tell(CloseViews(names))
+            self._connection.tell(wire.CloseViews(names))
         self.segments.trim()
 
 
@@ -159,7 +125,7 @@ class StoreClient:
 
     def __init__(self, address: Address, name: str | None = None, *, give_up_s: float = GIVE_UP_S) -> None:
         self.name = f"{name or 'client'} {uuid.uuid4().hex[:12]}"  # unique: the coordinator knows its requests by it
-        hello = StoreHello(self.name, address.token, address.node)
+        hello = wire.StoreHello(self.name, address.token, address.node)
         self._connection = CoordinatorConnection((address.host, address.port), hello, give_up_s, self._on_unclaimed)
         self._payloads = Payloads(address, self._connection)
 
@@ -172,12 +138,12 @@ class StoreClient:
     async def close(self) -> None:
         self._connection.close()
 
-    def _on_unclaimed(self, answer: ReplyBody) -> None:
+    def _on_unclaimed(self, answer: wire.ReplyBody) -> None:
         """An answer whose caller is gone."""
-        if isinstance(answer, LeaseGranted):
+        if isinstance(answer, wire.LeaseGranted):
             self._payloads.close(list(answer.blocks.values()))
-        elif isinstance(answer, SegmentReserved):
-            self._connection.tell(ReleaseSegment(answer.segment.name))
+        elif isinstance(answer, wire.SegmentReserved):
+            self._connection.tell(wire.ReleaseSegment(answer.segment.name))
 
     # ---- producers ---------------------------------------------------------------------------------------------------
 
@@ -197,9 +163,9 @@ class StoreClient:
         groups = each(group_ids, num_rows, "group_ids")
         row_versions = None if versions is None else each(versions, num_rows, "versions")
 
-        async def send(payload: Payload) -> RowsAdded:
-            put = PutRows(groups, list(columns), payload, row_versions, token_list, partition, deadline_s)
-            added: RowsAdded = await self._connection.call(put)
+        async def send(payload: wire.Payload) -> wire.RowsAdded:
+            put = wire.PutRows(groups, list(columns), payload, row_versions, token_list, partition, deadline_s)
+            added: wire.RowsAdded = await self._connection.call(put)
             return added
 
         rows = await self._payloads.send(columns, num_rows, deadline_s, send)
@@ -210,13 +176,13 @@ class StoreClient:
         if num_rows != len(row_ids):
             raise StoreError(f"columns of {num_rows} rows were written to {len(row_ids)}")
 
-        async def send(payload: Payload) -> None:
-            await self._connection.call(WriteCells(integers(row_ids), list(columns), payload, overwrite))
+        async def send(payload: wire.Payload) -> None:
+            await self._connection.call(wire.WriteCells(integers(row_ids), list(columns), payload, overwrite))
 
         await self._payloads.send(columns, 0, None, send)
 
     async def close_groups(self, group_ids: Sequence[int], *, partition: str = TRAIN) -> None:
-        await self._connection.call(CloseGroups(integers(group_ids), partition))
+        await self._connection.call(wire.CloseGroups(integers(group_ids), partition))
 
     # ---- consumers ---------------------------------------------------------------------------------------------------
 
@@ -224,7 +190,7 @@ class StoreClient:
         self, task: str, want: Want = ONE_GROUP, *, choose: Choose | None = None, partition: str = TRAIN
     ) -> Lease:
         if choose is None:
-            return await self._lease(task, await self._connection.call(ClaimRows(task, want, partition)))
+            return await self._lease(task, await self._connection.call(wire.ClaimRows(task, want, partition)))
         limit = asyncio.timeout(want.deadline_s)
         try:
             async with limit:
@@ -238,23 +204,23 @@ class StoreClient:
         """`choose` is called here, with the groups that the coordinator says are ready; another client may be faster."""
         seen = 0
         while True:
-            groups: ReadyGroups = await self._connection.call(WatchReady(task, partition, seen))
+            groups: wire.ReadyGroups = await self._connection.call(wire.WatchReady(task, partition, seen))
             seen = groups.change
             chosen = choose(tuple(groups.group_ids)) if groups.group_ids else None
             if chosen is not None and chosen not in groups.group_ids:
                 raise StoreError(f"`choose` returned {chosen}, which is not among the ready groups")
             if chosen is not None:
-                answer = await self._connection.call(ClaimRows(task, want, partition, chosen))
-                if isinstance(answer, LeaseGranted):
+                answer = await self._connection.call(wire.ClaimRows(task, want, partition, chosen))
+                if isinstance(answer, wire.LeaseGranted):
                     return await self._lease(task, answer)
             elif groups.is_over:
                 raise StreamEnded(f"{task}: the stream has ended")
 
-    async def _lease(self, task: str, granted: LeaseGranted) -> Lease:
+    async def _lease(self, task: str, granted: wire.LeaseGranted) -> Lease:
         try:
             blocks = await self._payloads.open(granted)
         except BaseException:  # also when cancelled: the caller will not get the lease
-            self._connection.tell(GiveBackLease(granted.lease_id))
+            self._connection.tell(wire.GiveBackLease(granted.lease_id))
             raise
         columns: dict[str, list[Any]] = {}
         for cells in _cells_of_runs(granted, blocks):
@@ -271,39 +237,39 @@ class StoreClient:
         )
 
     async def renew(self, lease: Lease) -> None:
-        await self._connection.call(RenewLease(lease.lease_id))
+        await self._connection.call(wire.RenewLease(lease.lease_id))
 
     async def acknowledge(self, lease: Lease, *, step: int | None = None) -> None:
-        await self._connection.call(AcknowledgeLease(lease.lease_id, step))
+        await self._connection.call(wire.AcknowledgeLease(lease.lease_id, step))
 
     async def drop(self, lease: Lease) -> None:
-        await self._connection.call(DropLease(lease.lease_id))
+        await self._connection.call(wire.DropLease(lease.lease_id))
 
     async def give_back(self, lease: Lease) -> None:
-        await self._connection.call(GiveBackLease(lease.lease_id))
+        await self._connection.call(wire.GiveBackLease(lease.lease_id))
 
     async def cover(self, step: int, *, partition: str = TRAIN) -> None:
-        await self._connection.call(CoverStep(step, partition))
+        await self._connection.call(wire.CoverStep(step, partition))
 
     async def rewind(self, task: str, step: int, *, partition: str = TRAIN) -> int:
-        count: RowCount = await self._connection.call(RewindTask(task, step, partition))
+        count: wire.RowCount = await self._connection.call(wire.RewindTask(task, step, partition))
         return count.count
 
     def wake(self) -> None:
         """Ask for the ready groups again, so that every waiting `choose` of this client is called."""
-        self._connection.repeat(WatchReady, lambda body: WatchReady(body.task, body.partition, 0))
+        self._connection.repeat(wire.WatchReady, lambda body: wire.WatchReady(body.task, body.partition, 0))
 
     async def finish(self, *, partition: str = TRAIN) -> None:
-        await self._connection.call(FinishPartition(partition))
+        await self._connection.call(wire.FinishPartition(partition))
 
     async def drop_partition(self, partition: str) -> int:
-        count: RowCount = await self._connection.call(DropPartition(partition))
+        count: wire.RowCount = await self._connection.call(wire.DropPartition(partition))
         return count.count
 
     # ---- whole partitions --------------------------------------------------------------------------------------------
 
     async def snapshot(self, *, partition: str = TRAIN) -> Saved:
-        content: PartitionContent = await self._connection.call(ReadPartition(partition))
+        content: wire.PartitionContent = await self._connection.call(wire.ReadPartition(partition))
         granted = content.granted
         blocks = await self._payloads.open(granted)
         rows: list[Row] = []
@@ -330,18 +296,18 @@ class StoreClient:
         await self._restore_rows(saved, list(by_columns.items()), [], partition)
 
     async def _restore_rows(
-        self, saved: Saved, left: list[tuple[tuple[str, ...], list[Row]]], done: list[SavedRows], partition: str
+        self, saved: Saved, left: list[tuple[tuple[str, ...], list[Row]]], done: list[wire.SavedRows], partition: str
     ) -> None:
         """Rows with the same columns in one segment each, all of them in one request."""
         if not left:
             acknowledged = {task: list(ids) for task, ids in saved.acknowledged.items()}
-            restore = RestorePartition(done, saved.is_closed, acknowledged, partition, saved.generation)
+            restore = wire.RestorePartition(done, saved.is_closed, acknowledged, partition, saved.generation)
             await self._connection.call(restore)
             return
         names, rows = left[0]
 
-        async def send(payload: Payload) -> None:
-            packed = SavedRows(
+        async def send(payload: wire.Payload) -> None:
+            packed = wire.SavedRows(
                 [row.row_id for row in rows],
                 [row.group_id for row in rows],
                 list(names),
@@ -355,16 +321,16 @@ class StoreClient:
         await self._payloads.send({name: [row.columns[name] for row in rows] for name in names}, 0, None, send)
 
     async def stats(self) -> StoreStats:
-        reply: StatsReply = await self._connection.call(GetStats())
+        reply: wire.StatsReply = await self._connection.call(wire.GetStats())
         return reply.stats
 
-    async def lost(self) -> list[LostRow]:
+    async def lost(self) -> list[wire.LostRow]:
         """Rows that were lost with a node."""
-        reply: LostRowsReply = await self._connection.call(GetLostRows())
+        reply: wire.LostRowsReply = await self._connection.call(wire.GetLostRows())
         return reply.rows
 
 
-def _cells_of_runs(granted: LeaseGranted, blocks: dict[int, Block]) -> list[dict[str, list[Any]]]:
+def _cells_of_runs(granted: wire.LeaseGranted, blocks: dict[int, Block]) -> list[dict[str, list[Any]]]:
     """The columns of each stretch of rows; where a cell was written again, the last."""
     found = []
     for run in granted.runs:

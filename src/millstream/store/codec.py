@@ -15,7 +15,7 @@ from millstream.store.base import Saved
 
 ARRAY, SCALAR, TENSOR = 1, 2, 3
 """Our codes among MessagePack's extension types."""
-Array = np.ndarray[Any, Any]
+AnyArray = np.ndarray[Any, Any]
 
 
 class _Array(Struct, frozen=True, array_like=True):
@@ -29,21 +29,21 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def as_array(value: Any) -> tuple[Array, str]:
+def as_array(value: Any) -> tuple[AnyArray, str]:
     """Contiguous, on the host, with the name of its type."""
     if not is_tensor(value):
         if value.dtype.hasobject or value.dtype.names:
             raise StoreError(f"arrays of type {value.dtype} hold objects or records: use a list of them")
-        flat: Array = np.ascontiguousarray(value).reshape(value.shape)
+        flat: AnyArray = np.ascontiguousarray(value).reshape(value.shape)
         return flat, flat.dtype.str
     host = value.detach().cpu().contiguous()
     if str(host.dtype) == "torch.bfloat16":
         return host.view(sys.modules["torch"].int16).numpy(), "bfloat16"
-    array: Array = host.numpy()
+    array: AnyArray = host.numpy()
     return array, array.dtype.str
 
 
-def as_tensor(array: Array, dtype: str) -> Any:
+def as_tensor(array: AnyArray, dtype: str) -> Any:
     """Shares the array's memory."""
     torch = importlib.import_module("torch")
     tensor = torch.from_numpy(array)
@@ -79,11 +79,11 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)
 _decoder = msgspec.msgpack.Decoder(Saved, ext_hook=from_extension)
 
 
-def pack(saved: Saved) -> bytes:
+def encode_snapshot(saved: Saved) -> bytes:
     return _encoder.encode(saved)
 
 
-def unpack(data: bytes) -> Saved:
+def decode_snapshot(data: bytes) -> Saved:
     """Raises `msgspec.DecodeError` if the bytes are not those of a snapshot."""
     saved: Saved = _decoder.decode(data)
     return saved

@@ -16,15 +16,7 @@ import millstream.errors
 from millstream.errors import StoreError
 from millstream.retry import BackOff, Retry
 from millstream.rpc.frames import FrameError, FrameProtocol
-from millstream.store.wire import (
-    CancelRequest,
-    ReplyBody,
-    RequestBody,
-    RequestFailed,
-    StoreHello,
-    StoreReply,
-    StoreRequest,
-)
+from millstream.store import wire
 
 RECONNECT = BackOff(first_s=0.05, longest_s=0.5)
 CONNECT_TIMEOUT_S = 5.0
@@ -35,7 +27,11 @@ class CoordinatorConnection:
     """`on_unclaimed` gets answers whose caller is gone."""
 
     def __init__(
-        self, address: tuple[str, int], hello: StoreHello, give_up_s: float, on_unclaimed: Callable[[ReplyBody], None]
+        self,
+        address: tuple[str, int],
+        hello: wire.StoreHello,
+        give_up_s: float,
+        on_unclaimed: Callable[[wire.ReplyBody], None],
     ) -> None:
         self._address = address
         self._hello = hello
@@ -43,10 +39,10 @@ class CoordinatorConnection:
         self._on_unclaimed = on_unclaimed
         self._loop = asyncio.get_running_loop()
         self._connection: FrameProtocol | None = None
-        self._waiting: dict[int, tuple[RequestBody, asyncio.Future[ReplyBody]]] = {}
+        self._waiting: dict[int, tuple[wire.RequestBody, asyncio.Future[wire.ReplyBody]]] = {}
         self._received: list[int] = []  # answers that the coordinator need not keep
         self._next_number = 1
-        self._decoder = msgspec.msgpack.Decoder(StoreReply)
+        self._decoder = msgspec.msgpack.Decoder(wire.StoreReply)
         self._reconnecting: asyncio.Task[None] | None = None
         self._error: StoreError | None = None
 
@@ -76,7 +72,7 @@ class CoordinatorConnection:
             reply = self._decoder.decode(message)
             if welcome.done():
                 self._on_reply(reply)
-            elif isinstance(reply.body, RequestFailed):
+            elif isinstance(reply.body, wire.RequestFailed):
                 welcome.set_exception(StoreError(reply.body.message))
             else:
                 welcome.set_result(None)
@@ -91,7 +87,7 @@ class CoordinatorConnection:
         connection = FrameProtocol(on_message, on_lost)
         await self._loop.create_connection(lambda: connection, *self._address)
         hello = msgspec.structs.replace(self._hello, waiting=list(self._waiting))
-        connection.send(StoreRequest(0, [], hello))
+        connection.send(wire.StoreRequest(0, [], hello))
         await welcome
         if connection.transport is None or connection.transport.is_closing():
             raise ConnectionResetError("the coordinator closed the connection")
@@ -117,20 +113,20 @@ class CoordinatorConnection:
         if self._connection is not None and self._connection.transport is not None:
             self._connection.transport.close()
 
-    def _send(self, number: int, body: RequestBody) -> None:
+    def _send(self, number: int, body: wire.RequestBody) -> None:
         if self._connection is not None:
             received = self._received
             self._received = []
-            self._connection.send(StoreRequest(number, received, body))
+            self._connection.send(wire.StoreRequest(number, received, body))
 
-    def _on_reply(self, reply: StoreReply) -> None:
+    def _on_reply(self, reply: wire.StoreReply) -> None:
         waiting = self._waiting.get(reply.number)
         if waiting is not None and not waiting[1].done():
             waiting[1].set_result(reply.body)
         else:
             self._on_unclaimed(reply.body)
 
-    def tell(self, body: RequestBody) -> None:
+    def tell(self, body: wire.RequestBody) -> None:
         """Send a request without waiting for the answer. It is repeated if the connection breaks before the answer."""
         if self._error is not None:
             return
@@ -140,13 +136,13 @@ class CoordinatorConnection:
         future.add_done_callback(lambda done: self._forget(number, done))
         self._send(number, body)
 
-    def _forget(self, number: int, done: asyncio.Future[ReplyBody]) -> None:
+    def _forget(self, number: int, done: asyncio.Future[wire.ReplyBody]) -> None:
         if not done.cancelled():
             done.exception()
         if self._waiting.pop(number, None) is not None:
             self._received.append(number)
 
-    async def call(self, body: RequestBody) -> Any:
+    async def call(self, body: wire.RequestBody) -> Any:
         """The answer. If the caller is cancelled, so is the request."""
         if self._error is not None:
             raise self._error
@@ -160,22 +156,22 @@ class CoordinatorConnection:
                 raise StoreError(f"{type(body).__name__} cannot be sent: {error}") from error
             answer = await future
         except asyncio.CancelledError:
-            self.tell(CancelRequest(number))
+            self.tell(wire.CancelRequest(number))
             if future.done() and not future.cancelled() and future.exception() is None:
                 self._on_unclaimed(future.result())
             raise
         finally:
             if self._waiting.pop(number, None) is not None and future.done():
                 self._received.append(number)
-        if isinstance(answer, RequestFailed):
+        if isinstance(answer, wire.RequestFailed):
             kind = getattr(millstream.errors, answer.kind, StoreError)
             raise kind(answer.message)
         return answer
 
-    def repeat(self, kind: type[RequestBody], change: Callable[[Any], RequestBody]) -> None:
+    def repeat(self, kind: type[wire.RequestBody], change: Callable[[Any], wire.RequestBody]) -> None:
         """Send the waiting requests of this kind again, changed."""
         for number, (body, future) in list(self._waiting.items()):
             if isinstance(body, kind) and not future.done():
-                self.tell(CancelRequest(number))
+                self.tell(wire.CancelRequest(number))
                 self._waiting[number] = (change(body), future)
                 self._send(number, self._waiting[number][0])

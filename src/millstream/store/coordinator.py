@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from millstream.errors import StoreError
+from millstream.store import wire
 from millstream.store.base import Reads
 from millstream.store.journal import (
     Change,
@@ -34,53 +35,16 @@ from millstream.store.journal import (
     state_of,
 )
 from millstream.store.ready_watch import ReadyWatch
+from millstream.store.restore import steps_of
 from millstream.store.rows import LeaseEntry, RowBlock, RowEntry, contiguous_runs
 from millstream.store.segment_pool import SegmentPool
 from millstream.store.segment_server import server_name
 from millstream.store.segments import size_class
-from millstream.store.sessions import DISCONNECT_S, Session, Sessions, decode_reply, failure_of
+from millstream.store.sessions import DISCONNECT_S, ClientSession, ClientSessions, decode_reply, failure_of
 from millstream.store.table import RowTable
-from millstream.store.waiting import WaitQueues
-from millstream.store.wire import (
-    Accepted,
-    AcknowledgeLease,
-    CancelRequest,
-    ClaimRows,
-    CloseGroups,
-    CloseViews,
-    CoverStep,
-    DropLease,
-    DropPartition,
-    FinishPartition,
-    GetLostRows,
-    GetStats,
-    GiveBackLease,
-    LeaseGranted,
-    LostRow,
-    LostRowsReply,
-    PartitionContent,
-    Payload,
-    PutRows,
-    ReadPartition,
-    ReleaseSegment,
-    RenewLease,
-    ReplyBody,
-    RequestBody,
-    RequestFailed,
-    ReserveSegment,
-    RestorePartition,
-    RewindTask,
-    Run,
-    SegmentReserved,
-    StatsReply,
-    StoreRequest,
-    WatchReady,
-    WriteCells,
-    payloads_of,
-)
+from millstream.store.waiting import ClaimQueues, PutQueue
 
 MAX_LOST = 100_000
-TRIM_S = 2.0
 SWEEP_S = 60.0
 """How long a producer from before a restart may take to fill its segment."""
 
@@ -109,7 +73,7 @@ class Coordinator:
         """`unlink` and `names`: of the segments on this node."""
         self._clock = WallClock()
         self._node = node
-        self.sessions = Sessions(token, disconnect_s, self._on_request, self._on_expired)
+        self.sessions = ClientSessions(token, disconnect_s, self._on_request, self._on_expired)
         self.pool = SegmentPool(node, self.sessions, unlink=unlink, names=names)
         self.table = RowTable(
             tasks,
@@ -117,33 +81,30 @@ class Coordinator:
             capacity_bytes=capacity_bytes,
             on_free=lambda block: self.pool.free(block.payload.segment),
         )
-        self._waits = WaitQueues(self.table, self._clock, on_grant=self._record_grant, give_back=self._give_back)
+        self._puts = PutQueue(self.table, self._clock)
+        self._claims = ClaimQueues(self.table, self._clock, on_grant=self._record_grant, give_back=self._give_back)
         self._watch = ReadyWatch(self.table, self._clock)
-        self._lost: list[LostRow] = []
+        self._lost: list[wire.LostRow] = []
         self._journal = Journal(folder / "journal.msgpack")
         self._replay()
 
     async def serve(self, host: str, port: int) -> asyncio.Server:
-        self._waits.start_expiries(self.table.leases.values())
+        self._claims.start_expiries(self.table.leases.values())
         for session in self.sessions.by_name.values():  # from before a restart: they reconnect, or they expire
             self.sessions.start_expiry(session, is_after_restart=True)
         loop = asyncio.get_running_loop()
         loop.call_later(SWEEP_S, self.pool.sweep)
-        self._trim_regularly(loop)
+        self.pool.trim_regularly(loop)
         return await loop.create_server(self.sessions.connect, host, port, reuse_address=True)
-
-    def _trim_regularly(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.pool.trim()
-        loop.call_later(TRIM_S, self._trim_regularly, loop)
 
     def close(self) -> None:
         self._journal.close()
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def _on_request(self, session: Session, request: StoreRequest) -> None:
+    def _on_request(self, session: ClientSession, request: wire.StoreRequest) -> None:
         number, body = request.number, request.body
-        if isinstance(body, CancelRequest):  # before the request that it names counts as received
+        if isinstance(body, wire.CancelRequest):  # before the request that it names counts as received
             self._cancel(session, body.number)
         session.forget_received(request.received)
         if number in session.running:
@@ -156,81 +117,87 @@ class Coordinator:
         except StoreError as error:
             answer = failure_of(error)
         except Exception as error:  # a bug: the client is told, and the state is read again from the journal
-            session.answer(number, RequestFailed("StoreError", f"the coordinator failed: {error!r}"))
+            session.answer(number, wire.RequestFailed("StoreError", f"the coordinator failed: {error!r}"))
             _crash(error)
         if answer is not None:
             session.answer(number, answer)
         if self._journal.is_long:
             self._rewrite_journal()
 
-    def _handle(self, session: Session, number: int, body: RequestBody) -> ReplyBody | None:
+    def _handle(self, session: ClientSession, number: int, body: wire.RequestBody) -> wire.ReplyBody | None:
         """The answer, or None if it comes later."""
         match body:
-            case PutRows() if body.payload.segment is None:
+            case wire.PutRows() if body.payload.segment is None:
                 session.run(number, self._put_when_there_is_room(session, number, body))
-            case PutRows() | WriteCells() | RestorePartition():
+            case wire.PutRows() | wire.WriteCells() | wire.RestorePartition():
                 return self._change_with_payload(session, number, body)
-            case AcknowledgeLease() | GiveBackLease() | DropLease():
+            case wire.AcknowledgeLease() | wire.GiveBackLease() | wire.DropLease():
                 return self._change(session.name, number, body)
-            case CloseGroups() | CoverStep() | FinishPartition() | RewindTask() | DropPartition():
+            case (
+                wire.CloseGroups()
+                | wire.CoverStep()
+                | wire.FinishPartition()
+                | wire.RewindTask()
+                | wire.DropPartition()
+            ):
                 return self._change(session.name, number, body)
-            case ClaimRows():
+            case wire.ClaimRows():
                 return self._claim(session, number, body)
-            case ReserveSegment():
+            case wire.ReserveSegment():
                 session.run(number, self._reserve(session, number, body))
-            case ReleaseSegment():
+            case wire.ReleaseSegment():
                 self._release(session, body.name)
-                return session.remembered(number, Accepted())
-            case WatchReady():
+                return session.remembered(number, wire.Accepted())
+            case wire.WatchReady():
                 session.run(number, self._watch.wait(session.name, body))
-            case RenewLease():
-                self._waits.renew(body.lease_id)
-                return Accepted()
-            case ReadPartition():
+            case wire.RenewLease():
+                self._claims.renew(body.lease_id)
+                return wire.Accepted()
+            case wire.ReadPartition():
                 return self._read_partition(session, body.partition)
-            case GetStats():
-                return StatsReply(self._watch.add_to(self._waits.stats()))
-            case GetLostRows():
-                return LostRowsReply(self._lost)
-            case CancelRequest():
-                return Accepted()
-            case CloseViews():
+            case wire.GetStats():
+                return wire.StatsReply(self._watch.add_to(self._claims.stats(self._puts)))
+            case wire.GetLostRows():
+                return wire.LostRowsReply(self._lost)
+            case wire.CancelRequest():
+                return wire.Accepted()
+            case wire.CloseViews():
                 for name in body.names:
                     self.pool.close_view(name, session.name)
-                return session.remembered(number, Accepted())
+                return session.remembered(number, wire.Accepted())
             case _:
                 raise StoreError(f"{type(body).__name__} is not a request")
         return None
 
-    def _cancel(self, session: Session, number: int) -> None:
+    def _cancel(self, session: ClientSession, number: int) -> None:
         task = session.running.pop(number, None)
         if task is not None:
             task.cancel()
         lease_id = session.grants.pop(number, None)
         if lease_id in self.table.leases:
-            self._waits.give_back(lease_id)
+            self._claims.give_back(lease_id)
         known = session.results.pop(number, None)
         answer = None if known is None else decode_reply(known)
-        if isinstance(answer, SegmentReserved):
+        if isinstance(answer, wire.SegmentReserved):
             self._release(session, answer.segment.name)
 
-    def _on_expired(self, session: Session) -> None:
+    def _on_expired(self, session: ClientSession) -> None:
         """Give back what a dead client had."""
         for name in list(session.reserved):
             self._release(session, name)
-        self._waits.give_back_of(session.name)
+        self._claims.give_back_of(session.name)
         self.pool.forget_reader(session.name)
         if session.is_segment_server and session.node != self._node:
             self._change("", 0, LoseNode(session.node))
 
     # ---- changes: checked, applied, journalled, remembered -----------------------------------------------------------
 
-    def _change(self, client: str, number: int, change: Change) -> ReplyBody:
+    def _change(self, client: str, number: int, change: Change) -> wire.ReplyBody:
         answer = self._apply_and_record(client, number, change)
         self._serve_after(change)
         return answer
 
-    def _apply_and_record(self, client: str, number: int, change: Change) -> ReplyBody:
+    def _apply_and_record(self, client: str, number: int, change: Change) -> wire.ReplyBody:
         now = self._clock.now()
         try:
             answer = self._apply(change, now)
@@ -242,28 +209,35 @@ class Coordinator:
         session = self.sessions.by_name.get(client)
         return answer if session is None else session.remembered(number, answer)
 
-    def _apply(self, change: Change, now: float) -> ReplyBody:
+    def _apply(self, change: Change, now: float) -> wire.ReplyBody:
         if isinstance(change, LoseNode):
             self._lose_segments(change.node)
-            return Accepted()
+            return wire.Accepted()
         return apply_change(self.table, change, now)
 
     def _serve_after(self, change: Change) -> None:
         match change:
-            case AcknowledgeLease() | GiveBackLease() | DropLease():
-                self._waits.stop_expiry(change.lease_id)
-                self._waits.serve_producers()
-                self._waits.wake()
-            case WriteCells() | LoseNode():
-                self._waits.serve_producers()
-                self._waits.wake()
-            case CoverStep():
-                self._waits.serve_producers()
-            case DropPartition():
-                self._waits.end_partition(change.partition)
+            case wire.AcknowledgeLease() | wire.GiveBackLease() | wire.DropLease():
+                self._claims.stop_expiry(change.lease_id)
+                self._puts.serve()
+                self._claims.wake()
+            case wire.WriteCells() | LoseNode():
+                self._puts.serve()
+                self._claims.wake()
+            case wire.CoverStep():
+                self._puts.serve()
+            case wire.DropPartition():
+                self._claims.end_partition(change.partition)
+                self._puts.serve()
                 self._watch.on_dropped(change.partition)
-            case PutRows() | CloseGroups() | FinishPartition() | RewindTask() | RestorePartition():
-                self._waits.serve_all(change.partition)
+            case (
+                wire.PutRows()
+                | wire.CloseGroups()
+                | wire.FinishPartition()
+                | wire.RewindTask()
+                | wire.RestorePartition()
+            ):
+                self._claims.serve_all(change.partition)
         self._watch.notify()
 
     def _lose_segments(self, node: str, names: set[str] | None = None) -> None:
@@ -274,77 +248,77 @@ class Coordinator:
             return segment is not None and segment.node == node and (names is None or segment.name in names)
 
         found = self.table.lose(is_lost)
-        self._lost += [LostRow(row.id, row.group.id, row.group.partition, node) for row in found]
+        self._lost += [wire.LostRow(row.id, row.group.id, row.group.partition, node) for row in found]
         del self._lost[:-MAX_LOST]
 
     # ---- producers ---------------------------------------------------------------------------------------------------
 
-    async def _put_when_there_is_room(self, session: Session, number: int, put: PutRows) -> ReplyBody:
+    async def _put_when_there_is_room(self, session: ClientSession, number: int, put: wire.PutRows) -> wire.ReplyBody:
         num_rows, nbytes = len(put.group_ids), put.payload.nbytes
-        await self._waits.room(num_rows, nbytes, who=session.name, deadline_s=put.deadline_s)
-        self._waits.use(num_rows, nbytes)
+        await self._puts.room(num_rows, nbytes, who=session.name, deadline_s=put.deadline_s)
+        self._puts.use(num_rows, nbytes)
         try:
             return self._change(session.name, number, put)
         except StoreError:
-            self._waits.serve_producers()  # the room is free again
+            self._puts.serve()  # the room is free again
             raise
 
     def _change_with_payload(
-        self, session: Session, number: int, change: PutRows | WriteCells | RestorePartition
-    ) -> ReplyBody:
+        self, session: ClientSession, number: int, change: wire.PutRows | wire.WriteCells | wire.RestorePartition
+    ) -> wire.ReplyBody:
         """Reserved room is used if the change is made; if it is refused, the client releases it."""
-        payloads = payloads_of(change)
+        payloads = wire.payloads_of(change)
         for payload in payloads:
             if payload.segment is not None and payload.segment.name not in session.reserved:
                 self.pool.check_exists(payload.segment)
         answer = self._apply_and_record(session.name, number, change)
         for payload in payloads:
             if payload.segment is not None:
-                self._waits.use(*session.reserved.pop(payload.segment.name, (0, 0)))
+                self._puts.use(*session.reserved.pop(payload.segment.name, (0, 0)))
                 self.pool.adopt(payload.segment)
         self._serve_after(change)
         return answer
 
-    async def _reserve(self, session: Session, number: int, body: ReserveSegment) -> ReplyBody:
+    async def _reserve(self, session: ClientSession, number: int, body: wire.ReserveSegment) -> wire.ReplyBody:
         size = size_class(body.nbytes)
         if body.num_rows:
-            await self._waits.room(body.num_rows, size, who=session.name, deadline_s=body.deadline_s)
+            await self._puts.room(body.num_rows, size, who=session.name, deadline_s=body.deadline_s)
         else:
-            self._waits.reserve(0, size)
+            self._puts.reserve(0, size)
         segment = self.pool.take(session.node, size)
         session.reserved[segment.name] = (body.num_rows, size)
-        return session.remembered(number, SegmentReserved(segment))
+        return session.remembered(number, wire.SegmentReserved(segment))
 
-    def _release(self, session: Session, name: str) -> None:
+    def _release(self, session: ClientSession, name: str) -> None:
         room = session.reserved.pop(name, None)
         if room is not None:
             self.pool.discard(name)
-            self._waits.release(*room)
+            self._puts.release(*room)
 
     # ---- consumers ---------------------------------------------------------------------------------------------------
 
-    def _claim(self, session: Session, number: int, body: ClaimRows) -> ReplyBody | None:
+    def _claim(self, session: ClientSession, number: int, body: wire.ClaimRows) -> wire.ReplyBody | None:
         lease_id = session.grants.get(number)
         if lease_id is not None:
             return self._show(session, self.table.lease(lease_id))
         task = self.table.tasks.find(body.task)
         if body.group_id is None:
-            session.run(number, self._wait_for_rows(session, number, body))
+
+            async def wait_for_rows() -> wire.ReplyBody:
+                lease = await self._claims.claim(task, body.want, None, body.partition, session.name, number)
+                return self._show(session, lease)
+
+            session.run(number, wait_for_rows())
             return None
         chosen = body.group_id
         units = self.table.select(
             task, body.want, body.partition, is_all=True, choose=lambda ready: chosen if chosen in ready else None
         )
         if not units:
-            return Accepted()
+            return wire.Accepted()
         lease = self.table.grant(task, units, body.partition, session.name, body.want)
         self._record_grant(lease, number)
-        self._waits.start_expiries([lease])
-        return self._show(session, lease)
-
-    async def _wait_for_rows(self, session: Session, number: int, body: ClaimRows) -> ReplyBody:
-        task = self.table.tasks.find(body.task)
-        lease = await self._waits.claim(task, body.want, None, body.partition, session.name, number)
+        self._claims.start_expiries([lease])
         return self._show(session, lease)
 
     def _record_grant(self, lease: LeaseEntry, number: int) -> None:
@@ -355,44 +329,44 @@ class Coordinator:
 
     def _give_back(self, lease_id: int) -> None:
         self.table.give_back(lease_id)
-        self._journal.append(JournalRecord("", 0, self._clock.now(), GiveBackLease(lease_id)))
+        self._journal.append(JournalRecord("", 0, self._clock.now(), wire.GiveBackLease(lease_id)))
         self._watch.notify()
 
-    def _show(self, session: Session, lease: LeaseEntry) -> LeaseGranted:
+    def _show(self, session: ClientSession, lease: LeaseEntry) -> wire.LeaseGranted:
         is_first = lease.id not in session.shown
         session.shown.add(lease.id)
         return self._locate(session, lease.id, lease.rows, lease.empty_groups, is_first=is_first)
 
     def _locate(
-        self, session: Session, lease_id: int, rows: list[RowEntry], empty: list[int], *, is_first: bool = True
-    ) -> LeaseGranted:
+        self, session: ClientSession, lease_id: int, rows: list[RowEntry], empty: list[int], *, is_first: bool = True
+    ) -> wire.LeaseGranted:
         """Where the cells of these rows are. Segments are not reused until the client has closed its views of them."""
         runs = contiguous_runs(rows)
-        blocks: dict[int, Payload] = {block.id: block.payload for some, _, _ in runs for block in some}
+        blocks: dict[int, wire.Payload] = {block.id: block.payload for some, _, _ in runs for block in some}
         segments = [payload.segment for payload in blocks.values() if payload.segment is not None]
         for segment in segments if is_first else ():
             self.pool.open_view(segment.name, session.name)
         nodes = {segment.node for segment in segments}
-        return LeaseGranted(
+        return wire.LeaseGranted(
             lease_id=lease_id,
             row_ids=[row.id for row in rows],
             group_ids=[row.group.id for row in rows],
             versions=[row.version for row in rows],
-            runs=[Run([block.id for block in some], starts, count) for some, starts, count in runs],
+            runs=[wire.Run([block.id for block in some], starts, count) for some, starts, count in runs],
             blocks=blocks,
             empty_groups=empty,
             addresses={node: at for node, at in self.pool.addresses().items() if node in nodes} if nodes else {},
         )
 
-    def _read_partition(self, session: Session, partition: str) -> PartitionContent:
+    def _read_partition(self, session: ClientSession, partition: str) -> wire.PartitionContent:
         part = self.table.partition(partition)
         rows = list(part.rows.values())
-        return PartitionContent(
+        return wire.PartitionContent(
             granted=self._locate(session, 0, rows, []),
             is_closed={group_id: group.is_closed for group_id, group in part.groups.items()},
             acknowledged=part.acknowledged(),
             tokens=[row.tokens for row in rows],
-            steps=[self.table.steps_of(row) for row in rows],
+            steps=[steps_of(self.table, row) for row in rows],
             generation=self.table.generation,
         )
 
@@ -414,7 +388,7 @@ class Coordinator:
                     replay_grant(self.table, grant, record.client)
                     self.sessions.find(record.client).grants[record.number] = grant.lease_id
                 case change:
-                    for payload in payloads_of(change):
+                    for payload in wire.payloads_of(change):
                         if payload.segment is not None:
                             self.pool.adopt(payload.segment)
                     answer = self._apply(change, record.at)

@@ -32,7 +32,7 @@ from millstream.store.segments import segment_folder, segment_folders
 from millstream.store.sessions import DISCONNECT_S
 
 STORES = "millstream-store-"
-CONNECT_S = 30.0
+STORE_CONNECT_S = 30.0
 MIN_SERVICE_S = 1.0
 """A coordinator that fails earlier than this is restarted with back-off."""
 RESTART = BackOff(first_s=0.05, longest_s=5.0)
@@ -144,7 +144,7 @@ class SharedStore:
         return self._plan.address
 
     async def connect(self, name: str | None = None) -> StoreClient:
-        return await StoreClient.connect(self.address, name, give_up_s=CONNECT_S)
+        return await StoreClient.connect(self.address, name, give_up_s=STORE_CONNECT_S)
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", "millstream.store.host", str(self._file)], stdin=subprocess.PIPE)

@@ -16,32 +16,15 @@ import msgspec
 from msgspec import Struct
 
 from millstream.errors import StoreError
+from millstream.store import wire
 from millstream.store.base import Want
 from millstream.store.partition import Partition
+from millstream.store.restore import adopt_row, rebuild_all, restore_partition
 from millstream.store.rows import BlockSpec, GroupEntry, LeaseEntry, RestoredRows, RowBlock, RowEntry, Unit
 from millstream.store.segment_pool import SegmentPool
 from millstream.store.table import RowTable
-from millstream.store.wire import (
-    Accepted,
-    AcknowledgeLease,
-    CloseGroups,
-    CoverStep,
-    DropLease,
-    DropPartition,
-    FinishPartition,
-    GiveBackLease,
-    LostRow,
-    Payload,
-    PutRows,
-    ReplyBody,
-    RestorePartition,
-    RewindTask,
-    RowCount,
-    RowsAdded,
-    WriteCells,
-)
 
-HEADER_BYTES = 12
+RECORD_HEADER_BYTES = 12
 """The length of a record (8), and its checksum (4)."""
 MIN_BYTES = 64 << 20
 """Below this size a journal is not rewritten."""
@@ -88,7 +71,7 @@ class SavedGroup(Struct, array_like=True):
 class SavedBlock(Struct, array_like=True):
     id: int
     columns: tuple[str, ...]
-    payload: Payload
+    payload: wire.Payload
 
 
 class SavedPartition(Struct, array_like=True):
@@ -118,22 +101,22 @@ class FullState(Struct, tag=True, array_like=True):
     leases: list[SavedLease]
     counters: dict[str, int]
     results: dict[str, dict[int, bytes]]
-    lost: list[LostRow]
+    lost: list[wire.LostRow]
 
 
 Change = (
-    PutRows
-    | WriteCells
-    | CloseGroups
+    wire.PutRows
+    | wire.WriteCells
+    | wire.CloseGroups
     | Grant
-    | AcknowledgeLease
-    | DropLease
-    | GiveBackLease
-    | CoverStep
-    | RewindTask
-    | FinishPartition
-    | DropPartition
-    | RestorePartition
+    | wire.AcknowledgeLease
+    | wire.DropLease
+    | wire.GiveBackLease
+    | wire.CoverStep
+    | wire.RewindTask
+    | wire.FinishPartition
+    | wire.DropPartition
+    | wire.RestorePartition
     | LoseNode
     | FullState
 )
@@ -161,7 +144,7 @@ class Journal:
         with self._path.open("rb") as file:
             end = 0
             size = os.fstat(file.fileno()).st_size
-            while len(header := file.read(HEADER_BYTES)) == HEADER_BYTES:
+            while len(header := file.read(RECORD_HEADER_BYTES)) == RECORD_HEADER_BYTES:
                 length, checksum = int.from_bytes(header[:8], "little"), int.from_bytes(header[8:], "little")
                 data = file.read(min(length, size - file.tell()))
                 is_whole = len(data) == length and zlib.crc32(data) == checksum
@@ -221,10 +204,10 @@ def _write_all(number: int, data: bytes) -> None:
 # ---- a change, applied to the table ----------------------------------------------------------------------------------
 
 
-def apply_change(table: RowTable, change: Change, now: float) -> ReplyBody:
+def apply_change(table: RowTable, change: Change, now: float) -> wire.ReplyBody:
     """Carry out a change, now or while the journal is replayed. Raises `StoreError`, and then nothing has changed."""
     match change:
-        case PutRows():
+        case wire.PutRows():
             ids = table.put(
                 change.group_ids,
                 _block_spec(tuple(change.columns), change.payload),
@@ -233,27 +216,27 @@ def apply_change(table: RowTable, change: Change, now: float) -> ReplyBody:
                 partition=change.partition,
                 now=now,
             )
-            return RowsAdded(ids.start, len(ids))
-        case WriteCells():
+            return wire.RowsAdded(ids.start, len(ids))
+        case wire.WriteCells():
             spec = _block_spec(tuple(change.columns), change.payload)
             table.write(change.row_ids, spec, overwrite=change.overwrite)
-        case CloseGroups():
+        case wire.CloseGroups():
             table.close(change.group_ids, change.partition)
-        case AcknowledgeLease():
+        case wire.AcknowledgeLease():
             table.acknowledge(change.lease_id, change.step)
-        case DropLease():
+        case wire.DropLease():
             table.drop(change.lease_id)
-        case GiveBackLease():
+        case wire.GiveBackLease():
             table.give_back(change.lease_id)
-        case CoverStep():
+        case wire.CoverStep():
             table.cover(change.step, change.partition)
-        case FinishPartition():
+        case wire.FinishPartition():
             table.finish(change.partition)
-        case RewindTask():
-            return RowCount(table.rewind(change.task, change.step, change.partition))
-        case DropPartition():
-            return RowCount(table.drop_partition(change.partition))
-        case RestorePartition():
+        case wire.RewindTask():
+            return wire.RowCount(table.rewind(change.task, change.step, change.partition))
+        case wire.DropPartition():
+            return wire.RowCount(table.drop_partition(change.partition))
+        case wire.RestorePartition():
             rows = [
                 RestoredRows(
                     some.ids,
@@ -265,10 +248,12 @@ def apply_change(table: RowTable, change: Change, now: float) -> ReplyBody:
                 )
                 for some in change.rows
             ]
-            table.restore(rows, change.is_closed, change.acknowledged, change.partition, change.generation, now)
+            restore_partition(
+                table, rows, change.is_closed, change.acknowledged, change.partition, change.generation, now
+            )
         case _:
             raise StoreError(f"{type(change).__name__} is not a change of the table")
-    return Accepted()
+    return wire.Accepted()
 
 
 def replay_grant(table: RowTable, grant: Grant, holder: str) -> None:
@@ -285,7 +270,7 @@ def _units_of(table: RowTable, grant: Grant) -> list[Unit]:
     return [found[unit] for unit in grant.units]
 
 
-def _block_spec(columns: tuple[str, ...], payload: Payload) -> BlockSpec:
+def _block_spec(columns: tuple[str, ...], payload: wire.Payload) -> BlockSpec:
     nbytes = payload.nbytes if payload.segment is None else payload.segment.size
     return BlockSpec(columns, nbytes, payload)
 
@@ -294,7 +279,7 @@ def _block_spec(columns: tuple[str, ...], payload: Payload) -> BlockSpec:
 
 
 def state_of(
-    table: RowTable, numbers: Mapping[int, int], results: dict[str, dict[int, bytes]], lost: list[LostRow]
+    table: RowTable, numbers: Mapping[int, int], results: dict[str, dict[int, bytes]], lost: list[wire.LostRow]
 ) -> FullState:
     """`numbers`: by lease, the request of its holder that it was granted for."""
     blocks = {
@@ -346,7 +331,7 @@ def load_state(state: FullState, table: RowTable, pool: SegmentPool) -> None:
     for partition in state.partitions:
         _load_partition(partition, table, blocks)
     table.num_bytes = sum(block.nbytes for block in blocks.values())
-    table.rebuild()
+    rebuild_all(table)
     for partition in state.partitions:
         for name, ready in table.partition(partition.name).ready.items():
             ready.reorder(partition.order[name])
@@ -376,4 +361,4 @@ def _load_partition(saved: SavedPartition, table: RowTable, blocks: Mapping[int,
         entry.leased = row.leased
         entry.done = row.done
         entry.steps = tuple(row.steps)
-        table.adopt(entry)
+        adopt_row(table, entry)

@@ -12,9 +12,10 @@ from millstream.clock import Clock, RealClock
 from millstream.errors import StoreError
 from millstream.store.base import ONE_GROUP, TRAIN, Choose, Columns, Lease, Reads, Row, Saved, StoreStats, Want
 from millstream.store.columns import each, integers, num_rows_of, token_counts
+from millstream.store.restore import restore_partition, steps_of
 from millstream.store.rows import UNVERSIONED, BlockSpec, LeaseEntry, RestoredRows, RowEntry, contiguous_runs
 from millstream.store.table import RowTable
-from millstream.store.waiting import WaitQueues
+from millstream.store.waiting import ClaimQueues, PutQueue
 
 
 class MemoryStore:
@@ -30,7 +31,8 @@ class MemoryStore:
     ) -> None:
         self._table = RowTable(tasks, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes)
         self._clock = clock or RealClock()
-        self._waits = WaitQueues(self._table, self._clock)
+        self._puts = PutQueue(self._table, self._clock)
+        self._claims = ClaimQueues(self._table, self._clock)
 
     async def put(
         self,
@@ -46,17 +48,17 @@ class MemoryStore:
         groups = each(group_ids, num_rows, "group_ids")
         row_versions = None if versions is None else each(versions, num_rows, "versions")
         counts = token_counts(columns, tokens, num_rows)
-        if not self._waits.has_room_now(num_rows, block.nbytes):
-            await self._waits.room(num_rows, block.nbytes, who="a producer", deadline_s=deadline_s)
-            self._waits.use(num_rows, block.nbytes)
+        if not self._puts.has_room_now(num_rows, block.nbytes):
+            await self._puts.room(num_rows, block.nbytes, who="a producer", deadline_s=deadline_s)
+            self._puts.use(num_rows, block.nbytes)
         try:
             ids = self._table.put(
                 groups, block, versions=row_versions, tokens=counts, partition=partition, now=self._clock.now()
             )
         except StoreError:
-            self._waits.serve_producers()  # the room is free again
+            self._puts.serve()  # the room is free again
             raise
-        self._waits.serve_all(partition)
+        self._claims.serve_all(partition)
         return ids
 
     async def write(self, row_ids: Sequence[int], columns: Columns, *, overwrite: bool = False) -> None:
@@ -64,21 +66,21 @@ class MemoryStore:
         if num_rows != len(row_ids):
             raise StoreError(f"columns of {num_rows} rows were written to {len(row_ids)}")
         for partition in self._table.write(integers(row_ids), block, overwrite=overwrite):
-            self._waits.serve_all(partition)
+            self._claims.serve_all(partition)
         if overwrite:
-            self._waits.serve_producers()
+            self._puts.serve()
 
     async def close_groups(self, group_ids: Sequence[int], *, partition: str = TRAIN) -> None:
         self._table.close(integers(group_ids), partition)
-        self._waits.serve_all(partition)
+        self._claims.serve_all(partition)
 
     async def claim(
         self, task: str, want: Want = ONE_GROUP, *, choose: Choose | None = None, partition: str = TRAIN
     ) -> Lease:
-        return lease_of(await self._waits.claim(self._table.tasks.find(task), want, choose, partition, "a consumer"))
+        return lease_of(await self._claims.claim(self._table.tasks.find(task), want, choose, partition, "a consumer"))
 
     async def renew(self, lease: Lease) -> None:
-        self._waits.renew(lease.lease_id)
+        self._claims.renew(lease.lease_id)
 
     async def acknowledge(self, lease: Lease, *, step: int | None = None) -> None:
         entry = self._table.lease(lease.lease_id)
@@ -91,32 +93,33 @@ class MemoryStore:
         self._after_lease(entry)
 
     def _after_lease(self, lease: LeaseEntry) -> None:
-        self._waits.stop_expiry(lease.id)
-        self._waits.serve_producers()
-        self._waits.serve_all(lease.partition)
+        self._claims.stop_expiry(lease.id)
+        self._puts.serve()
+        self._claims.serve_all(lease.partition)
 
     async def give_back(self, lease: Lease) -> None:
-        self._waits.give_back(lease.lease_id)
+        self._claims.give_back(lease.lease_id)
 
     async def cover(self, step: int, *, partition: str = TRAIN) -> None:
         self._table.cover(step, partition)
-        self._waits.serve_producers()
+        self._puts.serve()
 
     async def rewind(self, task: str, step: int, *, partition: str = TRAIN) -> int:
         num_rows = self._table.rewind(task, step, partition)
-        self._waits.serve_all(partition)
+        self._claims.serve_all(partition)
         return num_rows
 
     def wake(self) -> None:
-        self._waits.wake()
+        self._claims.wake()
 
     async def finish(self, *, partition: str = TRAIN) -> None:
         self._table.finish(partition)
-        self._waits.serve_all(partition)
+        self._claims.serve_all(partition)
 
     async def drop_partition(self, partition: str) -> int:
         num_rows = self._table.drop_partition(partition)
-        self._waits.end_partition(partition)
+        self._claims.end_partition(partition)
+        self._puts.serve()
         return num_rows
 
     async def snapshot(self, *, partition: str = TRAIN) -> Saved:
@@ -128,18 +131,24 @@ class MemoryStore:
             acknowledged={name: tuple(ids) for name, ids in part.acknowledged().items()},
             versions={row.id: row.version for row in rows if row.version != UNVERSIONED},
             tokens={row.id: row.tokens for row in rows},
-            steps={row.id: self._table.steps_of(row) for row in rows if row.steps},
+            steps={row.id: steps_of(self._table, row) for row in rows if row.steps},
             generation=self._table.generation,
         )
 
     async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:
-        self._table.restore(
-            restored_rows(saved), saved.is_closed, saved.acknowledged, partition, saved.generation, self._clock.now()
+        restore_partition(
+            self._table,
+            restored_rows(saved),
+            saved.is_closed,
+            saved.acknowledged,
+            partition,
+            saved.generation,
+            self._clock.now(),
         )
-        self._waits.serve_all(partition)
+        self._claims.serve_all(partition)
 
     async def stats(self) -> StoreStats:
-        return self._waits.stats()
+        return self._claims.stats(self._puts)
 
 
 def block_of(columns: Columns) -> tuple[BlockSpec, int]:

@@ -7,6 +7,7 @@ segments: those are removed when they are free, never reused.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections import Counter
@@ -14,20 +15,26 @@ from collections.abc import Callable
 
 from millstream.errors import StoreError
 from millstream.store.segments import SEGMENT_NAME
-from millstream.store.sessions import Sessions
+from millstream.store.sessions import ClientSessions
 from millstream.store.wire import Segment, StoreReply, UnlinkSegments
 
 MAX_IDLE_BYTES = 1 << 30
 """Free segments that a node keeps for the next producer, and"""
 IDLE_S = 10.0
 """for how long."""
+TRIM_S = 2.0
 
 
 class SegmentPool:
     """The coordinator's account of segments: in use, free with readers, and idle for the next producer."""
 
     def __init__(
-        self, node: str, sessions: Sessions, *, unlink: Callable[[list[str]], None], names: Callable[[], list[str]]
+        self,
+        node: str,
+        sessions: ClientSessions,
+        *,
+        unlink: Callable[[list[str]], None],
+        names: Callable[[], list[str]],
     ) -> None:
         """`node`: that of the coordinator, whose segments `unlink` removes and `names` lists."""
         self._node = node
@@ -145,6 +152,10 @@ class SegmentPool:
             while idle and time.monotonic() - idle[0][0] > IDLE_S:
                 self._idle_bytes[node] -= size
                 self._unlink(node, [idle.pop(0)[1].name])
+
+    def trim_regularly(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.trim()
+        loop.call_later(TRIM_S, self.trim_regularly, loop)
 
     def finish_replay(self) -> None:
         """The journal, which does not record readers, has been read: segments in use are not reusable."""

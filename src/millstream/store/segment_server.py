@@ -21,7 +21,7 @@ from millstream.store.segments import SEGMENT_NAME, unlink_segments
 from millstream.store.wire import StoreHello, StoreReply, StoreRequest, UnlinkSegments, Welcome
 
 MAX_REQUEST_BYTES = 1024
-RECONNECT = BackOff(first_s=0.05, longest_s=1.0)
+AGENT_RECONNECT = BackOff(first_s=0.05, longest_s=1.0)
 FETCH_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 30.0
 
@@ -100,13 +100,13 @@ class SegmentServerAgent:
         loop = asyncio.get_running_loop()
         async with await self._server.serve(host) as server:
             own: tuple[str, int] = server.sockets[0].getsockname()[:2]
-            retry = Retry(RECONNECT, give_up_s=self._give_up_s)
+            retry = Retry(AGENT_RECONNECT, give_up_s=self._give_up_s)
             wait_s: float | None = 0.0
             while wait_s is not None:
                 await asyncio.sleep(wait_s)
                 with suppress(OSError):
                     await self._listen(own)
-                    retry = Retry(RECONNECT, give_up_s=self._give_up_s)
+                    retry = Retry(AGENT_RECONNECT, give_up_s=self._give_up_s)
                 wait_s = retry.failed(loop.time())
         self._server.remove()
 

@@ -11,15 +11,7 @@ import msgspec
 
 from millstream.errors import StoreError
 from millstream.rpc.frames import MAX_FRAME_BYTES, FrameError, FrameProtocol
-from millstream.store.wire import (
-    MAX_GREETING_BYTES,
-    ReplyBody,
-    RequestFailed,
-    StoreHello,
-    StoreReply,
-    StoreRequest,
-    Welcome,
-)
+from millstream.store import wire
 
 DISCONNECT_S = 2.0
 """How long a client may be disconnected before it is expired."""
@@ -28,10 +20,10 @@ LONGER = 10
 FORGET_S = 3600.0
 """How long the answers to an expired client are kept: it may still be alive, and repeat requests that were carried out."""
 encode_reply = msgspec.msgpack.Encoder().encode
-decode_reply = msgspec.msgpack.Decoder(ReplyBody).decode
+decode_reply = msgspec.msgpack.Decoder(wire.ReplyBody).decode
 
 
-class Session:
+class ClientSession:
     """What the coordinator knows about one client process."""
 
     def __init__(self, name: str) -> None:
@@ -47,21 +39,21 @@ class Session:
         self.shown: set[int] = set()  # leases whose segments it was told, and will close
         self.expiry: asyncio.TimerHandle | None = None
 
-    def answer(self, number: int, body: ReplyBody) -> None:
+    def answer(self, number: int, body: wire.ReplyBody) -> None:
         if self.connection is None:
             return
         try:
-            self.connection.send(StoreReply(number, body))
+            self.connection.send(wire.StoreReply(number, body))
         except FrameError as error:
-            failed = RequestFailed("StoreError", f"{error}: ask for less at a time")
-            self.connection.send(StoreReply(number, failed))
+            failed = wire.RequestFailed("StoreError", f"{error}: ask for less at a time")
+            self.connection.send(wire.StoreReply(number, failed))
 
-    def remembered(self, number: int, body: ReplyBody) -> ReplyBody:
+    def remembered(self, number: int, body: wire.ReplyBody) -> wire.ReplyBody:
         """Keep an answer until the client has received it."""
         self.results[number] = encode_reply(body)
         return body
 
-    def run(self, number: int, work: Coroutine[Any, Any, ReplyBody]) -> None:
+    def run(self, number: int, work: Coroutine[Any, Any, wire.ReplyBody]) -> None:
         """Answer a request when this work is done."""
 
         async def answer() -> None:
@@ -86,7 +78,7 @@ class Session:
         self.grants = {number: lease for number, lease in self.grants.items() if number in waiting}
 
 
-class Sessions:
+class ClientSessions:
     """All clients, by name. `on_request` is called for each request of an authenticated client, `on_expired` when a client
     was disconnected for too long."""
 
@@ -94,29 +86,29 @@ class Sessions:
         self,
         token: str,
         disconnect_s: float,
-        on_request: Callable[[Session, StoreRequest], None],
-        on_expired: Callable[[Session], None],
+        on_request: Callable[[ClientSession, wire.StoreRequest], None],
+        on_expired: Callable[[ClientSession], None],
     ) -> None:
         self._token = token
         self._disconnect_s = disconnect_s
         self._on_request = on_request
         self._on_expired = on_expired
-        self._decoder = msgspec.msgpack.Decoder(StoreRequest)
-        self.by_name: dict[str, Session] = {}
+        self._decoder = msgspec.msgpack.Decoder(wire.StoreRequest)
+        self.by_name: dict[str, ClientSession] = {}
 
-    def find(self, name: str) -> Session:
+    def find(self, name: str) -> ClientSession:
         session = self.by_name.get(name)
         if session is None:
-            session = self.by_name[name] = Session(name)
+            session = self.by_name[name] = ClientSession(name)
         return session
 
     def connect(self) -> FrameProtocol:
         """The protocol of a new connection."""
-        sessions: list[Session] = []
+        sessions: list[ClientSession] = []
 
         def on_message(message: memoryview) -> None:
             request = self._decoder.decode(message)
-            if isinstance(request.body, StoreHello):
+            if isinstance(request.body, wire.StoreHello):
                 sessions[:] = self._greet(connection, request.number, request.body)
             elif sessions and sessions[0].connection is connection:
                 self._on_request(sessions[0], request)
@@ -128,13 +120,15 @@ class Sessions:
                 sessions[0].connection = None
                 self.start_expiry(sessions[0])
 
-        connection = FrameProtocol(on_message, on_lost, MAX_GREETING_BYTES)
+        connection = FrameProtocol(on_message, on_lost, wire.MAX_GREETING_BYTES)
         return connection
 
-    def _greet(self, connection: FrameProtocol, number: int, hello: StoreHello) -> list[Session]:
+    def _greet(self, connection: FrameProtocol, number: int, hello: wire.StoreHello) -> list[ClientSession]:
         """The session, unless the token is wrong."""
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            connection.send(StoreReply(number, RequestFailed("StoreError", "the token is not that of this store")))
+            connection.send(
+                wire.StoreReply(number, wire.RequestFailed("StoreError", "the token is not that of this store"))
+            )
             assert connection.transport is not None
             connection.transport.close()
             return []
@@ -150,17 +144,17 @@ class Sessions:
             session.expiry.cancel()
             session.expiry = None
         connection.max_bytes = MAX_FRAME_BYTES
-        connection.send(StoreReply(number, Welcome()))
+        connection.send(wire.StoreReply(number, wire.Welcome()))
         return [session]
 
-    def start_expiry(self, session: Session, *, is_after_restart: bool = False) -> None:
+    def start_expiry(self, session: ClientSession, *, is_after_restart: bool = False) -> None:
         """The client is disconnected: it is expired unless it reconnects in time."""
         if session.expiry is None:
             is_longer = is_after_restart or session.is_segment_server
             wait_s = (LONGER if is_longer else 1) * self._disconnect_s
             session.expiry = asyncio.get_running_loop().call_later(wait_s, self._expire, session)
 
-    def _expire(self, session: Session) -> None:
+    def _expire(self, session: ClientSession) -> None:
         for task in session.running.values():
             task.cancel()
         session.running = {}
@@ -174,7 +168,7 @@ class Sessions:
         return {session.node: session.address for session in connected if session.address is not None}
 
 
-def failure_of(error: Exception) -> RequestFailed:
+def failure_of(error: Exception) -> wire.RequestFailed:
     if isinstance(error, StoreError):
-        return RequestFailed(type(error).__name__, str(error))
-    return RequestFailed("StoreError", repr(error))
+        return wire.RequestFailed(type(error).__name__, str(error))
+    return wire.RequestFailed("StoreError", repr(error))

@@ -15,16 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from millstream.errors import StoreError
 from millstream.store.base import Choose, Reads, StoreStats, Want
 from millstream.store.partition import Partition
-from millstream.store.rows import (
-    UNVERSIONED,
-    BlockSpec,
-    GroupEntry,
-    LeaseEntry,
-    RestoredRows,
-    RowBlock,
-    RowEntry,
-    Unit,
-)
+from millstream.store.rows import UNVERSIONED, BlockSpec, GroupEntry, LeaseEntry, RowBlock, RowEntry, Unit
 from millstream.store.tasks import StoreTask, TaskSet
 
 GENERATION_SHIFT = 40
@@ -45,7 +36,7 @@ class RowTable:
         self.capacity_bytes = capacity_bytes
         self._on_free = on_free
         self.partitions: dict[str, Partition] = {}
-        self._rows: dict[int, RowEntry] = {}
+        self.rows: dict[int, RowEntry] = {}
         self.leases: dict[int, LeaseEntry] = {}
         self.num_bytes = 0
         self.rows_put = 0
@@ -58,7 +49,7 @@ class RowTable:
 
     @property
     def num_rows(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def partition(self, name: str) -> Partition:
         part = self.partitions.get(name)
@@ -67,7 +58,7 @@ class RowTable:
         return part
 
     def row(self, row_id: int) -> RowEntry:
-        row = self._rows.get(row_id)
+        row = self.rows.get(row_id)
         if row is None:
             generation, number = row_id >> GENERATION_SHIFT, row_id & ((1 << GENERATION_SHIFT) - 1)
             is_past = (generation, number) < (self.generation, self.next_row)
@@ -90,7 +81,7 @@ class RowTable:
             raise StoreError(f"{nbytes} bytes at once, and the store holds {self.capacity_bytes}: put less at a time")
 
     def has_room(self, num_rows: int, nbytes: int) -> bool:
-        has_rows = self.capacity_rows is None or len(self._rows) + num_rows <= self.capacity_rows
+        has_rows = self.capacity_rows is None or len(self.rows) + num_rows <= self.capacity_rows
         return has_rows and (self.capacity_bytes is None or self.num_bytes + nbytes <= self.capacity_bytes)
 
     def put(
@@ -111,11 +102,11 @@ class RowTable:
         first = self.generation << GENERATION_SHIFT | self.next_row
         self.next_row += num_rows
         ids = range(first, first + num_rows)
-        part.offer(self._add(part, ids, group_ids, groups, block, versions, tokens, now))
+        part.offer(self.add(part, ids, group_ids, groups, block, versions, tokens, now))
         self.rows_put += num_rows
         return ids
 
-    def _add(
+    def add(
         self,
         part: Partition,
         ids: Sequence[int],
@@ -136,7 +127,7 @@ class RowTable:
             for index, group_id in enumerate(group_ids)
         ]
         for row in rows:
-            self._rows[row.id] = row
+            self.rows[row.id] = row
         part.add(rows)
         return rows
 
@@ -215,7 +206,7 @@ class RowTable:
     def acknowledge(self, lease_id: int, step: int | None = None) -> None:
         lease = self.lease(lease_id)
         del self.leases[lease_id]
-        self._forget(self.partitions[lease.partition].acknowledge(lease, step))
+        self.forget(self.partitions[lease.partition].acknowledge(lease, step))
 
     def drop(self, lease_id: int) -> None:
         lease = self.lease(lease_id)
@@ -223,20 +214,20 @@ class RowTable:
         if others:
             raise StoreError(f"{others[0]} is on lease to another task, too: it cannot be dropped")
         del self.leases[lease_id]
-        self._forget(self.partitions[lease.partition].drop(lease))
+        self.forget(self.partitions[lease.partition].drop(lease))
 
     # ---- rows are removed --------------------------------------------------------------------------------------------
 
-    def _forget(self, rows: Sequence[RowEntry]) -> None:
+    def forget(self, rows: Sequence[RowEntry]) -> None:
         """Rows that their partition has removed."""
         for row in rows:
-            del self._rows[row.id]
+            del self.rows[row.id]
             for block, _ in row.parts:
                 self._release(block)
         self.rows_freed += len(rows)
 
     def cover(self, step: int, partition: str) -> None:
-        self._forget(self.partition(partition).cover(step))
+        self.forget(self.partition(partition).cover(step))
 
     def rewind(self, name: str, step: int, partition: str) -> int:
         return self.partition(partition).rewind(self.tasks.find(name), step)
@@ -248,7 +239,7 @@ class RowTable:
         for lease_id in [lease.id for lease in self.leases.values() if lease.partition == partition]:
             del self.leases[lease_id]
         rows = list(part.rows.values())
-        self._forget(rows)
+        self.forget(rows)
         return len(rows)
 
     def lose(self, is_lost: Callable[[RowBlock], bool]) -> list[RowEntry]:
@@ -262,77 +253,12 @@ class RowTable:
                     part.num_leased[lease.task.name] -= sum(1 for row in lease.rows if id(row) in gone)
                     lease.units[:] = [unit for unit in lease.units if id(unit) not in gone]
             part.take_out(rows, rows)
-            self._forget(rows)
+            self.forget(rows)
             part.uncovered = {
                 step: [row for row in some if id(row) not in gone] for step, some in part.uncovered.items()
             }
             found += rows
         return found
-
-    # ---- snapshots ---------------------------------------------------------------------------------------------------
-
-    def restore(
-        self,
-        rows: Sequence[RestoredRows],
-        is_closed: Mapping[int, bool],
-        acknowledged: Mapping[str, Sequence[int]],
-        partition: str,
-        generation: int,
-        now: float,
-    ) -> None:
-        part = self.partition(partition)
-        ids = [row_id for some in rows for row_id in some.ids]
-        self._check_restore(part, rows, ids, is_closed, acknowledged)
-        self.generation = max([self.generation, generation, *(row_id >> GENERATION_SHIFT for row_id in ids)]) + 1
-        self.next_row = 0
-        part.groups = {group_id: GroupEntry(group_id, partition) for group_id in is_closed}
-        for some in rows:
-            entries = self._add(
-                part, some.ids, some.group_ids, part.groups, some.block, some.versions, some.tokens, now
-            )
-            for row, steps in zip(entries, some.steps, strict=True):
-                row.steps = tuple((self.tasks.find(name).bit, step) for name, step in steps.items())
-        part.rows = dict(sorted(part.rows.items()))  # in the order of the puts, whatever columns they have
-        for group in part.groups.values():
-            group.rows = dict(sorted(group.rows.items()))
-            group.is_closed = is_closed[group.id]
-        part.mark_done(acknowledged)
-        self._forget(part.rebuild())
-
-    def _check_restore(
-        self,
-        part: Partition,
-        rows: Sequence[RestoredRows],
-        ids: Sequence[int],
-        is_closed: Mapping[int, bool],
-        acknowledged: Mapping[str, Sequence[int]],
-    ) -> None:
-        if part.groups or part.rows:
-            raise StoreError("a snapshot can only be restored into an empty partition")
-        if alive := [row_id for row_id in ids if row_id in self._rows]:
-            raise StoreError(f"row {alive[0]} of the snapshot is in the store already, in another partition")
-        if len(set(ids)) != len(ids):
-            raise StoreError("a row is in the snapshot twice")
-        if strange := {group_id for some in rows for group_id in some.group_ids} - is_closed.keys():
-            raise StoreError(f"the snapshot does not say whether group {min(strange)} is closed")
-        for name in {*acknowledged, *(name for some in rows for steps in some.steps for name in steps)}:
-            self.tasks.find(name)
-
-    def adopt(self, row: RowEntry) -> None:
-        """Add a row that has its group, its parts and its masks. Call `rebuild` afterwards."""
-        self._rows[row.id] = row
-        self.partition(row.group.partition).add([row])
-        for block, _ in row.parts:
-            block.num_live += 1
-            row.present |= block.mask
-
-    def rebuild(self) -> None:
-        for part in self.partitions.values():
-            self._forget(part.rebuild())
-
-    def steps_of(self, row: RowEntry) -> dict[str, int]:
-        names = {task.bit: task.name for task in self.tasks.all}
-        return {names[bit]: step for bit, step in row.steps}
 
     def stats(self, now: float) -> StoreStats:
         parts = list(self.partitions.values())

@@ -86,34 +86,20 @@ class WaitingPut:
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class WaitQueues:
-    """`on_grant(lease, number)` is called before the holder receives the lease; `give_back` replaces the table's own."""
+class PutQueue:
+    """The puts that wait for room, in order, and the room that is reserved."""
 
-    def __init__(
-        self,
-        table: RowTable,
-        clock: Clock,
-        *,
-        on_grant: Callable[[LeaseEntry, int], None] = lambda lease, number: None,
-        give_back: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, table: RowTable, clock: Clock) -> None:
         self._table = table
         self._clock = clock
-        self._on_grant = on_grant
-        self._give_back = give_back or table.give_back
-        self._queues: dict[str, dict[str, TaskQueue]] = {}  # by partition, by task
-        self._num_claims = 0
-        self._puts: deque[WaitingPut] = deque()
+        self.waiting: deque[WaitingPut] = deque()
         self._reserved_rows = 0
         self._reserved_bytes = 0
-        self._expiries: dict[int, asyncio.TimerHandle] = {}
-
-    # ---- producers ---------------------------------------------------------------------------------------------------
 
     def has_room_now(self, num_rows: int, nbytes: int) -> bool:
         """Whether a put need not wait. Raises `StoreError` for what can never fit."""
         self._table.check_size(num_rows, nbytes)
-        return not self._puts and self._has_room(num_rows, nbytes)
+        return not self.waiting and self._has_room(num_rows, nbytes)
 
     async def room(self, num_rows: int, nbytes: int, *, who: str, deadline_s: float | None) -> None:
         """Returns when there is room, which is reserved for the caller until `use` or `release`."""
@@ -121,16 +107,16 @@ class WaitQueues:
             self.reserve(num_rows, nbytes)
             return
         waiting = WaitingPut(num_rows, nbytes, who, self._clock.now())
-        self._puts.append(waiting)
+        self.waiting.append(waiting)
         try:
-            await self._within(waiting.future, deadline_s, lambda: self._no_room(waiting))
+            await _within(waiting.future, deadline_s, lambda: self._no_room(waiting))
         except BaseException:  # cancelled or timed out
             if waiting.future.done() and not waiting.future.cancelled() and waiting.future.exception() is None:
                 self.release(num_rows, nbytes)  # the room had been reserved already
             raise
         finally:
-            self._puts = deque(other for other in self._puts if other is not waiting)
-            self.serve_producers()
+            self.waiting = deque(other for other in self.waiting if other is not waiting)
+            self.serve()
 
     def _no_room(self, waiting: WaitingPut) -> str:
         rows, size = self._table.num_rows, self._table.num_bytes
@@ -152,17 +138,37 @@ class WaitQueues:
     def release(self, num_rows: int, nbytes: int) -> None:
         """The rows will not be put."""
         self.use(num_rows, nbytes)
-        self.serve_producers()
+        self.serve()
 
-    def serve_producers(self) -> None:
-        while self._puts:
-            first = self._puts[0]
+    def serve(self) -> None:
+        while self.waiting:
+            first = self.waiting[0]
             if not first.future.done():
                 if not self._has_room(first.num_rows, first.nbytes):
                     return
                 self.reserve(first.num_rows, first.nbytes)
                 first.future.set_result(None)
-            self._puts.popleft()
+            self.waiting.popleft()
+
+
+class ClaimQueues:
+    """`on_grant(lease, number)` is called before the holder receives the lease; `give_back` replaces the table's own."""
+
+    def __init__(
+        self,
+        table: RowTable,
+        clock: Clock,
+        *,
+        on_grant: Callable[[LeaseEntry, int], None] = lambda lease, number: None,
+        give_back: Callable[[int], None] | None = None,
+    ) -> None:
+        self._table = table
+        self._clock = clock
+        self._on_grant = on_grant
+        self._give_back = give_back or table.give_back
+        self._queues: dict[str, dict[str, TaskQueue]] = {}  # by partition, by task
+        self._num_claims = 0
+        self._expiries: dict[int, asyncio.TimerHandle] = {}
 
     # ---- consumers ---------------------------------------------------------------------------------------------------
 
@@ -199,7 +205,7 @@ class WaitQueues:
         if want.patience_s and not claim.future.done():
             timer = asyncio.get_running_loop().call_later(want.patience_s, self._on_patience_timeout, claim)
         try:
-            return await self._within(claim.future, want.deadline_s, lambda: self._not_ready(claim))
+            return await _within(claim.future, want.deadline_s, lambda: self._not_ready(claim))
         except BaseException:  # cancelled or timed out
             self._withdraw(claim)
             raise
@@ -227,18 +233,6 @@ class WaitQueues:
         if queue is not None and claim in queue.plain:
             queue.plain.remove(claim)
         self.serve(claim.partition, claim.task)  # claims behind it may be served now
-
-    async def _within(self, future: asyncio.Future[T], deadline_s: float | None, why: Callable[[], str]) -> T:
-        if deadline_s is None or future.done():
-            return await future
-        limit = asyncio.timeout(deadline_s)
-        try:
-            async with limit:
-                return await future
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise StoreTimeout(f"{why()} after {deadline_s:g} s") from error
 
     def serve_all(self, partition: str) -> None:
         """After a change: serve the tasks of this partition for which something has become ready since the last time."""
@@ -315,7 +309,6 @@ class WaitQueues:
         self._queues.pop(partition, None)
         for lease_id in [one for one in self._expiries if one not in self._table.leases]:
             self.stop_expiry(lease_id)
-        self.serve_producers()
 
     # ---- leases ------------------------------------------------------------------------------------------------------
 
@@ -352,10 +345,10 @@ class WaitQueues:
 
     # ---- statistics --------------------------------------------------------------------------------------------------
 
-    def stats(self) -> StoreStats:
+    def stats(self, put_queue: PutQueue) -> StoreStats:
         now = self._clock.now()
         claims = [claim for queues in self._queues.values() for queue in queues.values() for claim in queue.waiting]
-        puts = [put for put in self._puts if not put.future.done()]
+        puts = [put for put in put_queue.waiting if not put.future.done()]
         waiting = [StoreWaiter(who=c.holder, what=c.describe(), seconds=now - c.since) for c in claims]
         waiting += [
             StoreWaiter(who=put.who, what=f"room for {put.num_rows} rows", seconds=now - put.since) for put in puts
@@ -368,3 +361,16 @@ class WaitQueues:
             },
             waiting=sorted(waiting, key=lambda waiter: -waiter.seconds)[:MAX_WAITERS_SHOWN],
         )
+
+
+async def _within(future: asyncio.Future[T], deadline_s: float | None, why: Callable[[], str]) -> T:
+    if deadline_s is None or future.done():
+        return await future
+    limit = asyncio.timeout(deadline_s)
+    try:
+        async with limit:
+            return await future
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise StoreTimeout(f"{why()} after {deadline_s:g} s") from error

@@ -1,7 +1,7 @@
 """The descriptor of a published weight version, and the interface of a transport.
 
-A new transport is a pair of classes in a file of its own (a `Stage` and a `Fetch`), one line in `transports.TRANSPORTS`, and
-its name in `weights.base.TransferWay`.
+A new transport is a `TransportStage` and a `TransportFetch` in a file of its own, one line in `transports.TRANSPORTS`, and its
+name in `weights.base.TransferWay`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WeightsRef(Struct, frozen=True, kw_only=True):
     path: str
     """The slot: a file in the shared memory of that node. A process that reads the weights there holds a lock on it."""
     offers: dict[TransferWay, bytes]
-    """By transport: its own message, for its `Fetch`."""
+    """By transport: its own message, for its `TransportFetch`."""
 
     @property
     def num_bytes(self) -> int:
@@ -124,7 +124,7 @@ class StagingMemory(Protocol):
         ...
 
 
-class Stage:
+class TransportStage:
     """The publisher's side of a transport. Raises `WeightsError` from `__init__` if the transport cannot work here."""
 
     needs_host_copy = False  # whether the slot must hold the bytes
@@ -137,7 +137,7 @@ class Stage:
         return None
 
     def stage(self, staged: StagedVersion) -> bytes:
-        """Make the version available. Returns the offer for `Fetch`."""
+        """Make the version available. Returns the offer for `TransportFetch`."""
         return b""
 
     def close(self) -> None: ...
@@ -150,7 +150,7 @@ class FetchOptions(Struct, frozen=True, kw_only=True):
     device: torch.device
 
 
-class Fetch(Protocol):
+class TransportFetch(Protocol):
     """The fetching side of a transport. May be used from several threads."""
 
     def __init__(self, options: FetchOptions) -> None: ...

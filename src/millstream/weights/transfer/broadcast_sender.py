@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from millstream.errors import WeightsError, WeightsSuperseded
-from millstream.weights.transfer.base import Stage, StagedVersion, StageOptions, WeightsRef
+from millstream.weights.transfer.base import StagedVersion, StageOptions, TransportStage, WeightsRef
 from millstream.weights.transfer.broadcast import (
     BroadcastOffer,
     FetchRefused,
@@ -41,7 +41,7 @@ from millstream.weights.transfer.slots import LockedSlot, lock_slot
 logger = logging.getLogger(__name__)
 TOGETHER_S = 0.02
 """Receivers that ask within this time of the first are in the same round."""
-REQUEST_TIMEOUT_S = 5.0
+FETCH_REQUEST_S = 5.0
 SENDER_CLOSE_S = 5.0
 MAX_WAITING = 4096
 
@@ -51,7 +51,7 @@ class Receiver(NamedTuple):
     serial: int
 
 
-class BroadcastStage(Stage):
+class BroadcastStage(TransportStage):
     """Runs the sender. Rounds come one after another; meanwhile other receivers wait for the next."""
 
     needs_host_copy = True
@@ -100,7 +100,7 @@ class BroadcastStage(Stage):
 
     def _greet(self, peer: Peer) -> None:
         try:
-            match peer.receive(REQUEST_TIMEOUT_S):
+            match peer.receive(FETCH_REQUEST_S):
                 case FetchRequest(token=token) if not hmac.compare_digest(token.encode(), self._token.encode()):
                     peer.send(FetchRefused(reason="the token is not that of this publisher"))
                     peer.close()
@@ -190,5 +190,5 @@ def _is_connected(connection: socket.socket) -> bool:
     except OSError:
         return False
     finally:
-        connection.settimeout(REQUEST_TIMEOUT_S)
+        connection.settimeout(FETCH_REQUEST_S)
     return False

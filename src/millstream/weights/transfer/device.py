@@ -1,8 +1,8 @@
 """The transport "ipc": a staged copy in a GPU's memory, which other processes of the node open by its CUDA IPC handle.
 
 Device to device, without the host. The handle is torch's own, as `torch.multiprocessing` passes it around
-(`torch/multiprocessing/reductions.py`), but sent without pickle. It is valid while the buffer lives; the lock of the slot says when
-the buffer may be written again.
+(`torch/multiprocessing/reductions.py`), but sent without pickle. It is valid while the buffer lives. The lock of the slot says
+when the buffer may be written again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from millstream.model.shared_memory import views_of
 from millstream.weights.transfer.base import (
     FetchedWeights,
     FetchOptions,
-    Stage,
     StagedVersion,
     StageOptions,
+    TransportStage,
     WeightsRef,
 )
 from millstream.weights.transfer.digests import verify_all
@@ -77,7 +77,7 @@ class DeviceBuffer:
         return self._handle
 
 
-class IpcStage(Stage):
+class IpcStage(TransportStage):
     """One buffer for each slot."""
 
     def __init__(self, options: StageOptions) -> None:

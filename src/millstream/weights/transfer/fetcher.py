@@ -11,7 +11,7 @@ import torch
 
 from millstream.errors import WeightsUnreachable
 from millstream.weights.base import TransferWay
-from millstream.weights.transfer.base import Fetch, FetchedWeights, FetchOptions, WeightsRef
+from millstream.weights.transfer.base import FetchedWeights, FetchOptions, TransportFetch, WeightsRef
 from millstream.weights.transfer.device import handle_in
 from millstream.weights.transfer.transports import TRANSPORTS
 
@@ -26,7 +26,7 @@ class WeightsFetcher:
         GPU); gloo receives on the host."""
         self.node = node
         options = FetchOptions(node=node, timeout_s=timeout_s, device=device or torch.device("cuda"))
-        self._fetches: dict[TransferWay, Fetch] = {
+        self._fetches: dict[TransferWay, TransportFetch] = {
             way: transport.fetch(options) for way, transport in TRANSPORTS.items()
         }
 

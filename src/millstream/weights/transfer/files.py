@@ -11,16 +11,16 @@ from millstream.model.shared_memory import layout_of, views_of
 from millstream.weights.transfer.base import (
     FetchedWeights,
     FetchOptions,
-    Stage,
     StagedVersion,
     StageOptions,
+    TransportStage,
     WeightsRef,
 )
 
 MAX_FOLDERS = 2
 
 
-class FilesStage(Stage):
+class FilesStage(TransportStage):
     """Keeps the last `MAX_FOLDERS` versions. The offer is the path of the version's folder."""
 
     def __init__(self, options: StageOptions) -> None:

@@ -23,10 +23,10 @@ from millstream.weights.base import TransferWay
 from millstream.weights.transfer.base import (
     BroadcastBackend,
     Delivery,
-    Stage,
     StagedVersion,
     StageOptions,
     StagingMemory,
+    TransportStage,
     WeightsRef,
 )
 from millstream.weights.transfer.digests import bucket_digests
@@ -77,7 +77,7 @@ class WeightsPublisher:
             round_s=round_s,
             find=self._refs.get,
         )
-        self._stages: dict[TransferWay, Stage] = {}
+        self._stages: dict[TransferWay, TransportStage] = {}
         try:
             for way in ways:
                 self._stages[way] = TRANSPORTS[way].stage(options)

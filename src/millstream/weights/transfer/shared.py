@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from millstream.model.shared_memory import views_of
-from millstream.weights.transfer.base import FetchedWeights, FetchOptions, Stage, WeightsRef
+from millstream.weights.transfer.base import FetchedWeights, FetchOptions, TransportStage, WeightsRef
 from millstream.weights.transfer.digests import verify_all
 from millstream.weights.transfer.slots import lock_slot
 
 
-class SharedStage(Stage):
+class SharedStage(TransportStage):
     needs_host_copy = True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from millstream.weights.base import TransferWay
-from millstream.weights.transfer.base import Fetch, Stage
+from millstream.weights.transfer.base import TransportFetch, TransportStage
 from millstream.weights.transfer.broadcast import BroadcastFetch
 from millstream.weights.transfer.broadcast_sender import BroadcastStage
 from millstream.weights.transfer.device import IpcFetch, IpcStage
@@ -14,8 +14,8 @@ from millstream.weights.transfer.shared import SharedFetch, SharedStage
 
 
 class Transport(NamedTuple):
-    stage: type[Stage]
-    fetch: type[Fetch]
+    stage: type[TransportStage]
+    fetch: type[TransportFetch]
 
 
 TRANSPORTS: dict[TransferWay, Transport] = {
