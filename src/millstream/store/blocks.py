@@ -1,9 +1,9 @@
-"""Columns as one stretch of bytes and back: packed once per batch, not once per cell, without pickle.
+"""Columns as one block of bytes and back: packed once per batch, not once per cell, without pickle.
 
     | length of the header | header: MessagePack, one entry a column | pad | buffer | pad | buffer | ...
 
-Arrays are laid end to end, so that a cell comes back as a view of the bytes and nothing is copied. What comes out has the type,
-the shape and the values of what went in; a tensor comes back on the host.
+Arrays are concatenated, so that a cell is read as a view of the bytes and nothing is copied. A cell is read with the type, the
+shape and the values that it was written with; a tensor is read on the host.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from millstream.store.codec import AnyArray, as_array, as_tensor, from_extension
 BUFFER_ALIGNMENT = 64
 LENGTH_BYTES = 8
 MSGPACK_TYPES = (int, float, str, bytes, bool, type(None), list, dict)
-"""What MessagePack brings back as it was."""
+"""Types that MessagePack restores by itself."""
 SEVERAL = "*"
-"""Instead of a type: every cell has its own beside it."""
+"""In place of a type: each cell is stored with its own."""
 
 
 class ColumnLayout(Struct, array_like=True):
-    """How one column lies in the buffers."""
+    """How one column is stored in the buffers."""
 
     name: str
     kind: Literal["dense", "ragged", "packed"]
     num_rows: int
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """dense: of the whole; ragged: the number of dimensions of a cell, as its length."""
+    """dense: of the column; ragged: one number, the dimensions of a cell."""
     is_tensor: bool = False
     type: str = ""
-    """packed: the type of every cell, as module:name; empty if they are plain; or that there are several."""
+    """packed: the type of all cells, as module:name; empty for types of MessagePack; `SEVERAL` if they differ."""
     buffers: list[tuple[int, int]] = []
     """Where the buffers begin, counted from the end of the header, and their sizes."""
 
@@ -53,7 +53,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)
 
 
 class Packing:
-    """Columns on their way into bytes: first how many they are, then into a buffer of the caller's."""
+    """Columns to be packed: `nbytes` first, then `write` into a buffer of the caller."""
 
     def __init__(self, columns: Columns) -> None:
         self._pieces: list[tuple[int, int, Sequence[AnyArray] | bytes]] = []
@@ -144,7 +144,7 @@ class Packing:
 
 
 class Block:
-    """Columns out of bytes. Cells are views: they keep the bytes alive, and are written to only if the bytes may be."""
+    """Packed columns. Cells are views: they keep the bytes alive, and are writable only if the bytes are."""
 
     def __init__(self, data: Any) -> None:
         view = memoryview(data)
@@ -204,7 +204,7 @@ def _aligned(size: int) -> int:
 
 
 def _type_name(kind: type) -> str:
-    """Types that can be told again from what MessagePack keeps of them."""
+    """The name of a type that can be restored from MessagePack; empty for arrays and tensors."""
     is_known = issubclass(kind, (Struct, Enum, tuple, set, frozenset)) or dataclasses.is_dataclass(kind)
     if not is_known and not issubclass(kind, (np.ndarray, np.generic)) and not _is_tensor_type(kind):
         raise StoreError(f"cells of type {kind.__name__}: expected arrays, tensors, numbers, strings, lists, structs")
@@ -242,7 +242,7 @@ def _find_type(name: str) -> Any:
 
 
 def _already(kind: type, value: Any) -> Any:
-    """Fields of a struct that an extension has brought back."""
+    """Fields of a struct that an extension has decoded already."""
     if isinstance(value, kind):
         return value
     raise StoreError(f"expected {kind.__name__}, found {type(value).__name__}")

@@ -50,7 +50,7 @@ class Payloads:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self.segments = Segments(Path(address.folder), self._on_closed)
-        self._closed = deque[str]()  # views that the coordinator has not been told of
+        self._closed = deque[str]()  # closed views, not yet reported to the coordinator
         self._is_scheduled = False
 
     async def send(

@@ -1,4 +1,4 @@
-"""Rows as bytes, without pickle: what a snapshot is on disk. Arrays come back with the type and shape they had."""
+"""Snapshots as bytes, without pickle. Arrays and tensors are decoded with the type and shape they had."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millstream.errors import StoreError
 from millstream.store.base import Saved
 
 ARRAY, SCALAR, TENSOR = 1, 2, 3
-"""Our codes among MessagePack's extension types."""
+"""Codes of our MessagePack extension types."""
 AnyArray = np.ndarray[Any, Any]
 
 
@@ -30,7 +30,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def as_array(value: Any) -> tuple[AnyArray, str]:
-    """Contiguous, on the host, with the name of its type."""
+    """As a contiguous array on the host, and the name of its type."""
     if not is_tensor(value):
         if value.dtype.hasobject or value.dtype.names:
             raise StoreError(f"arrays of type {value.dtype} hold objects or records: use a list of them")
@@ -51,7 +51,7 @@ def as_tensor(array: AnyArray, dtype: str) -> Any:
 
 
 def raw_dtype(dtype: str) -> np.dtype[Any]:
-    """What numpy keeps it as."""
+    """The NumPy type that stores it."""
     return np.dtype(np.int16) if dtype == "bfloat16" else np.dtype(dtype)
 
 

@@ -6,7 +6,7 @@
 
 Only metadata passes through the coordinator, and payloads too small for a segment. It never waits for a client: a slow client
 blocks no other. The leases and reservations of a client that dies are given back. The coordinator itself may be killed
-at any moment: its journal has every change that a client was told of, and clients repeat requests that were not answered.
+at any moment: its journal has every change that a client knows of, and clients repeat requests that were not answered.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Coordinator:
             answer = self._handle(session, number, body)
         except StoreError as error:
             answer = failure_of(error)
-        except Exception as error:  # a bug: the client is told, and the state is read again from the journal
+        except Exception as error:  # a bug: answer with the error, and restart from the journal
             session.answer(number, wire.RequestFailed("StoreError", f"the coordinator failed: {error!r}"))
             _crash(error)
         if answer is not None:

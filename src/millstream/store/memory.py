@@ -17,6 +17,11 @@ from millstream.store.rows import UNVERSIONED, BlockSpec, LeaseEntry, RestoredRo
 from millstream.store.table import RowTable
 from millstream.store.waiting import ClaimQueues, PutQueue
 
+SMALL_LEASE = 16
+"""Leases up to this many rows are read cell by cell: rows that were put one at a time are not adjacent."""
+_NUMBERS = frozenset((int, float, bool))
+_TEXTS = frozenset((str, bytes))
+
 
 class MemoryStore:
     """See `millstream.store.Store` for the promises. A capacity of None is no bound."""
@@ -161,24 +166,15 @@ def block_of(columns: Columns) -> tuple[BlockSpec, int]:
             held[name] = cells[:]
             if type(cells[0]) in _NUMBERS:
                 nbytes += 8 * num_rows
-            else:
-                for cell in cells:
-                    nbytes += _nbytes(cell)
+                continue
         else:
             held[name] = cells
-            size = getattr(cells, "nbytes", None)
-            nbytes += sum(map(_nbytes, cells)) if size is None else int(size)
+            if (size := getattr(cells, "nbytes", None)) is not None:
+                nbytes += int(size)
+                continue
+        for cell in cells:
+            nbytes += len(cell) if type(cell) in _TEXTS else getattr(cell, "nbytes", 8)
     return BlockSpec(tuple(held), nbytes, held), num_rows
-
-
-_NUMBERS = (int, float, bool)
-
-
-def _nbytes(cell: Any) -> int:
-    if isinstance(cell, (str, bytes)):
-        return len(cell)
-    size = getattr(cell, "nbytes", None)
-    return 8 if size is None else int(size)
 
 
 def lease_of(lease: LeaseEntry) -> Lease:
@@ -196,17 +192,14 @@ def lease_of(lease: LeaseEntry) -> Lease:
 
 def _columns_of(rows: Sequence[RowEntry]) -> dict[str, list[Any]]:
     """The columns that all rows have."""
-    if len(rows) == 1:
-        return {name: [cell] for name, cell in _cells_of(rows[0]).items()}
-    runs = contiguous_runs(rows)
-    if len(runs) == len(rows):  # every row was put by itself
+    if len(rows) <= SMALL_LEASE:  # the same, cell by cell
         cells_of_rows = [_cells_of(row) for row in rows]
         names = list(cells_of_rows[0]) if rows else []
         if any(row.present != rows[0].present for row in rows):
             names = [name for name in names if all(name in cells for cells in cells_of_rows)]
         return {name: [cells[name] for cells in cells_of_rows] for name in names}
     columns: dict[str, list[Any]] = {}
-    for blocks, starts, count in runs:
+    for blocks, starts, count in contiguous_runs(rows):
         found: dict[str, Sequence[Any]] = {}
         for block, start in zip(blocks, starts, strict=True):
             for name, cells in block.payload.items():

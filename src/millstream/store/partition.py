@@ -63,6 +63,11 @@ class Partition:
         """Queue rows that have changed for the tasks that can have them now. Consecutive rows in the same state are handled
         together."""
         start, num_rows = 0, len(rows)
+        if num_rows == 1:
+            (row,) = rows
+            self._offer_alike(rows, row.present, row.done, row.offered)
+            self.offer_group(row.group)
+            return
         while start < num_rows:
             first = rows[start]
             present, done, offered = first.present, first.done, first.offered

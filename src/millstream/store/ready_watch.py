@@ -1,4 +1,4 @@
-"""Clients that choose a group themselves: each is told the ready groups whenever they have changed."""
+"""Clients that choose a group themselves: each receives the ready groups whenever they have changed."""
 
 from __future__ import annotations
 

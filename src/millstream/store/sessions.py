@@ -36,7 +36,7 @@ class ClientSession:
         self.grants: dict[int, int] = {}  # request -> lease
         self.running: dict[int, asyncio.Task[None]] = {}
         self.reserved: dict[str, tuple[int, int]] = {}  # segment -> rows and bytes of room
-        self.shown: set[int] = set()  # leases whose segments it was told, and will close
+        self.shown: set[int] = set()  # leases whose segments it knows, and will close
         self.expiry: asyncio.TimerHandle | None = None
 
     def answer(self, number: int, body: wire.ReplyBody) -> None:

@@ -46,7 +46,7 @@ class LeasePromises(StoreSuiteBase):
             await values_now(store)
 
     @store_promise(ROWS)
-    async def test_a_lease_expires_and_goes_to_whoever_waits(self, store: Store) -> None:
+    async def test_a_lease_expires_and_its_rows_go_to_a_waiting_claim(self, store: Store) -> None:
         await put_values(store, ["a"])
         lease = await store.claim("read", Want(rows=1, expires_s=4 * self.tick_s))
         waiting = await self.soon(store.claim("read", Want(rows=1)))
@@ -59,7 +59,7 @@ class LeasePromises(StoreSuiteBase):
         assert await values_now(store) == []
 
     @store_promise(ROWS)
-    async def test_a_lease_that_is_renewed_begins_anew_and_one_that_ended_does_not_expire(self, store: Store) -> None:
+    async def test_a_renewed_lease_expires_later_and_one_that_ended_does_not_expire(self, store: Store) -> None:
         await put_values(store, ["a"])
         lease = await store.claim("read", Want(rows=1, expires_s=6 * self.tick_s))
         for _ in range(4):
@@ -143,7 +143,7 @@ class LeasePromises(StoreSuiteBase):
         assert (await store.stats()).rows == 0
 
     @store_promise(MIXED)
-    async def test_dropped_rows_are_seen_by_nobody(self, store: Store) -> None:
+    async def test_dropped_rows_are_seen_by_no_task(self, store: Store) -> None:
         await store.put([0, 0, 1], {"value": [1, 2, 3], "score": [0, 0, 0]}, versions=[1, 2, 3])
         await store.close_groups([0, 1])
         await store.drop(await store.claim("score", Want(rows=1)))

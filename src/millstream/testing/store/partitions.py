@@ -242,9 +242,9 @@ class PartitionPromises(StoreSuiteBase):
         stats = await store.stats()
         assert stats.waiting_consumers == {"score": 1, "train": 1} and stats.waiting_producers == 1
         assert [one.seconds for one in stats.waiting] == sorted((one.seconds for one in stats.waiting), reverse=True)
-        told = [one.what for one in stats.waiting]
-        assert "2 groups for score" in told[0] and "(3, 4)" in told[0]
-        assert "100 tokens for train" in told[1] and "1 rows" in told[2]
+        waits = [one.what for one in stats.waiting]
+        assert "2 groups for score" in waits[0] and "(3, 4)" in waits[0]
+        assert "100 tokens for train" in waits[1] and "1 rows" in waits[2]
         assert all(one.who and one.seconds > 0 for one in stats.waiting)
         assert stats.oldest_s >= 2 * self.tick_s
         for task in waiting:

@@ -24,7 +24,7 @@ from millstream.testing.store.base import (
 
 
 def longest_first(ready: Sequence[Candidate], want: Want) -> Sequence[int]:
-    """A policy of one's own: those with the most tokens; fewer than two it leaves for later."""
+    """A user's policy: the rows with the most tokens; it waits while fewer than two are ready."""
     order = sorted(range(len(ready)), key=lambda index: -ready[index].tokens)
     return order[: want.rows or 1] if len(ready) > 1 else []
 
@@ -98,7 +98,7 @@ class PolicyPromises(StoreSuiteBase):
         assert (await waiting)["value"] == ["medium"]
 
     @store_promise(ROWS)
-    async def test_a_policy_that_fails_is_the_error_of_its_claim_and_of_nobody_else(self, store: Store) -> None:
+    async def test_a_policy_that_fails_is_the_error_of_its_claim_and_of_no_other(self, store: Store) -> None:
         earlier = await self.soon(store.claim("read", Want(rows=2)))
         wrong = ("nowhere", "no.such.module:function", "millstream.testing.store.policies:nothing")
         broken = ("millstream.testing.store.policies:failing", "millstream.testing.store.policies:out_of_range")

@@ -55,7 +55,7 @@ class WaitingPromises(StoreSuiteBase):
         assert (await few)["value"] == ["b"]
 
     @store_promise(MIXED, capacity_rows=8)
-    async def test_who_waits_for_ever_blocks_nobody_else(self, store: Store) -> None:
+    async def test_a_call_that_waits_for_ever_blocks_no_other(self, store: Store) -> None:
         for_ever = [
             await self.soon(store.claim("watch", Want(rows=10**6))),
             await self.soon(store.claim("score", Want(rows=1), partition="empty")),
@@ -92,7 +92,7 @@ class WaitingPromises(StoreSuiteBase):
         assert (await store.stats()).leases == 0
 
     @store_promise(ROWS, capacity_rows=2)
-    async def test_a_put_that_is_cancelled_just_as_there_is_room_holds_nobody_up(self, store: Store) -> None:
+    async def test_a_put_that_is_cancelled_just_as_there_is_room_blocks_no_other(self, store: Store) -> None:
         for number in range(20):
             await put_values(store, [0, 0])
             waiting = asyncio.ensure_future(put_values(store, [1, np.zeros(30_000)] if number % 2 else [1, 1]))
