@@ -231,7 +231,7 @@ def apply_change(table: RowTable, change: Change, now: float) -> wire.ReplyBody:
         case wire.CoverStep():
             table.cover(change.step, change.partition)
         case wire.FinishPartition():
-            table.finish(change.partition)
+            table.partition(change.partition).is_finished = True
         case wire.RewindTask():
             return wire.RowCount(table.rewind(change.task, change.step, change.partition))
         case wire.DropPartition():

@@ -118,7 +118,7 @@ class MemoryStore:
         self._claims.wake()
 
     async def finish(self, *, partition: str = TRAIN) -> None:
-        self._table.finish(partition)
+        self._table.partition(partition).is_finished = True
         self._claims.serve_all(partition)
 
     async def drop_partition(self, partition: str) -> int:

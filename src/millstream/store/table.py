@@ -177,9 +177,6 @@ class RowTable:
         for group_id in group_ids:
             part.close_group(group_id)
 
-    def finish(self, partition: str) -> None:
-        self.partition(partition).is_finished = True
-
     # ---- claims ------------------------------------------------------------------------------------------------------
 
     def select(self, task: StoreTask, want: Want, partition: str, *, is_all: bool, choose: Choose | None) -> list[Unit]:
