@@ -46,7 +46,7 @@ from millstream.sim.environment import SimEnvironment, Success, by_prompt, longe
 from millstream.sim.learner import SimLearner
 from millstream.store import Reads, Want
 from millstream.store.memory import MemoryStore
-from millstream.store.segments import memory_folder
+from millstream.store.segments import segment_folder
 from millstream.types import Sampling, Task
 from millstream.weights.local import LocalChannel
 from report import ROOT

@@ -21,7 +21,8 @@ from millstream.learner.torch import TorchLearner
 from millstream.model.load import new_model, set_up_cpu
 from millstream.model.objective import LossInputs, Objective, TokenLoss
 from millstream.run.build import build_engine
-from millstream.weights.transfer import Way, WeightsRef
+from millstream.weights import TransferWay
+from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher
 

@@ -25,13 +25,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from internals import memory_folder
-from internals_torch import Way, WeightsFetcher, WeightsPublisher, WeightsRef
+from internals import segment_folder
+from internals_torch import TransferWay, WeightsFetcher, WeightsPublisher, WeightsRef
 from report import Options, Row, publish, rate, say
 
 TENSOR_BYTES = 4 << 20
 NOT_COUNTED = 2
-PAIRS: list[tuple[Way, str]] = [
+PAIRS: list[tuple[TransferWay, str]] = [
     ("shared", "torch.save, torch.load in shared memory"),
     ("broadcast", "pickle over TCP"),
     ("files", "safetensors save_file, load_file"),
@@ -103,7 +103,9 @@ Send = Callable[[int], None]
 """Sends a version, and returns when the receiver has it."""
 
 
-def ours(way: Way, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path, repeat: int) -> float:
+def ours(
+    way: TransferWay, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path, repeat: int
+) -> float:
     publisher = WeightsPublisher(memory / "slots", node="here", ways=[way], files=disk)
 
     def send(version: int) -> None:
@@ -115,7 +117,9 @@ def ours(way: Way, weights: dict[str, Tensor], receiver: Receiver, memory: Path,
         publisher.close()
 
 
-def theirs(way: Way, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path, repeat: int) -> float:
+def theirs(
+    way: TransferWay, weights: dict[str, Tensor], receiver: Receiver, memory: Path, disk: Path, repeat: int
+) -> float:
     def by_torch(version: int) -> None:
         torch.save(weights, memory / "weights.pt")
         receiver("torch", str(memory / "weights.pt"))
@@ -151,7 +155,7 @@ def rows_of(size_mb: int, repeat: int) -> list[Row]:
     weights, receiver = model(num_bytes), Receiver(num_bytes)
     rows: list[Row] = []
     with (
-        tempfile.TemporaryDirectory(dir=memory_folder("bench", "here").parent) as memory,
+        tempfile.TemporaryDirectory(dir=segment_folder("bench", "here").parent) as memory,
         tempfile.TemporaryDirectory() as disk,
     ):
         for way, peer in PAIRS:

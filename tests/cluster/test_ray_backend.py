@@ -31,7 +31,7 @@ from millstream.rpc.frames import Frames, frame
 from millstream.run.config import ModelConfig, TinyConfig
 from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.fetcher import WeightsFetcher
-from millstream.weights.transfer.slots import OWNER
+from millstream.weights.transfer.slots import OWNER_SUFFIX
 from support.runs import assert_clean
 from support.tiny import CONFIGS, make
 
@@ -278,7 +278,7 @@ def test_what_a_run_begins_with_is_one_version_in_shared_memory_however_many_lea
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from millstream.run import ray_backend as ray_site
-    from millstream.weights.transfer import publisher as outbox
+    from millstream.weights.transfer import publisher
 
     def build() -> WeightsRef:
         options = {"learner": CONFIG.learner, "recipe": Recipe(algorithm=None), "num_steps": 1}
@@ -286,9 +286,9 @@ def test_what_a_run_begins_with_is_one_version_in_shared_memory_however_many_lea
         return first
 
     def num_staged() -> int:
-        return sum(path.suffix != OWNER for path in tmp_path.iterdir())
+        return sum(path.suffix != OWNER_SUFFIX for path in tmp_path.iterdir())
 
-    monkeypatch.setattr(outbox, "memory_folder", lambda: tmp_path)
+    monkeypatch.setattr(publisher, "slot_folder", lambda: tmp_path)
     monkeypatch.setattr(ray_site, "FsdpLearner", lambda *parts, **options: options)
     site = site_of(CONFIG)
     site._model = make(next(iter(CONFIGS)))

@@ -14,8 +14,7 @@ import pytest
 
 from millstream.events import WorkerStarted
 from millstream.rpc.frames import frame
-from millstream.store.wire import Hello as StoreHello
-from millstream.store.wire import Request
+from millstream.store.wire import StoreHello, StoreRequest
 from support.ray_runs import START_S, command, events_of, running, stop, tree_of
 from support.runs import ROOT, assert_clean, steps_of, until
 
@@ -116,7 +115,11 @@ def test_a_run_on_this_machine_is_heard_by_nobody_else_and_writes_no_secret(tmp_
             if owner not in ours:
                 continue  # of Ray itself
             stranger = StoreHello("a stranger", "0" * 32, "a node", None, [])
-            for said in (frame(Request(0, [], stranger)), frame(Hello("0" * 32, 1, "a node")), b"0" * 32 + b" 1-1\n"):
+            for said in (
+                frame(StoreRequest(0, [], stranger)),
+                frame(Hello("0" * 32, 1, "a node")),
+                b"0" * 32 + b" 1-1\n",
+            ):
                 answer = heard(port, said)
                 refusals += b"token is another one" in answer
                 assert len(answer) < 200, "more than a refusal"

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ray
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from millstream.cluster.store import RayStore, connect  # noqa: E402
-from millstream.store.host import Plan  # noqa: E402
+from millstream.store.host import StorePlan  # noqa: E402
 
 TASKS = {"train": Reads(("tokens",), by_group=False)}
 MEMORY = 100 << 20
@@ -66,11 +66,11 @@ class TestRay(StoreSuite):
 class OnNode:
     """A process on a node of the cluster."""
 
-    async def put(self, plan: Plan, keys: list[int], size: int) -> list[int]:
+    async def put(self, plan: StorePlan, keys: list[int], size: int) -> list[int]:
         store = await connect(plan)
         return list(await store.put(keys, {"tokens": [np.full(size, key, np.int64) for key in keys]}))
 
-    async def read(self, plan: Plan, rows: int) -> list[tuple[int, int]]:
+    async def read(self, plan: StorePlan, rows: int) -> list[tuple[int, int]]:
         """Key and length of rows, given back unread by others."""
         store = await connect(plan)
         lease = await store.claim("train", Want(rows=rows))

@@ -239,7 +239,7 @@ def test_rows_come_back_with_the_types_and_shapes_they_had() -> None:
     }
     row = Row(row_id=3, group_id=7, columns=columns)
     saved = Saved(rows=(row,), is_closed={7: True, 8: False}, acknowledged={"settle": (7,)})
-    again = codec.unpack(codec.pack(saved))
+    again = codec.decode_snapshot(codec.encode_snapshot(saved))
     assert again.is_closed == saved.is_closed and again.acknowledged == saved.acknowledged
     for name, value in columns.items():
         found = again.rows[0].columns[name]

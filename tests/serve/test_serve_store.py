@@ -27,7 +27,7 @@ from millstream.serve.store import columns as cells
 from millstream.serve.store.client import HttpStore
 from millstream.serve.store.service import StoreServiceConfig, serve, task_from
 from millstream.store import Reads, Store, Want
-from millstream.store.blocking import Line
+from millstream.store.blocking import BlockingClient
 from millstream.store.host import SharedStore, make_plan
 from millstream.store.loader import micro_batches
 from millstream.store.memory import MemoryStore
@@ -657,10 +657,10 @@ def test_the_command_serves_until_it_is_stopped_and_code_that_does_not_await_can
         try:
             assert process.stdout is not None
             url = process.stdout.readline().split()[-1]
-            line = Line(lambda: HttpStore.connect(url, token=TOKEN))
-            line.call(line.store.put(0, {"tokens": [np.arange(3)]}))
-            assert line.call(line.store.claim("train", Want(rows=1)))["tokens"][0].tolist() == [0, 1, 2]
-            line.close()
+            client = BlockingClient(lambda: HttpStore.connect(url, token=TOKEN))
+            client.call(client.store.put(0, {"tokens": [np.arange(3)]}))
+            assert client.call(client.store.claim("train", Want(rows=1)))["tokens"][0].tolist() == [0, 1, 2]
+            client.close()
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
         finally:

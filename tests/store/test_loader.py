@@ -24,7 +24,7 @@ from millstream.errors import StoreError, StoreTimeout
 from millstream.store import Lease, Reads, Want
 from millstream.store.client import StoreClient
 from millstream.store.host import SharedStore, make_plan
-from millstream.store.loader import Dealer, Hand, MicroBatches, micro_batches, tokens_in
+from millstream.store.loader import MicroBatches, RankFeeder, RankStream, micro_batches, tokens_in
 from millstream.store.loader_torch import MicroBatch, StoreDataset, as_batch
 from millstream.store.memory import MemoryStore
 
@@ -56,7 +56,7 @@ async def full(lengths: Sequence[int], tasks: dict[str, Reads] = BY_ROW, *, is_f
     return store
 
 
-async def step_of(batches: MicroBatches | Hand) -> list[Lease]:
+async def step_of(batches: MicroBatches | RankStream) -> list[Lease]:
     return [lease async for lease in batches]
 
 
@@ -262,7 +262,7 @@ def test_ranks_that_read_by_themselves_take_a_step_exactly(rows: int, ranks: int
 
 
 @given(ranks=st.integers(1, 6), seed=st.integers(0, 20), ahead=st.integers(1, 3), gap=st.sampled_from([0.0, 5.0, 50.0]))
-def test_a_dealer_keeps_ranks_within_one_micro_batch_of_each_other(
+def test_a_feeder_keeps_ranks_within_one_micro_batch_of_each_other(
     ranks: int, seed: int, ahead: int, gap: float
 ) -> None:
     async def program() -> None:
@@ -275,17 +275,17 @@ def test_a_dealer_keeps_ranks_within_one_micro_batch_of_each_other(
                 await asyncio.sleep(gap)
                 await store.put(index, {"tokens": cells([length])})
 
-        async def train(hand: Hand) -> None:
+        async def train(stream: RankStream) -> None:
             for step in range(2):
                 if len(steps) == step:
                     steps.append([[] for _ in range(ranks)])
-                async for lease in hand:
-                    steps[step][hand.rank].append(lease)
+                async for lease in stream:
+                    steps[step][stream.rank].append(lease)
                     await asyncio.sleep(tokens_in(lease))
-                await hand.finish_step(step)
+                await stream.finish_step(step)
 
-        async with Dealer(store, "train", ranks=ranks, tokens=600, rows_per_step=60, ahead=ahead) as dealer:
-            await asyncio.gather(produce(), *(train(dealer.rank(rank)) for rank in range(ranks)))
+        async with RankFeeder(store, "train", ranks=ranks, tokens=600, rows_per_step=60, ahead=ahead) as feeder:
+            await asyncio.gather(produce(), *(train(feeder.rank(rank)) for rank in range(ranks)))
         for step in steps:
             totals = [sum(map(tokens_in, leases)) for leases in step]
             largest = max(tokens_in(lease) for leases in step for lease in leases)
@@ -303,27 +303,27 @@ def test_a_rank_that_hangs_holds_nobody_up_beyond_its_queue() -> None:
         store = await full([10] * 40)
         had = {0: 0, 1: 0}
 
-        async def train(hand: Hand, seconds: float) -> None:
-            async for _ in hand:
-                had[hand.rank] += 1
+        async def train(stream: RankStream, seconds: float) -> None:
+            async for _ in stream:
+                had[stream.rank] += 1
                 await asyncio.sleep(seconds)
 
-        async with Dealer(store, "train", ranks=2, tokens=10, rows_per_step=40, ahead=2) as dealer:
-            quick = asyncio.create_task(train(dealer.rank(0), 1))
-            slow = asyncio.create_task(train(dealer.rank(1), 10**6))
+        async with RankFeeder(store, "train", ranks=2, tokens=10, rows_per_step=40, ahead=2) as feeder:
+            quick = asyncio.create_task(train(feeder.rank(0), 1))
+            slow = asyncio.create_task(train(feeder.rank(1), 10**6))
             await asyncio.sleep(100)
-            assert quick.done() and had == {0: 37, 1: 1}, "one in hand, two in its queue"
+            assert quick.done() and had == {0: 37, 1: 1}, "one in stream, two in its queue"
             slow.cancel()
         assert (await store.stats()).leases == 0 and await ready(store) == 40
 
     run(program())
 
 
-def test_a_step_of_a_dealer_is_acknowledged_when_every_rank_has_finished_it() -> None:
+def test_a_step_of_a_feeder_is_acknowledged_when_every_rank_has_finished_it() -> None:
     async def program() -> None:
         store = await full([10] * 8)
-        async with Dealer(store, "train", ranks=2, tokens=20, rows_per_step=4) as dealer:
-            first, second = dealer.rank(0), dealer.rank(1)
+        async with RankFeeder(store, "train", ranks=2, tokens=20, rows_per_step=4) as feeder:
+            first, second = feeder.rank(0), feeder.rank(1)
             with pytest.raises(StoreError, match="has not had all"):
                 await first.finish_step(0)
             await asyncio.gather(step_of(first), step_of(second))
@@ -341,18 +341,18 @@ def test_a_step_of_a_dealer_is_acknowledged_when_every_rank_has_finished_it() ->
     run(program())
 
 
-def test_what_ends_a_dealer_reaches_every_rank() -> None:
+def test_what_ends_a_feeder_reaches_every_rank() -> None:
     async def program() -> None:
         store = await full([10] * 2)
-        async with Dealer(store, "train", ranks=2, tokens=10, rows_per_step=4, deadline_s=5) as dealer:
-            outcomes = await asyncio.gather(*(step_of(dealer.rank(rank)) for rank in (0, 1)), return_exceptions=True)
+        async with RankFeeder(store, "train", ranks=2, tokens=10, rows_per_step=4, deadline_s=5) as feeder:
+            outcomes = await asyncio.gather(*(step_of(feeder.rank(rank)) for rank in (0, 1)), return_exceptions=True)
             assert [type(outcome) for outcome in outcomes] == [StoreTimeout, StoreTimeout]
         assert await ready(store) == 2
         ended = await full([10] * 3, is_finished=True)
-        async with Dealer(ended, "train", ranks=2, tokens=10, rows_per_step=4) as dealer:
-            hands = [dealer.rank(0), dealer.rank(1)]
+        async with RankFeeder(ended, "train", ranks=2, tokens=10, rows_per_step=4) as feeder:
+            hands = [feeder.rank(0), feeder.rank(1)]
             assert sum(map(len, await asyncio.gather(*map(step_of, hands)))) == 3
-            await asyncio.gather(*(hand.finish_step() for hand in hands))
+            await asyncio.gather(*(stream.finish_step() for stream in hands))
             assert await asyncio.gather(*map(step_of, hands)) == [[], []] and hands[0].has_ended
         with pytest.raises(StoreError, match="closed"):
             await anext(hands[0])
@@ -365,7 +365,7 @@ def test_what_ends_a_dealer_reaches_every_rank() -> None:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[SharedStore]:
-    with SharedStore(make_plan(BY_ROW, folder=tmp_path, grace_s=0.5)) as store:
+    with SharedStore(make_plan(BY_ROW, folder=tmp_path, disconnect_s=0.5)) as store:
         yield store
 
 

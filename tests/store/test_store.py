@@ -38,7 +38,7 @@ class TestMemoryStore(StoreSuite):
 async def started(tasks: Mapping[str, Reads], **more: Any) -> AsyncIterator[SharedStore]:
     with (
         tempfile.TemporaryDirectory() as folder,
-        SharedStore(make_plan(tasks, folder=Path(folder), grace_s=0.2, **more)) as shared,
+        SharedStore(make_plan(tasks, folder=Path(folder), disconnect_s=0.2, **more)) as shared,
     ):
         yield shared
 

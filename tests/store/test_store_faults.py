@@ -30,7 +30,7 @@ KILLS = 20
 
 @pytest.fixture
 def store() -> Iterator[SharedStore]:
-    with SharedStore(make_plan(TASKS, capacity_rows=400, grace_s=0.3)) as running:
+    with SharedStore(make_plan(TASKS, capacity_rows=400, disconnect_s=0.3)) as running:
         yield running
 
 
@@ -177,7 +177,7 @@ def test_a_journal_that_was_cut_short_or_rewritten_leads_to_the_same_books(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def program() -> None:
-        plan = make_plan(TASKS, folder=tmp_path, grace_s=0.3)
+        plan = make_plan(TASKS, folder=tmp_path, disconnect_s=0.3)
         with SharedStore(plan) as store:
             client = await store.connect()
             await client.put(0, {"tokens": [cells(1), cells(3)]})

@@ -307,7 +307,7 @@ class ShortJournal(SharedStore):
     def _start(self) -> subprocess.Popen[bytes]:
         program = (
             "import sys; from pathlib import Path; from millstream.store import host, journal;"
-            "journal.MIN_BYTES = 1000; host.main(Path(sys.argv[1]))"
+            "journal.MIN_BYTES = 1000; host.coordinator_main(Path(sys.argv[1]))"
         )
         return subprocess.Popen([sys.executable, "-c", program, str(self._file)], stdin=subprocess.PIPE)
 
@@ -318,7 +318,7 @@ class Running:
     def __init__(self, kind: type[SharedStore]) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.loop = asyncio.new_event_loop()
-        self.shared = kind(make_plan(TASKS, folder=Path(self._folder.name), grace_s=20.0))
+        self.shared = kind(make_plan(TASKS, folder=Path(self._folder.name), disconnect_s=20.0))
         self.client = self.loop.run_until_complete(self.shared.connect("the model"))
         self.num_examples = 0
 

@@ -1,4 +1,4 @@
-"""What a coordinator does with clients that break the rules of the line, or that the line breaks for: spoken to directly."""
+"""The coordinator and its journal, with clients that break the protocol or lose their connection: raw messages."""
 
 from __future__ import annotations
 
@@ -14,124 +14,126 @@ import numpy as np
 import pytest
 
 from millstream.errors import StoreError
+from millstream.rpc.frames import FrameProtocol
 from millstream.store import Reads, Want, wire
 from millstream.store.blocks import Packing
 from millstream.store.client import Address, StoreClient
 from millstream.store.coordinator import Coordinator
-from millstream.store.holder import Holder
-from millstream.store.journal import Journal, Record
-from millstream.store.table import BlockSpec, RowTable
-from millstream.store.wire import Frames, Payload, Put, Reply, Request, Segment
+from millstream.store.journal import Journal, JournalRecord
+from millstream.store.rows import BlockSpec
+from millstream.store.segment_server import SegmentServer
+from millstream.store.table import RowTable
+from millstream.store.wire import Payload, PutRows, Segment, StoreReply, StoreRequest
 
 TASKS = {"train": Reads(("x",), by_group=False)}
 TOKEN = "secret"
-GRACE_S = 0.2
+DISCONNECT_S = 0.2
 
 
 class Caller:
-    """A client that says what it is told to, and keeps what it hears."""
+    """A client that sends the given messages, and keeps the replies."""
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self.heard: dict[int, Any] = {}
+        self.replies: dict[int, Any] = {}
         self.is_lost = False
 
     async def connect(self, name: str, token: str = TOKEN, waiting: list[int] | None = None) -> Caller:
         loop = asyncio.get_running_loop()
-        self.line = Frames(self._on_message, self._on_lost)
-        await loop.create_connection(lambda: self.line, "127.0.0.1", self._port)
-        self.line.send(Request(0, [], wire.Hello(name, token, "here", None, waiting or [])))
+        self.connection = FrameProtocol(self._on_message, self._on_lost)
+        await loop.create_connection(lambda: self.connection, "127.0.0.1", self._port)
+        self.connection.send(StoreRequest(0, [], wire.StoreHello(name, token, "here", None, waiting or [])))
         return self
 
     def _on_message(self, message: memoryview) -> None:
-        reply = msgspec.msgpack.decode(message, type=Reply)
-        self.heard[reply.number] = reply.body
+        reply = msgspec.msgpack.decode(message, type=StoreReply)
+        self.replies[reply.number] = reply.body
 
     def _on_lost(self) -> None:
         self.is_lost = True
 
     async def ask(self, number: int, body: Any) -> Any:
-        self.heard.pop(number, None)
-        self.line.send(Request(number, [], body))
+        self.replies.pop(number, None)
+        self.connection.send(StoreRequest(number, [], body))
         async with asyncio.timeout(5):
-            while number not in self.heard:
+            while number not in self.replies:
                 await asyncio.sleep(0.005)
-        return self.heard[number]
+        return self.replies[number]
 
-    def hang_up(self) -> None:
-        self.line.abort()
+    def disconnect(self) -> None:
+        self.connection.abort()
 
 
 @asynccontextmanager
 async def serving(folder: Path, **limits: Any) -> AsyncIterator[tuple[Coordinator, int]]:
-    holder = Holder(folder / "memory", TOKEN)
-    holder.folder.mkdir(exist_ok=True)
+    server = SegmentServer(folder / "memory", TOKEN)
+    server.folder.mkdir(exist_ok=True)
     coordinator = Coordinator(
         TASKS,
         folder=folder / "journal",
         node="here",
         token=TOKEN,
-        unlink=holder.unlink,
-        names=holder.names,
-        grace_s=GRACE_S,
+        unlink=server.unlink,
+        names=server.names,
+        disconnect_s=DISCONNECT_S,
         **limits,
     )
-    server = await coordinator.serve("127.0.0.1", 0)
-    async with server:
-        yield coordinator, server.sockets[0].getsockname()[1]
+    listening = await coordinator.serve("127.0.0.1", 0)
+    async with listening:
+        yield coordinator, listening.sockets[0].getsockname()[1]
     coordinator.close()
 
 
-def put(*values: int) -> Put:
+def put(*values: int) -> PutRows:
     data = bytes(Packing({"x": list(values)}).to_bytes())
-    return Put(list(values), ["x"], Payload(len(data), data), None, None, "train", None)
+    return PutRows(list(values), ["x"], Payload(len(data), data), None, None, "train", None)
 
 
-def in_segment(name: str) -> Put:
-    return Put([1], ["x"], Payload(100, None, Segment("here", name, 4096)), None, None, "train", None)
+def in_segment(name: str) -> PutRows:
+    return PutRows([1], ["x"], Payload(100, None, Segment("here", name, 4096)), None, None, "train", None)
 
 
-def test_a_stranger_is_not_heard_even_if_he_says_all_at_once(tmp_path: Path) -> None:
+def test_a_client_with_a_wrong_token_is_ignored_even_if_it_sends_all_at_once(tmp_path: Path) -> None:
     async def program() -> None:
         async with serving(tmp_path) as (coordinator, port):
-            friend = await Caller(port).connect("friend")
-            await friend.ask(1, put(1, 2))
-            stranger = await Caller(port).connect("stranger", token="guess")
-            stranger.line.send(Request(1, [], wire.DropPartition("train")))
+            known = await Caller(port).connect("known")
+            await known.ask(1, put(1, 2))
+            unknown = await Caller(port).connect("unknown", token="guess")
+            unknown.connection.send(StoreRequest(1, [], wire.DropPartition("train")))
             silent = Caller(port)
-            silent.line = Frames(silent._on_message, silent._on_lost)
-            await asyncio.get_running_loop().create_connection(lambda: silent.line, "127.0.0.1", port)
-            silent.line.send(Request(1, [], wire.DropPartition("train")))
+            silent.connection = FrameProtocol(silent._on_message, silent._on_lost)
+            await asyncio.get_running_loop().create_connection(lambda: silent.connection, "127.0.0.1", port)
+            silent.connection.send(StoreRequest(1, [], wire.DropPartition("train")))
             await asyncio.sleep(0.1)
-            assert stranger.is_lost and silent.is_lost
-            assert isinstance(stranger.heard[0], wire.Failed)
-            assert coordinator.catalog.num_rows == 2
+            assert unknown.is_lost and silent.is_lost
+            assert isinstance(unknown.replies[0], wire.RequestFailed)
+            assert coordinator.table.num_rows == 2
 
     asyncio.run(program())
 
 
-def test_a_client_that_comes_back_after_it_was_taken_for_dead_is_not_obeyed_twice(tmp_path: Path) -> None:
+def test_a_request_of_an_expired_client_that_reconnects_is_carried_out_once(tmp_path: Path) -> None:
     async def program() -> None:
         async with serving(tmp_path) as (coordinator, port):
             caller = await Caller(port).connect("a")
             first = await caller.ask(1, put(1))
-            caller.hang_up()
-            await asyncio.sleep(2 * GRACE_S)
+            caller.disconnect()
+            await asyncio.sleep(2 * DISCONNECT_S)
             again = await (await Caller(port).connect("a", waiting=[1])).ask(1, put(1))
-            assert again == first and coordinator.catalog.rows_put == 1
+            assert again == first and coordinator.table.rows_put == 1
 
     asyncio.run(program())
 
 
-def test_the_old_line_of_a_client_that_has_a_new_one_is_cut(tmp_path: Path) -> None:
+def test_the_old_connection_of_a_client_with_a_new_one_is_closed(tmp_path: Path) -> None:
     async def program() -> None:
         async with serving(tmp_path) as (coordinator, port):
             old = await Caller(port).connect("a")
             await old.ask(1, put(1))
             await (await Caller(port).connect("a")).ask(2, put(2))
-            old.line.send(Request(1, [], put(1)))
+            old.connection.send(StoreRequest(1, [], put(1)))
             await asyncio.sleep(0.1)
-            assert old.is_lost and coordinator.catalog.rows_put == 2
+            assert old.is_lost and coordinator.table.rows_put == 2
 
     asyncio.run(program())
 
@@ -140,10 +142,10 @@ def test_room_that_was_reserved_is_reserved_once_however_often_it_is_asked_for(t
     async def program() -> None:
         async with serving(tmp_path, capacity_rows=1) as (_, port):
             caller = await Caller(port).connect("a")
-            first = await caller.ask(1, wire.Reserve(1, 100_000, 1.0))
-            caller.hang_up()
-            again = await (await Caller(port).connect("a", waiting=[1])).ask(1, wire.Reserve(1, 100_000, 1.0))
-            assert isinstance(first, wire.Reserved) and again == first
+            first = await caller.ask(1, wire.ReserveSegment(1, 100_000, 1.0))
+            caller.disconnect()
+            again = await (await Caller(port).connect("a", waiting=[1])).ask(1, wire.ReserveSegment(1, 100_000, 1.0))
+            assert isinstance(first, wire.SegmentReserved) and again == first
 
     asyncio.run(program())
 
@@ -154,7 +156,7 @@ def test_a_put_that_names_a_segment_it_was_not_given_is_refused_and_changes_noth
         async with serving(tmp_path) as (coordinator, port):
             caller = await Caller(port).connect("a")
             answer = await caller.ask(1, in_segment(name))
-            assert isinstance(answer, wire.Failed) and coordinator.catalog.num_rows == 0
+            assert isinstance(answer, wire.RequestFailed) and coordinator.table.num_rows == 0
 
     asyncio.run(program())
 
@@ -167,7 +169,7 @@ def test_two_clients_of_one_name_are_two(tmp_path: Path) -> None:
                 client = await StoreClient.connect(address, "producer")
                 await client.put(0, {"x": [value]})
                 await client.close()
-            assert coordinator.catalog.rows_put == 2
+            assert coordinator.table.rows_put == 2
 
     asyncio.run(program())
 
@@ -195,8 +197,8 @@ def test_answers_do_not_pile_up_beside_a_claim_that_waits(tmp_path: Path) -> Non
             waiting = asyncio.create_task(client.claim("train", Want(rows=1), partition="other"))
             for number in range(200):
                 await client.put(number, {"x": [number]})
-            (known,) = coordinator._clients.values()
-            assert len(known.results) < 5
+            (session,) = coordinator.sessions.by_name.values()
+            assert len(session.results) < 5
             waiting.cancel()
             with pytest.raises(StoreError, match="cannot be sent"):
                 await client.put([2**70], {"x": [1]})
@@ -209,7 +211,7 @@ def test_answers_do_not_pile_up_beside_a_claim_that_waits(tmp_path: Path) -> Non
 def test_a_producer_does_not_keep_the_memory_of_segments_that_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millstream.store.segments.MAX_IDLE_BYTES", 1 << 20)
+    monkeypatch.setattr("millstream.store.segments.MAX_MAPPED_BYTES", 1 << 20)
 
     async def program() -> None:
         async with serving(tmp_path) as (_, port):
@@ -219,7 +221,7 @@ def test_a_producer_does_not_keep_the_memory_of_segments_that_are_gone(
                 await producer.put(0, {"x": [np.zeros(size, np.uint8)]})
                 await consumer.acknowledge(await consumer.claim("train", Want(rows=1)))
             for client in (producer, consumer):
-                caches = (client._segments._written, client._segments._mapped)
+                caches = (client._payloads.segments._written, client._payloads.segments._mapped)
                 assert all(sum(map(len, cache.values())) <= 2 << 20 for cache in caches)
                 await client.close()
 
@@ -227,21 +229,21 @@ def test_a_producer_does_not_keep_the_memory_of_segments_that_are_gone(
 
 
 def test_losing_a_node_and_covering_a_step_afterwards_go_together() -> None:
-    catalog = RowTable(TASKS)
-    catalog.put([0], BlockSpec(("x",), 8, "far"), versions=None, tokens=None, partition="train", now=0.0)
-    catalog.put([0], BlockSpec(("x",), 8, "near"), versions=None, tokens=None, partition="train", now=0.0)
-    task = catalog.task("train")
-    units = catalog.select(task, Want(rows=2), "train", is_all=True, choose=None)
-    catalog.acknowledge(catalog.grant(task, units, "train", "me", Want(rows=2)).id, 3)
-    assert len(catalog.lose(lambda block: block.payload == "far")) == 1
-    catalog.cover(3, "train")
-    assert catalog.num_rows == 0 and catalog.num_bytes == 0
+    table = RowTable(TASKS)
+    table.put([0], BlockSpec(("x",), 8, "far"), versions=None, tokens=None, partition="train", now=0.0)
+    table.put([0], BlockSpec(("x",), 8, "near"), versions=None, tokens=None, partition="train", now=0.0)
+    task = table.tasks.find("train")
+    units = table.select(task, Want(rows=2), "train", is_all=True, choose=None)
+    table.acknowledge(table.grant(task, units, "train", "me", Want(rows=2)).id, 3)
+    assert len(table.lose(lambda block: block.payload == "far")) == 1
+    table.cover(3, "train")
+    assert table.num_rows == 0 and table.num_bytes == 0
 
 
 def test_a_journal_that_is_damaged_in_the_middle_is_not_read_as_one_that_was_cut_short(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.msgpack")
     for number in range(3):
-        journal.append(Record("a", number, 0.0, put(number)))
+        journal.append(JournalRecord("a", number, 0.0, put(number)))
     journal.close()
     data = bytearray((tmp_path / "journal.msgpack").read_bytes())
     data[len(data) // 2] ^= 0xFF
@@ -254,7 +256,7 @@ def test_a_record_that_cannot_be_written_leaves_the_journal_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path / "journal.msgpack")
-    journal.append(Record("a", 1, 0.0, put(1)))
+    journal.append(JournalRecord("a", 1, 0.0, put(1)))
     real = os.write
 
     def half(number: int, data: Any) -> int:
@@ -264,9 +266,9 @@ def test_a_record_that_cannot_be_written_leaves_the_journal_as_it_was(
 
     monkeypatch.setattr("os.write", half)
     with pytest.raises(OSError, match="No space"):
-        journal.append(Record("a", 2, 0.0, put(2)))
+        journal.append(JournalRecord("a", 2, 0.0, put(2)))
     monkeypatch.undo()
-    journal.append(Record("a", 3, 0.0, put(3)))
+    journal.append(JournalRecord("a", 3, 0.0, put(3)))
     assert [record.number for record in Journal(tmp_path / "journal.msgpack").read()] == [1, 3]
 
 

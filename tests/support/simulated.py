@@ -118,7 +118,7 @@ class Diary:
             snapshot, critic = snapshot
         assert isinstance(snapshot, SimSnapshot)
         ledger = msgspec.json.decode(msgspec.json.encode(standing.ledger), type=Ledger)
-        rows = codec.unpack(codec.pack(standing.rows))
+        rows = codec.decode_snapshot(codec.encode_snapshot(standing.rows))
         standing = PipelineState(ledger, rows)
         kept = Kept(standing=standing, mark=mark, num_rows=snapshot.num_rows, critic_rows=critic.num_rows)
         self.kept.append(kept)

@@ -1,4 +1,4 @@
-"""Processes at the other end of a weight channel, from outside. See `weight_worker` for what they do."""
+"""The parent's side of processes that publish or fetch weights. See `weight_worker` for what they do."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from millstream.weights.transfer import WeightsRef
 
 
 class Peer:
-    """A worker's process, from outside."""
+    """The parent's side of one worker."""
 
     def __init__(self, end: socket.socket) -> None:
         end.settimeout(60)
-        self._end, self._lines = end, end.makefile("rw")
+        self._end = end
+        self._lines = end.makefile("rw")
         self.pid = self.hear()["pid"]
 
     def tell(self, do: str, **order: Any) -> None:
@@ -38,24 +39,24 @@ class Peer:
         self.tell(do, **order)
         return self.hear()
 
-    def take(self, parcel: WeightsRef, *, node: str = "a") -> Any:
-        self.tell_take(parcel, node=node)
+    def take(self, ref: WeightsRef, *, node: str = "a") -> Any:
+        self.tell_take(ref, node=node)
         return self.hear()
 
-    def tell_take(self, parcel: WeightsRef, *, node: str = "a") -> None:
-        self.tell("take", parcel=msgspec.msgpack.encode(parcel).hex(), node=node)
+    def tell_take(self, ref: WeightsRef, *, node: str = "a") -> None:
+        self.tell("take", ref=msgspec.msgpack.encode(ref).hex(), node=node)
 
     def put(self, version: int, num_bytes: int = 1 << 16, device: str = "cpu") -> WeightsRef:
         said = self.ask("put", version=version, num_bytes=num_bytes, device=device)
-        return msgspec.msgpack.decode(bytes.fromhex(said["parcel"]), type=WeightsRef)
+        return msgspec.msgpack.decode(bytes.fromhex(said["ref"]), type=WeightsRef)
 
-    def stop_at(self, bucket: int, parcel: WeightsRef, *, node: str = "b") -> None:
-        """Let it take the parcel by broadcast; returns when it stands still in the middle, at this bucket."""
+    def stop_at(self, bucket: int, ref: WeightsRef, *, node: str = "b") -> None:
+        """Let it fetch by broadcast; returns when it is stopped at this bucket."""
         self.ask("fault", what="SIGSTOP", at=bucket)
-        self.tell_take(parcel, node=node)
+        self.tell_take(ref, node=node)
         deadline = time.monotonic() + 60
         while Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
-            assert time.monotonic() < deadline, "it has not come to that bucket"
+            assert time.monotonic() < deadline, "it has not reached that bucket"
             time.sleep(0.01)
 
     def go_on(self) -> None:

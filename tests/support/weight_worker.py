@@ -1,7 +1,7 @@
-"""One end of a weight channel in a process of its own: a line of JSON in, a line of JSON out.
+"""A process that publishes or fetches weights: a line of JSON in, a line of JSON out.
 
 `python weight_worker.py SOCKET` imports what is needed, and for every line on its standard input it forks such a process, which
-calls at the socket: a fresh one takes milliseconds, where importing torch takes seconds.
+connects to the socket: a new one takes milliseconds, where importing torch takes seconds.
 
 Faults are real: `{"do": "fault", "what": "SIGKILL", "at": 3}` sends itself that signal when the third bucket of a broadcast arrives.
 """
@@ -24,8 +24,9 @@ from torch import Tensor
 
 from millstream.errors import WeightsError
 from millstream.types import Weights
-from millstream.weights.transfer import WeightsRef, receiver
-from millstream.weights.transfer.fetcher import Taken, WeightsFetcher
+from millstream.weights.transfer import WeightsRef, broadcast
+from millstream.weights.transfer.base import FetchedWeights
+from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher
 
 
@@ -52,52 +53,52 @@ def fingerprint(found: Weights) -> str:
 
 class Worker:
     def __init__(self) -> None:
-        self.inboxes: dict[str, WeightsFetcher] = {}
-        self.taken: Taken | None = None
-        self.outbox: WeightsPublisher | None = None
+        self.fetchers: dict[str, WeightsFetcher] = {}
+        self.fetched: FetchedWeights | None = None
+        self.publisher: WeightsPublisher | None = None
 
-    def take(self, parcel: str, node: str, timeout_s: float = 20.0) -> dict[str, Any]:
-        inbox = self.inboxes.setdefault(node, WeightsFetcher(node, timeout_s=timeout_s))
+    def take(self, ref: str, node: str, timeout_s: float = 20.0) -> dict[str, Any]:
+        fetcher = self.fetchers.setdefault(node, WeightsFetcher(node, timeout_s=timeout_s))
         try:
-            self.taken = inbox.take(msgspec.msgpack.decode(bytes.fromhex(parcel), type=WeightsRef))
+            self.fetched = fetcher.take(msgspec.msgpack.decode(bytes.fromhex(ref), type=WeightsRef))
         except WeightsError as error:
             return {"error": type(error).__name__, "says": str(error)}
-        return {"version": self.taken.version, "way": self.taken.way, **self.look()}
+        return {"version": self.fetched.version, "way": self.fetched.way, **self.look()}
 
     def look(self) -> dict[str, Any]:
-        assert self.taken is not None
-        first = self.taken.weights["embedding"]
-        return {"fingerprint": fingerprint(self.taken.weights), "at": first.data_ptr(), "device": first.device.type}
+        assert self.fetched is not None
+        first = self.fetched.weights["embedding"]
+        return {"fingerprint": fingerprint(self.fetched.weights), "at": first.data_ptr(), "device": first.device.type}
 
     def release(self) -> dict[str, Any]:
-        assert self.taken is not None
-        self.taken.release()
+        assert self.fetched is not None
+        self.fetched.release()
         return {}
 
     def fault(self, what: str, at: int) -> dict[str, Any]:
-        """A signal to itself at bucket `at` of what is taken next, once."""
-        whole = receiver.check
+        """A signal to itself at bucket `at` of what is fetched next, once."""
+        whole = broadcast.verify_bucket
 
-        def check(bucket: Tensor, number: int, parcel: WeightsRef) -> None:
-            whole(bucket, number, parcel)
+        def verify(bucket: Tensor, number: int, ref: WeightsRef) -> None:
+            whole(bucket, number, ref)
             if number == at:
-                receiver.check = whole
+                broadcast.verify_bucket = whole
                 os.kill(os.getpid(), signal.Signals[what])
 
-        receiver.check = check
+        broadcast.verify_bucket = verify
         return {}
 
     def open(self, folder: str, ways: list[Any], **options: Any) -> dict[str, Any]:
-        self.outbox = WeightsPublisher(Path(folder), node="a", ways=ways, **options)
+        self.publisher = WeightsPublisher(Path(folder), node="a", ways=ways, **options)
         return {}
 
     def put(self, version: int, num_bytes: int = 1 << 16, device: str = "cpu") -> dict[str, Any]:
-        assert self.outbox is not None
-        return {"parcel": msgspec.msgpack.encode(self.outbox.put(version, weights(version, num_bytes, device))).hex()}
+        assert self.publisher is not None
+        return {"ref": msgspec.msgpack.encode(self.publisher.put(version, weights(version, num_bytes, device))).hex()}
 
     def close(self) -> dict[str, Any]:
-        assert self.outbox is not None
-        self.outbox.close()
+        assert self.publisher is not None
+        self.publisher.close()
         return {}
 
 
@@ -114,7 +115,7 @@ def work(address: str) -> None:
 
 def main(address: str) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are not waited for
     for _ in sys.stdin:
         if not os.fork():
             try:

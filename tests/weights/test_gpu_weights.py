@@ -6,11 +6,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from msgspec import structs
 
-from millstream.store.segments import memory_folder
+from millstream.store.segments import segment_folder
+from millstream.weights.transfer.device import handle_in
 from support.weight_peers import Peer, forks
 from support.weight_worker import fingerprint, weights
 
@@ -30,7 +32,7 @@ def peers() -> Iterator[Callable[[], Peer]]:
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(dir=memory_folder("test", "a").parent) as name:
+    with tempfile.TemporaryDirectory(dir=segment_folder("test", "a").parent) as name:
         yield str(Path(name) / "slots")
 
 
@@ -42,9 +44,9 @@ def test_another_process_of_the_node_gets_every_byte_from_device_memory(peers: C
     sender, receiver = peers(), peers()
     sender.ask("open", folder=folder, ways=["ipc"], bucket_bytes=8 * MEGABYTE)
     for version in range(5):
-        parcel = sender.put(version, SIZE, "cuda")
-        assert Path(parcel.path).stat().st_size < MEGABYTE  # nothing on the host
-        found = receiver.take(parcel)
+        ref = sender.put(version, SIZE, "cuda")
+        assert Path(ref.path).stat().st_size < MEGABYTE  # nothing on the host
+        found = receiver.take(ref)
         assert (found["way"], found["device"], found["version"]) == ("ipc", "cuda", version)
         assert found["fingerprint"] == expected(version)
         receiver.ask("release")
@@ -56,26 +58,26 @@ def test_a_copy_on_the_device_stays_while_somebody_has_it_and_is_free_when_it_di
 ) -> None:
     sender, first, second = peers(), peers(), peers()
     sender.ask("open", folder=folder, ways=["ipc"], bucket_bytes=8 * MEGABYTE)
-    parcel = sender.put(1, SIZE, "cuda")
-    first.take(parcel)
+    ref = sender.put(1, SIZE, "cuda")
+    first.take(ref)
     newest = [sender.put(version, SIZE, "cuda") for version in (2, 3, 4)]
-    assert parcel.path not in [one.path for one in newest]
+    assert ref.path not in [one.path for one in newest]
     assert first.ask("look")["fingerprint"] == expected(1)
     assert second.take(newest[-1])["fingerprint"] == expected(4)
     assert second.take(newest[0])["error"] == "WeightsSuperseded"
     first.kill()
-    assert sender.put(5, SIZE, "cuda").path == parcel.path
+    assert sender.put(5, SIZE, "cuda").path == ref.path
     sender.ask("close")
 
 
 def test_where_device_memory_cannot_be_opened_the_host_has_a_copy_too(peers: Callable[[], Peer], folder: str) -> None:
     sender, receiver = peers(), peers()
     sender.ask("open", folder=folder, ways=["ipc", "shared"], bucket_bytes=8 * MEGABYTE)
-    parcel = sender.put(1, SIZE, "cuda")
-    assert parcel.ipc is not None
-    assert receiver.take(parcel)["way"] == "ipc"
+    ref = sender.put(1, SIZE, "cuda")
+    assert receiver.take(ref)["way"] == "ipc"
     receiver.ask("release")
-    elsewhere = structs.replace(parcel, ipc=structs.replace(parcel.ipc, gpu="another one"))
+    handle = structs.replace(handle_in(ref), gpu="another one")
+    elsewhere = structs.replace(ref, offers={**ref.offers, "ipc": msgspec.msgpack.encode(handle)})
     found = receiver.take(elsewhere)
     assert (found["way"], found["device"], found["fingerprint"]) == ("shared", "cpu", expected(1))
     sender.ask("close")

@@ -14,8 +14,7 @@ from msgspec import Struct
 
 from millstream.errors import ConfigError
 from millstream.rpc.process import Kind, engine_names, rank_name
-
-TransferWay = Literal["shared", "ipc", "broadcast", "files"]
+from millstream.weights import TransferWay
 
 
 class ResourcesConfig(Struct, frozen=True, kw_only=True):

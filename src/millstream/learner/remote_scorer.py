@@ -134,7 +134,7 @@ class RemoteScorer:
             raise WeightsError(
                 f"the {self._name} was given a {type(weights).__name__}, expected StagedWeights: put it into an Outbox first"
             )
-        parcel = weights.parcel
+        parcel = weights.ref
         await self._thread.call(lambda: self._load(parcel))
 
     def _load(self, parcel: WeightsRef) -> None:

@@ -161,7 +161,7 @@ class WeightSync:
             message = f"{owner}: {error}; it tries again, and so does whoever is next"
             self._context.emit(Warned(at=self._context.now(), message=message))
         if isinstance(error, WeightsUnreachable):
-            staging = self._channel.anew()
+            staging = self._channel.restage()
             is_staged = await self._context.waits.on(owner, "weights to be staged anew", staging) is not None
             if is_staged and num_failed == 1:  # later ones: the weights are there, and the way to them needs time
                 return

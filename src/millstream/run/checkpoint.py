@@ -104,7 +104,7 @@ class Found(NamedTuple):
 
     def pipeline_state(self) -> PipelineState:
         ledger = msgspec.json.decode((self.folder / LEDGER).read_bytes(), type=Ledger)
-        return PipelineState(ledger, codec.unpack((self.folder / ROWS).read_bytes()))
+        return PipelineState(ledger, codec.decode_snapshot((self.folder / ROWS).read_bytes()))
 
     def run_state(self) -> RunState:
         return msgspec.json.decode((self.folder / RUN).read_bytes(), type=RunState)
@@ -220,7 +220,7 @@ class Checkpoints:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         snapshot.write(folder)
-        (folder / ROWS).write_bytes(codec.pack(pipeline.rows))
+        (folder / ROWS).write_bytes(codec.encode_snapshot(pipeline.rows))
         (folder / LEDGER).write_bytes(msgspec.json.encode(pipeline.ledger))
         (folder / RUN).write_bytes(msgspec.json.encode(state))
         written = sorted(path for path in folder.rglob("*") if path.is_file())

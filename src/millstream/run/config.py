@@ -12,7 +12,7 @@ from msgspec import Struct, field, structs
 
 from millstream import imports
 from millstream.algo import AlgorithmConfig, needs_critic, needs_reference
-from millstream.cluster.resources import ResourcesConfig, TransferWay, ways_of
+from millstream.cluster.resources import ResourcesConfig, ways_of
 from millstream.engine import EngineConfig
 from millstream.engine.http.config import HttpConfig
 from millstream.env.config import EnvironmentConfig
@@ -24,6 +24,7 @@ from millstream.learner import CriticConfig, LearnerConfig, ProximalConfig, Refe
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.checkpoint import CheckpointConfig
+from millstream.weights import TransferWay
 
 MAX_WARMUP_STEPS = 400  # of a [warmup] table that sets no limit
 Table = TypeVar("Table", ReferenceConfig | None, CriticConfig | None)

@@ -52,9 +52,9 @@ from millstream.run.config import RunConfig, weight_ways
 from millstream.run.replay import ReplayedLearner
 from millstream.store import Store
 from millstream.store.client import StoreClient
-from millstream.weights import WeightChannel
+from millstream.weights import TransferWay, WeightChannel
 from millstream.weights.remote import RemoteChannel
-from millstream.weights.transfer import Delivery, Way, WeightsRef
+from millstream.weights.transfer import Delivery, WeightsRef
 from millstream.weights.transfer.cached_ref import CachedRef
 from millstream.weights.transfer.publisher import WeightsPublisher, open_publisher
 
@@ -120,7 +120,7 @@ class RayBackend:
 
     def _delivery(self, *, is_of_rank: bool) -> Delivery:
         """Broadcast only between nodes, and GPU memory only from ranks: the driver has no GPU."""
-        ways: tuple[Way, ...] = weight_ways(self._config, is_one_node=self.cluster.is_on_loopback)
+        ways: tuple[TransferWay, ...] = weight_ways(self._config, is_one_node=self.cluster.is_on_loopback)
         if not is_of_rank and "ipc" in ways:
             ways = tuple(dict.fromkeys("shared" if way == "ipc" else way for way in ways))
         return Delivery(ways=ways, files=self._files if "files" in ways else None)

@@ -1,7 +1,7 @@
-"""A store for code that does not await: its client lives on an event loop in a thread of its own.
+"""A store for code without `await`: its client runs on an event loop in a thread of its own.
 
-line = Line(lambda: StoreClient.connect(address))
-row_ids = line.call(line.store.put(7, {"tokens": [...]}))
+client = BlockingClient(lambda: StoreClient.connect(address))
+row_ids = client.call(client.store.put(7, {"tokens": [...]}))
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any, Generic, TypeVar
 
 S = TypeVar("S")
 T = TypeVar("T")
-CLOSE_S = 5.0
+CLIENT_CLOSE_S = 5.0
 
 
-class Line(Generic[S]):
-    """`connect` is called on the thread's loop. Of one process: not for its children."""
+class BlockingClient(Generic[S]):
+    """`connect` is called on the thread's loop. Belongs to one process: not usable in its forked children."""
 
     def __init__(self, connect: Callable[[], Awaitable[S]]) -> None:
         self.pid = os.getpid()
         self.is_closed = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="store-line", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="store-client", daemon=True)
         self._thread.start()
 
         async def connected() -> S:
@@ -32,7 +32,7 @@ class Line(Generic[S]):
 
         try:
             self.store = self.call(connected())
-        except BaseException:  # whatever it is, Ctrl-C too: the thread must not outlive it
+        except BaseException:  # also KeyboardInterrupt: the thread must end
             self._stop()
             raise
 
@@ -40,7 +40,7 @@ class Line(Generic[S]):
         future = asyncio.run_coroutine_threadsafe(program, self._loop)
         try:
             return future.result(timeout_s)
-        except BaseException:  # whatever it is, Ctrl-C too: nobody waits for it any more
+        except BaseException:  # also KeyboardInterrupt
             future.cancel()
             raise
 
@@ -49,11 +49,11 @@ class Line(Generic[S]):
             return
         close: Callable[[], Coroutine[Any, Any, None]] | None = getattr(self.store, "close", None)
         if close is not None:
-            self.call(close(), CLOSE_S)
+            self.call(close(), CLIENT_CLOSE_S)
         self._stop()
 
     def _stop(self) -> None:
         self.is_closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
+        self._thread.join(CLIENT_CLOSE_S)
         self._loop.close()

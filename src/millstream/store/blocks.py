@@ -1,9 +1,9 @@
-"""Columns as one stretch of bytes and back: packed once per batch, not once per cell, without pickle.
+"""Columns as one block of bytes and back: packed once per batch, not once per cell, without pickle.
 
     | length of the header | header: MessagePack, one entry a column | pad | buffer | pad | buffer | ...
 
-Arrays are laid end to end, so that a cell comes back as a view of the bytes and nothing is copied. What comes out has the type,
-the shape and the values of what went in; a tensor comes back on the host.
+Arrays are concatenated, so that a cell is read as a view of the bytes and nothing is copied. A cell is read with the type, the
+shape and the values that it was written with; a tensor is read on the host.
 """
 
 from __future__ import annotations
@@ -21,57 +21,57 @@ import numpy as np
 from msgspec import Struct
 
 from millstream.errors import StoreError
-from millstream.store import Columns
-from millstream.store.codec import Array, as_array, as_tensor, from_extension, is_tensor, raw_dtype, to_extension
+from millstream.store.base import Columns
+from millstream.store.codec import AnyArray, as_array, as_tensor, from_extension, is_tensor, raw_dtype, to_extension
 
-ALIGNMENT = 64
-PREFIX = 8
-PLAIN = (int, float, str, bytes, bool, type(None), list, dict)
-"""What MessagePack brings back as it was."""
+BUFFER_ALIGNMENT = 64
+LENGTH_BYTES = 8
+MSGPACK_TYPES = (int, float, str, bytes, bool, type(None), list, dict)
+"""Types that MessagePack restores by itself."""
 SEVERAL = "*"
-"""Instead of a type: every cell has its own beside it."""
+"""In place of a type: each cell is stored with its own."""
 
 
-class Column(Struct, array_like=True):
-    """How one column lies in the buffers."""
+class ColumnLayout(Struct, array_like=True):
+    """How one column is stored in the buffers."""
 
     name: str
     kind: Literal["dense", "ragged", "packed"]
     num_rows: int
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """dense: of the whole; ragged: the number of dimensions of a cell, as its length."""
+    """dense: of the column; ragged: one number, the dimensions of a cell."""
     is_tensor: bool = False
     type: str = ""
-    """packed: the type of every cell, as module:name; empty if they are plain; or that there are several."""
+    """packed: the type of all cells, as module:name; empty for types of MessagePack; `SEVERAL` if they differ."""
     buffers: list[tuple[int, int]] = []
     """Where the buffers begin, counted from the end of the header, and their sizes."""
 
 
-_header = msgspec.msgpack.Decoder(list[Column])
+_header = msgspec.msgpack.Decoder(list[ColumnLayout])
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)
 
 
 class Packing:
-    """Columns on their way into bytes: first how many they are, then into a buffer of the caller's."""
+    """Columns to be packed: `nbytes` first, then `write` into a buffer of the caller."""
 
     def __init__(self, columns: Columns) -> None:
-        self._pieces: list[tuple[int, int, Sequence[Array] | bytes]] = []
+        self._pieces: list[tuple[int, int, Sequence[AnyArray] | bytes]] = []
         self._end = 0
         self._columns = [self._plan(name, cells) for name, cells in columns.items()]
         header = msgspec.msgpack.encode(self._columns)
-        self._header = len(header).to_bytes(PREFIX, "little") + header
+        self._header = len(header).to_bytes(LENGTH_BYTES, "little") + header
         self._begin = _aligned(len(self._header))
         self.nbytes = self._begin + self._end
         self.has_tensors = any(column.is_tensor for column in self._columns)
 
-    def _plan(self, name: str, cells: Sequence[Any]) -> Column:
+    def _plan(self, name: str, cells: Sequence[Any]) -> ColumnLayout:
         try:
             return self._plan_cells(name, cells)
         except (TypeError, OverflowError, msgspec.EncodeError, StoreError) as error:
             raise StoreError(f"column {name!r} cannot be stored: {error}") from error
 
-    def _plan_cells(self, name: str, cells: Sequence[Any]) -> Column:
+    def _plan_cells(self, name: str, cells: Sequence[Any]) -> ColumnLayout:
         count = len(cells)
         if isinstance(cells, np.ndarray) or is_tensor(cells):
             array, dtype = as_array(cells)
@@ -91,8 +91,8 @@ class Packing:
                 return self._ragged(name, arrays, dtypes[0], is_tensor=is_tensor(first))
             if is_uniform and is_tensor(first):
                 return self._dense(name, np.stack(arrays), dtypes[0], is_tensor=True)
-        names = {kind: "" if kind in PLAIN else _type_name(kind) for kind in kinds}
-        column = Column(name, "packed", count, type=names[type(first)] if is_alike else "")
+        names = {kind: "" if kind in MSGPACK_TYPES else _type_name(kind) for kind in kinds}
+        column = ColumnLayout(name, "packed", count, type=names[type(first)] if is_alike else "")
         if is_alike or not any(names.values()):
             column.buffers.append(self._place(_encoder.encode(list(cells))))
         else:
@@ -100,17 +100,17 @@ class Packing:
             column.buffers.append(self._place(_encoder.encode([(names[type(cell)], cell) for cell in cells])))
         return column
 
-    def _dense(self, name: str, array: Array, dtype: str, *, is_tensor: bool) -> Column:
-        column = Column(name, "dense", len(array), dtype, array.shape, is_tensor, buffers=[])
+    def _dense(self, name: str, array: AnyArray, dtype: str, *, is_tensor: bool) -> ColumnLayout:
+        column = ColumnLayout(name, "dense", len(array), dtype, array.shape, is_tensor, buffers=[])
         column.buffers.append(self._place([array.reshape(-1)], array.nbytes))
         return column
 
-    def _ragged(self, name: str, arrays: Sequence[Array], dtype: str, *, is_tensor: bool) -> Column:
+    def _ragged(self, name: str, arrays: Sequence[AnyArray], dtype: str, *, is_tensor: bool) -> ColumnLayout:
         dims = arrays[0].ndim
-        column = Column(name, "ragged", len(arrays), dtype, (dims,), is_tensor, buffers=[])
+        column = ColumnLayout(name, "ragged", len(arrays), dtype, (dims,), is_tensor, buffers=[])
         if dims == 1:
             lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
-            flat: Sequence[Array] = arrays
+            flat: Sequence[AnyArray] = arrays
             size = int(lengths.sum())
         else:
             shapes = np.array([array.shape for array in arrays], np.int64)
@@ -120,7 +120,7 @@ class Packing:
         column.buffers.append(self._place(flat, size * arrays[0].itemsize))
         return column
 
-    def _place(self, piece: Sequence[Array] | bytes, size: int | None = None) -> tuple[int, int]:
+    def _place(self, piece: Sequence[AnyArray] | bytes, size: int | None = None) -> tuple[int, int]:
         begin = self._end
         size = len(piece) if size is None else size
         self._pieces.append((begin, size, piece))
@@ -144,13 +144,13 @@ class Packing:
 
 
 class Block:
-    """Columns out of bytes. Cells are views: they keep the bytes alive, and are written to only if the bytes may be."""
+    """Packed columns. Cells are views: they keep the bytes alive, and are writable only if the bytes are."""
 
     def __init__(self, data: Any) -> None:
         view = memoryview(data)
-        length = int.from_bytes(view[:PREFIX], "little")
-        self._columns = {column.name: column for column in _header.decode(view[PREFIX : PREFIX + length])}
-        self._data = np.frombuffer(view, np.uint8)[_aligned(PREFIX + length) :]
+        length = int.from_bytes(view[:LENGTH_BYTES], "little")
+        self._columns = {column.name: column for column in _header.decode(view[LENGTH_BYTES : LENGTH_BYTES + length])}
+        self._data = np.frombuffer(view, np.uint8)[_aligned(LENGTH_BYTES + length) :]
         self._starts: dict[str, list[int]] = {}
         self._flat: dict[str, Any] = {}
 
@@ -175,16 +175,16 @@ class Block:
         shapes = self._shapes(column)
         return [flat[starts[i] : starts[i + 1]].reshape(tuple(shapes[i])) for i in range(start, start + count)]
 
-    def _buffer(self, column: Column, number: int, dtype: Any) -> Array:
+    def _buffer(self, column: ColumnLayout, number: int, dtype: Any) -> AnyArray:
         begin, size = column.buffers[number]
-        found: Array = self._data[begin : begin + size].view(dtype)
+        found: AnyArray = self._data[begin : begin + size].view(dtype)
         return found
 
-    def _shapes(self, column: Column) -> list[list[int]]:
+    def _shapes(self, column: ColumnLayout) -> list[list[int]]:
         shapes: list[list[int]] = self._buffer(column, 0, np.int64).reshape(column.num_rows, -1).tolist()
         return shapes
 
-    def _open(self, column: Column) -> None:
+    def _open(self, column: ColumnLayout) -> None:
         if column.kind == "packed":
             self._flat[column.name] = _unpack(bytes(self._buffer(column, 0, np.uint8)), column)
             return
@@ -200,11 +200,11 @@ class Block:
 
 
 def _aligned(size: int) -> int:
-    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    return (size + BUFFER_ALIGNMENT - 1) // BUFFER_ALIGNMENT * BUFFER_ALIGNMENT
 
 
 def _type_name(kind: type) -> str:
-    """Types that can be told again from what MessagePack keeps of them."""
+    """The name of a type that can be restored from MessagePack; empty for arrays and tensors."""
     is_known = issubclass(kind, (Struct, Enum, tuple, set, frozenset)) or dataclasses.is_dataclass(kind)
     if not is_known and not issubclass(kind, (np.ndarray, np.generic)) and not _is_tensor_type(kind):
         raise StoreError(f"cells of type {kind.__name__}: expected arrays, tensors, numbers, strings, lists, structs")
@@ -216,7 +216,7 @@ def _is_tensor_type(kind: type) -> bool:
     return torch is not None and issubclass(kind, torch.Tensor)
 
 
-def _unpack(data: bytes, column: Column) -> list[Any]:
+def _unpack(data: bytes, column: ColumnLayout) -> list[Any]:
     if column.type == SEVERAL:
         pairs = msgspec.msgpack.decode(data, type=list[tuple[str, msgspec.Raw]])
         return [_decode(cell, _find_type(name)) for name, cell in pairs]
@@ -242,7 +242,7 @@ def _find_type(name: str) -> Any:
 
 
 def _already(kind: type, value: Any) -> Any:
-    """Fields of a struct that an extension has brought back."""
+    """Fields of a struct that an extension has decoded already."""
     if isinstance(value, kind):
         return value
     raise StoreError(f"expected {kind.__name__}, found {type(value).__name__}")

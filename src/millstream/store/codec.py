@@ -1,4 +1,4 @@
-"""Rows as bytes, without pickle: what a snapshot is on disk. Arrays come back with the type and shape they had."""
+"""Snapshots as bytes, without pickle. Arrays and tensors are decoded with the type and shape they had."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from msgspec import Struct
 
 from millstream.errors import StoreError
-from millstream.store import Saved
+from millstream.store.base import Saved
 
 ARRAY, SCALAR, TENSOR = 1, 2, 3
-"""Our codes among MessagePack's extension types."""
-Array = np.ndarray[Any, Any]
+"""Codes of our MessagePack extension types."""
+AnyArray = np.ndarray[Any, Any]
 
 
 class _Array(Struct, frozen=True, array_like=True):
@@ -29,21 +29,21 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def as_array(value: Any) -> tuple[Array, str]:
-    """Contiguous, on the host, with the name of its type."""
+def as_array(value: Any) -> tuple[AnyArray, str]:
+    """As a contiguous array on the host, and the name of its type."""
     if not is_tensor(value):
         if value.dtype.hasobject or value.dtype.names:
             raise StoreError(f"arrays of type {value.dtype} hold objects or records: use a list of them")
-        flat: Array = np.ascontiguousarray(value).reshape(value.shape)
+        flat: AnyArray = np.ascontiguousarray(value).reshape(value.shape)
         return flat, flat.dtype.str
     host = value.detach().cpu().contiguous()
     if str(host.dtype) == "torch.bfloat16":
         return host.view(sys.modules["torch"].int16).numpy(), "bfloat16"
-    array: Array = host.numpy()
+    array: AnyArray = host.numpy()
     return array, array.dtype.str
 
 
-def as_tensor(array: Array, dtype: str) -> Any:
+def as_tensor(array: AnyArray, dtype: str) -> Any:
     """Shares the array's memory."""
     torch = importlib.import_module("torch")
     tensor = torch.from_numpy(array)
@@ -51,7 +51,7 @@ def as_tensor(array: Array, dtype: str) -> Any:
 
 
 def raw_dtype(dtype: str) -> np.dtype[Any]:
-    """What numpy keeps it as."""
+    """The NumPy type that stores it."""
     return np.dtype(np.int16) if dtype == "bfloat16" else np.dtype(dtype)
 
 
@@ -79,11 +79,11 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=to_extension)
 _decoder = msgspec.msgpack.Decoder(Saved, ext_hook=from_extension)
 
 
-def pack(saved: Saved) -> bytes:
+def encode_snapshot(saved: Saved) -> bytes:
     return _encoder.encode(saved)
 
 
-def unpack(data: bytes) -> Saved:
+def decode_snapshot(data: bytes) -> Saved:
     """Raises `msgspec.DecodeError` if the bytes are not those of a snapshot."""
     saved: Saved = _decoder.decode(data)
     return saved

@@ -1,4 +1,4 @@
-"""How many rows there are in columns, and what belongs to each."""
+"""Validation of the columns of a put or a write, and the numbers that belong to each row."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from millstream.errors import StoreError
-from millstream.store import Columns
+from millstream.store.base import Columns
 
 
 def each(values: Any, count: int, name: str) -> list[int]:
-    """One number for all rows, or one for each; an array's numbers are as good as Python's."""
+    """One number for all rows, or one for each, as Python integers."""
+    if type(values) is int:
+        return [values] * count
     if not hasattr(values, "__len__"):
         return [operator.index(values)] * count
     if len(values) != count:
@@ -20,15 +22,22 @@ def each(values: Any, count: int, name: str) -> list[int]:
 
 
 def integers(values: Iterable[int]) -> list[int]:
-    """Python's own, out of arrays too."""
+    """As Python integers, also from arrays."""
     return [operator.index(value) for value in values]
 
 
 def num_rows_of(columns: Columns) -> int:
-    num_rows = len(next(iter(columns.values()), ()))
-    if not num_rows or any(len(cells) != num_rows for cells in columns.values()):
+    num_rows = -1
+    for cells in columns.values():
+        if len(cells) != num_rows:
+            num_rows = len(cells) if num_rows < 0 else 0
+            if not num_rows:
+                break
+    if num_rows < 1:
         counts = {name: len(cells) for name, cells in columns.items()}
-        raise StoreError(f"columns must be there and have the same number of rows, at least one: {counts or 'none'}")
+        raise StoreError(
+            f"expected at least one column, all with the same number of rows, at least one: found {counts}"
+        )
     return num_rows
 
 

@@ -1,6 +1,6 @@
-"""A store of many processes on one machine: starts its coordinator in a process of its own, and again whenever that dies.
+"""A store of many processes on one machine: runs its coordinator in a child process, and restarts it whenever it dies.
 
-python -m millstream.store.host PLAN.json        what the process runs
+python -m millstream.store.host PLAN.json        the command of the child process
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from msgspec import Struct
 
 from millstream import folders
 from millstream.errors import StoreError
-from millstream.store import Reads
+from millstream.retry import BackOff
+from millstream.store.base import Reads
 from millstream.store.client import Address, StoreClient
-from millstream.store.coordinator import GRACE_S, Coordinator
-from millstream.store.holder import Holder
-from millstream.store.segments import memory_folder, memory_folders
+from millstream.store.coordinator import Coordinator
+from millstream.store.segment_server import SegmentServer
+from millstream.store.segments import segment_folder, segment_folders
+from millstream.store.sessions import DISCONNECT_S
 
 STORES = "millstream-store-"
-START_S = 30.0
-SHORT_LIFE_S = 1.0
-MAX_PAUSE_S = 5.0
+STORE_CONNECT_S = 30.0
+MIN_SERVICE_S = 1.0
+"""A coordinator that fails earlier than this is restarted with back-off."""
+RESTART = BackOff(first_s=0.05, longest_s=5.0)
 
 
-class Plan(Struct, frozen=True, kw_only=True):
-    """Everything a coordinator needs to be what it was."""
+class StorePlan(Struct, frozen=True, kw_only=True):
+    """Everything that a coordinator needs to start, and to restart."""
 
     tasks: dict[str, Reads]
     capacity_rows: int | None
@@ -50,8 +53,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     journal: str
     """The folder of the journal."""
     is_temporary: bool = True
-    """Whether that folder goes when the store is closed."""
-    grace_s: float = GRACE_S
+    """Whether that folder is removed when the store is closed."""
+    disconnect_s: float = DISCONNECT_S
 
     @property
     def address(self) -> Address:
@@ -66,12 +69,12 @@ def make_plan(
     host: str = "127.0.0.1",
     node: str = "here",
     folder: Path | None = None,
-    grace_s: float = GRACE_S,
-) -> Plan:
-    """`folder` is where the journal goes; by default a temporary one."""
+    disconnect_s: float = DISCONNECT_S,
+) -> StorePlan:
+    """`folder`: of the journal; by default a temporary one."""
     name = secrets.token_hex(6)
     journal = folders.make(STORES, _remove_memory, name=name) if folder is None else folder
-    return Plan(
+    return StorePlan(
         tasks=dict(tasks),
         capacity_rows=capacity_rows,
         capacity_bytes=capacity_bytes,
@@ -79,17 +82,17 @@ def make_plan(
         port=_free_port(host),
         token=secrets.token_hex(16),
         node=node,
-        memory=str(memory_folder(name, node)),
+        memory=str(segment_folder(name, node)),
         journal=str(journal),
         is_temporary=folder is None,
-        grace_s=grace_s,
+        disconnect_s=disconnect_s,
     )
 
 
 def _remove_memory(journal: Path) -> None:
-    """Of a store whose owner was killed, and whose coordinator could not tidy up."""
+    """The segments of a store whose owner and coordinator were killed."""
     name = journal.name.removeprefix(STORES).partition("-")[0]
-    for folder in memory_folders(name):
+    for folder in segment_folders(name):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -100,9 +103,9 @@ def _free_port(host: str) -> int:
         return port
 
 
-async def run(plan: Plan, on_ready: threading.Event | None = None) -> None:
-    """The coordinator of a plan, and the holder of its node, until cancelled."""
-    holder = Holder(Path(plan.memory), plan.token)
+async def run_coordinator(plan: StorePlan, on_ready: threading.Event | None = None) -> None:
+    """Run the coordinator of a plan, and the segment server of its node, until cancelled."""
+    server = SegmentServer(Path(plan.memory), plan.token)
     coordinator = Coordinator(
         plan.tasks,
         folder=Path(plan.journal),
@@ -110,12 +113,12 @@ async def run(plan: Plan, on_ready: threading.Event | None = None) -> None:
         token=plan.token,
         capacity_rows=plan.capacity_rows,
         capacity_bytes=plan.capacity_bytes,
-        unlink=holder.unlink,
-        names=holder.names,
-        grace_s=plan.grace_s,
+        unlink=server.unlink,
+        names=server.names,
+        disconnect_s=plan.disconnect_s,
     )
-    serving = await holder.serve(plan.host)
-    coordinator.own_address = serving.sockets[0].getsockname()[:2]
+    serving = await server.serve(plan.host)
+    coordinator.pool.own_address = serving.sockets[0].getsockname()[:2]
     async with serving, await coordinator.serve(plan.host, plan.port):
         if on_ready is not None:
             on_ready.set()
@@ -123,9 +126,9 @@ async def run(plan: Plan, on_ready: threading.Event | None = None) -> None:
 
 
 class SharedStore:
-    """A running store. `address` is what processes connect with; the folder in memory goes when it is closed."""
+    """A running store. Processes connect with `address`; `close` removes the folder of its segments."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: StorePlan) -> None:
         self._plan = plan
         self._is_closing = False
         self._file = Path(plan.journal) / "plan.json"
@@ -133,33 +136,34 @@ class SharedStore:
         with os.fdopen(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(plan))
         self.process = self._start()
-        self._keeping = threading.Thread(target=self._keep, name="store", daemon=True)
-        self._keeping.start()
+        self._watching = threading.Thread(target=self._restart_forever, name="store", daemon=True)
+        self._watching.start()
 
     @property
     def address(self) -> Address:
         return self._plan.address
 
     async def connect(self, name: str | None = None) -> StoreClient:
-        return await StoreClient.connect(self.address, name, give_up_s=START_S)
+        return await StoreClient.connect(self.address, name, give_up_s=STORE_CONNECT_S)
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", "millstream.store.host", str(self._file)], stdin=subprocess.PIPE)
 
-    def _keep(self) -> None:
-        began, pause_s = time.monotonic(), 0.0
+    def _restart_forever(self) -> None:
+        began, num_failures = time.monotonic(), 0
         while (code := self.process.wait()) is not None and not self._is_closing:
-            has_failed = code > 0 and time.monotonic() - began < SHORT_LIFE_S  # by itself: it was not killed
-            pause_s = min(MAX_PAUSE_S, 2 * pause_s + 0.05) if has_failed else 0.0
-            time.sleep(pause_s)  # what cannot live is not started again and again at full speed
+            has_failed = code > 0 and time.monotonic() - began < MIN_SERVICE_S  # it was not killed
+            num_failures = num_failures + 1 if has_failed else 0
+            if num_failures:
+                time.sleep(RESTART.wait_s(num_failures))
             began = time.monotonic()
             self.process = self._start()
 
     def close(self) -> None:
         self._is_closing = True
-        while self._keeping.is_alive():  # it may just be starting another one
+        while self._watching.is_alive():  # it may be restarting the process just now
             self.process.terminate()
-            self._keeping.join(0.1)
+            self._watching.join(0.1)
         shutil.rmtree(self._plan.memory, ignore_errors=True)
         if self._plan.is_temporary:
             folders.remove(Path(self._plan.journal))
@@ -173,21 +177,21 @@ class SharedStore:
         self.close()
 
 
-def _end_with_parent(plan: Plan) -> None:
-    """The other end of our standard input is held by whoever started us, and by nobody else."""
+def _end_with_parent(plan: StorePlan) -> None:
+    """Exit when the parent does: it alone holds the other end of our standard input."""
     sys.stdin.buffer.read()
     shutil.rmtree(plan.memory, ignore_errors=True)
     os._exit(0)
 
 
-def main(path: Path) -> None:
+def coordinator_main(path: Path) -> None:
     try:
-        plan = msgspec.json.decode(path.read_bytes(), type=Plan)
+        plan = msgspec.json.decode(path.read_bytes(), type=StorePlan)
         threading.Thread(target=_end_with_parent, args=(plan,), name="parent", daemon=True).start()
-        asyncio.run(run(plan))
+        asyncio.run(run_coordinator(plan))
     except (KeyboardInterrupt, StoreError) as error:
         sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    coordinator_main(Path(sys.argv[1]))

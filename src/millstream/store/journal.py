@@ -1,42 +1,35 @@
-"""The coordinator's memory beyond its death: every change of the books, in order, in a file.
+"""The coordinator's journal: every change of the table, in order, in a file.
 
-A change is in the file before anybody hears of it, so that a coordinator that is killed at any moment comes back as it was. The
-file is not forced to the disk at every change: it survives the process, not the machine. When it has grown to several times
-what it describes, it is written anew as the state it leads to.
+A change is in the file before any client hears of it, so that a coordinator that is killed at any moment restarts in the same
+state. The file is not flushed to disk at every change: it survives the process, not the machine. When it has grown to several
+times what it describes, it is replaced by one record of the whole state.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from millstream.errors import StoreError
-from millstream.store import Want
-from millstream.store.wire import (
-    Acknowledge,
-    CloseGroups,
-    Cover,
-    Drop,
-    DropPartition,
-    Finish,
-    GiveBack,
-    Lost,
-    Payload,
-    Put,
-    Restore,
-    Rewind,
-    Write,
-)
+from millstream.store import wire
+from millstream.store.base import Want
+from millstream.store.partition import Partition
+from millstream.store.restore import adopt_row, rebuild_all, restore_partition
+from millstream.store.rows import BlockSpec, GroupEntry, LeaseEntry, RestoredRows, RowBlock, RowEntry, Unit
+from millstream.store.segment_pool import SegmentPool
+from millstream.store.table import RowTable
 
-PREFIX = 12
-"""The length of a record, and its checksum."""
+RECORD_HEADER_BYTES = 12
+"""The length of a record (8), and its checksum (4)."""
 MIN_BYTES = 64 << 20
-"""Below this size a journal is never rewritten."""
+"""Below this size a journal is not rewritten."""
+COUNTERS = ("generation", "next_row", "num_blocks", "num_leases", "rows_put", "rows_claimed", "rows_freed")
+"""Of `RowTable`."""
 
 
 class Grant(Struct, tag=True, array_like=True):
@@ -47,12 +40,16 @@ class Grant(Struct, tag=True, array_like=True):
     partition: str
     want: Want
 
+    @classmethod
+    def of(cls, lease: LeaseEntry) -> Grant:
+        return cls(lease.id, lease.task.name, [unit.id for unit in lease.units], lease.partition, lease.want)
+
 
 class LoseNode(Struct, tag=True, array_like=True):
     node: str
 
 
-class RowState(Struct, array_like=True):
+class SavedRow(Struct, array_like=True):
     id: int
     group: int
     version: int
@@ -64,68 +61,68 @@ class RowState(Struct, array_like=True):
     parts: list[tuple[int, int]]
 
 
-class GroupState(Struct, array_like=True):
+class SavedGroup(Struct, array_like=True):
     id: int
     is_closed: bool
     leased: int
     done: int
 
 
-class BlockState(Struct, array_like=True):
+class SavedBlock(Struct, array_like=True):
     id: int
-    columns: list[str]
-    payload: Payload
+    columns: tuple[str, ...]
+    payload: wire.Payload
 
 
-class PartitionState(Struct, array_like=True):
+class SavedPartition(Struct, array_like=True):
     name: str
-    groups: list[GroupState]
-    rows: list[RowState]
+    groups: list[SavedGroup]
+    rows: list[SavedRow]
     covered: int
     is_finished: bool
-    turns: dict[str, list[int]]
-    """By task: the ids of what is ready, in turn."""
+    order: dict[str, list[int]]
+    """By task: the ids of what is ready, in order."""
     ranks: dict[str, dict[int, int]]
-    """By task: the tokens that each rank has had."""
+    """By task: the tokens that each rank was granted."""
 
 
-class LeaseState(Struct, array_like=True):
+class SavedLease(Struct, array_like=True):
     holder: str
     number: int
+    """The holder's request."""
     grant: Grant
 
 
-class State(Struct, tag=True, array_like=True):
-    """Everything, at one moment."""
+class FullState(Struct, tag=True, array_like=True):
+    """The whole state of the coordinator."""
 
-    partitions: list[PartitionState]
-    blocks: list[BlockState]
-    leases: list[LeaseState]
-    counters: tuple[int, int, int, int]
-    totals: tuple[int, int, int]
+    partitions: list[SavedPartition]
+    blocks: list[SavedBlock]
+    leases: list[SavedLease]
+    counters: dict[str, int]
     results: dict[str, dict[int, bytes]]
-    lost: list[Lost]
+    lost: list[wire.LostRow]
 
 
 Change = (
-    Put
-    | Write
-    | CloseGroups
+    wire.PutRows
+    | wire.WriteCells
+    | wire.CloseGroups
     | Grant
-    | Acknowledge
-    | Drop
-    | GiveBack
-    | Cover
-    | Rewind
-    | Finish
-    | DropPartition
-    | Restore
+    | wire.AcknowledgeLease
+    | wire.DropLease
+    | wire.GiveBackLease
+    | wire.CoverStep
+    | wire.RewindTask
+    | wire.FinishPartition
+    | wire.DropPartition
+    | wire.RestorePartition
     | LoseNode
-    | State
+    | FullState
 )
 
 
-class Record(Struct, array_like=True):
+class JournalRecord(Struct, array_like=True):
     client: str
     number: int
     at: float
@@ -135,20 +132,20 @@ class Record(Struct, array_like=True):
 class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._decoder = msgspec.msgpack.Decoder(Record)
+        self._decoder = msgspec.msgpack.Decoder(JournalRecord)
         self._encoder = msgspec.msgpack.Encoder()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._file).st_size
         self._size_of_state = 0
 
-    def read(self) -> Iterator[Record]:
-        """All that was written. A last record that was cut short is removed: nobody had heard of it."""
+    def read(self) -> Iterator[JournalRecord]:
+        """All records. An incomplete last record is removed: no client had heard of it."""
         with self._path.open("rb") as file:
             end = 0
             size = os.fstat(file.fileno()).st_size
-            while len(prefix := file.read(PREFIX)) == PREFIX:
-                length, checksum = int.from_bytes(prefix[:8], "little"), int.from_bytes(prefix[8:], "little")
+            while len(header := file.read(RECORD_HEADER_BYTES)) == RECORD_HEADER_BYTES:
+                length, checksum = int.from_bytes(header[:8], "little"), int.from_bytes(header[8:], "little")
                 data = file.read(min(length, size - file.tell()))
                 is_whole = len(data) == length and zlib.crc32(data) == checksum
                 if not is_whole and file.tell() >= size:
@@ -161,9 +158,9 @@ class Journal:
         os.ftruncate(self._file, end)
         self._size = end
 
-    def append(self, record: Record) -> None:
-        """Raises OSError if it cannot be written, and then nothing is."""
-        data = _framed(self._encoder.encode(record))
+    def append(self, record: JournalRecord) -> None:
+        """Raises OSError if it cannot be written; the journal is then as before."""
+        data = _with_header(self._encoder.encode(record))
         try:
             _write_all(self._file, data)
         except OSError:
@@ -175,9 +172,9 @@ class Journal:
     def is_long(self) -> bool:
         return self._size > max(MIN_BYTES, 4 * self._size_of_state)
 
-    def begin_anew(self, state: Record) -> None:
-        """Replace what was written by the state that it leads to."""
-        data, fresh = _framed(self._encoder.encode(state)), self._path.with_suffix(".new")
+    def rewrite(self, state: JournalRecord) -> None:
+        """Replace all records by the state that they lead to."""
+        data, fresh = _with_header(self._encoder.encode(state)), self._path.with_suffix(".new")
         number = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             _write_all(number, data)
@@ -194,7 +191,7 @@ class Journal:
         os.close(self._file)
 
 
-def _framed(data: bytes) -> bytes:
+def _with_header(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + zlib.crc32(data).to_bytes(4, "little") + data
 
 
@@ -202,3 +199,166 @@ def _write_all(number: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(number, view) :]
+
+
+# ---- a change, applied to the table ----------------------------------------------------------------------------------
+
+
+def apply_change(table: RowTable, change: Change, now: float) -> wire.ReplyBody:
+    """Carry out a change, now or while the journal is replayed. Raises `StoreError`, and then nothing has changed."""
+    match change:
+        case wire.PutRows():
+            ids = table.put(
+                change.group_ids,
+                _block_spec(tuple(change.columns), change.payload),
+                versions=change.versions,
+                tokens=change.tokens,
+                partition=change.partition,
+                now=now,
+            )
+            return wire.RowsAdded(ids.start, len(ids))
+        case wire.WriteCells():
+            spec = _block_spec(tuple(change.columns), change.payload)
+            table.write(change.row_ids, spec, overwrite=change.overwrite)
+        case wire.CloseGroups():
+            table.close(change.group_ids, change.partition)
+        case wire.AcknowledgeLease():
+            table.acknowledge(change.lease_id, change.step)
+        case wire.DropLease():
+            table.drop(change.lease_id)
+        case wire.GiveBackLease():
+            table.give_back(change.lease_id)
+        case wire.CoverStep():
+            table.cover(change.step, change.partition)
+        case wire.FinishPartition():
+            table.partition(change.partition).is_finished = True
+        case wire.RewindTask():
+            return wire.RowCount(table.rewind(change.task, change.step, change.partition))
+        case wire.DropPartition():
+            return wire.RowCount(table.drop_partition(change.partition))
+        case wire.RestorePartition():
+            rows = [
+                RestoredRows(
+                    some.ids,
+                    some.group_ids,
+                    _block_spec(tuple(some.columns), some.payload),
+                    some.versions,
+                    some.tokens,
+                    some.steps,
+                )
+                for some in change.rows
+            ]
+            restore_partition(
+                table, rows, change.is_closed, change.acknowledged, change.partition, change.generation, now
+            )
+        case _:
+            raise StoreError(f"{type(change).__name__} is not a change of the table")
+    return wire.Accepted()
+
+
+def replay_grant(table: RowTable, grant: Grant, holder: str) -> None:
+    """Grant again what was granted then; the order of everything else that is ready stays."""
+    task, units = table.tasks.find(grant.task), _units_of(table, grant)
+    table.partition(grant.partition).ready[task.name].remove(units)
+    table.num_leases = grant.lease_id - 1
+    table.grant(task, units, grant.partition, holder, grant.want)
+
+
+def _units_of(table: RowTable, grant: Grant) -> list[Unit]:
+    part = table.partition(grant.partition)
+    found: Mapping[int, Unit] = part.groups if table.tasks.find(grant.task).by_group else part.rows
+    return [found[unit] for unit in grant.units]
+
+
+def _block_spec(columns: tuple[str, ...], payload: wire.Payload) -> BlockSpec:
+    nbytes = payload.nbytes if payload.segment is None else payload.segment.size
+    return BlockSpec(columns, nbytes, payload)
+
+
+# ---- the whole state -------------------------------------------------------------------------------------------------
+
+
+def state_of(
+    table: RowTable, numbers: Mapping[int, int], results: dict[str, dict[int, bytes]], lost: list[wire.LostRow]
+) -> FullState:
+    """`numbers`: by lease, the request of its holder that it was granted for."""
+    blocks = {
+        block.id: block for part in table.partitions.values() for row in part.rows.values() for block, _ in row.parts
+    }
+    return FullState(
+        partitions=[_partition_state(part) for part in table.partitions.values()],
+        blocks=[SavedBlock(block.id, block.columns, block.payload) for block in blocks.values()],
+        leases=[SavedLease(lease.holder, numbers.get(lease.id, 0), Grant.of(lease)) for lease in table.leases.values()],
+        counters={name: getattr(table, name) for name in COUNTERS},
+        results=results,
+        lost=lost,
+    )
+
+
+def _partition_state(part: Partition) -> SavedPartition:
+    return SavedPartition(
+        name=part.name,
+        groups=[SavedGroup(g.id, g.is_closed, g.leased, g.done) for g in part.groups.values()],
+        rows=[
+            SavedRow(
+                row.id,
+                row.group.id,
+                row.version,
+                row.tokens,
+                row.since,
+                row.leased,
+                row.done,
+                list(row.steps),
+                [(block.id, index) for block, index in row.parts],
+            )
+            for row in part.rows.values()
+        ],
+        covered=part.covered,
+        is_finished=part.is_finished,
+        order={task: [unit.id for unit in ready.in_order()] for task, ready in part.ready.items()},
+        ranks={task: ready.tokens_of_rank for task, ready in part.ready.items() if ready.tokens_of_rank},
+    )
+
+
+def load_state(state: FullState, table: RowTable, pool: SegmentPool) -> None:
+    """Into an empty table."""
+    blocks = {}
+    for saved in state.blocks:
+        spec = _block_spec(saved.columns, saved.payload)
+        blocks[saved.id] = RowBlock(saved.id, spec, table.tasks.mask(saved.columns), 0)
+        if saved.payload.segment is not None:
+            pool.adopt(saved.payload.segment)
+    for partition in state.partitions:
+        _load_partition(partition, table, blocks)
+    table.num_bytes = sum(block.nbytes for block in blocks.values())
+    rebuild_all(table)
+    for partition in state.partitions:
+        for name, ready in table.partition(partition.name).ready.items():
+            ready.reorder(partition.order[name])
+            ready.tokens_of_rank = partition.ranks.get(name, {})
+    for lease in state.leases:
+        grant, task = lease.grant, table.tasks.find(lease.grant.task)
+        table.leases[grant.lease_id] = LeaseEntry(
+            grant.lease_id, task, grant.partition, _units_of(table, grant), lease.holder, grant.want
+        )
+    for name in COUNTERS:
+        setattr(table, name, state.counters[name])
+
+
+def _load_partition(saved: SavedPartition, table: RowTable, blocks: Mapping[int, RowBlock]) -> None:
+    part = table.partition(saved.name)
+    part.covered = saved.covered
+    part.is_finished = saved.is_finished
+    for one in saved.groups:
+        group = part.groups[one.id] = GroupEntry(one.id, saved.name)
+        group.is_closed = one.is_closed
+        group.leased = one.leased
+        group.done = one.done
+    for row in saved.rows:
+        parts = tuple((blocks[block_id], index) for block_id, index in row.parts)
+        entry = RowEntry(row.id, part.groups[row.group], row.version, row.tokens, row.since, 0, parts[0])
+        entry.parts = parts
+        entry.leased = row.leased
+        entry.done = row.done
+        entry.steps = tuple(row.steps)
+        adopt_row(table, entry)

@@ -1,23 +1,22 @@
-"""Micro-batches out of the store as they become ready. A step gets its rows exactly, and is acknowledged as a whole.
+"""Micro-batches from the store as rows become ready. A step gets exactly its rows, and is acknowledged as a whole.
 
     async with micro_batches(store, "train", tokens=8192, rows_per_step=256) as batches:
         for step in range(100):
             async for lease in batches:          # ends when the step has its rows, or with the stream
                 learner.accumulate(lease)
             learner.step()
-            await batches.finish_step(step)      # now they are done with; until here they come back if this process dies
+            await batches.finish_step(step)      # before this, the rows are ready again if this process dies
 
-A micro-batch has at most `tokens` tokens (one row or group may be longer than that) and comes as soon as so many are ready,
-or what the step still lacks. What was handed out for a step that is not finished is given back when the loader is closed:
-the step has not happened.
+A micro-batch has at most `tokens` tokens (one row or group may be longer than that). It is claimed as soon as that many are
+ready, or all that the step still needs. When the loader is closed, the leases of an unfinished step are given back.
 
-How the ranks of a data-parallel group agree on where a step ends, without talking to each other:
+How the ranks of a data-parallel group agree on where a step ends, without communication:
 
-- *Ranks that read the store themselves* (`micro_batches(rank=, ranks=)`): by arithmetic. Rank r takes its share of the rows,
-  `rows_per_step / ranks` and one more for the first ranks if that has a remainder. The policy `balanced` sees to it that the
-  shares have about the same number of tokens.
-- *Ranks that one process feeds* (`Dealer`): one reader claims and counts, and deals each micro-batch to the rank that has had
-  the fewest tokens in this step. Dealt tokens differ by at most one micro-batch as long as every rank keeps up.
+- *Each rank reads the store* (`micro_batches(rank=, ranks=)`): by arithmetic. Rank r takes its share of the rows,
+  `rows_per_step / ranks` and one more for the first ranks if there is a remainder. The policy `balanced` gives the shares about
+  the same number of tokens.
+- *One process feeds all ranks* (`RankFeeder`): one reader claims and counts, and gives each micro-batch to the rank with the
+  fewest tokens in this step. The tokens of ranks differ by at most one micro-batch as long as every rank keeps up.
 
 A step never gets more than its rows, and fewer only if the stream has ended. The store must have room for a whole step: rows
 stay in it until they are acknowledged.
@@ -32,7 +31,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from millstream.errors import StoreError, StreamEnded
-from millstream.store import TRAIN, Lease, Store, Want
+from millstream.store.base import TRAIN, Lease, Store, Want
 
 
 def tokens_in(lease: Lease) -> int:
@@ -41,14 +40,14 @@ def tokens_in(lease: Lease) -> int:
 
 
 def share_of(total: int | None, rank: int, ranks: int) -> int | None:
-    """The rank's part of a step; the parts of all ranks add up to it."""
+    """The rank's share of a step; the shares of all ranks add up to it."""
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} of {ranks}: ranks count from 0")
     return None if total is None else total // ranks + (rank < total % ranks)
 
 
-class Claims:
-    """The leases of one step: taken until it is full, then acknowledged or given back. Without a size, it is never full."""
+class StepClaims:
+    """The leases of one step: claimed until it is full, then acknowledged or given back. Without a size, it is never full."""
 
     def __init__(
         self,
@@ -73,10 +72,8 @@ class Claims:
         self._want = Want(tokens=tokens, policy="balanced", rank=rank, patience_s=patience_s, deadline_s=deadline_s)
         self._leases: list[Lease] = []
         self._groups: set[int] = set()
-        self.taken = 0
-        """Rows (groups) of the step so far."""
-        self.has_ended = False
-        """The last claim found that the stream has ended."""
+        self.taken = 0  # rows (groups) of the step so far
+        self.has_ended = False  # the last claim raised `StreamEnded`
 
     @property
     def is_full(self) -> bool:
@@ -84,7 +81,7 @@ class Claims:
 
     async def next(self) -> Lease | None:
         """The next micro-batch; None if the step is full or the stream has ended. A lease without rows (of groups that were
-        closed empty) counts, and is not handed out."""
+        closed empty) counts, and is not returned."""
         while not self.is_full:
             try:
                 lease = await self._store.claim(self._task, self._wanted(), partition=self._partition)
@@ -132,7 +129,7 @@ class Claims:
             )
 
     async def acknowledge(self, step: int | None = None, *, keep: int = 0) -> None:
-        """All leases but the last `keep`. Raises for one that has ended meanwhile, after the others."""
+        """All leases but the last `keep`. If one has ended (expired), raises after the others are acknowledged."""
         failed: StoreError | None = None
         while len(self._leases) > keep:
             try:
@@ -143,34 +140,34 @@ class Claims:
         if failed is not None:
             raise failed
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self.taken = 0
         self._groups.clear()
 
     async def give_back(self) -> None:
-        """What was taken first stands first again."""
+        """In reverse order, so that the rows are ready in their old order."""
         while self._leases:
             lease = self._leases.pop()
-            with suppress(StoreError):  # it has ended: another has the rows, or the store is gone
+            with suppress(StoreError):  # the lease has expired, or the store is gone
                 await self._store.give_back(lease)
-        self.begin_anew()
+        self.reset()
 
 
 class MicroBatches:
     """See `micro_batches`. Iterate once for each step; one consumer at a time."""
 
-    def __init__(self, claims: Claims) -> None:
+    def __init__(self, claims: StepClaims) -> None:
         self._claims = claims
         self._is_closed = False
 
     @property
     def taken(self) -> int:
-        """Rows (groups) that this rank has had in this step."""
+        """Rows (groups) of this rank in this step so far."""
         return self._claims.taken
 
     @property
     def has_ended(self) -> bool:
-        """The stream has: the step in hand is the last, and may be short or empty."""
+        """Whether the stream has ended: the current step is the last, and may be short or empty."""
         return self._claims.has_ended
 
     def __aiter__(self) -> MicroBatches:
@@ -183,14 +180,14 @@ class MicroBatches:
         return lease
 
     async def finish_step(self, step: int | None = None) -> None:
-        """Acknowledge the step's micro-batches; with a number, the rows stay until `store.cover` says that a checkpoint holds
-        the step. Only after the iteration has ended."""
+        """Acknowledge the step's micro-batches; with a number, the rows stay until `store.cover` says that a checkpoint
+        includes the step. Call it after the iteration has ended."""
         self._claims.check_over()
         await self._claims.acknowledge(step)
-        self._claims.begin_anew()
+        self._claims.reset()
 
     async def aclose(self) -> None:
-        """Give back what was not acknowledged."""
+        """Give back the leases that were not acknowledged."""
         self._is_closed = True
         await self._claims.give_back()
 
@@ -216,13 +213,13 @@ def micro_batches(
     patience_s: float | None = None,
     deadline_s: float | None = None,
 ) -> MicroBatches:
-    """What one rank trains on, step by step (see above). `groups_per_step` is for a task that reads whole groups.
+    """The micro-batches of one rank, step by step (see above). `groups_per_step` is for a task that reads whole groups.
 
-    `patience_s`: after so long, take what is ready although it is less than `tokens`. `deadline_s`: after so long without
+    `patience_s`: after this time, take what is ready although it is less than `tokens`. `deadline_s`: after this time without
     anything, raise `StoreTimeout`."""
     if (rows_per_step is None) == (groups_per_step is None):
         raise ValueError("say either rows_per_step or groups_per_step")
-    claims = Claims(
+    claims = StepClaims(
         store,
         task,
         tokens=tokens,
@@ -236,45 +233,44 @@ def micro_batches(
     return MicroBatches(claims)
 
 
-class Hand:
-    """What one rank is dealt: an iterator that ends with the step."""
+class RankStream:
+    """The micro-batches of one rank: an iterator that ends with the step."""
 
-    def __init__(self, dealer: Dealer, rank: int) -> None:
-        self._dealer = dealer
+    def __init__(self, feeder: RankFeeder, rank: int) -> None:
+        self._feeder = feeder
         self.rank = rank
         self.queue: deque[Lease] = deque()
-        self.tokens = 0
-        """Dealt in this step, what is still in the queue included."""
+        self.tokens = 0  # of this step, including the queue
         self.is_idle = False
         self.is_done = False
 
     @property
     def has_ended(self) -> bool:
-        return self._dealer.has_ended
+        return self._feeder.has_ended
 
-    def __aiter__(self) -> Hand:
+    def __aiter__(self) -> RankStream:
         return self
 
     async def __anext__(self) -> Lease:
-        lease = await self._dealer.take(self)
+        lease = await self._feeder.take(self)
         if lease is None:
             raise StopAsyncIteration
         return lease
 
     async def finish_step(self, step: int | None = None) -> None:
         """Returns when every rank has finished the step: then all of it is acknowledged, and the next begins."""
-        await self._dealer.finish(self, step)
+        await self._feeder.finish(self, step)
 
 
-class Dealer:
+class RankFeeder:
     """One reader for all ranks of a data-parallel group.
 
-        async with Dealer(store, "train", ranks=2, tokens=8192, rows_per_step=256) as dealer:
-            await asyncio.gather(train(dealer.rank(0)), train(dealer.rank(1)))
+        async with RankFeeder(store, "train", ranks=2, tokens=8192, rows_per_step=256) as feeder:
+            await asyncio.gather(train(feeder.rank(0)), train(feeder.rank(1)))
 
-    Each micro-batch goes to the rank that has been dealt the fewest tokens in this step. A rank may have `ahead` of them in its
-    queue. If the one whose turn it is has a full queue, and another has nothing to do, that one gets it: a slow rank holds
-    nobody up, and is then dealt less. Ranks may be dealt different numbers of micro-batches."""
+    Each micro-batch goes to the rank with the fewest tokens in this step. A rank may have `ahead` of them in its queue. If
+    the queue of that rank is full, and another rank is idle, the idle one gets it: a slow rank blocks no other, and gets less.
+    Ranks may get different numbers of micro-batches."""
 
     def __init__(
         self,
@@ -295,7 +291,7 @@ class Dealer:
             raise ValueError("say either rows_per_step or groups_per_step")
         if ranks < 1 or ahead < 1:
             raise ValueError("ranks and ahead must be at least 1")
-        self._claims = Claims(
+        self._claims = StepClaims(
             store,
             task,
             tokens=tokens,
@@ -305,25 +301,25 @@ class Dealer:
             patience_s=patience_s,
             deadline_s=deadline_s,
         )
-        self._hands = [Hand(self, rank) for rank in range(ranks)]
+        self._streams = [RankStream(self, rank) for rank in range(ranks)]
         self._ahead = ahead
         self._count = count
         self._changed = asyncio.Condition()
-        self._is_dealt = False
+        self._is_complete = False
         self._step: int | None = None
         self._steps_finished = 0
         self._error: StoreError | None = None
-        self._dealing: asyncio.Task[None] | None = None
+        self._feeding: asyncio.Task[None] | None = None
 
-    def rank(self, rank: int) -> Hand:
-        return self._hands[rank]
+    def rank(self, rank: int) -> RankStream:
+        return self._streams[rank]
 
     @property
     def has_ended(self) -> bool:
         return self._claims.has_ended
 
-    async def __aenter__(self) -> Dealer:
-        self._dealing = asyncio.create_task(self._deal(), name="dealer")
+    async def __aenter__(self) -> RankFeeder:
+        self._feeding = asyncio.create_task(self._feed(), name="rank feeder")
         return self
 
     async def __aexit__(
@@ -332,12 +328,12 @@ class Dealer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Give back what was not acknowledged, whoever has it."""
-        if self._dealing is not None:
-            self._dealing.cancel()
+        """Give back the leases that were not acknowledged, of all ranks."""
+        if self._feeding is not None:
+            self._feeding.cancel()
             with suppress(asyncio.CancelledError):
-                await self._dealing
-        await self._stop(StoreError("the dealer is closed"))
+                await self._feeding
+        await self._stop(StoreError("the feeder is closed"))
         await self._claims.give_back()
 
     async def _stop(self, error: StoreError) -> None:
@@ -349,59 +345,59 @@ class Dealer:
         async with self._changed:
             await self._changed.wait_for(is_so)
 
-    async def _deal(self) -> None:
-        """Consumes the store, produces the ranks' queues. Waits for a rank that can be dealt to, unblocked by `take`; for rows;
-        and at the end of a step for all ranks, unblocked by `finish`."""
+    async def _feed(self) -> None:
+        """Consumes the store, produces the ranks' queues. Waits for a rank with room in its queue (unblocked by `take`), for
+        rows, and at the end of a step for all ranks (unblocked by `finish`)."""
         try:
             while True:
                 await self._until(lambda: self._due() is not None)
                 lease = await self._claims.next()
                 async with self._changed:
                     if lease is None:
-                        self._is_dealt = True
-                    else:  # whoever was due may have gone away meanwhile: then it waits for whoever has had least
-                        hand = self._due() or min(self._hands, key=lambda one: (one.tokens, one.rank))
-                        hand.queue.append(lease)
-                        hand.tokens += self._count(lease)
+                        self._is_complete = True
+                    else:  # the rank that was due may have been cancelled: use the one with the fewest tokens
+                        stream = self._due() or min(self._streams, key=lambda one: (one.tokens, one.rank))
+                        stream.queue.append(lease)
+                        stream.tokens += self._count(lease)
                     self._changed.notify_all()
                 if lease is None:
-                    await self._until(lambda: not self._is_dealt)
+                    await self._until(lambda: not self._is_complete)
         except StoreError as error:
             await self._stop(error)
-        except Exception as error:  # of the user's own count, say: every rank must hear of it
-            await self._stop(StoreError(f"the dealer failed: {error!r}"))
+        except Exception as error:  # such as of the user's `count`: every rank must get it
+            await self._stop(StoreError(f"the feeder failed: {error!r}"))
 
-    def _due(self) -> Hand | None:
-        """Who is dealt to next."""
-        by_turn = sorted(self._hands, key=lambda hand: (hand.tokens, hand.rank))
-        if len(by_turn[0].queue) < self._ahead:
-            return by_turn[0]
-        return next((hand for hand in by_turn if hand.is_idle and not hand.queue), None)
+    def _due(self) -> RankStream | None:
+        """The rank that gets the next micro-batch."""
+        by_tokens = sorted(self._streams, key=lambda stream: (stream.tokens, stream.rank))
+        if len(by_tokens[0].queue) < self._ahead:
+            return by_tokens[0]
+        return next((stream for stream in by_tokens if stream.is_idle and not stream.queue), None)
 
-    async def take(self, hand: Hand) -> Lease | None:
+    async def take(self, stream: RankStream) -> Lease | None:
         async with self._changed:
-            hand.is_idle = True
+            stream.is_idle = True
             self._changed.notify_all()
             try:
-                await self._changed.wait_for(lambda: hand.queue or self._is_dealt or self._error)
+                await self._changed.wait_for(lambda: stream.queue or self._is_complete or self._error)
             finally:
-                hand.is_idle = False
+                stream.is_idle = False
             if self._error is not None:
                 raise self._error
-            if not hand.queue:
+            if not stream.queue:
                 return None
             self._changed.notify_all()
-            return hand.queue.popleft()
+            return stream.queue.popleft()
 
-    async def finish(self, hand: Hand, step: int | None) -> None:
-        if not self._is_dealt or hand.queue:
-            raise StoreError(f"rank {hand.rank} has not had all of its step: read to its end before it is finished")
-        others = [other for other in self._hands if other.is_done]
+    async def finish(self, stream: RankStream, step: int | None) -> None:
+        if not self._is_complete or stream.queue:
+            raise StoreError(f"rank {stream.rank} has not had all of its step: read to its end before it is finished")
+        others = [other for other in self._streams if other.is_done]
         if others and step != self._step:
-            raise StoreError(f"rank {hand.rank} finishes step {step}, and rank {others[0].rank} step {self._step}")
-        hand.is_done = True
+            raise StoreError(f"rank {stream.rank} finishes step {step}, and rank {others[0].rank} step {self._step}")
+        stream.is_done = True
         self._step = step
-        if len(others) + 1 == len(self._hands):
+        if len(others) + 1 == len(self._streams):
             await self._finish_all(step)
             return
         finished = self._steps_finished
@@ -416,10 +412,10 @@ class Dealer:
             await self._stop(error)
             raise
         async with self._changed:
-            self._claims.begin_anew()
-            for hand in self._hands:
-                hand.tokens = 0
-                hand.is_done = False
-            self._is_dealt = False
+            self._claims.reset()
+            for stream in self._streams:
+                stream.tokens = 0
+                stream.is_done = False
+            self._is_complete = False
             self._steps_finished += 1
             self._changed.notify_all()

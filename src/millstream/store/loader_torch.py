@@ -1,15 +1,15 @@
-"""The store as a data set of torch's `DataLoader`.
+"""The store as a dataset of torch's `DataLoader`.
 
     data = StoreDataset(store.address, "train", tokens=8192)
     for batch in DataLoader(data, batch_size=None, num_workers=2):
         batch["tokens"]                      # a list with one tensor for each row
         batch["row_ids"]
 
-Each worker connects by itself, and every row goes to one of them. A micro-batch stays on lease until the training loop has come
-back for the next one, so that it is seen *at least once*: the leases of a worker that dies come back, those of a loop that dies
-as well. `DataLoader` fetches `prefetch_factor` micro-batches ahead; a worker therefore acknowledges so many fewer than it has
-handed over (`behind`). At the end of the stream or the step a worker acknowledges all of it: the last ones may then still be on
-their way to the loop. Who cannot have that uses `store.loader`, where the loop acknowledges its steps itself.
+Each worker has its own connection, and every row goes to one worker. A micro-batch stays on lease until the training loop asks
+for the next one, so that it is seen *at least once*: if a worker or the loop dies, its leases are given back. `DataLoader`
+prefetches `prefetch_factor` micro-batches; a worker therefore acknowledges that many fewer than it has returned (`behind`). At
+the end of the stream or the step a worker acknowledges all of them, although the last ones may not have reached the loop yet.
+Where that matters use `store.loader`, where the loop acknowledges its steps itself.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from millstream.errors import StoreError
-from millstream.store import TRAIN, Lease, Store
-from millstream.store.blocking import CLOSE_S, Line
+from millstream.store.base import TRAIN, Lease, Store
+from millstream.store.blocking import CLIENT_CLOSE_S, BlockingClient
 from millstream.store.blocks import Block, Packing
 from millstream.store.client import Address, StoreClient
-from millstream.store.loader import Claims, share_of
+from millstream.store.loader import StepClaims, share_of
 
 Connect = Callable[[], Awaitable[Store]]
 PREFETCH_FACTOR = 2
-"""DataLoader's own default."""
+"""The default of `DataLoader`."""
 
 
 class MicroBatch(dict[str, list[Any]]):
-    """Column -> a cell for each row; and `row_ids`, `group_ids`, `versions`. Travels between processes as one stretch of
-    bytes, not as one file descriptor for each tensor, of which a process may have few."""
+    """Column -> a cell for each row; and `row_ids`, `group_ids`, `versions`. Pickled as one block of bytes, not with one file
+    descriptor for each tensor, of which a process may have few."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         try:
             return _unpacked, (bytes(Packing(self).to_bytes()), list(self), len(self["row_ids"]))
-        except StoreError:  # cells of a kind that only pickle knows
+        except StoreError:  # cells that only pickle can encode
             return MicroBatch, (dict(self),)
 
     def __copy__(self) -> MicroBatch:
@@ -56,10 +56,10 @@ def _unpacked(data: bytes, names: list[str], num_rows: int) -> MicroBatch:
 
 
 def as_batch(lease: Lease) -> MicroBatch:
-    """Arrays and their numbers become tensors of the caller's own; everything else stays what it is."""
+    """Arrays and NumPy numbers become tensors that the caller owns; everything else is unchanged."""
     ids: dict[str, list[Any]] = {"row_ids": lease.row_ids, "group_ids": lease.group_ids, "versions": lease.versions}
     if taken := ids.keys() & lease.columns.keys():
-        raise StoreError(f"a column is named {min(taken)}, as are the micro-batch's own: name it otherwise")
+        raise StoreError(f"a column is named {min(taken)}, which the micro-batch uses itself: rename the column")
     return MicroBatch({name: list(map(_owned, cells)) for name, cells in lease.columns.items()} | copy.deepcopy(ids))
 
 
@@ -71,12 +71,12 @@ def _owned(cell: Any) -> Any:
 
 
 class StoreDataset(IterableDataset[MicroBatch]):
-    """Micro-batches of at most `tokens` tokens, for `DataLoader(..., batch_size=None)`; one iteration is one step if it is told
-    how large that is, else the rest of the stream. The step's rows are shared out to ranks and workers as `store.loader` says.
+    """Micro-batches of at most `tokens` tokens, for `DataLoader(..., batch_size=None)`; one iteration is one step if its
+    size is given, else the rest of the stream. The rows of a step are divided among ranks and workers as in `store.loader`.
 
-    `where` is the address of a store of many processes, or a function that connects to one, called in each worker on its event
-    loop (one that can be pickled, where workers are spawned). `behind` is how many micro-batches more than the newest stay on
-    lease: give `prefetch_factor` if you set that. None: what `DataLoader` does by default, 2 in a worker and 0 without any."""
+    `where` is the address of a store of many processes, or a function that connects to a store, called in each worker on its
+    event loop (it must be picklable where workers are spawned). `behind` is the number of micro-batches before the newest that
+    stay on lease: pass `prefetch_factor` if you set that. None: the defaults of `DataLoader`, 2 in a worker and 0 without."""
 
     def __init__(
         self,
@@ -108,27 +108,27 @@ class StoreDataset(IterableDataset[MicroBatch]):
         self._patience_s = patience_s
         self._deadline_s = deadline_s
         self._behind = behind
-        self._line: Line[Store] | None = None
+        self._client: BlockingClient[Store] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_line": None}
+        return self.__dict__ | {"_client": None}
 
-    def _connected(self) -> Line[Store]:
-        """This process's line, kept from one iteration to the next."""
-        if self._line is None or self._line.is_closed or self._line.pid != os.getpid():
+    def _connected(self) -> BlockingClient[Store]:
+        """The client of this process, kept from one iteration to the next."""
+        if self._client is None or self._client.is_closed or self._client.pid != os.getpid():
             where = self._where
-            self._line = Line((lambda: StoreClient.connect(where)) if isinstance(where, Address) else where)
-            weakref.finalize(self, self._line.close)
-        return self._line
+            self._client = BlockingClient((lambda: StoreClient.connect(where)) if isinstance(where, Address) else where)
+            weakref.finalize(self, self._client.close)
+        return self._client
 
     def __iter__(self) -> Iterator[MicroBatch]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         behind = self._behind if self._behind is not None else (0 if info is None else PREFETCH_FACTOR)
         rank, ranks = self._rank * workers + worker, self._ranks * workers
-        line = self._connected()
-        claims = Claims(
-            line.store,
+        client = self._connected()
+        claims = StepClaims(
+            client.store,
             self._task,
             tokens=self._tokens,
             rows=share_of(self._rows, rank, ranks),
@@ -139,15 +139,15 @@ class StoreDataset(IterableDataset[MicroBatch]):
             deadline_s=self._deadline_s,
         )
         try:
-            while (lease := line.call(claims.next())) is not None:
+            while (lease := client.call(claims.next())) is not None:
                 yield as_batch(lease)
-                line.call(claims.acknowledge(keep=behind))
-            line.call(claims.acknowledge())
+                client.call(claims.acknowledge(keep=behind))
+            client.call(claims.acknowledge())
         finally:
-            if not line.is_closed:
-                line.call(claims.give_back(), CLOSE_S)
+            if not client.is_closed:
+                client.call(claims.give_back(), CLIENT_CLOSE_S)
 
     def close(self) -> None:
-        """Hang up: what is on lease comes back."""
-        if self._line is not None:
-            self._line.close()
+        """Disconnect: what is on lease is given back."""
+        if self._client is not None:
+            self._client.close()

@@ -1,9 +1,8 @@
-"""Where producers and consumers wait: first come, first served, without polling, and nobody waits for anybody's answer but the
-store's own.
+"""The store's wait queues: FIFO per task, no polling.
 
-A put waits until there is room. A claim waits until what it wants is ready; one that asks for much is not starved by later ones
-that ask for little, since those that want the same kind of thing are served in turn. A claim with a `choose` or with a window
-of versions waits by itself: others pass it.
+A put waits until there is room. A claim waits until what it wants is ready. A claim for much is not starved by later claims for
+little: plain claims of a task are served strictly in order. A claim with a `choose`, a window of versions or a user's policy
+waits separately, and other claims may overtake it.
 """
 
 from __future__ import annotations
@@ -17,56 +16,66 @@ import msgspec
 
 from millstream.clock import Clock
 from millstream.errors import StoreError, StoreTimeout, StreamEnded
-from millstream.store import Choose, StoreStats, Waiting, Want
-from millstream.store.entries import Unit
-from millstream.store.policies import BUILT_IN
-from millstream.store.table import LeaseEntry, RowTable, Task
+from millstream.store.base import Choose, StoreStats, StoreWaiter, Want
+from millstream.store.policies import BUILT_IN_POLICIES
+from millstream.store.rows import LeaseEntry, Unit
+from millstream.store.table import RowTable
+from millstream.store.tasks import StoreTask
 
 T = TypeVar("T")
-MAX_SHOWN = 20
+MAX_WAITERS_SHOWN = 20
 
 
-class Claim:
-    __slots__ = ("choose", "future", "holder", "is_impatient", "number", "partition", "since", "task", "turn", "want")
+class WaitingClaim:
+    __slots__ = ("choose", "future", "holder", "is_impatient", "number", "order", "partition", "since", "task", "want")
 
     def __init__(
-        self, task: Task, want: Want, choose: Choose | None, partition: str, holder: str, since: float, number: int
+        self,
+        task: StoreTask,
+        want: Want,
+        choose: Choose | None,
+        partition: str,
+        holder: str,
+        number: int,
+        order: int,
+        since: float,
     ) -> None:
-        self.number = number
-        self.turn = 0
         self.task = task
         self.want = want
         self.choose = choose
         self.partition = partition
         self.holder = holder
+        self.number = number
+        self.order = order
         self.since = since
         self.is_impatient = want.patience_s == 0
         self.future: asyncio.Future[LeaseEntry] = asyncio.get_running_loop().create_future()
 
     @property
     def is_plain(self) -> bool:
-        return self.choose is None and self.want.versions is None and self.want.policy in BUILT_IN
+        return self.choose is None and self.want.versions is None and self.want.policy in BUILT_IN_POLICIES
 
-    def what(self) -> str:
+    def describe(self) -> str:
         want = self.want
-        asked = {"rows": want.rows, "tokens": want.tokens, "groups": want.groups}
-        limits = " or ".join(f"{count} {name}" for name, count in asked.items() if count is not None)
+        sizes = {"rows": want.rows, "tokens": want.tokens, "groups": want.groups}
+        limits = " or ".join(f"{count} {name}" for name, count in sizes.items() if count is not None)
         return f"{limits} for {self.task.name}" + (f" of versions {want.versions}" if want.versions else "")
 
 
-class Line:
-    """Who waits for one task of one partition: those that are served in turn, and those that others may pass."""
+class TaskQueue:
+    """The claims that wait for one task of one partition: plain ones in order, special ones that others may overtake."""
 
     def __init__(self) -> None:
-        self.plain: deque[Claim] = deque()
-        self.special: list[Claim] = []
-        self.stamp = -2
-        """Of what was ready when they were served last: see `Ready.stamp`."""
+        self.plain: deque[WaitingClaim] = deque()
+        self.special: list[WaitingClaim] = []
+        self.stamp = -2  # `ReadyQueue.stamp` when they were served last
+
+    @property
+    def waiting(self) -> list[WaitingClaim]:
+        return [claim for claim in (*self.plain, *self.special) if not claim.future.done()]
 
 
-class Room:
-    """A put that waits."""
-
+class WaitingPut:
     __slots__ = ("future", "nbytes", "num_rows", "since", "who")
 
     def __init__(self, num_rows: int, nbytes: int, who: str, since: float) -> None:
@@ -77,258 +86,291 @@ class Room:
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class WaitQueues:
-    """`on_grant` is told of a lease before its holder; `give_back` is how the books are told of one that has ended."""
+class PutQueue:
+    """The puts that wait for room, in order, and the room that is reserved."""
 
-    def __init__(
-        self,
-        catalog: RowTable,
-        clock: Clock,
-        *,
-        on_grant: Callable[[LeaseEntry, Claim], None] = lambda lease, claim: None,
-        give_back: Callable[[int], None] | None = None,
-    ) -> None:
-        self._catalog = catalog
+    def __init__(self, table: RowTable, clock: Clock) -> None:
+        self._table = table
         self._clock = clock
-        self._on_grant = on_grant
-        self._give_back = give_back or catalog.give_back
-        self._lines: dict[tuple[str, str], Line] = {}
-        self._next_turn = 0
-        self._puts: deque[Room] = deque()
+        self.waiting: deque[WaitingPut] = deque()
         self._reserved_rows = 0
         self._reserved_bytes = 0
-        self._expiries: dict[int, asyncio.TimerHandle] = {}
 
-    # ---- producers ---------------------------------------------------------------------------------------------------
+    def has_room_now(self, num_rows: int, nbytes: int) -> bool:
+        """Whether a put need not wait. Raises `StoreError` for what can never fit."""
+        self._table.check_size(num_rows, nbytes)
+        return not self.waiting and self._has_room(num_rows, nbytes)
 
     async def room(self, num_rows: int, nbytes: int, *, who: str, deadline_s: float | None) -> None:
-        """Returns when there is room, which is the caller's until `use` or `release`."""
-        self._catalog.check_size(num_rows, nbytes)
-        if not self._puts and self._has_room(num_rows, nbytes):
+        """Returns when there is room, which is reserved for the caller until `use` or `release`."""
+        if self.has_room_now(num_rows, nbytes):
             self.reserve(num_rows, nbytes)
             return
-        waiting = Room(num_rows, nbytes, who, self._clock.now())
-        self._puts.append(waiting)
+        waiting = WaitingPut(num_rows, nbytes, who, self._clock.now())
+        self.waiting.append(waiting)
         try:
-            await self._within(waiting.future, deadline_s, lambda: self._full(waiting))
-        except BaseException:  # cancelled, say, or too late
+            await _within(waiting.future, deadline_s, lambda: self._no_room(waiting))
+        except BaseException:  # cancelled or timed out
             if waiting.future.done() and not waiting.future.cancelled() and waiting.future.exception() is None:
-                self.release(num_rows, nbytes)  # it had been given room, and is gone
+                self.release(num_rows, nbytes)  # the room had been reserved already
             raise
         finally:
-            self._puts = deque(other for other in self._puts if other is not waiting)
-            self.serve_producers()
+            self.waiting = deque(other for other in self.waiting if other is not waiting)
+            self.serve()
 
-    def _full(self, waiting: Room) -> str:
-        rows, size = self._catalog.num_rows, self._catalog.num_bytes
+    def _no_room(self, waiting: WaitingPut) -> str:
+        rows, size = self._table.num_rows, self._table.num_bytes
         return f"{waiting.who}: no room for {waiting.num_rows} rows: the store holds {rows} rows, {size} bytes"
 
     def _has_room(self, num_rows: int, nbytes: int) -> bool:
-        return self._catalog.has_room(self._reserved_rows + num_rows, self._reserved_bytes + nbytes)
+        return self._table.has_room(self._reserved_rows + num_rows, self._reserved_bytes + nbytes)
 
     def reserve(self, num_rows: int, nbytes: int) -> None:
-        """Whether there is room or not: the caller's until `use` or `release`."""
+        """Reserve, whether there is room or not, until `use` or `release`."""
         self._reserved_rows += num_rows
         self._reserved_bytes += nbytes
 
     def use(self, num_rows: int, nbytes: int) -> None:
-        """The rows are being put now."""
+        """The rows are put now."""
         self._reserved_rows -= num_rows
         self._reserved_bytes -= nbytes
 
     def release(self, num_rows: int, nbytes: int) -> None:
-        """They never will be."""
+        """The rows will not be put."""
         self.use(num_rows, nbytes)
-        self.serve_producers()
+        self.serve()
 
-    def serve_producers(self) -> None:
-        while self._puts:
-            first = self._puts[0]
+    def serve(self) -> None:
+        while self.waiting:
+            first = self.waiting[0]
             if not first.future.done():
                 if not self._has_room(first.num_rows, first.nbytes):
                     return
                 self.reserve(first.num_rows, first.nbytes)
                 first.future.set_result(None)
-            self._puts.popleft()
+            self.waiting.popleft()
+
+
+class ClaimQueues:
+    """`on_grant(lease, number)` is called before the holder receives the lease; `give_back` replaces the table's own."""
+
+    def __init__(
+        self,
+        table: RowTable,
+        clock: Clock,
+        *,
+        on_grant: Callable[[LeaseEntry, int], None] = lambda lease, number: None,
+        give_back: Callable[[int], None] | None = None,
+    ) -> None:
+        self._table = table
+        self._clock = clock
+        self._on_grant = on_grant
+        self._give_back = give_back or table.give_back
+        self._queues: dict[str, dict[str, TaskQueue]] = {}  # by partition, by task
+        self._num_claims = 0
+        self._expiries: dict[int, asyncio.TimerHandle] = {}
 
     # ---- consumers ---------------------------------------------------------------------------------------------------
 
     async def claim(
-        self, task: Task, want: Want, choose: Choose | None, partition: str, holder: str, number: int = 0
+        self, task: StoreTask, want: Want, choose: Choose | None, partition: str, holder: str, number: int = 0
     ) -> LeaseEntry:
-        """`number` is the holder's own for this claim."""
-        if choose is None and not task.reads.by_group and want.rows is None and want.tokens is None:
+        """`number`: the holder's own number for this claim."""
+        if choose is None and not task.by_group and want.rows is None and want.tokens is None:
             raise StoreError(f"{task.name} reads rows, not groups: claim it by rows or by tokens")
-        claim = Claim(task, want, choose, partition, holder, self._clock.now(), number)
-        self._stand_in_line(claim)
-        self.serve(partition, task)
-        timer = None
+        part = self._table.partition(partition)
+        queues = self._queues.setdefault(partition, {})
+        if not part.is_finished and task.name not in queues:  # nothing waits before it: no future is needed
+            units = part.ready[task.name].select(want, choose, is_all=want.patience_s == 0)
+            if units:
+                return self._grant(task, units, partition, holder, want, number)
+            claim = self._enqueue(task, want, choose, partition, holder, number)
+            queues[task.name].stamp = part.ready[task.name].stamp
+        else:
+            claim = self._enqueue(task, want, choose, partition, holder, number)
+            self.serve(partition, task)
+        return await self._wait_for(claim)
+
+    def _enqueue(
+        self, task: StoreTask, want: Want, choose: Choose | None, partition: str, holder: str, number: int
+    ) -> WaitingClaim:
+        self._num_claims += 1
+        claim = WaitingClaim(task, want, choose, partition, holder, number, self._num_claims, self._clock.now())
+        queue = self._queues.setdefault(partition, {}).setdefault(task.name, TaskQueue())
+        (queue.plain if claim.is_plain else queue.special).append(claim)
+        return claim
+
+    async def _wait_for(self, claim: WaitingClaim) -> LeaseEntry:
+        want, timer = claim.want, None
         if want.patience_s and not claim.future.done():
-            timer = asyncio.get_running_loop().call_later(want.patience_s, self._lose_patience, claim)
+            timer = asyncio.get_running_loop().call_later(want.patience_s, self._on_patience_timeout, claim)
         try:
-            return await self._within(claim.future, want.deadline_s, lambda: self._nothing(claim))
-        except BaseException:  # cancelled, say, or too late
+            return await _within(claim.future, want.deadline_s, lambda: self._not_ready(claim))
+        except BaseException:  # cancelled or timed out
             self._withdraw(claim)
             raise
         finally:
             if timer is not None:
                 timer.cancel()
 
-    def _stand_in_line(self, claim: Claim) -> None:
-        line = self._lines.setdefault((claim.partition, claim.task.name), Line())
-        claim.turn = self._next_turn
-        self._next_turn += 1
-        (line.plain if claim.is_plain else line.special).append(claim)
+    def _not_ready(self, claim: WaitingClaim) -> str:
+        ready = self._table.partition(claim.partition).ready[claim.task.name].total(claim.want.versions)
+        return f"{claim.holder} asked for {claim.describe()}: {ready.rows} rows with {ready.tokens} tokens are ready"
 
-    def _nothing(self, claim: Claim) -> str:
-        ready = self._catalog.partition(claim.partition).ready[claim.task.name].total(claim.want.versions)
-        return f"{claim.holder} asked for {claim.what()}: {ready.rows} rows with {ready.tokens} tokens are ready"
-
-    def _lose_patience(self, claim: Claim) -> None:
+    def _on_patience_timeout(self, claim: WaitingClaim) -> None:
         claim.is_impatient = True
         self.serve(claim.partition, claim.task)
 
-    def _withdraw(self, claim: Claim) -> None:
-        """A claim that is not waited for any more: if it had been served, let another have it."""
+    def _withdraw(self, claim: WaitingClaim) -> None:
+        """A claim whose caller is gone. If it was granted, the lease is given back."""
         future = claim.future
         if future.done() and not future.cancelled() and future.exception() is None:
-            if future.result().id in self._catalog.leases:
+            if future.result().id in self._table.leases:
                 self.give_back(future.result().id)
             return
         future.cancel()
-        line = self._lines.get((claim.partition, claim.task.name))
-        if line is not None and claim in line.plain:
-            line.plain.remove(claim)
-        self.serve(claim.partition, claim.task)  # it may have stood before others
-
-    async def _within(self, future: asyncio.Future[T], deadline_s: float | None, why: Callable[[], str]) -> T:
-        if deadline_s is None or future.done():
-            return await future
-        limit = asyncio.timeout(deadline_s)
-        try:
-            async with limit:
-                return await future
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise StoreTimeout(f"{why()} after {deadline_s:g} s") from error
+        queue = self._queues.get(claim.partition, {}).get(claim.task.name)
+        if queue is not None and claim in queue.plain:
+            queue.plain.remove(claim)
+        self.serve(claim.partition, claim.task)  # claims behind it may be served now
 
     def serve_all(self, partition: str) -> None:
-        """After a change: those who wait for what has become ready. Whoever came later has looked already."""
-        part = self._catalog.partitions.get(partition)
-        for (line_partition, name), line in list(self._lines.items()):
-            if line_partition != partition:
-                continue
+        """After a change: serve the tasks of this partition for which something has become ready since the last time."""
+        queues = self._queues.get(partition)
+        if not queues:
+            return
+        part = self._table.partitions.get(partition)
+        for name, queue in list(queues.items()):
             stamp = -1 if part is None or part.is_finished else part.ready[name].stamp
-            if stamp != line.stamp or stamp == -1:
-                line.stamp = stamp
-                self.serve(partition, self._catalog.tasks[name])
+            if stamp != queue.stamp or stamp == -1:
+                queue.stamp = stamp
+                self.serve(partition, self._table.tasks.by_name[name])
 
     def wake(self) -> None:
-        for partition, name in list(self._lines):
-            self.serve(partition, self._catalog.tasks[name])
+        for partition, queues in list(self._queues.items()):
+            for name in list(queues):
+                self.serve(partition, self._table.tasks.by_name[name])
 
-    def serve(self, partition: str, task: Task) -> None:
-        """Hand what is ready to those who wait, the longest waiting first."""
-        line = self._lines.get((partition, task.name))
-        if line is None:
+    def serve(self, partition: str, task: StoreTask) -> None:
+        """Grant what is ready to the waiting claims, the longest waiting first."""
+        queues = self._queues.get(partition, {})
+        queue = queues.get(task.name)
+        if queue is None:
             return
-        is_over = self._is_over(partition)
-        is_last = is_over and not self._catalog.may_become_ready(task, partition)
-        turn = line.plain[0].turn if line.plain else None
-        line.special = [c for c in line.special if (turn is not None and c.turn > turn) or not self._serve(c, is_last)]
-        while line.plain and self._serve(line.plain[0], is_last):
-            line.plain.popleft()
-        if turn is not None:
-            line.special = [claim for claim in line.special if claim.turn < turn or not self._serve(claim, is_last)]
-        if is_over and not self._catalog.may_still_come(task, partition):
+        part = self._table.partition(partition)
+        is_last = part.is_finished and not part.may_become_ready(task)
+        order = queue.plain[0].order if queue.plain else None
+        if queue.special:
+            queue.special = [
+                c for c in queue.special if (order is not None and c.order > order) or not self._serve(c, is_last)
+            ]
+        while queue.plain and self._serve(queue.plain[0], is_last):
+            queue.plain.popleft()
+        if order is not None and queue.special:
+            queue.special = [c for c in queue.special if c.order < order or not self._serve(c, is_last)]
+        if part.is_finished and not part.may_still_come(task):
             self._end(partition, task.name, f"{task.name}: the stream has ended")
-        elif not line.plain and not line.special:
-            del self._lines[partition, task.name]
+        elif not queue.plain and not queue.special:
+            queues.pop(task.name, None)
 
-    def _serve(self, claim: Claim, is_last: bool) -> bool:
-        """Whether this one need not wait any more."""
+    def _serve(self, claim: WaitingClaim, is_last: bool) -> bool:
+        """Whether this claim no longer waits."""
         if claim.future.done():
             return True
+        ready = self._table.partition(claim.partition).ready[claim.task.name]
         try:
-            units = self._select(claim, is_all=claim.is_impatient or is_last)
-        except Exception as error:  # of its own policy or choice: nobody else's affair
+            units = ready.select(claim.want, claim.choose, is_all=claim.is_impatient or is_last)
+        except Exception as error:  # of its own policy or `choose`: no other claim is affected
             claim.future.set_exception(error)
             return True
         if not units:
             return False
-        lease = self._catalog.grant(claim.task, units, claim.partition, claim.holder, claim.want)
-        self._on_grant(lease, claim)
-        self._watch(lease)
+        lease = self._grant(claim.task, units, claim.partition, claim.holder, claim.want, claim.number)
         claim.future.set_result(lease)
         return True
 
-    def _select(self, claim: Claim, *, is_all: bool) -> list[Unit]:
-        return self._catalog.select(claim.task, claim.want, claim.partition, is_all=is_all, choose=claim.choose)
-
-    def _is_over(self, partition: str) -> bool:
-        part = self._catalog.partitions.get(partition)
-        return part is not None and part.is_finished
+    def _grant(
+        self, task: StoreTask, units: list[Unit], partition: str, holder: str, want: Want, number: int
+    ) -> LeaseEntry:
+        lease = self._table.grant(task, units, partition, holder, want)
+        self._on_grant(lease, number)
+        if want.expires_s is not None:
+            self._start_expiry(lease)
+        return lease
 
     def _end(self, partition: str, name: str, why: str) -> None:
-        line = self._lines.pop((partition, name), Line())
-        for claim in (*line.plain, *line.special):
-            if not claim.future.done():
-                claim.future.set_exception(StreamEnded(why))
+        queue = self._queues.get(partition, {}).pop(name, None)
+        for claim in queue.waiting if queue is not None else ():
+            claim.future.set_exception(StreamEnded(why))
 
     def end_partition(self, partition: str) -> None:
-        for name in self._catalog.tasks:
+        for name in self._table.tasks.by_name:
             self._end(partition, name, f"partition {partition!r} was dropped")
-        for lease_id in [one for one in self._expiries if one not in self._catalog.leases]:
-            self.forget(lease_id)
-        self.serve_producers()
+        self._queues.pop(partition, None)
+        for lease_id in [one for one in self._expiries if one not in self._table.leases]:
+            self.stop_expiry(lease_id)
 
     # ---- leases ------------------------------------------------------------------------------------------------------
 
     def give_back(self, lease_id: int) -> None:
-        lease = self._catalog.lease(lease_id)
+        lease = self._table.lease(lease_id)
         self._give_back(lease_id)
-        self.forget(lease_id)
+        self.stop_expiry(lease_id)
         self.serve(lease.partition, lease.task)
 
     def give_back_of(self, holder: str) -> None:
         """A consumer is dead."""
-        for lease_id in [lease.id for lease in self._catalog.leases.values() if lease.holder == holder]:
+        for lease_id in [lease.id for lease in self._table.leases.values() if lease.holder == holder]:
             self.give_back(lease_id)
 
     def renew(self, lease_id: int) -> None:
-        lease = self._catalog.lease(lease_id)
-        self.forget(lease_id)
-        self._watch(lease)
+        lease = self._table.lease(lease_id)
+        self.stop_expiry(lease_id)
+        self._start_expiry(lease)
 
-    def _watch(self, lease: LeaseEntry) -> None:
+    def _start_expiry(self, lease: LeaseEntry) -> None:
         if lease.want.expires_s is not None:
             loop = asyncio.get_running_loop()
             self._expiries[lease.id] = loop.call_later(lease.want.expires_s, self.give_back, lease.id)
 
-    def watch_all(self, leases: Iterable[LeaseEntry]) -> None:
-        """After the books were read from a journal: time begins anew."""
+    def start_expiries(self, leases: Iterable[LeaseEntry]) -> None:
+        """Of leases that were read from a journal: their time starts again."""
         for lease in leases:
-            self._watch(lease)
+            self._start_expiry(lease)
 
-    def forget(self, lease_id: int) -> None:
+    def stop_expiry(self, lease_id: int) -> None:
         timer = self._expiries.pop(lease_id, None)
         if timer is not None:
             timer.cancel()
 
-    # ---- what goes on ------------------------------------------------------------------------------------------------
+    # ---- statistics --------------------------------------------------------------------------------------------------
 
-    def stats(self) -> StoreStats:
+    def stats(self, put_queue: PutQueue) -> StoreStats:
         now = self._clock.now()
-        lines = self._lines.values()
-        claims = [claim for line in lines for claim in (*line.plain, *line.special) if not claim.future.done()]
-        puts = [put for put in self._puts if not put.future.done()]
-        waiting = [Waiting(who=claim.holder, what=claim.what(), seconds=now - claim.since) for claim in claims]
-        waiting += [Waiting(who=put.who, what=f"room for {put.num_rows} rows", seconds=now - put.since) for put in puts]
-        count = {name: sum(1 for claim in claims if claim.task.name == name) for name in self._catalog.tasks}
+        claims = [claim for queues in self._queues.values() for queue in queues.values() for claim in queue.waiting]
+        puts = [put for put in put_queue.waiting if not put.future.done()]
+        waiting = [StoreWaiter(who=c.holder, what=c.describe(), seconds=now - c.since) for c in claims]
+        waiting += [
+            StoreWaiter(who=put.who, what=f"room for {put.num_rows} rows", seconds=now - put.since) for put in puts
+        ]
         return msgspec.structs.replace(
-            self._catalog.stats(now),
+            self._table.stats(now),
             waiting_producers=len(puts),
-            waiting_consumers=count,
-            waiting=sorted(waiting, key=lambda wait: -wait.seconds)[:MAX_SHOWN],
+            waiting_consumers={
+                name: sum(1 for claim in claims if claim.task.name == name) for name in self._table.tasks.by_name
+            },
+            waiting=sorted(waiting, key=lambda waiter: -waiter.seconds)[:MAX_WAITERS_SHOWN],
         )
+
+
+async def _within(future: asyncio.Future[T], deadline_s: float | None, why: Callable[[], str]) -> T:
+    if deadline_s is None or future.done():
+        return await future
+    limit = asyncio.timeout(deadline_s)
+    try:
+        async with limit:
+            return await future
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise StoreTimeout(f"{why()} after {deadline_s:g} s") from error

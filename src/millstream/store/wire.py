@@ -1,29 +1,25 @@
-"""What clients and the coordinator say to each other: length-prefixed MessagePack, requests that are answered in any order.
+"""The messages between clients and the coordinator: frames of MessagePack (`rpc.frames`), requests answered in any order.
 
-A request that changes something may be sent twice (the coordinator came back, and nobody knows what it had done): it has a
-number of its client's, and is carried out once. Small payloads travel along; of others, the segment of shared memory is named.
+A request that changes something may be sent twice (after a reconnect the client does not know whether it was carried out). It
+has a number of its client's, and is carried out once. Small payloads are part of the message; for others the message names a
+segment of shared memory.
 """
 
 from __future__ import annotations
 
-import asyncio
-import socket
-from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
-from millstream.errors import StoreError
-from millstream.store import StoreStats, Want
+from millstream.store.base import StoreStats, Want
 
-PREFIX = 4
-MAX_BYTES = 1 << 30
-GREETING_BYTES = 16 << 10
-"""What a stranger may say."""
-KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
+MAX_GREETING_BYTES = 16 << 10
+"""The size bound of a message before the client is authenticated."""
 INLINE_BYTES = 32 << 10
-"""Up to here a payload travels with its request."""
+"""Payloads up to this size are sent with their request."""
+
+
+class _Tagged(Struct, tag=True, array_like=True): ...
 
 
 class Segment(Struct, frozen=True, array_like=True):
@@ -35,38 +31,41 @@ class Segment(Struct, frozen=True, array_like=True):
 
 
 class Payload(Struct, frozen=True, array_like=True):
-    """One packed block: its bytes, or where they are."""
+    """One packed block: its bytes, or the segment that holds them."""
 
     nbytes: int
     data: bytes | None = None
     segment: Segment | None = None
     is_private: bool = False
-    """It holds tensors, which cannot be made read-only: whoever maps it does so for himself."""
+    """It holds tensors, which cannot be made read-only: readers map it privately (copy on write)."""
 
 
-class Hello(Struct, tag=True, array_like=True):
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+class StoreHello(_Tagged):
     client: str
     token: str
     node: str
     address: tuple[str, int] | None = None
-    """Where a holder serves the segments of its node; None for others."""
+    """Where a segment server serves the segments of its node; None for other clients."""
     waiting: list[int] = []
-    """Requests that this client waits for: answers to all others have arrived."""
+    """Requests that this client waits for: it has received the answers to all others."""
 
 
-class Reserve(Struct, tag=True, array_like=True):
-    """Room for rows whose payload is not small, and a segment to put it in; without rows (a write, a restore), at once."""
+class ReserveSegment(_Tagged):
+    """Room for rows with a large payload, and a segment for it. Without rows (a write, a restore) it does not wait."""
 
     num_rows: int
     nbytes: int
     deadline_s: float | None
 
 
-class Release(Struct, tag=True, array_like=True):
+class ReleaseSegment(_Tagged):
     name: str
 
 
-class Put(Struct, tag=True, array_like=True):
+class PutRows(_Tagged):
     group_ids: list[int]
     columns: list[str]
     payload: Payload
@@ -76,72 +75,72 @@ class Put(Struct, tag=True, array_like=True):
     deadline_s: float | None
 
 
-class Write(Struct, tag=True, array_like=True):
+class WriteCells(_Tagged):
     row_ids: list[int]
     columns: list[str]
     payload: Payload
     overwrite: bool
 
 
-class CloseGroups(Struct, tag=True, array_like=True):
+class CloseGroups(_Tagged):
     group_ids: list[int]
     partition: str
 
 
-class ClaimRows(Struct, tag=True, array_like=True):
+class ClaimRows(_Tagged):
     task: str
     want: Want
     partition: str
     group_id: int | None = None
-    """This group, if it is ready; else an empty answer."""
+    """This group, if it is ready; else the answer is `Accepted`."""
 
 
-class ReadyGroups(Struct, tag=True, array_like=True):
-    """Waits until the groups that are ready differ from those that were `seen`."""
+class WatchReady(_Tagged):
+    """Answered when the groups that are ready differ from those at the change `seen`."""
 
     task: str
     partition: str
     seen: int
 
 
-class Acknowledge(Struct, tag=True, array_like=True):
+class AcknowledgeLease(_Tagged):
     lease_id: int
     step: int | None
 
 
-class Drop(Struct, tag=True, array_like=True):
+class DropLease(_Tagged):
     lease_id: int
 
 
-class GiveBack(Struct, tag=True, array_like=True):
+class GiveBackLease(_Tagged):
     lease_id: int
 
 
-class Renew(Struct, tag=True, array_like=True):
+class RenewLease(_Tagged):
     lease_id: int
 
 
-class Cover(Struct, tag=True, array_like=True):
+class CoverStep(_Tagged):
     step: int
     partition: str
 
 
-class Rewind(Struct, tag=True, array_like=True):
+class RewindTask(_Tagged):
     task: str
     step: int
     partition: str
 
 
-class Finish(Struct, tag=True, array_like=True):
+class FinishPartition(_Tagged):
     partition: str
 
 
-class DropPartition(Struct, tag=True, array_like=True):
+class DropPartition(_Tagged):
     partition: str
 
 
-class Look(Struct, tag=True, array_like=True):
-    """All rows of a partition, to be saved."""
+class ReadPartition(_Tagged):
+    """All rows of a partition, for a snapshot."""
 
     partition: str
 
@@ -156,7 +155,7 @@ class SavedRows(Struct, array_like=True):
     steps: list[dict[str, int]]
 
 
-class Restore(Struct, tag=True, array_like=True):
+class RestorePartition(_Tagged):
     rows: list[SavedRows]
     is_closed: dict[int, bool]
     acknowledged: dict[str, list[int]]
@@ -164,87 +163,88 @@ class Restore(Struct, tag=True, array_like=True):
     generation: int
 
 
-class Stats(Struct, tag=True, array_like=True): ...
+class GetStats(_Tagged): ...
 
 
-class LostRows(Struct, tag=True, array_like=True): ...
+class GetLostRows(_Tagged): ...
 
 
-class Cancel(Struct, tag=True, array_like=True):
-    """Nobody waits for this request any more."""
-
+class CancelRequest(_Tagged):
     number: int
 
 
-class Closed(Struct, tag=True, array_like=True):
-    """Views of these segments are gone: a name for each."""
+class CloseViews(_Tagged):
+    """Views of these segments are closed: a name for each view."""
 
     names: list[str]
 
 
-Body = (
-    Hello
-    | Reserve
-    | Release
-    | Put
-    | Write
+RequestBody = (
+    StoreHello
+    | ReserveSegment
+    | ReleaseSegment
+    | PutRows
+    | WriteCells
     | CloseGroups
     | ClaimRows
-    | ReadyGroups
-    | Acknowledge
-    | Drop
-    | GiveBack
-    | Renew
-    | Cover
-    | Rewind
-    | Finish
+    | WatchReady
+    | AcknowledgeLease
+    | DropLease
+    | GiveBackLease
+    | RenewLease
+    | CoverStep
+    | RewindTask
+    | FinishPartition
     | DropPartition
-    | Look
-    | Restore
-    | Stats
-    | LostRows
-    | Cancel
-    | Closed
+    | ReadPartition
+    | RestorePartition
+    | GetStats
+    | GetLostRows
+    | CancelRequest
+    | CloseViews
 )
 
 
-class Request(Struct, array_like=True):
+class StoreRequest(Struct, array_like=True):
     number: int
-    heard: list[int]
+    received: list[int]
     """Requests whose answers have arrived since the last one was sent."""
-    body: Body
+    body: RequestBody
 
 
-class Welcome(Struct, tag=True, array_like=True): ...
+# ---- replies ---------------------------------------------------------------------------------------------------------
 
 
-class Reserved(Struct, tag=True, array_like=True):
+class Welcome(_Tagged): ...
+
+
+class SegmentReserved(_Tagged):
     segment: Segment
 
 
-class Done(Struct, tag=True, array_like=True): ...
+class Accepted(_Tagged): ...
 
 
-class Rows(Struct, tag=True, array_like=True):
-    """Rows that were put: their ids are consecutive."""
+class RowsAdded(_Tagged):
+    """The ids of added rows are consecutive."""
 
     first: int
     count: int
 
 
-class Count(Struct, tag=True, array_like=True):
+class RowCount(_Tagged):
     count: int
 
 
 class Run(Struct, array_like=True):
-    """A stretch of rows whose cells lie side by side: in which blocks, from where, how many."""
+    """A stretch of rows whose cells are adjacent: in which blocks, from which index, how many."""
 
     blocks: list[int]
     starts: list[int]
     count: int
 
 
-class Granted(Struct, tag=True, array_like=True):
+class LeaseGranted(_Tagged):
     lease_id: int
     row_ids: list[int]
     group_ids: list[int]
@@ -253,17 +253,17 @@ class Granted(Struct, tag=True, array_like=True):
     blocks: dict[int, Payload]
     empty_groups: list[int]
     addresses: dict[str, tuple[str, int]]
-    """Where the holders of the nodes listen."""
+    """By node: the address of its segment server."""
 
 
-class Groups(Struct, tag=True, array_like=True):
+class ReadyGroups(_Tagged):
     change: int
     group_ids: list[int]
     is_over: bool
 
 
-class Looked(Struct, tag=True, array_like=True):
-    granted: Granted
+class PartitionContent(_Tagged):
+    granted: LeaseGranted
     is_closed: dict[int, bool]
     acknowledged: dict[str, list[int]]
     tokens: list[int]
@@ -271,89 +271,58 @@ class Looked(Struct, tag=True, array_like=True):
     generation: int
 
 
-class Told(Struct, tag=True, array_like=True):
+class StatsReply(_Tagged):
     stats: StoreStats
 
 
-class Lost(Struct, array_like=True):
+class LostRow(Struct, array_like=True):
     row_id: int
     group_id: int
     partition: str
     node: str
 
 
-class LostNow(Struct, tag=True, array_like=True):
-    rows: list[Lost]
+class LostRowsReply(_Tagged):
+    rows: list[LostRow]
 
 
-class Failed(Struct, tag=True, array_like=True):
+class RequestFailed(_Tagged):
     kind: str
     message: str
 
 
-class Unlink(Struct, tag=True, array_like=True):
-    """To a holder: these segments are not needed any more."""
+class UnlinkSegments(_Tagged):
+    """To a segment server: these segments are not needed any more."""
 
     names: list[str]
 
 
-Answer = Welcome | Reserved | Done | Rows | Count | Granted | Groups | Looked | Told | LostNow | Failed | Unlink
+ReplyBody = (
+    Welcome
+    | SegmentReserved
+    | Accepted
+    | RowsAdded
+    | RowCount
+    | LeaseGranted
+    | ReadyGroups
+    | PartitionContent
+    | StatsReply
+    | LostRowsReply
+    | RequestFailed
+    | UnlinkSegments
+)
 
 
-class Reply(Struct, array_like=True):
+class StoreReply(Struct, array_like=True):
     number: int
-    body: Answer
+    body: ReplyBody
 
 
-class Frames(asyncio.Protocol):
-    """Messages over a stream. `on_message` gets the bytes of each."""
-
-    def __init__(
-        self, on_message: Callable[[memoryview], None], on_lost: Callable[[], None], most_bytes: int = MAX_BYTES
-    ) -> None:
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self.most_bytes = most_bytes
-        self._buffer = bytearray()
-        self.transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]
-        line: socket.socket = transport.get_extra_info("socket")
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that lost its power says nothing
-        for option, value in KEEP_ALIVE.items():
-            if hasattr(socket, option):
-                line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        begin, size = 0, len(self._buffer)
-        with memoryview(self._buffer) as view:
-            while size - begin >= PREFIX:
-                length = int.from_bytes(view[begin : begin + PREFIX], "little")
-                if length > self.most_bytes:
-                    self.abort()
-                    return
-                end = begin + PREFIX + length
-                if end > size:
-                    break
-                with view[begin + PREFIX : end] as message:
-                    self._on_message(message)
-                if self.transport is None or self.transport.is_closing():
-                    return
-                begin = end
-        del self._buffer[:begin]
-
-    def abort(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._on_lost()
-
-    def send(self, message: Any) -> None:
-        if self.transport is not None and not self.transport.is_closing():
-            data = msgspec.msgpack.encode(message)
-            if len(data) > MAX_BYTES:
-                raise StoreError(f"a message of {len(data)} bytes is too large: ask for less at a time")
-            self.transport.write(len(data).to_bytes(PREFIX, "little") + data)
+def payloads_of(change: Any) -> list[Payload]:
+    match change:
+        case PutRows() | WriteCells():
+            return [change.payload]
+        case RestorePartition():
+            return [rows.payload for rows in change.rows]
+        case _:
+            return []

@@ -1,4 +1,4 @@
-"""Cells of every kind that a column may have, and what it means that they come out as they went in."""
+"""Cells of every kind that a column may have, and the comparison of cells before and after the store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 
-class Verdict(Enum):
+class Correctness(Enum):
     RIGHT = "right"
     WRONG = "wrong"
 
@@ -21,7 +21,7 @@ class Grade(IntEnum):
     FAIL = 0
 
 
-class Sample(Struct, frozen=True):
+class ScoredText(Struct, frozen=True):
     text: str
     reward: float
     tags: list[str] = []
@@ -33,7 +33,7 @@ class Point:
     y: float
 
 
-PLAIN: dict[str, list[Any]] = {
+PLAIN_CELLS: dict[str, list[Any]] = {
     "strings": ["", "a", "µ × 数", "line\nline"],
     "bytes": [b"", b"\x00\xff", b"abc", b"x" * 1000],
     "integers": [0, -1, 2**63 - 1, -(2**63)],
@@ -43,13 +43,13 @@ PLAIN: dict[str, list[Any]] = {
     "lists": [[], [1, 2], ["a", [b"b", None]], [1.5]],
     "dictionaries": [{}, {"a": 1}, {"a": {"b": [1, 2]}}, {1: "one"}],
     "tuples": [(), (1,), (1, "a"), (None, 2.5)],
-    "structs": [Sample(text=f"{i}", reward=i / 2, tags=["t"] * i) for i in range(4)],
+    "structs": [ScoredText(text=f"{i}", reward=i / 2, tags=["t"] * i) for i in range(4)],
     "dataclasses": [Point(i, i / 2) for i in range(4)],
-    "enums": [Verdict.RIGHT, Verdict.WRONG, Verdict.RIGHT, Verdict.RIGHT],
+    "enums": [Correctness.RIGHT, Correctness.WRONG, Correctness.RIGHT, Correctness.RIGHT],
     "integer enums": [Grade.PASS, Grade.FAIL, Grade.PASS, Grade.PASS],
     "of several types": [1, "a", None, b"b"],
-    "structs or nothing": [Sample(text="a", reward=0.0), None, Sample(text="b", reward=1.0), None],
-    "enums or tuples": [Verdict.RIGHT, (1, 2), Grade.FAIL, [1, 2]],
+    "structs or nothing": [ScoredText(text="a", reward=0.0), None, ScoredText(text="b", reward=1.0), None],
+    "enums or tuples": [Correctness.RIGHT, (1, 2), Grade.FAIL, [1, 2]],
 }
 DTYPES = ("bool", "int8", "uint8", "int16", "int32", "int64", "uint64", "float16", "float32", "float64", "complex64")
 

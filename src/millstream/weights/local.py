@@ -1,4 +1,4 @@
-"""Weights within one process: a reference, and a digest that shows whether anybody wrote into it after it was published."""
+"""The channel within one process: passes a reference, and detects by a digest if the weights change after publication."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from millstream.errors import WeightsError
 from millstream.types import Weights
-from millstream.weights import NOTHING, Publication
+from millstream.weights.base import NOTHING, Publication
 
 
 class LocalChannel:
-    """See `millstream.weights.WeightChannel` for the promises. Keeps the newest version only."""
+    """See `millstream.weights.WeightChannel` for the promises. Keeps only the newest version."""
 
     def __init__(self) -> None:
         self._newest: Publication | None = None
@@ -40,8 +40,8 @@ class LocalChannel:
             )
         return newest
 
-    async def anew(self) -> Weights | None:
-        """What is in this process is here, or nowhere."""
+    async def restage(self) -> Weights | None:
+        """There is no other copy in this process."""
         return None
 
 
@@ -52,7 +52,7 @@ async def _digest(weights: Weights) -> int:
 
 
 def _tensor_digest(weights: Weights) -> int:
-    """The sum of all 4- or 2-byte words, in integers: one pass over memory, on whatever device the tensors are."""
+    """The integer sum of all 4- or 2-byte words: one pass over memory, on the device of the tensors."""
     return sum(int(_words(tensor).sum()) for tensor in weights.values())
 
 

@@ -26,7 +26,8 @@ from millstream.rpc.frames import Frames, frame
 from millstream.rpc.process import WorkerProcess, own_node
 from millstream.types import Weights
 from millstream.weights.transfer import WeightsRef
-from millstream.weights.transfer.fetcher import Taken, WeightsFetcher
+from millstream.weights.transfer.base import FetchedWeights
+from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.remote_weights import RemoteWeights
 
 MODULE = "millstream.engine.native.remote"
@@ -96,7 +97,7 @@ class RemoteHost(ChildHost):
         there. How long it takes a cluster to find room, or an engine to begin, counts for nothing: both have limits of their
         own."""
         self._wait_until_begun()
-        parcel = weights.parcel if isinstance(weights, RemoteWeights) else self._stage(weights)
+        parcel = weights.ref if isinstance(weights, RemoteWeights) else self._stage(weights)
         number, answer = next(self._offers), queue.SimpleQueue[WeightsError | None]()
         self._taken[number] = answer
         try:
@@ -149,7 +150,7 @@ class RemoteLink(SocketLink):
             offer = self._offers.get()
             self.loaded()  # of one that was never loaded
             try:
-                taken: Taken = self._inbox.take(offer.parcel)
+                taken: FetchedWeights = self._inbox.take(offer.parcel)
             except WeightsError as error:
                 report = Report([], [(offer.number, str(error))], is_aside=True, kind=type(error).__name__)
                 self.send(report)

@@ -7,7 +7,7 @@ What differs: there is no connection that dies with its holder, so that a lease 
 default what the service says) and is renewed by who needs it longer. A put or an acknowledgement whose answer is lost may have
 happened. A cell comes back as what MessagePack knows, or an array: a tuple as a list, a struct as a dictionary, a tensor as an
 array.
-For code that does not await: `store.line.Line(lambda: HttpStore.connect(url))`.
+For code without `await`: `store.blocking.BlockingClient(lambda: HttpStore.connect(url))`.
 """
 
 from __future__ import annotations

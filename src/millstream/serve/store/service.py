@@ -51,7 +51,7 @@ from millstream.serve.store.bodies import (
 )
 from millstream.store import Lease, Reads, Store, Want
 from millstream.store.memory import MemoryStore
-from millstream.store.policies import BUILT_IN
+from millstream.store.policies import BUILT_IN_POLICIES
 
 Answer = Callable[[Request], Awaitable[Response]]
 PROMPTS = {"rollout": Reads(("prompt",), by_group=False)}
@@ -168,8 +168,8 @@ class Section:
         return response
 
     def _want(self, body: ClaimBody) -> Want:
-        if body.policy not in BUILT_IN:
-            raise Refused(400, f"policy: expected {', '.join(BUILT_IN)}, found {body.policy!r}")
+        if body.policy not in BUILT_IN_POLICIES:
+            raise Refused(400, f"policy: expected {', '.join(BUILT_IN_POLICIES)}, found {body.policy!r}")
         config, lease_s = self._config, body.lease_s
         if lease_s is not None and not 0 < lease_s <= config.max_lease_s:
             raise Refused(400, f"lease_s = {lease_s:g}: expected above 0 and at most {config.max_lease_s:g} seconds")

@@ -1,5 +1,4 @@
-"""One version of what a process has, for whoever comes for it: staged once, for as long as it does not change, and with nothing
-of before kept beside it."""
+"""A cache of one staged version: staged again only when the weights have changed, and then the old copy is removed."""
 
 from __future__ import annotations
 
@@ -13,58 +12,58 @@ import torch
 from millstream.errors import WeightsError
 from millstream.model.shared_memory import views_of
 from millstream.types import Weights
-from millstream.weights.transfer import WeightsRef
+from millstream.weights.transfer.base import WeightsRef
 from millstream.weights.transfer.publisher import WeightsPublisher
-from millstream.weights.transfer.slots import hold
+from millstream.weights.transfer.slots import lock_slot
 
 
-class Staged(NamedTuple):
-    outbox: WeightsPublisher
-    parcel: WeightsRef
+class CachedStage(NamedTuple):
+    publisher: WeightsPublisher
+    ref: WeightsRef
 
 
 class CachedRef:
-    """May be used from several threads. `open_publisher`: what is staged on the host, in an outbox of its own each time."""
+    """May be used from several threads. `open_publisher`: called for each staged copy; it must stage on the host."""
 
     def __init__(self, open_publisher: Callable[[], WeightsPublisher]) -> None:
-        self._open_outbox = open_publisher
-        self._staged: Staged | None = None
+        self._open_publisher = open_publisher
+        self._staged: CachedStage | None = None
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
     def put(self, weights: Weights) -> WeightsRef:
-        """The parcel of before, where it holds these weights. Else another, for which there must be room beside it until it is
-        whole: whoever has what was there before keeps it, whoever comes for it finds it gone. Raises `WeightsError` as
-        `WeightsPublisher.put` does; what was there before then stays."""
+        """The reference of the staged copy, if that holds these weights. Else a new one; until it is complete there must be
+        room for both copies. A process that has fetched the old copy keeps it, one that comes later finds it gone. Raises
+        `WeightsError` as `WeightsPublisher.put` does; the old copy then stays."""
         with self._lock:
             before = self._staged
-            if before is not None and _holds(before.parcel, weights):
-                return before.parcel
-            outbox = self._open_outbox()
+            if before is not None and _holds(before.ref, weights):
+                return before.ref
+            publisher = self._open_publisher()
             try:
-                self._staged = Staged(outbox, outbox.put(next(self._numbers), weights.items()))
-            except BaseException:  # whatever it is, nobody else knows of this one
-                outbox.close()
+                self._staged = CachedStage(publisher, publisher.put(next(self._numbers), weights.items()))
+            except BaseException:
+                publisher.close()
                 raise
             if before is not None:
-                before.outbox.close()
-            return self._staged.parcel
+                before.publisher.close()
+            return self._staged.ref
 
     def close(self) -> None:
-        """As that of its outbox."""
+        """Close the publisher of the staged copy."""
         with self._lock:
             if self._staged is not None:
-                self._staged.outbox.close()
+                self._staged.publisher.close()
 
 
-def _holds(parcel: WeightsRef, weights: Weights) -> bool:
-    """Whether it is there, and the same, every number."""
+def _holds(ref: WeightsRef, weights: Weights) -> bool:
+    """Whether the slot still exists and holds equal tensors."""
     try:
-        held = hold(parcel)
-    except WeightsError:  # somebody has removed it
+        locked = lock_slot(ref)
+    except WeightsError:  # it was removed
         return False
     try:
-        found = views_of(held.bytes, parcel.layout)
+        found = views_of(locked.bytes, ref.layout)
         return found.keys() == weights.keys() and all(torch.equal(found[name], weights[name].cpu()) for name in found)
     finally:
-        held.release()
+        locked.release()

@@ -1,41 +1,70 @@
-"""A staged copy in a GPU's memory, which other processes of the node open by its CUDA IPC handle: device to device, no host.
+"""The transport "ipc": a staged copy in a GPU's memory, which other processes of the node open by its CUDA IPC handle.
 
-The handle is torch's own, as `torch.multiprocessing` passes it around (`torch/multiprocessing/reductions.py`), but sent without
-pickle. It stays valid for as long as the buffer lives; the lock of the slot says when it may be written again.
+Device to device, without the host. The handle is torch's own, as `torch.multiprocessing` passes it around
+(`torch/multiprocessing/reductions.py`), but sent without pickle. It is valid while the buffer lives. The lock of the slot says
+when the buffer may be written again.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import torch
+from msgspec import Struct
 from torch import Tensor
 
-from millstream.errors import WeightsUnreachable
-from millstream.weights.transfer import Handle
+from millstream.errors import WeightsError, WeightsUnreachable
+from millstream.model.shared_memory import views_of
+from millstream.weights.transfer.base import (
+    FetchedWeights,
+    FetchOptions,
+    StagedVersion,
+    StageOptions,
+    TransportStage,
+    WeightsRef,
+)
+from millstream.weights.transfer.digests import verify_all
+from millstream.weights.transfer.slots import lock_slot
+
+
+class IpcHandle(Struct, frozen=True, kw_only=True):
+    """A stretch of a GPU's memory that other processes of the node can open: torch's CUDA IPC handle, field by field."""
+
+    gpu: str
+    """The UUID of the device: processes may number devices differently."""
+    memory: bytes
+    num_bytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    is_event_waited_for: bool
 
 
 class DeviceBuffer:
-    """Room for one version on a device."""
+    """Memory for one version on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self._handle: Handle | None = None
+        self._handle: IpcHandle | None = None
 
     def reserve(self, num_bytes: int) -> None:
-        """What is written stays. Whoever has the handle of what was there before keeps that alive."""
+        """What is written stays. A process that has the handle of the smaller buffer keeps that buffer alive."""
         if num_bytes > len(self.bytes):
             room = torch.empty(num_bytes, dtype=torch.uint8, device=self.bytes.device)
             room[: len(self.bytes)].copy_(self.bytes)
             self.bytes = room
             self._handle = None
 
-    def handle(self) -> Handle:
-        """Of all that is written. Returns when the device is done with writing it."""
+    def handle(self) -> IpcHandle:
+        """Of all that is written. Returns when the device has finished writing."""
         torch.cuda.synchronize(self.bytes.device)
         if self._handle is None:
             device, memory, num_bytes, offset, counter, counter_offset, event, is_event_waited_for = (
                 self.bytes.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
             )
-            self._handle = Handle(
+            self._handle = IpcHandle(
                 gpu=gpu_of(device),
                 memory=memory,
                 num_bytes=num_bytes,
@@ -48,9 +77,63 @@ class DeviceBuffer:
         return self._handle
 
 
-def open_handle(handle: Handle, num_bytes: int) -> Tensor:
-    """The bytes behind it, on the device where they are. Raises `WeightsUnreachable` if this process cannot have them."""
-    device = _number_of(handle.gpu)
+class IpcStage(TransportStage):
+    """One buffer for each slot."""
+
+    def __init__(self, options: StageOptions) -> None:
+        super().__init__(options)
+        if not torch.cuda.is_available():
+            raise WeightsError('resources.weights has "ipc", and torch sees no GPU here: use "shared"')
+        self._buffers: dict[Path, DeviceBuffer] = {}
+
+    def memory(self, slot: Path) -> DeviceBuffer:
+        if slot not in self._buffers:
+            self._buffers[slot] = DeviceBuffer(self._options.device)
+        return self._buffers[slot]
+
+    def stage(self, staged: StagedVersion) -> bytes:
+        return msgspec.msgpack.encode(self._buffers[staged.slot].handle())
+
+    def close(self) -> None:
+        self._buffers.clear()
+
+
+class IpcFetch:
+    def __init__(self, options: FetchOptions) -> None:
+        self._node = options.node
+
+    def can_fetch(self, ref: WeightsRef) -> bool:
+        return ref.node == self._node and handle_in(ref).gpu in _visible_gpus()
+
+    def fetch(self, ref: WeightsRef) -> FetchedWeights:
+        locked = lock_slot(ref)
+        try:
+            flat = open_handle(handle_in(ref), ref.num_bytes)
+            verify_all(flat, ref)
+            device = flat.device
+
+            def release() -> None:
+                torch.cuda.synchronize(device)  # kernels that were launched may still read it
+                locked.release()
+
+            return FetchedWeights(ref, "ipc", views_of(flat, ref.layout), release)
+        except BaseException:
+            locked.release()
+            raise
+
+
+def handle_in(ref: WeightsRef) -> IpcHandle:
+    return msgspec.msgpack.decode(ref.offers["ipc"], type=IpcHandle)
+
+
+def open_handle(handle: IpcHandle, num_bytes: int) -> Tensor:
+    """The bytes behind it, on their device. Raises `WeightsUnreachable` if this process cannot open it."""
+    visible = _visible_gpus()
+    if handle.gpu not in visible:
+        raise WeightsUnreachable(
+            f"GPU {handle.gpu} is not among those that this process sees ({', '.join(visible) or 'none'})"
+        )
+    device = visible.index(handle.gpu)
     try:
         storage = torch.UntypedStorage._new_shared_cuda(
             device,
@@ -72,18 +155,6 @@ def gpu_of(number: int) -> str:
     return str(torch.cuda.get_device_properties(number).uuid)
 
 
-def is_seen(gpu: str) -> bool:
-    """Whether this process may use it. Ray shows each process its own GPUs, and no other."""
-    return gpu in _seen()
-
-
-def _seen() -> list[str]:
+def _visible_gpus() -> list[str]:
+    """By number in this process. Ray shows each process only its own GPUs."""
     return [gpu_of(number) for number in range(torch.cuda.device_count())]
-
-
-def _number_of(gpu: str) -> int:
-    """Its number in this process."""
-    seen = _seen()
-    if gpu not in seen:
-        raise WeightsUnreachable(f"GPU {gpu} is not among those that this process sees ({', '.join(seen) or 'none'})")
-    return seen.index(gpu)

@@ -1,4 +1,4 @@
-"""Weights that are elsewhere, as a mapping: who looks at a tensor makes it take them, who can take the parcel need not."""
+"""Weights of another process as a mapping: they are fetched when a tensor is read."""
 
 from __future__ import annotations
 
@@ -7,44 +7,45 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from millstream.weights.transfer import WeightsRef
-from millstream.weights.transfer.fetcher import Taken, WeightsFetcher
+from millstream.weights.transfer.base import FetchedWeights, WeightsRef
+from millstream.weights.transfer.fetcher import WeightsFetcher
 
 
 class RemoteWeights(Mapping[str, Tensor]):
-    """Names are known without taking anything. What is taken stays until `release`, or until nobody has it any more."""
+    """Names are known without a fetch. Fetched weights stay until `release`, or until this object is gone. A process that can
+    use `ref` itself need not read a tensor."""
 
-    def __init__(self, parcel: WeightsRef, inbox: WeightsFetcher) -> None:
-        """`inbox`: of the node of whoever may look at it."""
-        self.parcel = parcel
-        self._inbox = inbox
-        self._taken: Taken | None = None
+    def __init__(self, ref: WeightsRef, fetcher: WeightsFetcher) -> None:
+        """`fetcher`: of the node of the process that reads it."""
+        self.ref = ref
+        self._fetcher = fetcher
+        self._fetched: FetchedWeights | None = None
         self._lock = threading.Lock()
 
     @property
-    def is_taken(self) -> bool:
-        return self._taken is not None
+    def is_fetched(self) -> bool:
+        return self._fetched is not None
 
     def __getitem__(self, name: str) -> Tensor:
-        """Raises `WeightsError` as `WeightsFetcher.take` does, and blocks as it does."""
+        """Raises `WeightsError` and blocks as `WeightsFetcher.take` does."""
         with self._lock:
-            if self._taken is None:
-                self._taken = self._inbox.take(self.parcel)
-            return self._taken.weights[name]
+            if self._fetched is None:
+                self._fetched = self._fetcher.take(self.ref)
+            return self._fetched.weights[name]
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, _, _ in self.parcel.layout.tensors)
+        return (name for name, _, _ in self.ref.layout.tensors)
 
     def __len__(self) -> int:
-        return len(self.parcel.layout.tensors)
+        return len(self.ref.layout.tensors)
 
     def release(self) -> None:
-        """Of what was taken nothing may be looked at any more; a later look takes it anew."""
+        """The fetched tensors must not be read any more; reading an item again fetches again."""
         with self._lock:
-            taken = self._taken
-            self._taken = None
-        if taken is not None:
-            taken.release()
+            fetched = self._fetched
+            self._fetched = None
+        if fetched is not None:
+            fetched.release()
 
     def __repr__(self) -> str:
-        return f"StagedWeights({self.parcel!r})"
+        return f"RemoteWeights({self.ref!r})"

@@ -1,0 +1,163 @@
+"""The coordinator's account of segments: which are in use, and which may be reused.
+
+A file is reused for other rows (writing to fresh pages of memory is several times slower than to used ones), but only when no
+row is in it and no process has a view of it. After a restart the coordinator does not know which processes have views of older
+segments: those are removed when they are free, never reused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from millstream.errors import StoreError
+from millstream.store.segments import SEGMENT_NAME
+from millstream.store.sessions import ClientSessions
+from millstream.store.wire import Segment, StoreReply, UnlinkSegments
+
+MAX_IDLE_BYTES = 1 << 30
+"""Free segments that a node keeps for the next producer, and"""
+IDLE_S = 10.0
+"""for how long."""
+TRIM_S = 2.0
+
+
+class SegmentPool:
+    """The coordinator's account of segments: in use, free with readers, and idle for the next producer."""
+
+    def __init__(
+        self,
+        node: str,
+        sessions: ClientSessions,
+        *,
+        unlink: Callable[[list[str]], None],
+        names: Callable[[], list[str]],
+    ) -> None:
+        """`node`: that of the coordinator, whose segments `unlink` removes and `names` lists."""
+        self._node = node
+        self._sessions = sessions
+        self._unlink_here = unlink
+        self.names_here = names
+        self.own_address: tuple[str, int] | None = None  # of the segment server of this node
+        self._prefix = secrets.token_hex(4)  # of this process: after a restart, names that were given out are not known
+        self._next_number = 0
+        self._used: dict[str, Segment] = {}
+        self._freed: dict[str, Segment] = {}  # without rows; some still have readers
+        self._readers: dict[str, Counter[str]] = {}
+        self._idle: dict[tuple[str, int], list[tuple[float, Segment]]] = {}  # with the time since when
+        self._idle_bytes: Counter[str] = Counter()
+        self._not_reusable: set[str] = set()
+        self.is_replaying = False  # a journal is being read: segments that were freed then were handled then
+
+    @property
+    def names(self) -> set[str]:
+        idle = {segment.name for some in self._idle.values() for _, segment in some}
+        return {*self._used, *self._freed, *idle}
+
+    def take(self, node: str, size: int) -> Segment:
+        """A segment for a producer on this node."""
+        idle = self._idle.get((node, size))
+        if idle:
+            _, segment = idle.pop()
+            self._idle_bytes[node] -= size
+        else:
+            segment = Segment(node, f"{self._prefix}-{self._next_number}", size)
+            self._next_number += 1
+        self._used[segment.name] = segment
+        return segment
+
+    def adopt(self, segment: Segment) -> None:
+        """Rows are in it now."""
+        self._used[segment.name] = segment
+
+    def discard(self, name: str) -> None:
+        """It was taken and not filled, or partly: its writer died or cancelled the put."""
+        segment = self._used.pop(name, None)
+        if segment is not None:
+            self._unlink(segment.node, [name])
+
+    def free(self, segment: Segment | None) -> None:
+        """No row is in it any more."""
+        if segment is None:
+            return
+        self._used.pop(segment.name, None)
+        if self.is_replaying:
+            return
+        self._freed[segment.name] = segment
+        self._reuse_if_closed(segment.name)
+
+    def open_view(self, name: str, reader: str) -> None:
+        self._readers.setdefault(name, Counter())[reader] += 1
+
+    def close_view(self, name: str, reader: str) -> None:
+        readers = self._readers.get(name)
+        if readers is None:
+            return
+        readers[reader] -= 1
+        if readers[reader] <= 0:
+            del readers[reader]
+        if not readers:
+            del self._readers[name]
+            self._reuse_if_closed(name)
+
+    def forget_reader(self, reader: str) -> None:
+        for name in [name for name, readers in self._readers.items() if reader in readers]:
+            self._not_reusable.add(name)  # the reader may be alive and reconnect: its views must not change
+            self._readers[name][reader] = 1
+            self.close_view(name, reader)
+
+    def _reuse_if_closed(self, name: str) -> None:
+        if name in self._readers or name not in self._freed:
+            return
+        segment = self._freed.pop(name)
+        is_kept = self._idle_bytes[segment.node] + segment.size <= MAX_IDLE_BYTES
+        if name in self._not_reusable or not is_kept:
+            self._not_reusable.discard(name)
+            self._unlink(segment.node, [name])
+            return
+        self._idle.setdefault((segment.node, segment.size), []).append((time.monotonic(), segment))
+        self._idle_bytes[segment.node] += segment.size
+
+    def check_exists(self, segment: Segment) -> None:
+        """Raises `StoreError` if a segment that is not reserved (since a restart, or since its producer expired) is gone."""
+        is_here = segment.node == self._node
+        is_there = segment.name in self.names_here() if is_here else segment.node in self.addresses()
+        if not SEGMENT_NAME.fullmatch(segment.name) or segment.name in self.names or not is_there:
+            raise StoreError(f"the segment {segment.name} is gone, it was not filled in time: put the rows again")
+
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        """By node: where its segment server listens, that of this node included."""
+        found = self._sessions.addresses()
+        return found if self.own_address is None else {**found, self._node: self.own_address}
+
+    def _unlink(self, node: str, names: list[str]) -> None:
+        if node == self._node:
+            self._unlink_here(names)
+            return
+        for session in self._sessions.by_name.values():
+            if session.node == node and session.address is not None and session.connection is not None:
+                session.connection.send(StoreReply(-1, UnlinkSegments(names)))
+
+    def sweep(self) -> None:
+        """Remove segments of this node from before a restart that hold no rows."""
+        known = self.names
+        self._unlink_here([name for name in self.names_here() if name not in known])
+
+    def trim(self) -> None:
+        """Remove segments that have been idle for `IDLE_S`."""
+        for (node, size), idle in self._idle.items():
+            while idle and time.monotonic() - idle[0][0] > IDLE_S:
+                self._idle_bytes[node] -= size
+                self._unlink(node, [idle.pop(0)[1].name])
+
+    def trim_regularly(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.trim()
+        loop.call_later(TRIM_S, self.trim_regularly, loop)
+
+    def finish_replay(self) -> None:
+        """The journal, which does not record readers, has been read: segments in use are not reusable."""
+        self._not_reusable = set(self._used)
+        self.is_replaying = False

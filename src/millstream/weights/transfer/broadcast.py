@@ -1,0 +1,273 @@
+"""The transport "broadcast", fetching side and protocol: a publisher sends one version to several receivers in one round.
+
+A round is a process group of the sender and the receivers that asked for the same version; it lives as long as the round. The
+messages around it go over a socket to the sender: `FetchRequest` with the publisher's token, then `RoundStart` or
+`FetchRefused`, then the buckets within the group, then `Received` from each receiver that has all of them, then `RoundOver`: no
+process leaves while others still receive through it. A process that dies closes its sockets, its neighbours fail and close
+theirs, and so on: a death ends the round for all, mostly at once. A process that hangs ends it after the time limit, as does a
+death that gloo does not notice.
+
+The token guards the request. The group's own connections have none; they are open while a round lasts, on the same addresses.
+The group is made of torch's classes directly. The default group is not touched: it is the learner's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from millstream.errors import WeightsSuperseded, WeightsUnreachable
+from millstream.model.shared_memory import views_of
+from millstream.retry import BackOff, Retry
+from millstream.rpc.frames import FrameError, Frames, frame
+from millstream.weights.transfer.base import BroadcastBackend, FetchedWeights, FetchOptions, WeightsRef
+from millstream.weights.transfer.digests import bucket_spans, verify_bucket
+
+logger = logging.getLogger(__name__)
+RETRY = BackOff(first_s=0.05, longest_s=1.0)
+MAX_MESSAGE_BYTES = 4096
+
+
+class BroadcastOffer(Struct, frozen=True, kw_only=True):
+    host: str
+    port: int
+    token: str
+
+
+class FetchRequest(Struct, frozen=True, tag=True):
+    token: str
+    serial: int
+
+
+class RoundStart(Struct, frozen=True, tag=True, kw_only=True):
+    rank: int
+    size: int
+    port: int
+    """Of the TCP store at which the group meets, on the sender's host."""
+    timeout_s: float
+    backend: BroadcastBackend
+
+
+class FetchRefused(Struct, frozen=True, tag=True, kw_only=True):
+    reason: str
+    is_superseded: bool = False
+
+
+class Received(Struct, frozen=True, tag=True): ...
+
+
+class RoundOver(Struct, frozen=True, tag=True): ...
+
+
+PeerMessage = FetchRequest | RoundStart | FetchRefused | Received | RoundOver
+
+
+class RoundFailed(Exception):
+    """A process of the round died or hangs: the others may ask again."""
+
+
+class Peer:
+    """Messages to and from one other process."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._frames = Frames(connection, MAX_MESSAGE_BYTES)
+        self._decoder = msgspec.msgpack.Decoder(PeerMessage)
+
+    def send(self, message: PeerMessage) -> None:
+        try:
+            self.connection.sendall(frame(message))
+        except OSError as error:
+            raise RoundFailed(f"the other end is gone ({error})") from error
+
+    def receive(self, timeout_s: float) -> PeerMessage:
+        self.connection.settimeout(max(timeout_s, 0.001))
+        try:
+            data = self._frames.first()
+        except FrameError as error:
+            raise RoundFailed(str(error)) from error
+        if data is None:
+            raise RoundFailed("the other end is gone, or did not answer in time")
+        try:
+            message: PeerMessage = self._decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise RoundFailed(f"the other end sent something else ({error})") from error
+        return message
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+# ---- the process group of a round ------------------------------------------------------------------------------------
+
+
+def open_group_store(host: str, timeout_s: float) -> TCPStore:
+    """Where a group meets. It listens on this address alone, unlike the class by default."""
+    listening = socket.create_server((host, 0), family=address_family(host))
+    port = listening.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listening.detach(),
+    )
+
+
+def join_group(store: Store, rank: int, size: int, *, backend: BroadcastBackend, address: str, timeout_s: float) -> Any:
+    """Returns the group when all are there. `address`: of this node, for the others.
+
+    NCCL differs in this function and in where the tensors are. It has never been run across GPUs.
+    """
+    inside, limit = PrefixStore("weights", store), timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        from torch._C._distributed_c10d import ProcessGroupNCCL
+
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = limit
+        return ProcessGroupNCCL(inside, rank, size, nccl)
+    gloo: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = limit
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    return ProcessGroupGloo(inside, rank, size, gloo)
+
+
+def broadcast_buckets(group: Any, buckets: Iterable[Tensor], on_arrival: Callable[[Tensor, int], None]) -> None:
+    """From rank 0 to all, one after another; while one is checked, the next is sent.
+
+    Raises `RuntimeError` if a process of the group is gone.
+    """
+    options = BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    before: tuple[Any, Tensor, int] | None = None
+    for number, bucket in enumerate(buckets):
+        work = group.broadcast([bucket], options)
+        if before is not None:
+            _arrive(*before, on_arrival)
+        before = (work, bucket, number)
+    if before is not None:
+        _arrive(*before, on_arrival)
+
+
+def _arrive(work: Any, bucket: Tensor, number: int, on_arrival: Callable[[Tensor, int], None]) -> None:
+    work.wait()
+    on_arrival(bucket, number)
+
+
+def address_family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+# ---- fetching --------------------------------------------------------------------------------------------------------
+
+
+class BroadcastFetch:
+    """Receives into memory of its own, which is reused after a release. A round that fails is repeated until the timeout."""
+
+    def __init__(self, options: FetchOptions) -> None:
+        self._timeout_s = options.timeout_s
+        self._device = options.device
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def can_fetch(self, ref: WeightsRef) -> bool:
+        return True
+
+    def fetch(self, ref: WeightsRef) -> FetchedWeights:
+        @functools.cache
+        def memory(backend: BroadcastBackend) -> Tensor:
+            return self._allocate(ref.num_bytes, self._device if backend == "nccl" else torch.device("cpu"))
+
+        flat = receive(ref, memory, deadline=time.monotonic() + self._timeout_s)  # after a failure it is not reused
+        return FetchedWeights(ref, "broadcast", views_of(flat, ref.layout), lambda: self._free.append(flat))
+
+    def _allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        with self._lock:
+            for index, memory in enumerate(self._free):
+                if len(memory) == num_bytes and memory.device.type == device.type:
+                    return self._free.pop(index)
+            self._free.clear()
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def receive(ref: WeightsRef, memory: Callable[[BroadcastBackend], Tensor], *, deadline: float) -> Tensor:
+    """The verified bytes, in the given memory: on the host for gloo, on a device for NCCL.
+
+    Raises `WeightsUnreachable` if the sender is gone or refuses, `WeightsSuperseded` if it has newer weights in their place.
+    """
+    retry = Retry(RETRY)
+    while True:
+        try:
+            return _receive_once(ref, memory, deadline)
+        except RoundFailed as failure:
+            reason, wait_s = str(failure), retry.failed(time.monotonic()) or 0.0
+        if time.monotonic() + wait_s > deadline:
+            raise WeightsUnreachable(f"the last broadcast failed ({reason}), and the time is over")
+        logger.warning("a broadcast of version %d failed (%s): asking again", ref.version, reason)
+        time.sleep(wait_s)
+
+
+def _receive_once(ref: WeightsRef, memory: Callable[[BroadcastBackend], Tensor], deadline: float) -> Tensor:
+    offer = msgspec.msgpack.decode(ref.offers["broadcast"], type=BroadcastOffer)
+    peer = _connect(ref, offer, deadline)
+    try:
+        peer.send(FetchRequest(offer.token, ref.serial))
+        match peer.receive(deadline - time.monotonic()):
+            case RoundStart() as start:
+                flat = memory(start.backend)
+                _take_part(ref, offer, start, flat, peer)
+                return flat
+            case FetchRefused(reason=reason, is_superseded=is_superseded):
+                raise (
+                    WeightsSuperseded(reason) if is_superseded else WeightsUnreachable(f"the sender refused: {reason}")
+                )
+            case other:
+                raise RoundFailed(f"expected RoundStart, received {type(other).__name__}")
+    finally:
+        peer.close()
+
+
+def _connect(ref: WeightsRef, offer: BroadcastOffer, deadline: float) -> Peer:
+    try:
+        timeout_s = max(deadline - time.monotonic(), 0.001)
+        return Peer(socket.create_connection((offer.host, offer.port), timeout=timeout_s))
+    except OSError as error:
+        raise WeightsUnreachable(
+            f"no sender at {offer.host}:{offer.port} ({error}): node {ref.node}, or its publisher, is gone"
+        ) from error
+
+
+def _take_part(ref: WeightsRef, offer: BroadcastOffer, start: RoundStart, flat: Tensor, peer: Peer) -> None:
+    try:
+        store = TCPStore(offer.host, start.port, is_master=False, timeout=timedelta(seconds=start.timeout_s))
+        group = join_group(
+            store,
+            start.rank,
+            start.size,
+            backend=start.backend,
+            address=peer.connection.getsockname()[0],
+            timeout_s=start.timeout_s,
+        )
+        buckets = (flat[begin:end] for begin, end in bucket_spans(ref.num_bytes, ref.bucket_bytes))
+        broadcast_buckets(group, buckets, lambda bucket, number: verify_bucket(bucket, number, ref))
+    except RuntimeError as error:
+        raise RoundFailed(str(error).splitlines()[0]) from error
+    try:
+        peer.send(Received())
+        peer.receive(start.timeout_s)  # others may receive through this process until the round is over
+    except RoundFailed as failure:
+        logger.info("the broadcast of version %d failed for others: %s", ref.version, failure)
