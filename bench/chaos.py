@@ -83,7 +83,7 @@ def config(run_dir: Path, *, steps: int, groups: int) -> RunConfig:
 
 def run(run_dir: Path, *, steps: int, groups: int) -> dict[str, Any]:
     from millstream import train
-    from millstream.audit.audit import audit
+    from millstream.audit import audit
     from millstream.events import RolloutEnded, RolloutFailed
     from millstream.events.bias import bias_report
     from millstream.events.sinks import read_history

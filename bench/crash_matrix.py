@@ -36,7 +36,7 @@ import psutil
 from msgspec import Struct
 
 from crash_run import ENGINES, SETTINGS, Ended, Failed, Run, descendants, is_alive, weights_of
-from millstream.audit.audit import audit, lines
+from millstream.audit import audit, report_lines
 
 VICTIMS = ("engine", "environment", "reward", "coordinator", "learner", "driver", "node")
 MOMENTS = ("generating", "training", "publishing", "checkpointing")
@@ -277,7 +277,7 @@ def in_words(what: str, before: dict[str, int], after: dict[str, int]) -> str:
 def must_be_clean(run: Run) -> int:
     report = audit(run.run_dir)
     if not report.is_clean:
-        raise Failed("the audit: " + " ".join(lines(report)))
+        raise Failed("the audit: " + " ".join(report_lines(report)))
     return report.checks
 
 

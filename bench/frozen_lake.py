@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from millstream import RunConfig, train
-from millstream.audit.audit import audit
+from millstream.audit import audit
 from millstream.config import load
 from millstream.run.folder import RunResult
 

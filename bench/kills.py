@@ -26,7 +26,7 @@ from typing import Any
 
 import millstream.run.run  # noqa: F401  imported once, here, and not in every life
 from millstream import RunConfig, resume, train
-from millstream.audit.audit import Report, audit, lines
+from millstream.audit import Report, audit, report_lines
 from millstream.config import load
 
 ROOT = Path(__file__).parent.parent
@@ -132,7 +132,7 @@ def live_and_die(pid: int, run_dir: Path, rng: random.Random, seconds: float) ->
 
 def must_be_clean(report: Report) -> None:
     if not report.is_clean:
-        sys.exit("\n".join(lines(report)))
+        sys.exit("\n".join(report_lines(report)))
 
 
 def tormented(name: str, run_dir: Path, kills: int, rng: random.Random) -> Counter[str]:
@@ -182,8 +182,9 @@ def main() -> None:
         same = "yes" if weights_of(wild) == weights_of(calm) else "no"
         assert name != "synchronous" or same == "yes", "max_lag = 0 must give the same weights"
         print(
-            f"{name}: {moments.total()} kills {dict(moments)}, {report.lives} lives, {report.void_events} of {report.events} "
-            f"events undone, {report.checks} checks clean; same weights: {same}; accuracy {found['accuracy_after']:.3f} "
+            f"{name}: {moments.total()} kills {dict(moments)}, {report.processes} processes, "
+            f"{report.void_events} of {report.events} events undone, {report.checks} checks clean; "
+            f"same weights: {same}; accuracy {found['accuracy_after']:.3f} "
             f"(undisturbed {expected['accuracy_after']:.3f}), before {found['accuracy_before']:.3f}",
             file=sys.stderr,
             flush=True,

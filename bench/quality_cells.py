@@ -35,7 +35,7 @@ from millstream import (
     evaluate,
     train,
 )
-from millstream.audit.audit import audit
+from millstream.audit import audit
 from millstream.events import Event, GroupAdmitted, GroupTaken, RolloutEnded, Stepped, WarmedUp
 from millstream.events.sinks import read_events
 

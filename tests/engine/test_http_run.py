@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from millstream.audit.audit import audit
+from millstream.audit import audit
 from millstream.cli.main import app
 from millstream.config import load
 from millstream.engine import EngineConfig

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from millstream import RunConfig
-from millstream.audit.audit import audit
+from millstream.audit import audit
 from millstream.clock import run_virtual
 from millstream.config import convert, load, to_toml
 from millstream.env import Context, Step

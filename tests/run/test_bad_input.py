@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from millstream import RunConfig, train
-from millstream.audit.audit import audit
+from millstream.audit import audit
 from millstream.config import load
 from millstream.errors import LearnerError
 from millstream.events import GroupLeft, Stepped

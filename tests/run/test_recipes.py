@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from millstream.audit.audit import audit
+from millstream.audit import audit
 from millstream.cli.main import app
 from millstream.config import load
 from millstream.env.data import read

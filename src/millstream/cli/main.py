@@ -19,8 +19,7 @@ from rich.console import Console
 
 import millstream
 from millstream import config as configs
-from millstream.audit.audit import audit
-from millstream.audit.audit import lines as audit_lines
+from millstream.audit import audit, report_lines
 from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text, scaled_lines, status_lines
 from millstream.cli.template import TEMPLATE
 from millstream.cli.view import View
@@ -246,7 +245,7 @@ def audit_run(
         if as_json:
             console.out(msgspec.json.encode(found, enc_hook=str).decode(), highlight=False)
         else:
-            for line in audit_lines(found):
+            for line in report_lines(found):
                 console.out(line, highlight=False)
     if not found.is_clean:
         raise typer.Exit(1)
