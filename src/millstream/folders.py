@@ -16,8 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 OWNER = ".owner"
-_locks: dict[Path, int] = {}
-"""Descriptors, for as long as the folder is ours."""
+_locks: dict[Path, int] = {}  # descriptors, for as long as the folder is ours
 OnRemoved = Callable[[Path], None]
 
 

@@ -48,7 +48,7 @@ from millstream.events import (
     WarmedUp,
     WeightsLoaded,
     WeightsPublished,
-    encode,
+    encode_event,
 )
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import summarise
@@ -94,7 +94,7 @@ class Run:
 
     def write(self, path: Path) -> Path:
         path.mkdir(exist_ok=True)
-        numbered = [b'{"seq":%d,%b\n' % (seq, encode(event)[1:]) for seq, event in enumerate(self.events)]
+        numbered = [b'{"seq":%d,%b\n' % (seq, encode_event(event)[1:]) for seq, event in enumerate(self.events)]
         (path / "events.jsonl").write_bytes(b"".join(self.forge_lines(numbered)))
         rows = self.forge_metrics(self.metrics())
         (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -36,49 +36,37 @@ KNOWN_ADVANTAGES = (*ADVANTAGES, *ADVANTAGE_KEYS)
 class AlgorithmConfig(Struct, frozen=True, kw_only=True):
     """Keys that are not set are filled in from the name's preset and from the loss: what is left unset is not read."""
 
+    # A preset: values for the other keys, of which each may still be set. None: that of truncated_is.
     name: Name | None = None
-    """A preset: values for the other keys, of which each may still be set. None: that of truncated_is."""
+    # grpo, dr_grpo, rloo, reinforce_plus_plus, lite_ppo; within a rollout gae (with a critic), turns, distillation; or
+    # one of your own: file.py:function or package.module:function.
     advantage: str = ""
-    """grpo, dr_grpo, rloo, reinforce_plus_plus, lite_ppo; within a rollout gae (with a critic), turns, distillation; or one of
-    your own: file.py:function or package.module:function."""
-    discount: float | None = None
-    """Of gae and turns: what a reward is worth one token, or one turn, earlier."""
-    trace: float | None = None
-    """Of gae (lambda): 1 is the return less the value, 0 believes the critic after one token."""
+    discount: float | None = None  # of gae and turns: what a reward is worth one token, or one turn, earlier
+    trace: float | None = None  # of gae (lambda): 1 is the return less the value, 0 believes the critic after one token
+    # truncated_is, decoupled_ppo, ppo, cispo, topr, weighted_topr, gspo, kimi, reinforce, or one of your own.
     loss: str = ""
-    """truncated_is, decoupled_ppo, ppo, cispo, topr, weighted_topr, gspo, kimi, reinforce, or one of your own."""
     aggregation: Aggregation | None = None
-    fixed_length: int | None = None
-    """The constant of aggregation = "fixed_length". None: rollout.max_tokens."""
+    fixed_length: int | None = None  # the constant of aggregation = "fixed_length". None: rollout.max_tokens.
     clip_low: float | None = None
-    clip_high: float | None = None
-    """Ratios are clipped to [1 - clip_low, 1 + clip_high]."""
-    dual_clip: float | None = None
-    """PPO: negatives lose at most this many times their advantage."""
-    ratio_cap: float | None = None
-    """Where importance weights are cut off."""
+    clip_high: float | None = None  # ratios are clipped to [1 - clip_low, 1 + clip_high]
+    dual_clip: float | None = None  # PPO: negatives lose at most this many times their advantage
+    ratio_cap: float | None = None  # where importance weights are cut off
     positive_weight: float | None = None
-    negative_weight: float | None = None
-    """Weighted TOPR: of rollouts with a positive and with a negative advantage."""
-    regularisation: float | None = None
-    """Kimi: tau, how strongly the policy is held to the one that sampled."""
+    negative_weight: float | None = None  # weighted TOPR: of rollouts with a positive and with a negative advantage
+    regularisation: float | None = None  # kimi: tau, how strongly the policy is held to the one that sampled
+    # A weight prox/mu, for a loss that has no correction of its own (reinforce): cut off at ratio_cap, or 0 where it is
+    # outside [ratio_floor, ratio_cap].
     correction: Literal["none", "truncate", "mask"] = "none"
-    """A weight prox/mu, for a loss that has no correction of its own (reinforce): cut off at ratio_cap, or 0 where it is
-    outside [ratio_floor, ratio_cap]."""
+    # What the correction's weight is of. None: the token.
     correction_level: Literal["token", "sequence", "geometric"] | None = None
-    """What the correction's weight is of. None: the token."""
-    ratio_floor: float | None = None
-    """Of correction = "mask". None: 1 / ratio_cap."""
-    entropy_bonus: float = 0.0
-    """Times the policy's entropy at each token, taken off the loss."""
+    ratio_floor: float | None = None  # of correction = "mask". None: 1 / ratio_cap.
+    entropy_bonus: float = 0.0  # times the policy's entropy at each token, taken off the loss
+    # Stay near the reference: the KL is added to the loss, or taken off the reward.
     kl: Literal["none", "loss", "reward"] = "none"
-    """Stay near the reference: the KL is added to the loss, or taken off the reward."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """None: k3 in the loss, k1 in the reward."""
-    kl_coefficient: float | None = None
-    """Times the KL of each token."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None  # None: k3 in the loss, k1 in the reward
+    kl_coefficient: float | None = None  # times the KL of each token
+    # DAPO: over the last so many tokens before rollout.max_tokens the reward falls by up to 1. None: it does not.
     overlong_buffer: int | None = None
-    """DAPO: over the last so many tokens before rollout.max_tokens the reward falls by up to 1. None: it does not."""
 
     def __post_init__(self) -> None:
         for key, value in _filled(self).items():

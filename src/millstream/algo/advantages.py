@@ -24,16 +24,16 @@ class Scale(NamedTuple):
     divisor: float
 
 
+# rewards_R, advantages_N -> how every advantage of the batch is to be shifted and scaled.
 OverBatch = Callable[[Rewards, Rewards], Scale]
-"""rewards_R, advantages_N -> how every advantage of the batch is to be shifted and scaled."""
 
 
 class Advantage(NamedTuple):
     of_group: Callable[[Rewards], Rewards]
+    # What it needs of the whole batch, which is then complete before the first of its rows is trained. None: nothing.
     over_batch: OverBatch | None = None
-    """What it needs of the whole batch, which is then complete before the first of its rows is trained. None: nothing."""
+    # Whether rollouts are measured against others of their group: it then takes two, and equal rewards teach nothing.
     compares_members: bool = True
-    """Whether rollouts are measured against others of their group: it then takes two, and equal rewards teach nothing."""
 
 
 def grpo(rewards_G: Rewards) -> Rewards:

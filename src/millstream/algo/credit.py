@@ -24,8 +24,7 @@ class Played(NamedTuple):
     """What one agent did in one rollout."""
 
     rewards_K: Rewards
-    turn_N: NDArray[np.int64]
-    """The turn that a token is of: from 0, never falls, leaves none out."""
+    turn_N: NDArray[np.int64]  # the turn that a token is of: from 0, never falls, leaves none out
     behaviour_N: Rewards
     reference_N: Rewards | None = None
     values_N: Rewards | None = None
@@ -33,8 +32,7 @@ class Played(NamedTuple):
 
 class Credited(NamedTuple):
     advantages_N: Rewards
-    returns_N: Rewards | None = None
-    """What the critic is to expect; None where there is no critic."""
+    returns_N: Rewards | None = None  # what the critic is to expect; None where there is no critic
 
 
 class Penalty(NamedTuple):
@@ -44,14 +42,14 @@ class Penalty(NamedTuple):
     coefficient: float
 
 
+# One agent in all rollouts of a group -> what each of its tokens is credited with.
 Credit = Callable[[Sequence[Played]], list[Credited]]
-"""One agent in all rollouts of a group -> what each of its tokens is credited with."""
+# Advantages within a rollout, with the keys that each reads.
 ADVANTAGE_KEYS: dict[str, dict[str, float]] = {
     "gae": {"discount": 1.0, "trace": 1.0},
     "turns": {"discount": 1.0},
     "distillation": {},
 }
-"""Advantages within a rollout, with the keys that each reads."""
 
 
 def kl(estimator: Estimator, logprobs_N: Rewards, reference_N: Rewards) -> Rewards:

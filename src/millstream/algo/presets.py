@@ -13,13 +13,13 @@ Name = Literal[
 
 
 class LossKind(NamedTuple):
-    knobs: Mapping[str, float | None]
-    """The keys that it reads, each with its value where the config has none; None: off."""
+    knobs: Mapping[
+        str, float | None
+    ]  # the keys that it reads, each with its value where the config has none; None: off
+    # Whether it weighs by the behaviour policy itself, and sees how far the policy has moved within a batch.
     corrects: bool = True
-    """Whether it weighs by the behaviour policy itself, and sees how far the policy has moved within a batch."""
     aggregation: Aggregation = "token_mean"
-    reads_proximal: bool = False
-    """Whether the policy of the batch's start is in it."""
+    reads_proximal: bool = False  # whether the policy of the batch's start is in it
 
 
 PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
@@ -36,8 +36,8 @@ LOSSES: dict[str, LossKind] = {
     "kimi": LossKind({"regularisation": 0.1}, aggregation="fixed_length"),
     "reinforce": LossKind({}, corrects=False),
 }
+# Where a correction cuts off, by its level. A mask's floor is one over it.
 CORRECTION_CAPS = {"token": 5.0, "sequence": 5.0, "geometric": 1.01}
-"""Where a correction cuts off, by its level. A mask's floor is one over it."""
 
 PRESETS: dict[Name, dict[str, Any]] = {
     "grpo": {"advantage": "grpo", "loss": "ppo", "aggregation": "sequence_mean"},
@@ -57,8 +57,6 @@ PRESETS: dict[Name, dict[str, Any]] = {
     "ppo": {"advantage": "gae", "loss": "ppo"},
     "distillation": {"advantage": "distillation", "loss": "truncated_is"},
 }
-NOT_NAMED: Name = "truncated_is"
-"""What a config without a name starts from."""
-KL_ESTIMATORS = {"loss": "k3", "reward": "k1"}
-"""Where the config has none."""
+NOT_NAMED: Name = "truncated_is"  # what a config without a name starts from
+KL_ESTIMATORS = {"loss": "k3", "reward": "k1"}  # where the config has none
 SHAPE = ("advantage", "loss", "aggregation")

@@ -19,10 +19,8 @@ from millstream.model.objective import LossInputs, Objective, TokenLoss
 class Recipe(Struct, frozen=True, kw_only=True):
     """An objective as data, for a process that makes its own (`from_json`)."""
 
-    algorithm: AlgorithmConfig | None
-    """None: maximum likelihood."""
-    max_tokens: int = 0
-    """The most that a rollout may sample: some aggregations divide by it."""
+    algorithm: AlgorithmConfig | None  # None: maximum likelihood
+    max_tokens: int = 0  # the most that a rollout may sample: some aggregations divide by it
 
     def objective(self) -> Objective:
         return supervised() if self.algorithm is None else objective(self.algorithm, max_tokens=self.max_tokens)

@@ -15,10 +15,8 @@ from msgspec import Struct
 from millstream.types import Completion, Message, Task
 
 T = TypeVar("T")
-Content = str | Sequence[Message]
-"""What an environment says: text, or the messages of a chat."""
-Reward = float | Sequence[float]
-"""Of an episode: one number, or one for every agent, in their order."""
+Content = str | Sequence[Message]  # what an environment says: text, or the messages of a chat
+Reward = float | Sequence[float]  # of an episode: one number, or one for every agent, in their order
 
 
 class Step(Struct, frozen=True, kw_only=True):
@@ -63,8 +61,7 @@ class Context(Protocol):
     """What an environment gets for one rollout. It speaks tokens (`generate`) or text (`ask`), and not both by turns."""
 
     task: Task
-    seed: int
-    """For randomness of the environment's own: the same rollout gets the same seed."""
+    seed: int  # for randomness of the environment's own: the same rollout gets the same seed
 
     @property
     def text(self) -> Text: ...

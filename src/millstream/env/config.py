@@ -14,23 +14,23 @@ SINGLE_TURN = "single_turn"
 
 
 class EnvironmentConfig(Struct, frozen=True, kw_only=True):
-    use: str = SINGLE_TURN
-    """One that is built in, `package.module:Name`, or `file.py:Name`."""
-    name: str = ""
-    """How it shows, and what a task's field `environment` says to go to it. Empty: the last part of `use`."""
+    use: str = SINGLE_TURN  # one that is built in, `package.module:Name`, or `file.py:Name`
+    name: str = (
+        ""  # how it shows, and what a task's field `environment` says to go to it. Empty: the last part of `use`.
+    )
+    # Keyword arguments: of the class or the function, and, as far as they take them, of its `tasks` and `gold`.
     args: dict[str, Any] = {}
-    """Keyword arguments: of the class or the function, and, as far as they take them, of its `tasks` and `gold`."""
+    # Of a chat of several turns. keep: one sequence that only grows. drop: every turn is shown what the chat template
+    # shows, which may have removed earlier thinking; where it has, a new part begins (`rollout.max_parts`).
     thinking: Literal["keep", "drop"] = "keep"
-    """Of a chat of several turns. keep: one sequence that only grows. drop: every turn is shown what the chat template shows,
-    which may have removed earlier thinking; where it has, a new part begins (`rollout.max_parts`)."""
+    # Episodes at once; more wait their turn, first come, first served. None: as many as there are rollouts.
     max_concurrent: int | None = None
-    """Episodes at once; more wait their turn, first come, first served. None: as many as there are rollouts."""
+    # For what the environment does between two turns of the model, and before the first. Rewards have a limit of their
+    # own.
     step_timeout_s: float = 60.0
-    """For what the environment does between two turns of the model, and before the first. Rewards have a limit of their own."""
+    # Whether episodes are played in processes of their own: one that hangs or crashes is killed and replaced.
     process: bool = False
-    """Whether episodes are played in processes of their own: one that hangs or crashes is killed and replaced."""
-    share: float = 1.0
-    """Where several environments make their own tasks: in which proportion."""
+    share: float = 1.0  # where several environments make their own tasks: in which proportion
 
     def __post_init__(self) -> None:
         if not isinstance(self.use, str):

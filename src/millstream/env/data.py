@@ -21,33 +21,25 @@ from millstream.errors import DataError
 from millstream.seeds import derive_seed
 from millstream.types import Message, Task
 
-MakeTasks = Callable[[int, int], list[Task]]
-"""From a number and a seed."""
-Record = tuple[str, Any]
-"""Where it came from, in words, and what it is."""
+MakeTasks = Callable[[int, int], list[Task]]  # from a number and a seed
+Record = tuple[str, Any]  # where it came from, in words, and what it is
 NEEDS_EXTRA = "pip install 'millstream[data]'"
 
 
 class DataConfig(Struct, frozen=True, kw_only=True):
-    path: str | None = None
-    """A JSONL file (.jsonl) or a Parquet file (.parquet)."""
-    name: str | None = None
-    """A data set of the `datasets` library: a name on the hub, or a folder that it can load."""
+    path: str | None = None  # a JSONL file (.jsonl) or a Parquet file (.parquet)
+    name: str | None = None  # a data set of the `datasets` library: a name on the hub, or a folder that it can load
+    # Of the `datasets` data set, where it has several: what the library calls a configuration, such as "main".
     subset: str | None = None
-    """Of the `datasets` data set, where it has several: what the library calls a configuration, such as "main"."""
-    split: str = "train"
-    """Of the `datasets` data set."""
-    toy: str | None = None
-    """A task that is made on the spot, such as "sort_digits"."""
-    size: int = 4096
-    """Tasks to make, where they are made on the spot: by `toy`, or by the environment."""
+    split: str = "train"  # of the `datasets` data set
+    toy: str | None = None  # a task that is made on the spot, such as "sort_digits"
+    size: int = 4096  # tasks to make, where they are made on the spot: by `toy`, or by the environment
     prompt_key: str = "prompt"
     answer_key: str = "answer"
+    # Makes a chat of every prompt that is a string, for models with a chat template: this as the system's message, and
+    # the prompt as the user's. "": the user's alone. None: strings stay strings.
     system: str | None = None
-    """Makes a chat of every prompt that is a string, for models with a chat template: this as the system's message, and the
-    prompt as the user's. "": the user's alone. None: strings stay strings."""
-    holdout: int = 256
-    """Tasks set aside for evaluation: chosen by seed, never trained."""
+    holdout: int = 256  # tasks set aside for evaluation: chosen by seed, never trained
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -66,8 +58,7 @@ class DataConfig(Struct, frozen=True, kw_only=True):
 class DataSet(Struct, frozen=True, kw_only=True):
     train: tuple[Task, ...]
     held_out: tuple[Task, ...]
-    places: dict[str, str] = {}
-    """By task: the file and line that it comes from. Toy tasks come from nowhere."""
+    places: dict[str, str] = {}  # by task: the file and line that it comes from. Toy tasks come from nowhere.
 
     @property
     def tasks(self) -> tuple[Task, ...]:

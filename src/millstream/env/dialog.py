@@ -19,8 +19,8 @@ from millstream.errors import EnvironmentFailed
 from millstream.types import Completion, Finish, Message
 
 T = TypeVar("T")
+# What no environment says and no template cuts: it has neither space nor markup in it.
 PLACEHOLDER = "\u2016millstream\u2016"
-"""What no environment says and no template cuts: it has neither space nor markup in it."""
 SMALL_CHAT = (Message(role="user", content="?"), Message(role="assistant", content=PLACEHOLDER))
 
 
@@ -64,8 +64,7 @@ class Conversation:
         self.text = text
         self._is_dropping = thinking == "drop"
         self._agent = agent
-        self._shown: list[int] = []
-        """The sequence as it stands, sampled and not."""
+        self._shown: list[int] = []  # the sequence as it stands, sampled and not
         self._messages: list[Message] = []
         self._last: Completion | None = None
         self._is_chat = False

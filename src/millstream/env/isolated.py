@@ -30,12 +30,11 @@ from millstream.types import Message, Task
 
 T = TypeVar("T")
 HEADER = 4
-MAX_BYTES = 64 << 20
-"""Of one message: more is no message."""
+MAX_BYTES = 64 << 20  # of one message: more is no message
 START_S = 60.0
 PATIENCE_S = 30.0
+# For a cluster to say that a process which was killed is gone: of a node that nobody reaches it says so late.
 GONE_S = 5.0
-"""For a cluster to say that a process which was killed is gone: of a node that nobody reaches it says so late."""
 MODULE = "millstream.env.isolated_worker"
 
 
@@ -45,10 +44,8 @@ class NotMade(EnvironmentFailed):
 
 class Make(Struct, frozen=True, tag=True):
     config: EnvironmentConfig
-    patience_s: float
-    """For a step that keeps the interpreter's lock: longer than it may last."""
-    path: list[str]
-    """Where the run looks for modules: a worker finds what it finds."""
+    patience_s: float  # for a step that keeps the interpreter's lock: longer than it may last
+    path: list[str]  # where the run looks for modules: a worker finds what it finds
 
 
 class Begin(Struct, frozen=True, tag=True):
@@ -67,8 +64,7 @@ class Refused(Struct, frozen=True, tag=True):
     """What was asked for could not be had; the environment may still come to an end of its own."""
 
     number: int
-    is_full: bool
-    """Whether the model's context has no room for it."""
+    is_full: bool  # whether the model's context has no room for it
     message: str
 
 

@@ -41,12 +41,9 @@ class Kind(Struct, frozen=True, kw_only=True, eq=False):
     """An environment as it was found."""
 
     config: EnvironmentConfig
-    environment: Environment | None
-    """None: `single_turn`, which the run makes from its rewards."""
-    make_tasks: MakeTasks | None = None
-    """(num, seed) to tasks; None where they come from a data set."""
-    gold: Gold | None = None
-    """Nothing for a task that has none; None where no task has."""
+    environment: Environment | None  # None: `single_turn`, which the run makes from its rewards
+    make_tasks: MakeTasks | None = None  # (num, seed) to tasks; None where they come from a data set
+    gold: Gold | None = None  # nothing for a task that has none; None where no task has
 
     @property
     def name(self) -> str:

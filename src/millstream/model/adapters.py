@@ -22,8 +22,7 @@ from millstream.model.lora import LoraConfig, check_lora
 from millstream.model.policy import layers_of
 
 NAME = "default"
-PREFIX = "base_model.model."
-"""In front of every name in a file of peft's."""
+PREFIX = "base_model.model."  # in front of every name in a file of peft's
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:

@@ -22,8 +22,8 @@ from transformers import AttentionInterface
 
 from millstream.errors import ModelError
 
+# The name under which `attention` is registered: the `attn_implementation` of every model that we load.
 NAME = "millstream"
-"""The name under which `attention` is registered: the `attn_implementation` of every model that we load."""
 
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -108,8 +108,8 @@ def can_be_ragged(query: Tensor, rule: Rule) -> bool:
 
 
 MAX_HEAD_DIM = 256
+# Older versions of torch need no leave for fewer key/value heads.
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Older versions of torch need no leave for fewer key/value heads."""
 
 
 def ragged(

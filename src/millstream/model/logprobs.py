@@ -25,8 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class Predicted(NamedTuple):
     logprobs_M: Tensor
-    entropy_M: Tensor | None
-    """None: not asked for."""
+    entropy_M: Tensor | None  # None: not asked for
 
 
 def chunk_elements_on(device: torch.device) -> int:

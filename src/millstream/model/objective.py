@@ -17,26 +17,20 @@ from torch import Tensor
 class LossInputs(NamedTuple):
     """All log-probabilities are at the sampling temperature."""
 
-    logprobs_N: Tensor
-    """th: the policy that is being optimised; carries the gradient."""
-    behaviour_N: Tensor
-    """mu: the engine that sampled the token, as it reported it."""
-    proximal_N: Tensor
-    """prox: the learner at the start of the batch."""
+    logprobs_N: Tensor  # th: the policy that is being optimised; carries the gradient
+    behaviour_N: Tensor  # mu: the engine that sampled the token, as it reported it
+    proximal_N: Tensor  # prox: the learner at the start of the batch
     advantages_N: Tensor
+    # Which row of the micro-batch the token belongs to. Never falls: a row's tokens stand side by side, and all are here.
     row_N: Tensor
-    """Which row of the micro-batch the token belongs to. Never falls: a row's tokens stand side by side, and all are here."""
+    # Of th's distribution where the token was sampled; carries a gradient. None: the objective does not need it.
     entropy_N: Tensor | None = None
-    """Of th's distribution where the token was sampled; carries a gradient. None: the objective does not need it."""
-    reference_N: Tensor | None = None
-    """ref: a policy to stay near. None: there is none."""
+    reference_N: Tensor | None = None  # ref: a policy to stay near. None: there is none.
 
 
 class TokenLoss(NamedTuple):
-    loss_N: Tensor
-    """To be minimised, one value a token, not yet aggregated."""
-    metrics: dict[str, Tensor]
-    """Sums over the tokens; the learner divides them by the tokens of the batch."""
+    loss_N: Tensor  # to be minimised, one value a token, not yet aggregated
+    metrics: dict[str, Tensor]  # sums over the tokens; the learner divides them by the tokens of the batch
 
 
 class Objective(NamedTuple):
@@ -46,9 +40,6 @@ class Objective(NamedTuple):
     """
 
     token_loss: Callable[[LossInputs], TokenLoss]
-    row_weights: Callable[[Tensor], Tensor]
-    """counts_R -> the weight of each token of the row."""
-    units: Callable[[Tensor], Tensor]
-    """counts_R -> what these rows add to the divisor of the batch."""
-    needs_entropy: bool = False
-    """Whether `entropy_N` is to be computed."""
+    row_weights: Callable[[Tensor], Tensor]  # counts_R -> the weight of each token of the row
+    units: Callable[[Tensor], Tensor]  # counts_R -> what these rows add to the divisor of the batch
+    needs_entropy: bool = False  # whether `entropy_N` is to be computed

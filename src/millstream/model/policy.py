@@ -17,8 +17,7 @@ from millstream.errors import ModelError
 from millstream.model.attention import Packed, rows_of
 from millstream.model.logprobs import Predicted, plain, predict
 
-RECOMPILE_LIMIT = 32
-"""Numbers of tokens, each with and without a gradient, before torch gives up compiling."""
+RECOMPILE_LIMIT = 32  # numbers of tokens, each with and without a gradient, before torch gives up compiling
 
 
 class Policy(nn.Module):

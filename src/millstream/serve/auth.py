@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from millstream.errors import ConfigError
 
 OPEN_PATHS = ("/v1/health", "/health")
+# Says no in the words of a service: status, message, headers.
 Refuse = Callable[[int, str, dict[str, str] | None], Response]
-"""Says no in the words of a service: status, message, headers."""
 RETRY_AFTER_S = 1
 
 

@@ -15,18 +15,15 @@ from millstream.sim.draws import Draw, constant
 from millstream.types import Task
 
 FREE = constant(0.0)
-Success = Callable[[Task, int], float]
-"""(task, tokens that the rollout has sampled): the probability of a reward of 1."""
+Success = Callable[[Task, int], float]  # (task, tokens that the rollout has sampled): the probability of a reward of 1
 
 
 class Failure(StrEnum):
     """How a step of an environment may fail."""
 
     RAISE = "raise"
-    HANG = "hang"
-    """It never returns: the rollout's time limit ends it."""
-    GARBAGE = "garbage"
-    """The episode ends with a reward that is not a number."""
+    HANG = "hang"  # it never returns: the rollout's time limit ends it
+    GARBAGE = "garbage"  # the episode ends with a reward that is not a number
 
 
 class SimEnvironment:

@@ -17,8 +17,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._time = 0.0
-        self._position = 0.0
-        """Of the last change. The time may lie ahead: that is a stall."""
+        self._position = 0.0  # of the last change. The time may lie ahead: that is a stall.
         self._slope = 1.0
         self._bend = 0.0
         self._paused_at: float | None = None

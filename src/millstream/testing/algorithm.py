@@ -22,8 +22,7 @@ from torch import Tensor
 from millstream.algo.advantages import Rewards
 from millstream.model.objective import LossInputs, TokenLoss
 
-COUNTS = (3, 1, 7, 2)
-"""Trained tokens of each row."""
+COUNTS = (3, 1, 7, 2)  # trained tokens of each row
 
 
 def inputs(*, seed: int = 0, distance: float = 0.3, advantage: float | None = None) -> LossInputs:
@@ -55,8 +54,7 @@ def _some_rows(x: LossInputs, rows: list[int]) -> LossInputs:
 
 
 class LossSuite:
-    is_reinforce_on_policy = True
-    """Whether its gradient is that of -A log th where the policy is the one that sampled."""
+    is_reinforce_on_policy = True  # whether its gradient is that of -A log th where the policy is the one that sampled
 
     loss: Callable[[LossInputs], Any]
 

@@ -36,8 +36,7 @@ from millstream.testing.reference import Reference, logprobs_over
 from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Sampling, Weights
 
 Test = Callable[["EngineSuite"], None]
-CHI_SQUARE_3 = 25.9
-"""The 99.999% quantile of chi-square with 3 degrees of freedom."""
+CHI_SQUARE_3 = 25.9  # the 99.999% quantile of chi-square with 3 degrees of freedom
 LOOK_S = 0.001
 
 
@@ -94,45 +93,36 @@ class Flight:
 class EngineSuite:
     """Subclass it in a test file, and override `make_engine`."""
 
-    vocabulary = 97
-    """Prompts are of token ids 3 and above, below this."""
-    context: int | None = None
-    """Tokens of a prompt and its answer together, at most. None: no limit that could be tried."""
+    vocabulary = 97  # prompts are of token ids 3 and above, below this
+    context: int | None = (
+        None  # tokens of a prompt and its answer together, at most. None: no limit that could be tried.
+    )
+    # Tokens of an answer that is to be interrupted: enough to take a while, and within the context with a prompt of 20.
     longest = 200
-    """Tokens of an answer that is to be interrupted: enough to take a while, and within the context with a prompt of 20."""
-    tolerance = 1e-4
-    """How far a log-probability may be from that of the reference."""
-    limit_s = 60.0
-    """A test that takes longer hangs."""
-    tick_s = 0.1
-    """Within this time something would have been sampled if it could be."""
-    token_s = 0.01
-    """What a token takes, of an engine that does not tell of its tokens (`tells_tokens`)."""
+    tolerance = 1e-4  # how far a log-probability may be from that of the reference
+    limit_s = 60.0  # a test that takes longer hangs
+    tick_s = 0.1  # within this time something would have been sampled if it could be
+    token_s = 0.01  # what a token takes, of an engine that does not tell of its tokens (`tells_tokens`)
 
+    # One engine serves all tests of the class, on one event loop; it takes the weights of reference 0 anew before each.
     is_shared = False
-    """One engine serves all tests of the class, on one event loop; it takes the weights of reference 0 anew before each."""
 
-    tells_tokens = True
-    """`on_sampled` hears of tokens before the request ends."""
-    is_repeatable_by_seed = True
-    """The same request gets the same tokens."""
-    continues_requests = True
-    """`Request.num_sampled`: what was interrupted goes on as if it had not been."""
-    is_greedy_at_zero = True
-    """Temperature 0 takes the likeliest token."""
+    tells_tokens = True  # `on_sampled` hears of tokens before the request ends
+    is_repeatable_by_seed = True  # the same request gets the same tokens
+    continues_requests = True  # `Request.num_sampled`: what was interrupted goes on as if it had not been
+    is_greedy_at_zero = True  # temperature 0 takes the likeliest token
     stops_at_tokens = True
     has_top_k = True
     has_top_p = True
-    joins_in_order = True
-    """Requests started in an order join in that order."""
+    joins_in_order = True  # requests started in an order join in that order
     takes_weights = True
-    checks_weights = True
-    """Weights that do not fit are refused, and change nothing."""
+    checks_weights = True  # weights that do not fit are refused, and change nothing
+    # What a request in flight has before it after a swap: keys and values of the weights of their time, or those of the
+    # new ones. Not said: log-probabilities after a swap are not compared.
     cache_after_load: Literal["kept", "computed again", "not said"] = "kept"
-    """What a request in flight has before it after a swap: keys and values of the weights of their time, or those of the new
-    ones. Not said: log-probabilities after a swap are not compared."""
+    # A pause, too, leaves keys and values as they are: else what was kept over a swap may be computed again after a
+    # pause.
     keeps_cache_over_pause = True
-    """A pause, too, leaves keys and values as they are: else what was kept over a swap may be computed again after a pause."""
 
     async def make_engine(self) -> Engine:
         """An engine with the weights of reference 0 and nothing in flight."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from millstream.types import Completion, Request, Sampling
 
+# Of a request that goes on after a swap: see `EngineSuite.cache_after_load`.
 Cache = Literal["kept", "computed again", "not said"]
-"""Of a request that goes on after a swap: see `EngineSuite.cache_after_load`."""
 
 
 class Reference:

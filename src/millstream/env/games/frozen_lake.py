@@ -27,12 +27,9 @@ from millstream.seeds import derive_seed
 from millstream.types import Task
 
 MOVES = {"l": (0, -1), "d": (1, 0), "r": (0, 1), "u": (-1, 0)}
-ORDER = "ldru"
-"""Neighbours in it are at right angles: where one may slip to."""
-MAX_SIZE = 10
-"""A row and a column are one digit each."""
-EAGER = "drul"
-"""Towards the goal first."""
+ORDER = "ldru"  # neighbours in it are at right angles: where one may slip to
+MAX_SIZE = 10  # a row and a column are one digit each
+EAGER = "drul"  # towards the goal first
 Place = tuple[int, int]
 
 

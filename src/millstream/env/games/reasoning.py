@@ -19,10 +19,8 @@ from millstream.types import Message, Task
 
 ALL = "all"
 MAX_THREADS = 8
-CHUNK = 16
-"""Entries of one generator at a time. They count on: the seed of entry n is the seed of entry 0 and n."""
-NEEDS_CONFIG = ("composite",)
-"""It puts others together, and must be told which."""
+CHUNK = 16  # entries of one generator at a time. They count on: the seed of entry n is the seed of entry 0 and n.
+NEEDS_CONFIG = ("composite",)  # it puts others together, and must be told which
 
 
 class ReasoningGym:

@@ -10,8 +10,8 @@ from millstream.errors import ConfigError
 from millstream.seeds import derive_seed
 from millstream.types import Task
 
+# Every character that a toy task may use: the vocabulary of a tiny model.
 ALPHABET = string.digits + string.ascii_lowercase + "+=>"
-"""Every character that a toy task may use: the vocabulary of a tiny model."""
 
 
 def _sort_digits(rng: random.Random) -> tuple[str, str]:

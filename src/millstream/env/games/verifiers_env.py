@@ -22,10 +22,8 @@ from millstream.env import Context
 from millstream.errors import ConfigError, EnvironmentFailed
 from millstream.types import Message, Task
 
-HARNESS = "millstream_chat"
-"""What verifiers knows our chat loop by: it looks for a module of that name."""
-ENDED = 400
-"""The status that no program tries again after."""
+HARNESS = "millstream_chat"  # what verifiers knows our chat loop by: it looks for a module of that name
+ENDED = 400  # the status that no program tries again after
 
 
 class Verifiers:
@@ -125,8 +123,7 @@ class _Play(Struct, eq=False):
     context: Context
     roles: list[str]
     talks: dict[str, _Talk] = field(default_factory=dict)
-    agents: dict[str, int] = field(default_factory=dict)
-    """By trace: whose it is."""
+    agents: dict[str, int] = field(default_factory=dict)  # by trace: whose it is
     error: Exception | None = None
 
     def on_trace(self, trace: Any) -> None:

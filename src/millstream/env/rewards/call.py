@@ -31,8 +31,7 @@ from millstream.types import Task
 MAX_THREADS = 16
 PACKAGE = str(Path(__file__).parent)
 
-Said = str | tuple[str, ...]
-"""A completion, or all completions of a group."""
+Said = str | tuple[str, ...]  # a completion, or all completions of a group
 
 
 class Call:

@@ -10,25 +10,22 @@ from msgspec import Struct, structs
 
 from millstream.errors import ConfigError
 
-PASSED = "callable:"
-"""Before the name of a function that was passed from Python, and that a config can only tell of."""
+PASSED = "callable:"  # before the name of a function that was passed from Python, and that a config can only tell of
 PASS_IT = "a config names functions, it does not hold them: pass a function to train(config, reward=function)"
 
 
 class RewardConfig(Struct, frozen=True, kw_only=True):
+    # A name of `millstream.env.rewards.BUILT_IN`, `package.module:function`, or `file.py:function`.
     function: str = "exact_match"
-    """A name of `millstream.env.rewards.BUILT_IN`, `package.module:function`, or `file.py:function`."""
     weight: float = 1.0
-    timeout_s: float = 30.0
-    """Of one call, without the wait for a free thread, process or connection."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the function; of a class, those that it is made with, once."""
+    timeout_s: float = 30.0  # of one call, without the wait for a free thread, process or connection
+    args: dict[str, Any] = {}  # keyword arguments of the function; of a class, those that it is made with, once
+    # Call it in a worker process, which is killed when it overruns. None: as the built-in prefers; false for your own.
     process: bool | None = None
-    """Call it in a worker process, which is killed when it overruns. None: as the built-in prefers; false for your own."""
-    workers: int | None = None
-    """Worker processes at most, with process. None: as many as there are cores, and at most 8."""
-    group: bool = False
-    """It is a function of a task and all completions of a group, and returns a number for each."""
+    workers: int | None = (
+        None  # worker processes at most, with process. None: as many as there are cores, and at most 8.
+    )
+    group: bool = False  # it is a function of a task and all completions of a group, and returns a number for each
 
     def __post_init__(self) -> None:
         if not isinstance(self.function, str):

@@ -24,26 +24,21 @@ if TYPE_CHECKING:
 
 MAX_PAUSE_S = 60.0
 FIRST_PAUSE_S = 0.5
-SHOWN = 200
-"""Characters of an answer that an error shows."""
+SHOWN = 200  # characters of an answer that an error shows
 
 
 class EndpointConfig(Struct, frozen=True, kw_only=True):
-    url: str
-    """Up to and with the version: http://host:8000/v1."""
+    url: str  # up to and with the version: http://host:8000/v1
     model: str
-    api_key_env: str | None = None
-    """The name of the environment variable that holds the key. None: no key is sent."""
+    api_key_env: str | None = None  # the name of the environment variable that holds the key. None: no key is sent.
     most_at_once: int = 8
-    most_calls: int | None = None
-    """A run; every attempt counts. None: no limit."""
+    most_calls: int | None = None  # a run; every attempt counts. None: no limit.
+    # A run, as the endpoint counts them. Those of answers in flight come on top. None: no limit.
     most_tokens: int | None = None
-    """A run, as the endpoint counts them. Those of answers in flight come on top. None: no limit."""
     retries: int = 4
     max_tokens: int = 512
     temperature: float = 0.0
-    timeout_s: float = 30.0
-    """Of one question with all its attempts, without the wait for a free connection."""
+    timeout_s: float = 30.0  # of one question with all its attempts, without the wait for a free connection
 
 
 class Spent(Struct):

@@ -23,20 +23,17 @@ from millstream.env.rewards.text import Format, exact_match, fuzzy_match
 from millstream.errors import ConfigError
 from millstream.types import Task
 
+# Or a class that is made with `args`, and whose objects are called so.
 Reward = Callable[[Task, str], float | Awaitable[float]]
-"""Or a class that is made with `args`, and whose objects are called so."""
 GroupReward = Callable[[Task, Sequence[str]], Sequence[float] | Awaitable[Sequence[float]]]
 
 
 class BuiltIn(Struct, frozen=True):
     function: Callable[..., Any]
-    is_quick: bool = False
-    """It takes next to no time: called without a thread."""
-    process: bool = False
-    """Whether it runs in a worker process where the config does not say."""
+    is_quick: bool = False  # it takes next to no time: called without a thread
+    process: bool = False  # whether it runs in a worker process where the config does not say
     group: bool = False
-    needs: tuple[str, str] | None = None
-    """A module, and the extra of ours that brings it."""
+    needs: tuple[str, str] | None = None  # a module, and the extra of ours that brings it
 
 
 BUILT_IN: dict[str, BuiltIn] = {

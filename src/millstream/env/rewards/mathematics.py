@@ -14,8 +14,8 @@ from millstream.errors import RewardFailed
 from millstream.types import Task
 
 BOX = "\\boxed{"
+# Before the answer, in GSM8K's solutions.
 MARK = "####"
-"""Before the answer, in GSM8K's solutions."""
 
 
 def math_answer(task: Task, completion: str, *, boxed_only: bool = False, precision: int = 6) -> float:

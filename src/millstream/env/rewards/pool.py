@@ -32,8 +32,7 @@ from millstream.types import Task
 MODULE = "millstream.env.rewards.worker"
 HEADER = 4
 MAX_WORKERS = 8
-START_S = 60.0
-"""For a worker to import the reward, whatever that imports."""
+START_S = 60.0  # for a worker to import the reward, whatever that imports
 LAST_WORDS_S = 2.0
 
 
@@ -228,8 +227,7 @@ class Workers:
         if self._loop is not loop:
             self._loop = loop
             self._free = asyncio.Semaphore(self._most)
-            self._idle: list[asyncio.Future[Worker]] = []
-            """Free, or on their way: whoever takes one waits for it."""
+            self._idle: list[asyncio.Future[Worker]] = []  # free, or on their way: whoever takes one waits for it
 
     async def _take(self) -> Worker:
         if not self._idle:

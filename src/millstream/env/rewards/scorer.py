@@ -10,8 +10,8 @@ from millstream.env.rewards.find import GroupReward, Reward
 from millstream.rpc.process import Launcher
 from millstream.types import Task
 
+# Functions with what the config says of them: what `prepare` returns.
 Rewards = Sequence[tuple[Reward | GroupReward, RewardConfig]]
-"""Functions with what the config says of them: what `prepare` returns."""
 
 
 class Scorer:

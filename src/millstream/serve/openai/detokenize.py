@@ -14,8 +14,7 @@ from millstream.env import Text
 from millstream.types import Sampled
 
 UNKNOWN = "\ufffd"
-MAX_UNCERTAIN = 3
-"""Bytes of a character that is not whole yet: each may show as `UNKNOWN`."""
+MAX_UNCERTAIN = 3  # bytes of a character that is not whole yet: each may show as `UNKNOWN`
 
 
 class Piece(Struct, frozen=True, kw_only=True):
@@ -23,8 +22,7 @@ class Piece(Struct, frozen=True, kw_only=True):
 
     text: str
     sampled: Sampled
-    offsets: tuple[int, ...]
-    """For each token, how much certain text stood before it."""
+    offsets: tuple[int, ...]  # for each token, how much certain text stood before it
 
 
 class TextStream:
@@ -35,14 +33,12 @@ class TextStream:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self._offsets: list[int] = []
-        self.said = ""
-        """The text so far, without the stop string that ended it."""
-        self.is_stopped = False
-        """By a stop string. What is heard after it was never said."""
+        self.said = ""  # the text so far, without the stop string that ended it
+        self.is_stopped = False  # by a stop string. What is heard after it was never said.
         self._begin = 0
         self._mark = 0
+        # The window that is decoded again, where it begins next time, and how many of its characters are in `said`.
         self._num_seen = 0
-        """The window that is decoded again, where it begins next time, and how many of its characters are in `said`."""
         self._num_given = 0
         self._num_told = 0
         self._is_ended = False

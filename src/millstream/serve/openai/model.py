@@ -18,15 +18,12 @@ from millstream.run.folder import program
 from millstream.serve.auth import check_token
 from millstream.serve.openai.service import ModelServiceConfig, Served, serve
 
-USUAL_CONTEXT = 8192
-"""Of a model that does not say how much it was made for."""
+USUAL_CONTEXT = 8192  # of a model that does not say how much it was made for
 
 
 class ServedConfig(Struct, frozen=True, kw_only=True):
-    name: str | None = None
-    """What clients call the model. None: its path."""
-    max_length: int | None = None
-    """Tokens of a prompt and its answer together. None: the model's context."""
+    name: str | None = None  # what clients call the model. None: its path.
+    max_length: int | None = None  # tokens of a prompt and its answer together. None: the model's context.
     model: ModelConfig
     engine: EngineConfig
 

@@ -15,15 +15,12 @@ from msgspec import Struct
 from millstream.serve.http import Refused
 from millstream.types import Message
 
-Prompt = str | tuple[int, ...] | tuple[Message, ...]
-"""Text, token ids, or a chat."""
+Prompt = str | tuple[int, ...] | tuple[Message, ...]  # text, token ids, or a chat
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.001, 2.0
-MAX_CHOICES = 128
-"""Answers to one request: `n` times its prompts."""
-USUAL_TOKENS = 16
-"""Of a completion that does not say; a chat goes on as long as the context has room."""
+MAX_CHOICES = 128  # answers to one request: `n` times its prompts
+USUAL_TOKENS = 16  # of a completion that does not say; a chat goes on as long as the context has room
 SESSION_ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 
 
@@ -43,8 +40,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
 class Body(Struct, forbid_unknown_fields=True, kw_only=True):
     """What both kinds of completions share. None is as good as left out."""
 
-    model: str | None = None
-    """Left out: the one that is served."""
+    model: str | None = None  # left out: the one that is served
     max_tokens: int | None = None
     temperature: float | None = None
     n: int | None = None
@@ -52,8 +48,7 @@ class Body(Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    session_id: str | None = None
-    """Not OpenAI's: see `serve.openai.sessions`. The header X-Session-Id says the same."""
+    session_id: str | None = None  # not OpenAI's: see `serve.openai.sessions`. The header X-Session-Id says the same.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -70,14 +65,11 @@ class CompletionBody(Body, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
-    top_k: int | None = None
-    """Not OpenAI's, like those below."""
-    stop_token_ids: list[int] | None = None
-    """What ends an answer. None: the model's own end tokens."""
+    top_k: int | None = None  # not OpenAI's, like those below
+    stop_token_ids: list[int] | None = None  # what ends an answer. None: the model's own end tokens.
+    # How many of the prompt's last tokens are the beginning of the answer, under this seed.
     num_sampled: int | None = None
-    """How many of the prompt's last tokens are the beginning of the answer, under this seed."""
-    return_token_ids: bool | None = None
-    """They always come."""
+    return_token_ids: bool | None = None  # they always come
 
 
 class Part(Struct, kw_only=True):
@@ -115,6 +107,7 @@ class ChatBody(Body, kw_only=True):
     verbosity: str | None = None
 
 
+# What is not supported, and the values of it that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
@@ -133,21 +126,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
 }
-"""What is not supported, and the values of it that change nothing."""
 
 
 class Ask(Struct, frozen=True, kw_only=True):
     prompts: tuple[Prompt, ...]
-    is_list: bool
-    """Whether several prompts were sent, be it a list of one."""
+    is_list: bool  # whether several prompts were sent, be it a list of one
     is_chat: bool
     model: str | None
-    max_tokens: int | None
-    """None: as many as there is room for."""
+    max_tokens: int | None  # None: as many as there is room for
     temperature: float
     top_p: float
-    num_choices: int
-    """For each prompt."""
+    num_choices: int  # for each prompt
     stops: tuple[str, ...]
     seed: int | None
     is_streamed: bool
@@ -155,8 +144,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     has_logprobs: bool
     session_id: str | None
     top_k: int = 0
-    stop_tokens: tuple[int, ...] | None = None
-    """None: the model's own."""
+    stop_tokens: tuple[int, ...] | None = None  # None: the model's own
     num_sampled: int = 0
 
 

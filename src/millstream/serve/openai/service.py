@@ -49,26 +49,22 @@ from millstream.types import Request as EngineRequest
 
 T = TypeVar("T")
 B = TypeVar("B", CompletionBody, ChatBody)
+# Told of more of an answer, by its index; and, without a piece, of its end.
 OnPiece = Callable[[int, Piece | None, Finish | None], None]
-"""Told of more of an answer, by its index; and, without a piece, of its end."""
 Said = tuple[TextStream, Finish]
 HUNG_UP, TOO_MANY = 499, 429
-BODY_S = 60.0
-"""A body that has not come by then does not come."""
+BODY_S = 60.0  # a body that has not come by then does not come
 FIELD = re.compile(r"`\$\.?(\w+)|(?:field|unknown field) `(\w+)`")
 
 
 class ModelServiceConfig(Struct, frozen=True, kw_only=True):
-    host: str = "127.0.0.1"
-    """Beyond this machine (0.0.0.0, say) only with a token."""
-    port: int = 8000
-    """0: one that is free."""
+    host: str = "127.0.0.1"  # beyond this machine (0.0.0.0, say) only with a token
+    port: int = 8000  # 0: one that is free
     max_body_bytes: int = 4 << 20
-    max_requests: int = 256
-    """At once, those that wait for a slot of the engine included."""
+    max_requests: int = 256  # at once, those that wait for a slot of the engine included
     sessions: SessionLimits = field(default_factory=SessionLimits)
+    # Whoever may ask may have weights loaded from folders within this one. None: nobody may.
     weights_from: str | None = None
-    """Whoever may ask may have weights loaded from folders within this one. None: nobody may."""
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1 or self.max_requests < 1 or not 0 <= self.port < 65536:
@@ -76,8 +72,7 @@ class ModelServiceConfig(Struct, frozen=True, kw_only=True):
 
 
 class WeightsBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    path: str
-    """As `millstream.model.safetensors_io` writes them."""
+    path: str  # as `millstream.model.safetensors_io` writes them
     version: int
 
 
@@ -88,10 +83,8 @@ class Served(Struct, frozen=True, kw_only=True):
     engine: Engine
     text: Text
     end_tokens: tuple[int, ...]
-    vocabulary: int
-    """Token ids are below it."""
-    context: int
-    """Tokens of a prompt and its answer together, at most."""
+    vocabulary: int  # token ids are below it
+    context: int  # tokens of a prompt and its answer together, at most
 
 
 class Answering(Struct, frozen=True, kw_only=True):
@@ -99,10 +92,8 @@ class Answering(Struct, frozen=True, kw_only=True):
 
     ask: Ask
     prompts: tuple[tuple[int, ...], ...]
-    max_tokens: tuple[int, ...]
-    """For each prompt."""
-    turn: Turn | None
-    """In a session."""
+    max_tokens: tuple[int, ...]  # for each prompt
+    turn: Turn | None  # in a session
     seed: int
 
 

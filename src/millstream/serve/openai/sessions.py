@@ -24,10 +24,8 @@ from millstream.types import Completion, Finish, Message
 
 class SessionLimits(Struct, frozen=True, kw_only=True):
     most: int = 1024
-    idle_s: float = 3600.0
-    """Without a call for so long, it is forgotten."""
-    tokens: int = 1 << 18
-    """Of all parts of one session. Each takes some 100 bytes of memory."""
+    idle_s: float = 3600.0  # without a call for so long, it is forgotten
+    tokens: int = 1 << 18  # of all parts of one session. Each takes some 100 bytes of memory.
 
     def __post_init__(self) -> None:
         if self.most < 1 or self.idle_s <= 0 or self.tokens < 1:
@@ -37,8 +35,7 @@ class SessionLimits(Struct, frozen=True, kw_only=True):
 class Part(Struct, frozen=True, kw_only=True, eq=False):
     """One sequence of a session, as in `types.Rollout`: 0 and -1 where nothing was sampled."""
 
-    said: Prompt
-    """All of it as the caller knows it, the answers included."""
+    said: Prompt  # all of it as the caller knows it, the answers included
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     logprobs: tuple[float, ...]
@@ -53,10 +50,8 @@ class Turn(Struct, frozen=True, kw_only=True, eq=False):
     session_id: str
     prompt: Prompt
     tokens: tuple[int, ...]
-    room: int
-    """Tokens that the session has left for an answer."""
-    before: Part | None
-    """What it goes on from. None: it begins a new part."""
+    room: int  # tokens that the session has left for an answer
+    before: Part | None  # what it goes on from. None: it begins a new part.
 
 
 class Session:
@@ -76,8 +71,7 @@ class Sessions:
     def __init__(self, limits: SessionLimits, clock: Clock) -> None:
         self._limits = limits
         self._clock = clock
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
-        """The one used longest ago first."""
+        self._sessions: OrderedDict[str, Session] = OrderedDict()  # the one used longest ago first
 
     def __len__(self) -> int:
         self._forget()

@@ -12,15 +12,12 @@ from millstream.store import TRAIN
 class PutBody(Struct, forbid_unknown_fields=True, kw_only=True):
     columns: dict[str, Any]
     dtypes: dict[str, str] = {}
-    group_ids: int | list[int] | None = None
-    """One for all rows or one for each. Prompts need none."""
+    group_ids: int | list[int] | None = None  # one for all rows or one for each. Prompts need none.
     versions: int | list[int] | None = None
     tokens: list[int] | None = None
-    close: bool = False
-    """These are all rows of their groups."""
+    close: bool = False  # these are all rows of their groups
     partition: str = TRAIN
-    wait_s: float = 0.0
-    """For room."""
+    wait_s: float = 0.0  # for room
 
 
 class WriteBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -44,8 +41,7 @@ class ClaimBody(Struct, forbid_unknown_fields=True, kw_only=True):
     wait_s: float = 0.0
     lease_s: float | None = None
     partition: str = TRAIN
-    lists: bool = False
-    """Arrays as nested lists, to be read by people."""
+    lists: bool = False  # arrays as nested lists, to be read by people
 
 
 class GroupsBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -76,5 +72,4 @@ class RewindBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Weights(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     version: int
-    where: str | None = None
-    """Where they can be fetched; None if that is known."""
+    where: str | None = None  # where they can be fetched; None if that is known

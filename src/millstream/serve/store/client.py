@@ -27,10 +27,8 @@ from millstream.serve.store.bodies import Weights
 from millstream.serve.store.columns import MESSAGEPACK, columns_in, columns_out, encode
 from millstream.store import ONE_GROUP, TRAIN, Choose, Columns, Lease, Saved, StoreStats, Want
 
-POLL_S = 30.0
-"""How long one request waits; a claim that waits longer asks again."""
-ANSWER_S = 30.0
-"""Beyond what it waits for: then the service counts as gone."""
+POLL_S = 30.0  # how long one request waits; a claim that waits longer asks again
+ANSWER_S = 30.0  # beyond what it waits for: then the service counts as gone
 
 
 class HttpStore:

@@ -59,16 +59,12 @@ HUNG_UP = 499
 
 
 class StoreServiceConfig(Struct, frozen=True, kw_only=True):
-    host: str = "127.0.0.1"
-    """Beyond this machine (0.0.0.0, say) only with a token."""
-    port: int = 7077
-    """0: one that is free."""
+    host: str = "127.0.0.1"  # beyond this machine (0.0.0.0, say) only with a token
+    port: int = 7077  # 0: one that is free
     max_body_bytes: int = 64 << 20
-    max_requests: int = 256
-    """At once, those that wait included."""
+    max_requests: int = 256  # at once, those that wait included
     max_wait_s: float = 300.0
-    lease_s: float = 300.0
-    """How long a lease lasts that does not say."""
+    lease_s: float = 300.0  # how long a lease lasts that does not say
     max_lease_s: float = 86400.0
 
     def __post_init__(self) -> None:
@@ -90,8 +86,8 @@ class Section:
         self._talk = talk
         self._config = config
         self._needs_groups = needs_groups
+        # By id: the lease without its rows, when it expires, how long it lasts.
         self._leases: dict[int, tuple[Lease, float, float]] = {}
-        """By id: the lease without its rows, when it expires, how long it lasts."""
         self._last = 0
         self._tasks: list[str] | None = None
 

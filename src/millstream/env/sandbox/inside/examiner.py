@@ -27,8 +27,7 @@ from typing import Any
 HEADER = 4
 MAX_BYTES = 64 << 20
 TALK, VERDICT = 3, 4
-WHY = 300
-"""Characters of a reason that are told."""
+WHY = 300  # characters of a reason that are told
 
 
 def play(order: dict[str, Any]) -> int:

@@ -28,11 +28,11 @@ from typing import Any
 
 from . import examiner, isolation, syscalls
 
+# What programs import most: there already.
 WARM = (
     "bisect collections copy datetime decimal fractions functools heapq itertools math operator random re statistics string "
     "typing"
 )
-"""What programs import most: there already."""
 
 HEADER = 4
 WATCH_S = 0.05
