@@ -29,7 +29,7 @@ from torch import Tensor
 from millstream.algo import AlgorithmConfig, kl, losses, recipe
 from millstream.algo.advantages import ADVANTAGES
 from millstream.algo.credit import gae
-from millstream.model.objective import LossInputs, Objective
+from millstream.objective import LossInputs, Objective
 
 HERE = Path(__file__).parent
 ROWS, LONGEST, GROUPS = 12, 9, 3
@@ -87,11 +87,13 @@ def ours(x: dict[str, Tensor]) -> dict[str, Tensor]:
     base = recipe.objective(AlgorithmConfig(loss="reinforce"), max_tokens=LONGEST)
 
     def with_k3(inputs: LossInputs) -> Any:
-        return kl.penalised(inputs, losses.ppo(inputs, clip_low=0.2, clip_high=0.2), estimator="k3", coefficient=0.1)
+        return kl.with_kl_penalty(
+            inputs, losses.ppo(inputs, clip_low=0.2, clip_high=0.2), estimator="k3", coefficient=0.1
+        )
 
     found |= of_objective("ppo with k3", base._replace(token_loss=with_k3), x)
     for name in ("k1", "k2", "k3"):
-        found[f"kl {name}"] = kl.estimate(name, x["th"], x["ref"]) * x["mask"]  # type: ignore[arg-type]
+        found[f"kl {name}"] = kl.kl_estimate(name, x["th"], x["ref"]) * x["mask"]  # type: ignore[arg-type]
     rewards_BG = x["rewards"].view(GROUPS, -1).numpy()
     for name, advantage in ADVANTAGES.items():
         found[f"advantage {name}"] = torch.from_numpy(advantages(rewards_BG, x["mask"], advantage)).flatten()

@@ -1,9 +1,9 @@
-"""GRPO without a correction, forced: what `algo.check` refuses, so that it can be seen why."""
+"""GRPO without a correction, forced: what `algo.checks` refuses, so that it can be seen why."""
 
 from __future__ import annotations
 
 from millstream.algo.losses import reinforce
-from millstream.model.objective import LossInputs, TokenLoss
+from millstream.objective import LossInputs, TokenLoss
 
 
 def uncorrected(x: LossInputs) -> TokenLoss:

@@ -14,7 +14,7 @@ import torch
 from millstream.algo import AlgorithmConfig, advantages, losses, recipe
 from millstream.learner import Learner, LearnerConfig
 from millstream.learner.torch import TorchLearner
-from millstream.model.objective import LossInputs, TokenLoss
+from millstream.objective import LossInputs, TokenLoss
 from millstream.testing.algorithm import AdvantageSuite, LossSuite
 from millstream.testing.learner import LearnerSuite
 from millstream.types import TrainRow

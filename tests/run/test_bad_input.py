@@ -16,7 +16,7 @@ from millstream.config import load
 from millstream.errors import LearnerError
 from millstream.events import GroupLeft, Stepped
 from millstream.events.sinks import read_events
-from millstream.model.objective import LossInputs, TokenLoss
+from millstream.objective import LossInputs, TokenLoss
 from millstream.types import Fate
 
 ROOT = Path(__file__).parents[2]

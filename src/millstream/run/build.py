@@ -13,7 +13,8 @@ from jinja2 import TemplateError
 from msgspec import Struct, field, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millstream.algo import advantage_of, credit_for, needs_critic, shaping
+from millstream.algo import advantage_of, credit_for, needs_critic
+from millstream.algo.advantages import overlong_penalty
 from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
 from millstream.engine import EngineConfig
@@ -410,7 +411,7 @@ def _with_overlong(reward: GroupReward | None, config: RunConfig) -> GroupReward
 
     async def score(task: Task, said: Sequence[Sequence[int]]) -> Sequence[float]:
         lengths_G = np.array([len(tokens) for tokens in said], dtype=np.float64)
-        lost_G = shaping.overlong(lengths_G, max_tokens=max_tokens, buffer=buffer)
+        lost_G = overlong_penalty(lengths_G, max_tokens=max_tokens, buffer=buffer)
         earned_G = np.zeros(len(said)) if reward is None else np.array(await reward(task, said))
         return [float(value) for value in earned_G + lost_G]
 

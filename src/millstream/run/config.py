@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 from msgspec import Struct, field, structs
 
 from millstream import imports
-from millstream.algo import AlgorithmConfig, check, needs_critic, needs_reference, reads_proximal
+from millstream.algo import AlgorithmConfig, check_algorithm, needs_critic, needs_reference, reads_proximal
 from millstream.cluster.resources import ResourcesConfig, Way, placement_of, ways_of
 from millstream.engine import EngineConfig
 from millstream.engine.http.config import HttpConfig
@@ -293,7 +293,7 @@ def _check_resources(config: RunConfig) -> None:
 
 def check_run(config: RunConfig) -> None:
     """What no single component can see: combinations that are wrong. Raises `ConfigError` that says what to set."""
-    check(
+    check_algorithm(
         config.algorithm,
         max_lag=config.pipeline.max_lag,
         group_size=config.rollout.group_size,

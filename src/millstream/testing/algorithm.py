@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from millstream.algo.advantages import Rewards
-from millstream.model.objective import LossInputs, TokenLoss
+from millstream.objective import LossInputs, TokenLoss
 
 COUNTS = (3, 1, 7, 2)  # trained tokens of each row
 

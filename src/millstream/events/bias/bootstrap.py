@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millstream.events.bias.table import Floats, Ints
+from millstream.events.bias.table import Doubles, Ints
 from millstream.types import Mask
 
 RESAMPLES = 1000
@@ -23,9 +23,9 @@ class Quantity(NamedTuple):
 
     name: str
     group: Ints
-    value: Floats
+    value: Doubles
     is_cut: Mask  # the value is a lower bound
-    outcome: Floats
+    outcome: Doubles
     chosen: tuple[Mask, Mask]  # trained; kept
     lost: int
     known: int  # lost rollouts of which something is known
@@ -34,12 +34,12 @@ class Quantity(NamedTuple):
 class ResampledMeans(NamedTuple):
     """One entry per resample."""
 
-    kaplan_meier: Floats
-    seen: Floats  # as if all had ended where they were cut off
-    chosen: tuple[Floats, Floats]
+    kaplan_meier: Doubles
+    seen: Doubles  # as if all had ended where they were cut off
+    chosen: tuple[Doubles, Doubles]
 
 
-def kaplan_meier_mean(values: Floats, is_cut: Mask) -> float:
+def kaplan_meier_mean(values: Doubles, is_cut: Mask) -> float:
     """Kaplan & Meier 1958: the mean up to the largest value, where some values are lower bounds. At a tie, ends come first."""
     order = np.lexsort((is_cut, values))
     values, is_cut = values[order], is_cut[order]
@@ -59,7 +59,7 @@ def bootstrap(quantities: list[Quantity], rng: np.random.Generator) -> list[Resa
     return [resampled_means(totals, some) for totals, some in zip(drawn, edges, strict=True)]
 
 
-def resample(sums: Floats, rng: np.random.Generator) -> Floats:
+def resample(sums: Doubles, rng: np.random.Generator) -> Doubles:
     """(group, column) to (resample, column): totals over groups drawn with replacement."""
     size = len(sums)
     if not size:
@@ -73,7 +73,7 @@ def resample(sums: Floats, rng: np.random.Generator) -> Floats:
     return np.concatenate(chunks)
 
 
-def cut_edges(cuts: Floats) -> Floats:
+def cut_edges(cuts: Doubles) -> Doubles:
     """The lengths at which rollouts were cut off; of many, `MAX_EDGES` quantiles, denser in the tail, where an edge weighs
     more."""
     distinct = np.unique(cuts)
@@ -82,7 +82,7 @@ def cut_edges(cuts: Floats) -> Floats:
     return np.unique(np.quantile(cuts, 1 - np.linspace(1, 0, MAX_EDGES) ** 3, method="nearest"))
 
 
-def group_sums(quantity: Quantity, edges: Floats, num_groups: int) -> Floats:
+def group_sums(quantity: Quantity, edges: Doubles, num_groups: int) -> Doubles:
     """Between two edges no rollout is cut off: there Kaplan-Meier needs only how many ended, and their sum.
 
     Columns: for every cell between edges how many ended, their sum, how many were cut off at its end; then five totals."""
@@ -100,7 +100,7 @@ def group_sums(quantity: Quantity, edges: Floats, num_groups: int) -> Floats:
     )
 
 
-def resampled_means(totals: Floats, edges: Floats) -> ResampledMeans:
+def resampled_means(totals: Doubles, edges: Doubles) -> ResampledMeans:
     width = len(edges) + 1
     ended, sums, cut = (totals[:, number * width : (number + 1) * width] for number in range(3))
     everything, num_trained, num_kept, trained, kept = totals[:, 3 * width :].T
@@ -112,7 +112,7 @@ def resampled_means(totals: Floats, edges: Floats) -> ResampledMeans:
     )
 
 
-def _kaplan_meier_means(ended: Floats, sums: Floats, cut: Floats, edges: Floats) -> Floats:
+def _kaplan_meier_means(ended: Doubles, sums: Doubles, cut: Doubles, edges: Doubles) -> Doubles:
     """`kaplan_meier_mean` of every resample, cell by cell."""
     at_risk, survival = ended.sum(axis=1) + cut.sum(axis=1), np.ones(len(ended))
     mean = np.zeros(len(ended))

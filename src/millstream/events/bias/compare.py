@@ -21,7 +21,7 @@ from millstream.events.bias.table import (
     FAILED,
     FILTERED,
     TRAINED,
-    Floats,
+    Doubles,
     Ints,
     RolloutTable,
     select,
@@ -56,7 +56,7 @@ class BiasTest(Struct, frozen=True, kw_only=True):
 # ---- tokens, seconds, difficulty: the mean over the kept and over all admitted
 
 
-def measured(name: str, table: RolloutTable, first: Floats, last: Floats) -> Quantity:
+def measured_quantity(name: str, table: RolloutTable, first: Doubles, last: Doubles) -> Quantity:
     lost = is_lost(table) | table.is_first_cut
     return Quantity(
         name=name,
@@ -114,7 +114,7 @@ def difficulty(table: RolloutTable) -> Quantity:
     )
 
 
-def _mean_of_same(label: Ints, values: Floats) -> Floats:
+def _mean_of_same(label: Ints, values: Doubles) -> Doubles:
     """For every label, the mean over its known values; NaN where none is known."""
     known, size = ~np.isnan(values), int(label.max(initial=-1)) + 1
     counts = np.bincount(label[known], minlength=size)
@@ -183,7 +183,7 @@ def _note(quantity: Quantity, longest: float) -> str:
     return "; ".join(notes)
 
 
-def _percent(kept: Floats | np.float64, everything: Floats | np.float64) -> Floats:
+def _percent(kept: Doubles | np.float64, everything: Doubles | np.float64) -> Doubles:
     scale = np.abs(everything)
     return np.asarray(100 * (kept - everything) / np.where(scale > 0, scale, 1.0))
 
@@ -215,7 +215,7 @@ def compare_sources(table: RolloutTable, names: list[str], rng: np.random.Genera
     ]
 
 
-def _moved(test: BiasTest, names: list[str], totals: Floats, drawn: Floats, permuted: Floats) -> BiasTest:
+def _moved(test: BiasTest, names: list[str], totals: Doubles, drawn: Doubles, permuted: Doubles) -> BiasTest:
     admitted, chosen = totals / totals.sum(axis=1, keepdims=True)
     shift, least = float(_shift(totals, 1)), int(np.argmin(chosen - admitted))
     high, low = 2 * shift - np.quantile(drawn, [LEVEL / 2, 1 - LEVEL / 2])  # a shift by chance is above 0, too
@@ -231,7 +231,7 @@ def _moved(test: BiasTest, names: list[str], totals: Floats, drawn: Floats, perm
     )
 
 
-def _counts(table: RolloutTable, choices: tuple[Mask, Mask], num_sources: int) -> tuple[Floats, Floats]:
+def _counts(table: RolloutTable, choices: tuple[Mask, Mask], num_sources: int) -> tuple[Doubles, Doubles]:
     """The rollouts of each group that were admitted, trained, kept; and 1 where a group is of a source."""
     size = int(table.group.max()) + 1
     is_of_GS = np.zeros((size, num_sources))
@@ -240,13 +240,13 @@ def _counts(table: RolloutTable, choices: tuple[Mask, Mask], num_sources: int) -
     return np.stack([np.bincount(table.group, chosen, size) for chosen in (everything, *choices)]), is_of_GS
 
 
-def _shift(counts_CRS: Sequence[Floats] | Floats, choice: int) -> Floats:
+def _shift(counts_CRS: Sequence[Doubles] | Doubles, choice: int) -> Doubles:
     """The total variation between the admitted and a choice of them, in percent."""
     admitted, chosen = (c / np.maximum(c.sum(axis=-1, keepdims=True), 1) for c in (counts_CRS[0], counts_CRS[choice]))
     return np.asarray(50 * np.abs(admitted - chosen).sum(axis=-1))
 
 
-def _permuted(counts_CG: Floats, is_of_GS: Floats, rng: np.random.Generator) -> Floats:
+def _permuted(counts_CG: Doubles, is_of_GS: Doubles, rng: np.random.Generator) -> Doubles:
     chunks = []
     for _ in range(RESAMPLES // CHUNK):
         order_RG = rng.permuted(np.tile(np.arange(len(is_of_GS)), (CHUNK, 1)), axis=1)

@@ -20,9 +20,9 @@ from millstream.events.bias.compare import (
     is_hung,
     judge,
     logarithm,
-    measured,
+    measured_quantity,
 )
-from millstream.events.bias.table import CLASSES, TRAINED, Floats, GroupLog, Ints, RolloutTable, select, settled_only
+from millstream.events.bias.table import CLASSES, TRAINED, Doubles, GroupLog, Ints, RolloutTable, select, settled_only
 from millstream.events.types import Event
 
 DECLARED = "declared"
@@ -58,8 +58,8 @@ def bias_report(events: Iterable[Event], *, seed: int = 0) -> BiasReport:
     table, sources = log.table(), log.sources
     settled, rng = settled_only(table), np.random.default_rng(seed)
     quantities = [
-        measured("sampled tokens", settled, settled.first_tokens, settled.tokens),
-        measured("seconds", settled, np.where(is_hung(settled), 0.0, settled.first_seconds), settled.seconds),
+        measured_quantity("sampled tokens", settled, settled.first_tokens, settled.tokens),
+        measured_quantity("seconds", settled, np.where(is_hung(settled), 0.0, settled.first_seconds), settled.seconds),
         difficulty(settled),
     ]
     drawn = bootstrap([*quantities, *map(logarithm, quantities[:2])], rng)
@@ -94,9 +94,9 @@ def _row(name: str, table: RolloutTable, sources: list[str]) -> ClassRow:
     )
 
 
-def _mean(values: Floats) -> float | None:
+def _mean(values: Doubles) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-def _shares(source: Ints, num_sources: int) -> Floats:
+def _shares(source: Ints, num_sources: int) -> Doubles:
     return np.bincount(source, minlength=num_sources) / max(1, len(source))

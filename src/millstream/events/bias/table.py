@@ -27,7 +27,7 @@ MAX_SOURCES = 32  # smaller ones are counted together
 CLASSES = ("trained", "filtered", "failed", "aborted", "in flight", "open")
 TRAINED, FILTERED, FAILED, ABORTED, IN_FLIGHT, OPEN = range(len(CLASSES))
 
-Floats = NDArray[np.float64]
+Doubles = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
@@ -105,11 +105,11 @@ class RolloutTable(NamedTuple):
     kind: Ints
     is_first_cut: Mask
     is_first_failed: Mask
-    first_tokens: Floats
-    first_seconds: Floats
-    tokens: Floats
-    seconds: Floats
-    reward: Floats
+    first_tokens: Doubles
+    first_seconds: Doubles
+    tokens: Doubles
+    seconds: Doubles
+    reward: Doubles
 
 
 _KINDS = (np.int64, np.int64, np.int64, np.bool_, np.int64, np.bool_, np.bool_, *[np.float64] * 5)
