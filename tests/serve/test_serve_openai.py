@@ -38,7 +38,7 @@ from millstream.model.tiny import TinyShape, tiny_model
 from millstream.run.build import Text, build_engine
 from millstream.serve.openai import service
 from millstream.serve.openai.detokenize import TextStream
-from millstream.serve.openai.service import ModelServiceConfig, Served, serve
+from millstream.serve.openai.service import ModelServiceConfig, Served, host_model
 from millstream.serve.openai.sessions import SessionLimits
 from millstream.types import Completion, Finish, Message, Request, RequestKey, Sampled, Weights
 from support.talk import CHATML, NO_SYSTEM, text_with
@@ -149,7 +149,7 @@ def listening(make: Callable[[], Served], *, token: str | None = None, **limits:
     async def program() -> None:
         one = make()
         try:
-            await serve(one, ModelServiceConfig(port=0, **limits), token=token, on_ready=on_ready)
+            await host_model(one, ModelServiceConfig(port=0, **limits), token=token, on_ready=on_ready)
         finally:
             await one.engine.close()
 
@@ -372,7 +372,7 @@ def test_text_in_pieces_is_the_text_of_all_tokens(data: bytes, cuts: list[int]) 
     speech, said, rest = TextStream(Bytes()), "", tuple(data)
     for cut in [*cuts, len(data) + 1]:
         now, rest = rest[:cut], rest[cut:]
-        speech.hear(Sampled(now, (0.0,) * len(now), (0,) * len(now)))
+        speech.add(Sampled(now, (0.0,) * len(now), (0,) * len(now)))
         piece = speech.take()
         said += "" if piece is None else piece.text
     speech.end()
@@ -384,7 +384,7 @@ def test_text_in_pieces_is_the_text_of_all_tokens(data: bytes, cuts: list[int]) 
 def test_a_stop_string_is_found_wherever_it_is(text: str, stops: list[str]) -> None:
     speech, said = TextStream(Bytes(), stops), ""
     for byte in text.encode():
-        speech.hear(Sampled((byte,), (0.0,), (0,)))
+        speech.add(Sampled((byte,), (0.0,), (0,)))
         piece = speech.take()
         said += "" if piece is None else piece.text
     speech.end()
@@ -392,7 +392,7 @@ def test_a_stop_string_is_found_wherever_it_is(text: str, stops: list[str]) -> N
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     heard = text[: min(ends, default=len(text))]
     expected = min((heard[: heard.find(stop)] for stop in stops if stop in heard), key=len, default=heard)
-    assert said + ("" if piece is None else piece.text) == expected == speech.said
+    assert said + ("" if piece is None else piece.text) == expected == speech.final
     assert speech.is_stopped == bool(ends) and speech.tokens == list(heard.encode())
 
 
@@ -476,7 +476,7 @@ def test_two_calls_that_go_on_from_one_place_at_once_become_two_parts_and_no_tok
 
 
 def test_sessions_are_bounded_in_number_time_and_tokens() -> None:
-    limits = SessionLimits(most=2, idle_s=1.0, tokens=60)
+    limits = SessionLimits(sessions=2, idle_s=1.0, tokens=60)
     with scripted(*(["ok"] * 9), sessions=limits) as (url, _):
 
         def ask(session_id: str, content: str = "a", **more: Any) -> httpx.Response:
@@ -619,7 +619,7 @@ def test_a_token_is_asked_for_and_beyond_this_machine_it_is_required() -> None:
         assert client_of(url, token=TOKEN).completions.create(model="tiny", prompt="a").choices[0].text == "ok"
         assert get(url, "/health").status_code == 200
     with pytest.raises(ConfigError, match="set a token"):
-        asyncio.run(serve(served(text, ScriptedEngine(text)), ModelServiceConfig(host="0.0.0.0")))
+        asyncio.run(host_model(served(text, ScriptedEngine(text)), ModelServiceConfig(host="0.0.0.0")))
 
 
 def test_without_a_token_a_page_in_a_browser_is_refused(url: str) -> None:

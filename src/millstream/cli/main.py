@@ -407,7 +407,7 @@ def serve(
             model=ModelConfig(path=_model_in(path, "serving"), device=device.value, dtype=dtype.value),
             engine=EngineConfig(slots=slots),
         )
-        model.run(
+        model.run_model_service(
             chosen,
             openai.ModelServiceConfig(
                 host=host,
@@ -441,7 +441,7 @@ def serve_store(
     with said():
         from millstream.serve.store import service as store
 
-        store.run(
+        store.run_store_service(
             tasks or [],
             store.StoreServiceConfig(host=host, port=port),
             capacity_rows=capacity_rows,

@@ -378,13 +378,16 @@ class EventSink(Protocol):
     def emit(self, event: Event) -> None: ...
 
 
-def encode_event(event: Event) -> bytes:
-    """One JSON object. Never fails: what is not Unicode in a text (half a character from a subprocess) becomes a question
-    mark."""
+def encode_json(value: Any) -> bytes:
+    """Never fails on text: what is not Unicode (half a character from a subprocess) becomes a question mark."""
     try:
-        return _encoder.encode(event)
+        return _encoder.encode(value)
     except UnicodeEncodeError:
-        return _encoder.encode(_in_unicode(msgspec.to_builtins(event)))
+        return _encoder.encode(_in_unicode(msgspec.to_builtins(value)))
+
+
+def encode_event(event: Event) -> bytes:
+    return encode_json(event)
 
 
 def _in_unicode(value: Any) -> Any:
@@ -392,7 +395,7 @@ def _in_unicode(value: Any) -> Any:
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):
         return {_in_unicode(key): _in_unicode(item) for key, item in value.items()}
-    return [_in_unicode(item) for item in value] if isinstance(value, list) else value
+    return [_in_unicode(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def decode_event(line: bytes | str) -> AnyEvent:
