@@ -22,7 +22,8 @@ from millstream.errors import EngineError, EngineGone, RequestRefused
 from millstream.events.sinks import MemorySink
 from millstream.run.build import build_engine
 from millstream.serving.router import Router
-from millstream.testing.engine import EngineSuite, Flight
+from millstream.testing.engine import EngineSuite
+from millstream.testing.engine_base import TrackedRequest
 from millstream.types import Completion, Finish, Sampling
 from support.contract_sglang import Contract, Faults
 from support.servers import Close, millstream_serve, serving, thread_engine
@@ -182,12 +183,12 @@ def test_in_chaos_every_request_is_answered_once_without_gap_or_repeat_and_with_
     suite = TestHttpEngineOverTheContractOfSgLang()
     rng, chaos = random.Random(seed), CHAOS | {"slow_update_s": slow_update_s}
 
-    async def program(urls: list[str]) -> tuple[list[Flight], dict[int, int]]:
+    async def program(urls: list[str]) -> tuple[list[TrackedRequest], dict[int, int]]:
         engine = http_engine(urls, tmp_path, timeout_s=0.5, retries=30, slots=8)
-        numbers, flights = {0: 0}, list[Flight]()
+        numbers, flights = {0: 0}, list[TrackedRequest]()
         try:
             for number, prompt in enumerate(prompts(45)):
-                flights.append(Flight(engine, request(number, prompt, max_tokens=rng.randint(1, 50))))
+                flights.append(TrackedRequest(engine, request(number, prompt, max_tokens=rng.randint(1, 50))))
                 if number % 15 == 14:
                     await asyncio.sleep(0.2)
                     version = engine.version + 1
@@ -257,7 +258,7 @@ def test_a_server_that_does_not_say_in_time_that_it_took_weights_is_not_used_unt
             await engine.load(2, suite.make_weights(2))
             assert slow.calls.count("/update_weights_from_disk") == 1, "not asked for once more on top"
             slow.faults = Faults()
-            flights = [Flight(engine, request(n, p)) for n, p in enumerate(prompts(12))]
+            flights = [TrackedRequest(engine, request(n, p)) for n, p in enumerate(prompts(12))]
             return [await flight for flight in flights]
         finally:
             await engine.close()
@@ -381,8 +382,8 @@ def test_one_of_several_servers_may_go_and_the_others_take_its_requests_and_the_
     async def program(urls: list[str], stop: Callable[[], None]) -> list[Completion]:
         engine = http_engine(urls, tmp_path, retries=1, slots=8)  # one failure, and then elsewhere
         try:
-            flights = [Flight(engine, request(n, p, max_tokens=60)) for n, p in enumerate(prompts(8))]
-            await asyncio.gather(*(flight.until_told(2) for flight in flights))
+            flights = [TrackedRequest(engine, request(n, p, max_tokens=60)) for n, p in enumerate(prompts(8))]
+            await asyncio.gather(*(flight.until_reported(2) for flight in flights))
             await asyncio.to_thread(stop)
             await engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
             return [await flight for flight in flights]
@@ -403,8 +404,8 @@ def test_a_load_that_is_cancelled_halfway_breaks_the_engine_and_hangs_nobody(tmp
     async def program(url: str, server: Contract) -> None:
         engine = http_engine([url], tmp_path)
         await engine.generate(request(0, (4, 5, 6), max_tokens=1))
-        flight = Flight(engine, request(1, (4, 5, 6), max_tokens=200))
-        await flight.until_told(2)
+        flight = TrackedRequest(engine, request(1, (4, 5, 6), max_tokens=200))
+        await flight.until_reported(2)
         server.faults = Faults(call=1.0)
         loading = asyncio.ensure_future(engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1)))
         await asyncio.sleep(0.3)
