@@ -19,6 +19,8 @@ MillstreamError
 ├── StoreError             a row, a column or a lease that is not there; a cell written twice
 │   ├── StreamEnded            nothing more will ever come for this claim
 │   └── StoreTimeout           no room, or nothing to claim, before the deadline that was asked for
+├── WorkerError            a call to a worker process failed with an error that has no class here
+│   └── WorkerExited           the worker process is gone; the message is the reason for its exit
 ├── ClusterError           a cluster that cannot be reached, is too small, or has no room
 ├── CheckpointError        a checkpoint that is not whole, or not of this run
 ├── OutputError            the run folder cannot be written: a full disk, say
@@ -80,6 +82,17 @@ class WeightsSuperseded(WeightsError): ...
 
 
 class WeightsUnreachable(WeightsError): ...
+
+
+class WorkerError(MillstreamError): ...
+
+
+class WorkerExited(WorkerError):
+    """`is_death`: it could not be started, was killed or crashed, as opposed to having exited by itself or been closed."""
+
+    def __init__(self, message: str, *, is_death: bool = False) -> None:
+        super().__init__(message)
+        self.is_death = is_death
 
 
 class ClusterError(MillstreamError): ...

@@ -63,9 +63,9 @@ def test_a_worker_that_hangs_up_has_died_unless_ray_knows_that_its_work_was_done
     with socket.socket() as line:
         unknown, lost = worker(None), worker("The actor died because its node has died. Node Id: 12")
         crashed, done = worker("The actor died unexpectedly on node 12"), worker("The actor exited by exit_actor()")
-        assert unknown.ended(0) is None and unknown.has_died
-        assert lost.ended(0) == "its process 7 ended: its node is gone" and lost.has_died
-        assert crashed.ended(0) == "its process 7 ended: killed or crashed" and crashed.has_died
+        assert unknown.exit_reason(0) is None and unknown.has_died
+        assert lost.exit_reason(0) == "its process 7 ended: its node is gone" and lost.has_died
+        assert crashed.exit_reason(0) == "its process 7 ended: killed or crashed" and crashed.has_died
         assert not done.has_died
 
 

@@ -528,7 +528,7 @@ def test_a_process_of_a_cluster_that_is_not_heard_of_holds_nobody_up(monkeypatch
         def kill(self) -> None:
             killed.append(True)
 
-        def ended(self, timeout_s: float | None = None) -> str | None:
+        def exit_reason(self, timeout_s: float | None = None) -> str | None:
             said.wait(30)
             return "it is gone"
 

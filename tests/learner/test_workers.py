@@ -42,14 +42,14 @@ class NearWorker:
     pid, node = 0, ""
 
     def __init__(self) -> None:
-        self.line, self.theirs = socket.socketpair()
+        self.connection, self.theirs = socket.socketpair()
         self.is_killed = threading.Event()
 
     def kill(self) -> None:
         self.is_killed.set()
         self.theirs.close()
 
-    def ended(self, timeout_s: float | None = None) -> str | None:
+    def exit_reason(self, timeout_s: float | None = None) -> str | None:
         return "it was killed" if self.is_killed.wait(timeout_s) else None
 
     @property

@@ -212,21 +212,21 @@ class Cluster:
 
 
 class RayWorker:
-    """A process on some node. See `millstream.rpc.process.Worker`."""
+    """A process on some node. See `millstream.rpc.process.WorkerProcess`."""
 
     def __init__(self, actor: Any, sitting: Future[None], line: socket.socket, hello: Hello) -> None:
         self._actor = actor
         self._sitting = sitting
-        self.line = line
+        self.connection = line
         self.pid = hello.pid
         self.node = hello.node
 
     def kill(self) -> None:
         with suppress(OSError):
-            self.line.shutdown(socket.SHUT_RDWR)  # it hears that, and ends all that it has started
+            self.connection.shutdown(socket.SHUT_RDWR)  # it hears that, and ends all that it has started
         _kill(self._actor)
 
-    def ended(self, timeout_s: float | None = None) -> str | None:
+    def exit_reason(self, timeout_s: float | None = None) -> str | None:
         if not futures.wait([self._sitting], timeout_s).done:
             return None
         return f"its process {self.pid} ended: {_why(self._sitting)}"

@@ -24,7 +24,7 @@ from msgspec import Struct
 from millstream.env import Content, Context, Reward
 from millstream.env.config import EnvironmentConfig
 from millstream.errors import ClusterError, EnvironmentFailed, RequestRefused, RolloutError
-from millstream.rpc.process import Launcher, Worker
+from millstream.rpc.process import Launcher, WorkerProcess
 from millstream.rpc.threads import on_a_thread
 from millstream.types import Message, Task
 
@@ -183,7 +183,7 @@ class _Worker:
             process, line = await _started_here()
         else:
             process = await _Elsewhere.start(launcher, config.shown)
-            line = process.worker.line
+            line = process.worker.connection
         try:
             reader, writer = await asyncio.open_connection(sock=line)
         except BaseException:  # cancelled: nobody will know of it
@@ -304,7 +304,7 @@ async def _started_here() -> tuple[asyncio.subprocess.Process, socket.socket]:
 class _Elsewhere:
     """A process of a cluster, with what is asked of one of this machine."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerProcess) -> None:
         self.worker = worker
 
     @classmethod
@@ -321,13 +321,13 @@ class _Elsewhere:
             raise NotMade(f"{name} has no process: {error}") from error
 
     async def wait(self) -> str:
-        return await on_a_thread("end of an environment", self.worker.ended) or "it is gone"
+        return await on_a_thread("end of an environment", self.worker.exit_reason) or "it is gone"
 
     def kill(self) -> None:
         self.worker.kill()
 
 
-def _end_late(coming: asyncio.Future[Worker]) -> None:
+def _end_late(coming: asyncio.Future[WorkerProcess]) -> None:
     if not coming.cancelled() and coming.exception() is None:
         coming.result().kill()
 

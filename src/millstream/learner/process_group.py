@@ -25,7 +25,7 @@ from millstream.errors import LearnerError, LearnerGone, MillstreamError
 from millstream.learner.messages import READY, Answer, Close, Numbered, Order, Write
 from millstream.learner.shared_disk import look_for_files
 from millstream.rpc.frames import Frames, frame
-from millstream.rpc.process import Kind, Launcher, Worker
+from millstream.rpc.process import Kind, Launcher, WorkerProcess
 
 CLOSE_S = 10.0
 HEARD_S = 1.0
@@ -65,7 +65,7 @@ class Remote:
         self._job = job
         self._failures = failures
         self._launcher = launcher
-        self.worker: Worker | None = None
+        self.worker: WorkerProcess | None = None
         self.is_closing = False
         self._is_gone = False
         self._is_connected = False
@@ -102,7 +102,7 @@ class Remote:
         self._send_unsent(worker)
         self._read(worker)
 
-    def _send_unsent(self, worker: Worker) -> None:
+    def _send_unsent(self, worker: WorkerProcess) -> None:
         """From here on `ask` sends by itself: when there is nothing left to be sent before."""
         while True:
             with self._lock:
@@ -112,7 +112,7 @@ class Remote:
                     self._is_connected = True
                     return
             with suppress(OSError):  # it is gone: the reader says so
-                worker.line.sendall(b"".join(messages))
+                worker.connection.sendall(b"".join(messages))
 
     def ask(self, numbered: Numbered) -> Future[Answer]:
         """`ConnectionBroken` in the future, if no answer will come. Not thread-safe. Blocks for as long as the process does
@@ -128,16 +128,16 @@ class Remote:
                 return answer
             worker = self.worker
         with suppress(OSError):  # it is gone: the reader says so
-            worker.line.sendall(frame(numbered))
+            worker.connection.sendall(frame(numbered))
         return answer
 
-    def _read(self, worker: Worker) -> None:
-        frames, decoder = Frames(worker.line), msgspec.msgpack.Decoder(Answer)
+    def _read(self, worker: WorkerProcess) -> None:
+        frames, decoder = Frames(worker.connection), msgspec.msgpack.Decoder(Answer)
         while (payloads := frames.receive(block=True)) is not None:
             for payload in payloads:
                 self._settle(decoder.decode(payload))
         if not self.is_closing:
-            how = worker.ended(CLOSE_S) or "its process closed its line"
+            how = worker.exit_reason(CLOSE_S) or "its process closed its line"
             self._failures.append(Failure(self._job.place, how, is_own=True, is_death=worker.has_died))
         self._give_up()
 
@@ -173,11 +173,11 @@ class Remote:
             self._is_gone = True
         if self.worker is None:
             return
-        if self.worker.ended(timeout_s) is None:
+        if self.worker.exit_reason(timeout_s) is None:
             self.worker.kill()
-            self.worker.ended(CLOSE_S)
+            self.worker.exit_reason(CLOSE_S)
         self._working.join(CLOSE_S)
-        self.worker.line.close()
+        self.worker.connection.close()
 
 
 class ProcessGroup:

@@ -1,13 +1,15 @@
-"""Processes that work for a run, each at the other end of a socket: started here, or by a cluster on some node.
+"""Worker processes and who starts them: on this machine (`LocalLauncher`) or on a node of a cluster (`cluster.driver`).
 
-A worker is a module with a function `work(line)`. What it has to know comes as the first message on the line, and it ends when
-the line closes, however the run ends. Messages are msgpack, nothing is pickled.
+A worker is a module with a function `work(connection)`; on this machine it runs as `python -m MODULE DESCRIPTOR`. Its first
+message is its setup (`rpc.call`). Guarantees: a worker is the leader of its own process group and is killed with everything it
+started; it ends when its connection closes, so none outlives the process that started it; what it prints goes to stderr.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -19,14 +21,45 @@ from contextlib import suppress
 from typing import Literal, Protocol
 
 logger = logging.getLogger(__name__)
-Kind = Literal["engine", "learner", "stage", "environment", "reward"]
-"""What a worker does: it says which resources of a cluster it gets."""
-MAX_LINES = 20
-HEARD_S = 1.0
+Kind = Literal["engine", "learner", "stage", "environment", "reward"]  # which resources of a cluster a worker gets
+KEPT_LINES = 20
+STDERR_S = 1.0  # for the last lines of stderr to arrive after the exit
+NODE = "MILLSTREAM_NODE"  # environment variable of a cluster's worker: the name of its node
+HOST = "MILLSTREAM_HOST"  # the same: the address under which other nodes reach it
+
+
+class WorkerProcess(Protocol):
+    """A started process, from the side that started it."""
+
+    connection: socket.socket
+    pid: int
+    node: str  # the cluster's name for the node it is on; "" on this machine without a cluster
+
+    def kill(self) -> None:
+        """Kill it at once, with everything it started. A second call does nothing."""
+        ...
+
+    def exit_reason(self, timeout_s: float | None = None) -> str | None:
+        """How it ended, in words, with the last line it wrote to stderr. Waits for the end. None: it still runs after
+        `timeout_s`; without a timeout the wait has no limit."""
+        ...
+
+    @property
+    def has_died(self) -> bool:
+        """Whether a process that has ended was killed or crashed, as opposed to having exited by itself with status 0."""
+        ...
+
+
+class Launcher(Protocol):
+    def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> WorkerProcess:
+        """Returns when the connection exists. May block for seconds, or for as long as a cluster has no room. Raises
+        `MillstreamError` or `OSError`. `descriptors` are inherited under the same numbers by a process of this machine; on
+        another node they mean nothing."""
+        ...
 
 
 def engine_names(num: int) -> list[str]:
-    """Of the engines that a run begins with."""
+    """The names of the engines that a run starts with."""
     return ["engine"] if num == 1 else [f"engine-{number}" for number in range(num)]
 
 
@@ -34,103 +67,116 @@ def rank_name(number: int) -> str:
     return f"rank {number}"
 
 
-class Worker(Protocol):
-    """A process, from our side."""
-
-    line: socket.socket
-    pid: int
-    node: str
-    """Where it is; "" on this machine, where no cluster has a name for it."""
-
-    def kill(self) -> None:
-        """At once, with everything that it started. A second time it does nothing."""
-        ...
-
-    def ended(self, timeout_s: float | None = None) -> str | None:
-        """How it ended, in words, or None if it lives after so long. None: waits for ever."""
-        ...
-
-    @property
-    def has_died(self) -> bool:
-        """Of one that has ended: whether not by itself, its work being done or refused."""
-        ...
-
-
-class Launcher(Protocol):
-    def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> Worker:
-        """Returns when the line is there. May take seconds, or as long as a cluster has no room; raises `MillstreamError`.
-        `descriptors` are passed on to a process of this machine, under the same numbers; elsewhere they mean nothing."""
-        ...
-
-
-class LocalWorker:
-    """A process of this machine, started as `python -m MODULE LINE`: a script of the user's needs no guard around its main
-    part."""
-
-    node = ""
-
-    def __init__(self, module: str, name: str, descriptors: Sequence[int] = (), *, is_heard: bool = False) -> None:
-        self.line, theirs = socket.socketpair()
-        with theirs:
-            passed = [theirs.fileno(), *descriptors]
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
-                pass_fds=passed,
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE if is_heard else None,
-                process_group=0,
-            )
-        self.pid = self.process.pid
-        self.name = name
-        self._said: deque[str] = deque(maxlen=MAX_LINES)
-        self._hearing: threading.Thread | None = None
-        if is_heard:
-            self._hearing = threading.Thread(target=self._hear, name=f"{name} says", daemon=True)
-            self._hearing.start()
-
-    def _hear(self) -> None:
-        """What it says is said on, and the last of it kept: it may tell why it ended."""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._said.append(line.decode(errors="replace").rstrip())
-            logger.warning("%s: %s", self.name, self._said[-1])
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-    def ended(self, timeout_s: float | None = None) -> str | None:
-        try:
-            code = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-        if self._hearing is not None:
-            self._hearing.join(HEARD_S)
-        last = f"; it said last: {self._said[-1]}" if self._said else ""
-        return f"its process ended with exit code {code}{last}"
-
-    @property
-    def has_died(self) -> bool:
-        return self.process.poll() != 0
-
-
-class LocalLauncher:
-    """Everything on this machine."""
-
-    def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> LocalWorker:
-        return LocalWorker(module, name, descriptors, is_heard=kind in ("learner", "stage"))
-
-
-NODE, HOST = "MILLSTREAM_NODE", "MILLSTREAM_HOST"
-"""Environment variables that a worker of a cluster has: the name of its node, and the address by which others reach it."""
-
-
 def own_node() -> str:
-    """The name of the node that this process is on; "" where no cluster has a name for it."""
+    """The name of the node that this process is on; "" without a cluster."""
     return os.environ.get(NODE, "")
 
 
 def own_host() -> str:
-    """An address of this node that those who work for the run reach: loopback, unless it has several nodes."""
+    """The address under which the run's other processes reach this node: loopback unless the cluster has several nodes."""
     return os.environ.get(HOST, "127.0.0.1")
+
+
+class LastLines:
+    """Forwards a process's stderr to the log and keeps the last lines for its exit reason."""
+
+    def __init__(self, stderr: int, name: str) -> None:
+        self._stderr = stderr
+        self._name = name
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._thread = threading.Thread(target=self._forward, name=f"{name} stderr", daemon=True)
+        self._thread.start()
+
+    def _forward(self) -> None:
+        with os.fdopen(self._stderr, "rb") as file:
+            for line in file:
+                self._lines.append(line.decode(errors="replace").rstrip())
+                logger.warning("%s: %s", self._name, self._lines[-1])
+
+    def words(self) -> str:
+        self._thread.join(STDERR_S)
+        return f"; its last line on stderr: {self._lines[-1]}" if self._lines else ""
+
+
+class LocalWorker:
+    """A process of this machine. A user's script needs no `if __name__ == "__main__"`: its main module is not imported."""
+
+    node = ""
+
+    def __init__(self, module: str, name: str, descriptors: Sequence[int] = (), *, keeps_stderr: bool = False) -> None:
+        """`keeps_stderr`: through `LastLines`. Otherwise the worker writes to this process's stderr directly."""
+        self._exit: int | None = None
+        self.connection, theirs = socket.socketpair()
+        self.name = name
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), *descriptors],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
+                stderr=subprocess.PIPE if keeps_stderr else None,
+                env={**os.environ, "PYTHONPATH": import_path()},
+                process_group=0,
+            )
+        self.pid = self.process.pid
+        if hasattr(os, "pidfd_open"):
+            self._exit = os.pidfd_open(self.pid)  # readable when it has exited
+        self._lock = threading.Lock()
+        pipe = self.process.stderr
+        self._last_lines = None if pipe is None else LastLines(os.dup(pipe.fileno()), name)
+        if pipe is not None:
+            pipe.close()
+
+    def kill(self) -> None:
+        with self._lock:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        """With the lock. Until the process is reaped, its number and that of its group are its own."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def exit_reason(self, timeout_s: float | None = None) -> str | None:
+        if not self._has_exited(timeout_s):
+            return None
+        with self._lock:
+            self._kill_group()  # what it started and left behind
+            code = self.process.wait()
+        return exit_words(code) + ("" if self._last_lines is None else self._last_lines.words())
+
+    def _has_exited(self, timeout_s: float | None) -> bool:
+        """Without reaping it."""
+        if self._exit is None or self.process.returncode is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
+            return self.process.returncode is not None
+        poll = select.poll()
+        poll.register(self._exit, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
+
+    @property
+    def has_died(self) -> bool:
+        return self.exit_reason(0.0) is None or self.process.returncode != 0
+
+    def __del__(self) -> None:
+        if self._exit is not None:
+            os.close(self._exit)
+
+
+class LocalLauncher:
+    """Starts every worker on this machine."""
+
+    def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> LocalWorker:
+        return LocalWorker(module, name, descriptors, keeps_stderr=kind in ("engine", "learner", "stage"))
+
+
+def exit_words(code: int) -> str:
+    """Of the code that `subprocess` has: negative for a signal."""
+    signal_name = f" ({signal.Signals(-code).name})" if -code in set(signal.Signals) else ""
+    return f"its process ended with exit code {code}{signal_name}"
+
+
+def import_path() -> str:
+    """This process's `sys.path` as PYTHONPATH, so that a worker imports what its starter could import."""
+    return os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109

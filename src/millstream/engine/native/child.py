@@ -19,10 +19,10 @@ from millstream.engine.native.engine import CLOSE_S, OnReport
 from millstream.engine.native.worker import Close, Command, Report
 from millstream.errors import MillstreamError
 from millstream.rpc.frames import Frames, frame
-from millstream.rpc.process import Worker
+from millstream.rpc.process import WorkerProcess
 from millstream.types import Weights
 
-Launch = Callable[[], Worker]
+Launch = Callable[[], WorkerProcess]
 SOCKET_BUFFER = 4 << 20
 
 
@@ -32,7 +32,7 @@ class ChildHost:
     def __init__(self, launch: Launch, setup: Any) -> None:
         """`setup` is the first message, before any command."""
         self._launch = launch
-        self._child: Worker | None = None
+        self._child: WorkerProcess | None = None
         self._is_closing = False
         self._is_closed = False
         self._outbox = bytearray(frame(setup))
@@ -64,7 +64,7 @@ class ChildHost:
             is_first = not self._outbox and self._child is not None
             if is_first and self._child is not None:
                 try:
-                    frames = frames[self._child.line.send(frames, socket.MSG_DONTWAIT) :]
+                    frames = frames[self._child.connection.send(frames, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
                     pass
                 except OSError:  # the process is gone: the reader says so to everybody who waits
@@ -80,7 +80,7 @@ class ChildHost:
             with self._sending:
                 piece = bytes(self._outbox[: 1 << 20])
             try:
-                sent = self._child.line.send(piece)
+                sent = self._child.connection.send(piece)
             except OSError:
                 sent = len(self._outbox)
             with self._sending:
@@ -96,25 +96,25 @@ class ChildHost:
             said = str(error) if is_ours else f"it could not be started: {type(error).__name__}: {error}"
             on_report(Report([], [], broken=said))
             return
-        child.line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+        child.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
         with self._sending:
             self._child = child
             is_wanted = not self._is_closed
         if not is_wanted:
             child.kill()
-            child.line.close()
+            child.connection.close()
             return
         threading.Thread(target=self._send_rest, name="engine commands", daemon=True).start()
         self._read(child, on_report)
 
-    def _read(self, child: Worker, on_report: OnReport) -> None:
-        frames = Frames(child.line)
+    def _read(self, child: WorkerProcess, on_report: OnReport) -> None:
+        frames = Frames(child.connection)
         decoder = msgspec.msgpack.Decoder(Report)
         while (payloads := frames.receive(block=True)) is not None:
             for payload in payloads:
                 on_report(decoder.decode(payload))
         if not self._is_closing:
-            how = child.ended(CLOSE_S) or "its process closed its line"
+            how = child.exit_reason(CLOSE_S) or "its process closed its line"
             on_report(Report([], [], broken=how))
 
     def join(self) -> None:
@@ -123,11 +123,11 @@ class ChildHost:
             self._is_closed = True
             if self._child is None:
                 return
-        if self._child.ended(CLOSE_S) is None:
+        if self._child.exit_reason(CLOSE_S) is None:
             self._child.kill()
-            self._child.ended(CLOSE_S)  # reaped, where it is this machine's
+            self._child.exit_reason(CLOSE_S)  # reaped, where it is this machine's
         self._reader.join(CLOSE_S)
-        self._child.line.close()
+        self._child.connection.close()
 
 
 class SocketLink:

@@ -23,8 +23,7 @@ from millstream.engine.native.worker import Command, Offer, Report, Worker
 from millstream.errors import WeightsError, WeightsSuperseded, WeightsUnreachable
 from millstream.model.load import set_up_cpu
 from millstream.rpc.frames import Frames, frame
-from millstream.rpc.process import Worker as Process
-from millstream.rpc.process import own_node
+from millstream.rpc.process import WorkerProcess, own_node
 from millstream.types import Weights
 from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.fetcher import Taken, WeightsFetcher
@@ -76,7 +75,7 @@ class RemoteHost(ChildHost):
         self._hear = hear
         super().start(hear)
 
-    def _read(self, child: Process, on_report: OnReport) -> None:
+    def _read(self, child: WorkerProcess, on_report: OnReport) -> None:
         self._has_come.set()
         super()._read(child, on_report)
 

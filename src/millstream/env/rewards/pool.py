@@ -69,8 +69,8 @@ class Worker:
             self.end: Callable[[], object] = weakref.finalize(self, _kill, self.process, self.line)
         else:
             elsewhere = launcher.launch("reward", MODULE, name=f"a worker of reward {config.function}")
-            self.line = elsewhere.line
-            self.how = lambda: elsewhere.ended(LAST_WORDS_S) or "closed its line"
+            self.line = elsewhere.connection
+            self.how = lambda: elsewhere.exit_reason(LAST_WORDS_S) or "closed its line"
             self.end = weakref.finalize(self, elsewhere.kill)
         self.line.setblocking(False)
 

@@ -1,0 +1,95 @@
+"""A worker for the tests of `millstream.rpc`: does what its messages say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct
+
+from millstream.errors import ConfigError, WeightsSuperseded
+from millstream.rpc.call import Channel
+from millstream.rpc.serve import main, serve
+
+
+class WorkerSetup(Struct):
+    refuses: str = ""
+    exits: int = 0
+    sleeps_s: float = 0.0
+
+
+class Do(Struct, tag=True):
+    what: str
+    argument: Any = None
+
+
+class CountUp(Struct, tag=True):
+    """To be answered by the other end: one more."""
+
+    number: int
+
+
+def begin_with(channel: Channel) -> Callable[[WorkerSetup], Callable[[Do], Any]]:
+    done: list[Any] = []
+
+    def begin(setup: WorkerSetup) -> Callable[[Do], Any]:
+        time.sleep(setup.sleeps_s)
+        if setup.exits:
+            os._exit(setup.exits)
+        if setup.refuses:
+            raise ConfigError(setup.refuses)
+        return handle
+
+    def handle(message: Do) -> Any:
+        argument = message.argument
+        match message.what:
+            case "echo":
+                return argument
+            case "pid":
+                return os.getpid()
+            case "note":
+                done.append(argument)
+            case "noted":
+                return done
+            case "sleep" | "write":
+                time.sleep(argument)
+            case "superseded":
+                raise WeightsSuperseded(argument)
+            case "full disk":
+                raise OSError(28, "No space left on device")
+            case "bug":
+                raise ZeroDivisionError(argument)
+            case "die":
+                print(argument, file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "event":
+                channel.send(Do("event", argument))
+            case "count":
+                return channel.call(CountUp(argument), int).result(10.0)
+            case "garbage":
+                channel._connection.sendall(b"\xff" * 64)  # type: ignore[union-attr]
+                time.sleep(60)
+            case "spawn":
+                return subprocess.Popen(["sleep", "600"]).pid
+            case "orphan":  # a child that keeps the connection open
+                if os.fork() == 0:
+                    time.sleep(600)
+                os._exit(5)
+        return None
+
+    return begin
+
+
+def work(connection: socket.socket) -> None:
+    channel = Channel(connection)
+    serve(channel, WorkerSetup, begin_with(channel), Do, is_background=lambda message: message.what == "write")
+
+
+if __name__ == "__main__":
+    main(work)
