@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from millstream.env.rewards import RewardConfig, Scorer, prepare
+from millstream.env.rewards import RewardConfig, Scorer, prepare_rewards
 from millstream.env.sandbox.sandbox import WALLS, Sandbox, SandboxBroken, what_is_contained
 from millstream.types import Task
 
@@ -37,7 +37,7 @@ async def at_once(work: Callable[[], Awaitable[object]], number: int) -> float:
 async def processes(folder: Path) -> None:
     (folder / "mine.py").write_text("def reward(task, completion):\n    return float(completion == task.answer)\n")
     for process in (False, True):
-        scorer = Scorer(prepare([RewardConfig(function=f"{folder}/mine.py:reward", process=process)]))
+        scorer = Scorer(prepare_rewards([RewardConfig(function=f"{folder}/mine.py:reward", process=process)]))
 
         async def work(scorer: Scorer = scorer) -> object:
             return await scorer.score(TASK, "4")
@@ -52,7 +52,7 @@ async def processes(folder: Path) -> None:
 
 
 async def mathematics() -> None:
-    scorer = Scorer(prepare([RewardConfig(function="math_answer")]))
+    scorer = Scorer(prepare_rewards([RewardConfig(function="math_answer")]))
 
     async def work() -> object:
         return await scorer.score(Task(id="1", prompt="", answer="\\frac{1}{2}"), "\\boxed{0.5}")

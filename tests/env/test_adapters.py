@@ -12,17 +12,19 @@ from millstream.env.config import EnvironmentConfig
 from millstream.env.games import reasoning
 from millstream.env.games.gym_text import plain, read_action
 from millstream.env.registry import Environments, Hosted
-from millstream.env.resolve import Kind, find, make_tasks
+from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
 from millstream.errors import ConfigError, RequestRefused
 from millstream.types import Task
 from support.talk import CHATML, Scripted, text_with
 
 
-def found(use: str, **config: Any) -> Kind:
-    return find(EnvironmentConfig(use=use, **config))
+def found(use: str, **config: Any) -> EnvironmentKind:
+    return find_environment(EnvironmentConfig(use=use, **config))
 
 
-async def play(kind: Kind, task: Task, says: list[str], template: str | None = None) -> tuple[float, Scripted]:
+async def play(
+    kind: EnvironmentKind, task: Task, says: list[str], template: str | None = None
+) -> tuple[float, Scripted]:
     text = text_with(template)
     assert kind.environment is not None
     environments = Environments([Hosted(kind, kind.environment, text)])

@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from millstream.cli.main import app
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig, EngineStats, OnSampled
-from millstream.env.bytes_text import Bytes
+from millstream.env.bytes_text import ByteText
 from millstream.errors import ConfigError, EngineError, EngineGone, RequestRefused
 from millstream.events.sinks import MemorySink
 from millstream.model.load import save_model, set_up_cpu
@@ -369,7 +369,7 @@ def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(tells: bool) -> None
 @given(data=st.binary(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=40))
 def test_text_in_pieces_is_the_text_of_all_tokens(data: bytes, cuts: list[int]) -> None:
     """Whatever bytes are sampled, and however many at a time."""
-    speech, said, rest = TextStream(Bytes()), "", tuple(data)
+    speech, said, rest = TextStream(ByteText()), "", tuple(data)
     for cut in [*cuts, len(data) + 1]:
         now, rest = rest[:cut], rest[cut:]
         speech.add(Sampled(now, (0.0,) * len(now), (0,) * len(now)))
@@ -377,12 +377,12 @@ def test_text_in_pieces_is_the_text_of_all_tokens(data: bytes, cuts: list[int]) 
         said += "" if piece is None else piece.text
     speech.end()
     last = speech.take()
-    assert said + ("" if last is None else last.text) == Bytes().decode(tuple(data)) == speech.whole().text
+    assert said + ("" if last is None else last.text) == ByteText().decode(tuple(data)) == speech.whole().text
 
 
 @given(text=st.text("abc", max_size=20), stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=3))
 def test_a_stop_string_is_found_wherever_it_is(text: str, stops: list[str]) -> None:
-    speech, said = TextStream(Bytes(), stops), ""
+    speech, said = TextStream(ByteText(), stops), ""
     for byte in text.encode():
         speech.add(Sampled((byte,), (0.0,), (0,)))
         piece = speech.take()

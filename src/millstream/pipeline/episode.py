@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from millstream.env import Content, Reward, Text
+from millstream.env import Content, EpisodeReward, Text
 from millstream.errors import EnvironmentFailed, RequestRefused
 from millstream.pipeline.waits import Limit
 from millstream.seeds import request_seed
@@ -120,7 +120,7 @@ class Episode:
         """What the model has said, part after part."""
         return [turn for part in self._parts for turn in part.turns]
 
-    def finish(self, reward: Reward) -> tuple[Rollout, ...]:
+    def finish(self, reward: EpisodeReward) -> tuple[Rollout, ...]:
         """The rollout, part by part, with its reward. Fails if the environment never let the model speak. Where the model's
         context had no room for one more turn, the last part says that its length ended it."""
         spoken = [part for part in self._parts if any(turn.tokens for turn in part.turns)]

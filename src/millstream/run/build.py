@@ -26,8 +26,8 @@ from millstream.engine.vllm.engine import build_vllm
 from millstream.env import Content
 from millstream.env.data import DataSet
 from millstream.env.registry import Environments, Hosted
-from millstream.env.resolve import Kind
-from millstream.env.rewards import Rewards, Scorer, group_scorer
+from millstream.env.resolve import EnvironmentKind
+from millstream.env.rewards import ConfiguredRewards, Scorer, group_scorer
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
@@ -228,7 +228,7 @@ def unknown_text(text: Text, data: DataSet, environments: Environments) -> str:
 
 
 def build_environment(
-    kinds: Sequence[Kind], text: Text, rewards: Rewards, launcher: Launcher | None = None
+    kinds: Sequence[EnvironmentKind], text: Text, rewards: ConfiguredRewards, launcher: Launcher | None = None
 ) -> Environments:
     """Data sets are scored with these rewards, other environments by themselves. `launcher`: of processes on a cluster."""
 
@@ -374,7 +374,7 @@ def store_plan(config: RunConfig, stages: Sequence[Stage] = ()) -> tuple[Mapping
 
 
 def build_algorithm(
-    config: RunConfig, sampling: Sampling, text: Text, rewards: Rewards, launcher: Launcher | None = None
+    config: RunConfig, sampling: Sampling, text: Text, rewards: ConfiguredRewards, launcher: Launcher | None = None
 ) -> Algorithm:
     advantage, critic = advantage_of(config.algorithm), critic_of(config)
     tokens = config.learner.micro_batch_tokens
@@ -392,7 +392,7 @@ def build_algorithm(
     )
 
 
-def _group_reward(text: Text, rewards: Rewards, launcher: Launcher | None) -> GroupReward | None:
+def _group_reward(text: Text, rewards: ConfiguredRewards, launcher: Launcher | None) -> GroupReward | None:
     scorer = group_scorer(rewards, launcher)
     if scorer is None:
         return None

@@ -14,9 +14,8 @@ from millstream.engine.vllm.config import check_installed
 from millstream.env.config import SINGLE_TURN
 from millstream.env.data import read
 from millstream.env.registry import name_of
-from millstream.env.resolve import Kind, make_tasks
-from millstream.env.resolve import find as find_environment
-from millstream.env.rewards import check, find
+from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
+from millstream.env.rewards import check_reward, find_reward
 from millstream.env.sandbox.sandbox import what_is_contained
 from millstream.errors import ConfigError
 from millstream.model.locate import check_path, check_tokenizer
@@ -37,7 +36,7 @@ def check_parts(config: RunConfig) -> list[str]:
     ]
 
 
-def _checked_data(config: RunConfig, kinds: Sequence[Kind]) -> Iterator[str]:
+def _checked_data(config: RunConfig, kinds: Sequence[EnvironmentKind]) -> Iterator[str]:
     if config.data.name is not None:
         yield f"not checked: the data set {config.data.name}, which the run loads"
     else:
@@ -47,7 +46,7 @@ def _checked_data(config: RunConfig, kinds: Sequence[Kind]) -> Iterator[str]:
         yield f"checked: {len(data.train)} tasks to train on, {len(data.held_out)} held out"
 
 
-def _checked_environments(kinds: Sequence[Kind]) -> Iterator[str]:
+def _checked_environments(kinds: Sequence[EnvironmentKind]) -> Iterator[str]:
     for kind in kinds:
         if kind.environment is not None:
             yield f"checked: the environment {kind.name} is there"
@@ -57,7 +56,7 @@ def _checked_rewards(config: RunConfig) -> Iterator[str]:
     if all(one.use != SINGLE_TURN for one in config.environment):
         return
     for reward in config.reward:
-        check(find(reward.function), reward)
+        check_reward(find_reward(reward.function), reward)
         yield f"checked: the reward {reward.function} is there, and takes its arguments"
         if reward.function == "python_tests":
             yield f"checked: {what_is_contained().words()}"

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct, structs
 
-from millstream.env import Reward
-from millstream.env.bytes_text import Bytes
+from millstream.env import EpisodeReward
+from millstream.env.bytes_text import ByteText
 from millstream.env.isolated import NotMade
 from millstream.env.multi_turn import NothingToShow
 from millstream.env.registry import Hosted
-from millstream.env.resolve import Kind
-from millstream.env.rewards import RewardConfig, Scorer, prepare
+from millstream.env.resolve import EnvironmentKind
+from millstream.env.rewards import RewardConfig, Scorer, prepare_rewards
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import EnvironmentFailed
 from millstream.pipeline.episode import Episode
@@ -91,7 +91,12 @@ class _Endless(EnvironmentFailed):
 
 
 async def examine(
-    kind: Kind, tasks: Sequence[Task], *, rewards: Sequence[RewardConfig] = (), seed: int = 0, block_s: float = 0.25
+    kind: EnvironmentKind,
+    tasks: Sequence[Task],
+    *,
+    rewards: Sequence[RewardConfig] = (),
+    seed: int = 0,
+    block_s: float = 0.25,
 ) -> Verdict:
     """Plays these tasks with every policy. `block_s`: how long the event loop may be held up."""
     trial = _Trial(kind, rewards, seed, block_s)
@@ -108,19 +113,19 @@ async def examine(
 
 
 class _Trial:
-    def __init__(self, kind: Kind, rewards: Sequence[RewardConfig], seed: int, block_s: float) -> None:
+    def __init__(self, kind: EnvironmentKind, rewards: Sequence[RewardConfig], seed: int, block_s: float) -> None:
         limit = min(kind.config.step_timeout_s, STEP_S)
         kind = structs.replace(kind, config=structs.replace(kind.config, step_timeout_s=limit, max_concurrent=None))
         self._kind = kind
         self._seed = seed
         self._block_s = block_s
-        self._text = Bytes()
+        self._text = ByteText()
         self.hosted = Hosted(kind, kind.environment or self._single_turn(rewards), self._text)
         self.findings: dict[str, Finding] = {}
         self.num_episodes = 0
 
     def _single_turn(self, rewards: Sequence[RewardConfig]) -> SingleTurn:
-        scorer = Scorer(prepare(rewards))
+        scorer = Scorer(prepare_rewards(rewards))
         return SingleTurn(encode=lambda task: self._text.opening(task.prompt), decode=self._text.decode, scorer=scorer)
 
     def _find(self, name: str, what: str) -> None:
@@ -230,7 +235,7 @@ class _Trial:
             await asyncio.sleep(TICK_S)  # a tick that is late has its chance to say so
         return None
 
-    def _judged(self, episode: Episode, reward: Reward, where: str) -> Played | None:
+    def _judged(self, episode: Episode, reward: EpisodeReward, where: str) -> Played | None:
         try:
             parts = episode.finish(reward)
         except EnvironmentFailed as error:

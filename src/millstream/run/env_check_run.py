@@ -13,7 +13,7 @@ from millstream import config as configs
 from millstream.env.config import EnvironmentConfig
 from millstream.env.data import read
 from millstream.env.registry import name_of
-from millstream.env.resolve import Kind, find
+from millstream.env.resolve import EnvironmentKind, find_environment
 from millstream.env.rewards import RewardConfig
 from millstream.errors import ConfigError
 from millstream.run.config import RunConfig
@@ -31,7 +31,7 @@ def check(
     tables = _tables(use, args, config)
     if process:
         tables = [structs.replace(table, process=True) for table in tables]
-    kinds = [find(table) for table in tables]
+    kinds = [find_environment(table) for table in tables]
     rewards = (RewardConfig(),) if config is None else config.reward
     tasks = [_tasks(kind, [kind.name for kind in kinds], config, num_tasks) for kind in kinds]
 
@@ -63,7 +63,7 @@ def _given(args: Sequence[str]) -> dict[str, Any]:
     return data
 
 
-def _tasks(kind: Kind, names: Sequence[str], config: RunConfig | None, num_tasks: int) -> list[Task]:
+def _tasks(kind: EnvironmentKind, names: Sequence[str], config: RunConfig | None, num_tasks: int) -> list[Task]:
     """Those of the data set that are its own, or those that it makes."""
     data = None if config is None else config.data
     if config is not None and data is not None and (data.path or data.name or data.toy):

@@ -7,9 +7,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.env.data import DataSet, digest, read
 from millstream.env.registry import Environments, check_tasks
-from millstream.env.resolve import find, make_tasks
-from millstream.env.rewards import Reward, Rewards, passed
-from millstream.env.rewards import prepare as prepare_rewards
+from millstream.env.resolve import find_environment, make_tasks
+from millstream.env.rewards import ConfiguredRewards, Reward, passed, prepare_rewards
 from millstream.model.load import set_up_cpu
 from millstream.run import build
 from millstream.run import build_scorers as build_stages
@@ -28,7 +27,7 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     tokenizer: PreTrainedTokenizerBase
     text: build.Text
     environment: Environments
-    rewards: Rewards
+    rewards: ConfiguredRewards
     sampling: Sampling
     data_digest: str
     warning: str
@@ -49,7 +48,7 @@ def prepare(config: RunConfig, reward: Reward | None = None) -> Prepared:
         config = structs.replace(config, reward=passed(reward, config.reward))
     check_run(config)
     set_up_cpu()
-    kinds = [find(one) for one in config.environment]
+    kinds = [find_environment(one) for one in config.environment]
     data = read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
     site = backend_for(config)
     of_driver = structs.replace(config.model, device="cpu") if config.runtime == "ray" else config.model

@@ -22,7 +22,7 @@ import random
 from collections import deque
 from collections.abc import Iterator
 
-from millstream.env import Step
+from millstream.env.base import Step
 from millstream.seeds import derive_seed
 from millstream.types import Task
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from millstream.env import Step
+from millstream.env.base import Step
 from millstream.errors import ConfigError
 from millstream.seeds import derive_seed
 from millstream.types import Task

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from millstream.env import Context
+from millstream.env.base import Context
 from millstream.errors import ConfigError
 from millstream.rpc.threads import DaemonThreads
 from millstream.seeds import derive_seed

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from millstream.env import Context
+from millstream.env.base import Context
 from millstream.errors import ConfigError, EnvironmentFailed
 from millstream.types import Message, Task
 
