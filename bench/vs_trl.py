@@ -105,7 +105,7 @@ def make_start(seed: int, steps: int, folder: Path) -> Start:
     demo = load(ROOT / "recipes/demo.toml", RunConfig, [f"seed={seed}"])
     assert demo.data.toy is not None
     all_path, train_path = folder / "all.jsonl", folder / "train.jsonl"
-    write_lines(all_path, (structs.asdict(task) for task in toy.make(demo.data.toy, demo.data.size, seed)))
+    write_lines(all_path, (structs.asdict(task) for task in toy.make_toy_tasks(demo.data.toy, demo.data.size, seed)))
     config = structs.replace(
         demo,
         model=ModelConfig(path=str(warm_up(demo, folder / "warm")), device="cpu"),

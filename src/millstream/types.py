@@ -54,7 +54,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     stop: tuple[int, ...] = ()  # token ids that end a turn. The one that ended it is the last token of the completion.
     # Text that ends a turn. The token that completes it is the last one of the completion, all of it.
     stop_strings: tuple[str, ...] = ()
-    top_k: int = 0  # sample among so many of the likeliest tokens; 0: among all
+    top_k: int = 0  # sample among this many most likely tokens; 0: among all
     # Of these, among the fewest that have this probability together. Log-probabilities are of what is left.
     top_p: float = 1.0
 
@@ -64,7 +64,7 @@ class Request(Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     sampling: Sampling
     seed: int
-    # How many of the last `tokens` were sampled for this request before it was interrupted. Its randomness goes on behind
+    # How many of the last `tokens` were sampled for this request before it was interrupted. Its random stream continues after
     # them, here or on another engine; `max_tokens` counts what is still to come.
     num_sampled: int = 0
 
@@ -112,7 +112,7 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     attempt: int
     start_version: int
     reward: float
-    # What each turn of this sequence (each run of the mask) has earned, as far as the environment said so.
+    # What each turn of this sequence (each run of the mask) has earned, as far as the environment reported it.
     turn_rewards: NDArray[np.float64]
     finish: Finish
     tokens: Tokens
@@ -130,7 +130,7 @@ class TrainRow(Struct, frozen=True, kw_only=True, eq=False):
     advantages: Floats
     reference: Floats | None = None  # log-probabilities under the reference. None: there is none.
     values: Floats | None = None  # what the critic expected. None: there is none.
-    # Log-probabilities under the policy of the batch's start. None: nobody but the learner has computed them.
+    # Log-probabilities under the policy of the batch's start. None: the learner computes them.
     proximal: Floats | None = None
     returns: Floats | None = None  # what the critic is to expect. None: there is none.
     label: str = ""  # what to call it where something is wrong with it

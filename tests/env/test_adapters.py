@@ -10,7 +10,7 @@ import pytest
 
 from millstream.env.config import EnvironmentConfig
 from millstream.env.games import reasoning
-from millstream.env.games.gym_text import plain, read_action
+from millstream.env.games.gym_text import plain_text, read_action
 from millstream.env.registry import Environments, Hosted
 from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
 from millstream.errors import ConfigError, RequestRefused
@@ -85,7 +85,7 @@ def test_chance_leaves_no_gold_and_colors_become_brackets() -> None:
     pytest.importorskip("gymnasium")
     kind = found("gymnasium", args={"id": "FrozenLake-v1"})
     assert kind.gold is not None and kind.gold(make_tasks([kind], 1, 0)[0]) == []
-    assert plain("\x1b[41mS\x1b[0mF\x1b[34;1mB\x1b[0m \x1b[43m_\x1b[0m") == "[S]FB [_]"
+    assert plain_text("\x1b[41mS\x1b[0mF\x1b[34;1mB\x1b[0m \x1b[43m_\x1b[0m") == "[S]FB [_]"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -131,7 +131,7 @@ def test_the_holdout_is_chosen_by_seed_and_never_trained(tmp_path: Path) -> None
 
 
 def test_every_epoch_has_every_task_once_in_an_order_of_its_own() -> None:
-    tasks = toy.make("sort_digits", 20, seed=0)
+    tasks = toy.make_toy_tasks("sort_digits", 20, seed=0)
     first = list(itertools.islice(in_order(tasks, seed=3, shuffle=True), 40))
     assert first == list(itertools.islice(in_order(tasks, seed=3, shuffle=True), 40))
     epochs = [[task.id for epoch, task in first if epoch == number] for number in (0, 1)]
@@ -141,7 +141,7 @@ def test_every_epoch_has_every_task_once_in_an_order_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", toy.TASKS)
 def test_the_gold_answer_of_every_toy_task_scores_one(name: str) -> None:
-    tasks = toy.make(name, 200, seed=1)
+    tasks = toy.make_toy_tasks(name, 200, seed=1)
     assert len({task.prompt for task in tasks}) == len(tasks) == 200
     assert all(exact_match(task, task.answer or "") == 1.0 for task in tasks)
     assert all(set(str(task.prompt) + str(task.answer)) <= set(toy.ALPHABET) for task in tasks)
@@ -149,7 +149,7 @@ def test_the_gold_answer_of_every_toy_task_scores_one(name: str) -> None:
 
 def test_an_unknown_toy_task_is_an_error_that_lists_them() -> None:
     with pytest.raises(ConfigError, match="choose one of sort_digits"):
-        toy.make("sort_numbers", 1, seed=0)
+        toy.make_toy_tasks("sort_numbers", 1, seed=0)
 
 
 # ---- rewards -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from millstream.seeds import derive_seed
 from millstream.types import Message, Task
 
 MakeTasks = Callable[[int, int], list[Task]]  # from a number and a seed
-Record = tuple[str, Any]  # where it came from, in words, and what it is
+DataRecord = tuple[str, Any]  # where it came from, in words, and what it is
 NEEDS_EXTRA = "pip install 'millstream[data]'"
 
 
@@ -89,7 +89,7 @@ def read(config: DataConfig, *, seed: int, make: MakeTasks | None = None) -> Dat
 
 def _made(config: DataConfig, seed: int, make: MakeTasks | None) -> list[Task]:
     if config.toy is not None:
-        return toy.make(config.toy, config.size, seed)
+        return toy.make_toy_tasks(config.toy, config.size, seed)
     if make is None:
         raise DataError(
             "no data: set one of data.path (a JSONL or Parquet file), data.name (of `datasets`) and data.toy"
@@ -98,7 +98,7 @@ def _made(config: DataConfig, seed: int, make: MakeTasks | None) -> list[Task]:
 
 
 def digest(data: DataSet) -> str:
-    """Of what is trained, and in which order it stands: a run can only go on with the data it began with."""
+    """Digest of the tasks and their order: a run can be resumed only with the data that it began with."""
     found = hashlib.sha256()
     for task in data.train:
         found.update(repr((task.id, task.prompt, task.answer, task.data)).encode("utf-8", "surrogatepass"))
@@ -129,7 +129,7 @@ def _tasks(config: DataConfig, places: dict[str, str]) -> list[Task]:
     return tasks
 
 
-def _records(config: DataConfig) -> Iterable[Record]:
+def _records(config: DataConfig) -> Iterable[DataRecord]:
     if config.name is not None:
         return _hub_records(config.name, config.subset, config.split)
     path = Path(config.path or "")
@@ -138,7 +138,7 @@ def _records(config: DataConfig) -> Iterable[Record]:
     return _parquet_records(path) if path.suffix == ".parquet" else _jsonl_records(path)
 
 
-def _jsonl_records(path: Path) -> Iterator[Record]:
+def _jsonl_records(path: Path) -> Iterator[DataRecord]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
@@ -154,7 +154,7 @@ def _jsonl_records(path: Path) -> Iterator[Record]:
                 raise DataError(f"{where}: not JSON: {error}") from error
 
 
-def _parquet_records(path: Path) -> Iterator[Record]:
+def _parquet_records(path: Path) -> Iterator[DataRecord]:
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -167,21 +167,21 @@ def _parquet_records(path: Path) -> Iterator[Record]:
         yield f"{path}, row {number}", row
 
 
-def _hub_records(name: str, subset: str | None, split: str) -> Iterator[Record]:
+def _hub_records(name: str, subset: str | None, split: str) -> Iterator[DataRecord]:
     try:
         import datasets
     except ImportError as error:
         raise DataError(f"data.name = {name!r} needs the datasets library: {NEEDS_EXTRA}") from error
     try:
         rows = datasets.load_dataset(name, subset, split=split)
-    except Exception as error:  # the border to a library that raises many kinds: said as one, with its cause
+    except Exception as error:  # a library that raises many kinds: reported as one, with its cause
         of = f"{name!r}, " + (f"subset {subset!r}, " if subset is not None else "") + f"split {split!r}"
         raise DataError(f"datasets cannot load {of}: {type(error).__name__}: {error}") from error
     for number, row in enumerate(rows, start=1):
         yield f"{name}, {split} row {number}", row
 
 
-def _task(record: Record, config: DataConfig, number: int) -> Task:
+def _task(record: DataRecord, config: DataConfig, number: int) -> Task:
     where, fields = record
     if not isinstance(fields, Mapping):
         raise DataError(f"{where}: expected an object, got {type(fields).__name__}")

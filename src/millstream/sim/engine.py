@@ -2,11 +2,11 @@
 `millstream.engine.Engine`.
 
 The path of a request: queued, first come, first served; admitted when a slot is free and its prompt fits into the cache; its
-prompt is computed, during which nobody decodes; one token a step beside all others (`sim.pace`); done at its length, drawn
-from its seed. When the cache runs over, the request that was admitted last goes back to the head of the queue with the tokens
-it has, waits until somebody leaves, and pays for its prompt and those tokens again. A request that ends, is aborted or whose
-`generate` is cancelled gives its slot and its cache back in that moment. Work is done where the batch changes, never per token.
-"""
+prompt is computed, during which no other request decodes; one token a step beside all others (`sim.pace`); done at its
+length, drawn from its seed. When the cache runs over, the request that was admitted last goes back to the head of the queue
+with the tokens it has, waits until another request leaves, and pays for its prompt and those tokens again. A request that
+ends, is aborted or whose `generate` is cancelled gives its slot and its cache back in that moment. Work is done where the
+batch changes, never per token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOGPROBS = tuple(-(1 + byte) / 64 for byte in range(256))
 
 class Costs(Struct, frozen=True, kw_only=True):
     """A decode step takes step_s + request_s * requests + context_token_s * tokens in the cache. With step_s alone every token
-    takes the same time, whoever runs beside it."""
+    takes the same time, whatever runs at the same time."""
 
     step_s: float = 0.01  # the weights, read once a step, and what a step costs by itself
     request_s: float = 0.0
@@ -87,7 +87,7 @@ class _Job:
 
     @property
     def size(self) -> int:
-        """Tokens of cache that it needs to begin or to go on."""
+        """Tokens of cache that it needs to begin or to continue."""
         return len(self.request.tokens) + len(self.versions)
 
     def complete(self) -> None:
@@ -105,7 +105,7 @@ class _Job:
 
     def sampled(self, begin: int, versions: list[int]) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
         """Token i and its log-probability are functions of the seed and of i: a request that was cut has a prefix, and one that
-        was interrupted goes on behind it."""
+        was interrupted continues after it."""
         first, last = self.request.num_sampled + begin, self.request.num_sampled + len(versions)
         raw = random.Random(self.request.seed + 1).randbytes(4 * math.ceil(last / 2))[2 * first : 2 * last]
         return tuple(raw[0::2]), tuple(map(LOGPROBS.__getitem__, raw[1::2])), tuple(versions[begin:])
@@ -198,16 +198,16 @@ class SimEngine:
             if self._jobs.get(request.key) is job:
                 self._cut(job)
                 self._turn()
-            self.num_discarded += len(job.versions)  # nobody will read them
+            self.num_discarded += len(job.versions)  # they are not read by any caller
             raise
 
     def crash(self, why: str) -> None:
-        """It breaks, for good: whoever waits, and whoever comes, hears of it."""
+        """It breaks for good: every waiting and every later request fails."""
         self._gone = EngineGone(f"{self.name} broke: {why}")
         self._fail_all(self._gone)
 
     def stumble(self, why: str) -> None:
-        """It fails what it has, and goes on."""
+        """Its present requests fail; it continues to serve."""
         self._fail_all(EngineError(f"{self.name} failed: {why}"))
 
     @property

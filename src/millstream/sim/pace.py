@@ -38,7 +38,7 @@ class Pace:
         return self._time + ahead * self._slope + self._bend * ahead**2 / 2
 
     def arrive(self, position: float) -> None:
-        """The time of this position has come, whatever rounding says."""
+        """The time of this position has come, regardless of rounding."""
         self._reached = max(self._reached, position)
 
     def change(self, now: float, *, slope: float, bend: float) -> None:

@@ -36,7 +36,7 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 }
 
 
-def make(name: str, num_tasks: int, seed: int) -> list[Task]:
+def make_toy_tasks(name: str, num_tasks: int, seed: int) -> list[Task]:
     """Distinct tasks; fewer than asked for if there are not that many."""
     if name not in TASKS:
         raise ConfigError(f"no toy task {name!r}: choose one of {', '.join(TASKS)}")

@@ -1,6 +1,6 @@
 """A chat model behind an OpenAI-compatible endpoint, with limits: how many calls at once, how many in all, how many tokens.
 
-A 429 or a 5xx is asked again, after what the server says in Retry-After, or after a pause that doubles. Past a limit every
+A 429 or a 5xx is retried, after the server's Retry-After or with exponential back-off. Past a limit every
 question is refused, by name, and the refusals are counted.
 """
 
@@ -42,7 +42,7 @@ class EndpointConfig(Struct, frozen=True, kw_only=True):
 
 
 class Spent(Struct):
-    """Since the start of the process: a resumed run counts anew."""
+    """Since the start of the process: a resumed run counts from 0."""
 
     calls: int = 0
     tokens: int = 0
@@ -90,7 +90,7 @@ class Endpoint:
             )
 
     async def ask(self, question: str) -> str:
-        """What the model says. Raises `RewardFailed`."""
+        """The model's answer. Raises `RewardFailed`."""
         async with self._connection() as client:
             try:
                 async with asyncio.timeout(self._config.timeout_s):
@@ -101,7 +101,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[httpx.AsyncClient]:
-        """One client for as long as the event loop lasts, for so many at once."""
+        """One client per event loop, with a limit of concurrent requests."""
         import httpx
 
         loop = asyncio.get_running_loop()

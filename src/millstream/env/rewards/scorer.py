@@ -10,7 +10,7 @@ from millstream.env.rewards.find import GroupReward, Reward
 from millstream.rpc.process import Launcher
 from millstream.types import Task
 
-# Functions with what the config says of them: what `prepare` returns.
+# Functions with their configs: the result of `prepare_rewards`.
 ConfiguredRewards = Sequence[tuple[Reward | GroupReward, RewardConfig]]
 
 

@@ -36,7 +36,7 @@ GRACE_S = 5.0  # past the time limit, until we no longer believe that the keeper
 LAST_WORDS_S = 1.0
 BOOT = (
     "import sys, socket; sys.path.insert(0, sys.argv[1]); from inside import forkserver; del sys.path[0]; "
-    "forkserver.main(socket.socket(fileno=int(sys.argv[2])))"
+    "forkserver.serve_forks(socket.socket(fileno=int(sys.argv[2])))"
 )
 # All that a program finds in its environment, with HOME and TMPDIR.
 VARIABLES = {
@@ -66,11 +66,11 @@ class Limits(Struct, frozen=True, kw_only=True):
 class Ran(Struct, frozen=True, kw_only=True):
     """How a program ended."""
 
-    how: Literal["ended", "time", "output", "disk", "stopped"]  # stopped: nobody waited for it any more
+    how: Literal["ended", "time", "output", "disk", "stopped"]  # stopped: the caller was cancelled
     code: int | None = None  # its exit code, or minus the number of the signal that killed it. None: we have ended it.
     output: str = ""
     errors: str = ""
-    is_clean: bool = True  # nobody holds its output any more
+    is_clean: bool = True  # no process holds its output any more
 
 
 class Contained(Struct, frozen=True, kw_only=True):
@@ -186,7 +186,7 @@ class Sandbox:
                     os.close(descriptor)
             payload = json.dumps({**order, "walls": self.walls, "limits": limits}).encode()
             loop = asyncio.get_running_loop()
-            with suppress(BrokenPipeError, ConnectionResetError):  # told by what it does not answer
+            with suppress(BrokenPipeError, ConnectionResetError):  # shows as a missing answer
                 await loop.sock_sendall(ours, len(payload).to_bytes(HEADER, "little") + payload)
             yield _Keeper(ours, limits["wall_s"])
 
@@ -266,7 +266,7 @@ async def _feed(target: socket.socket, data: bytes) -> None:
 
 
 async def _listen(source: socket.socket, most: int, data: bytearray | None = None) -> tuple[bytes, bool]:
-    """All that comes until the other end closes, and whether that was all: past the limit nobody listens any more. `data` has
+    """All that comes until the other end closes, and whether that was all: past the limit it is not read any more. `data` has
     what came so far."""
     source.setblocking(False)
     loop, data = asyncio.get_running_loop(), bytearray() if data is None else data

@@ -63,7 +63,7 @@ from millstream.store import Lease, Reads, Store, Want
 from millstream.store.memory import MemoryStore
 from millstream.store.policies import BUILT_IN
 
-Handler = Callable[[Request], Awaitable[Response]]
+RouteHandler = Callable[[Request], Awaitable[Response]]
 PROMPTS = {"rollout": Reads(("prompt",), by_group=False)}
 CLIENT_GONE = 499
 # Methods of `Store` that are called with the fields of the body, and those that are called with a lease as well.
@@ -117,7 +117,7 @@ class Section:
 
     def routes(self) -> list[Route]:
         path = f"/v1/{self.name}"
-        verbs: dict[str, Handler] = {
+        verbs: dict[str, RouteHandler] = {
             "claim": self.claim,
             **{verb: self._store_verb(verb) for verb in STORE_VERBS},
             **{f"leases/{{lease:int}}/{verb}": self._lease_verb(verb) for verb in LEASE_VERBS},
@@ -209,7 +209,7 @@ class Section:
         if task not in self._tasks:
             raise HttpError(404, f"no task {task!r} for {self.name}: expected {', '.join(self._tasks)}")
 
-    def _store_verb(self, verb: str) -> Handler:
+    def _store_verb(self, verb: str) -> RouteHandler:
         async def handle(request: Request) -> Response:
             body = await self._bodies.read(request, STORE_VERBS[verb])
             if isinstance(body, RewindBody):
@@ -240,7 +240,7 @@ class Section:
             raise HttpError(404, f"lease {lease_id} does not exist")
         raise HttpError(409, f"lease {lease_id} has ended (acknowledged, given back, dropped, or expired)")
 
-    def _lease_verb(self, verb: str) -> Handler:
+    def _lease_verb(self, verb: str) -> RouteHandler:
         async def handle(request: Request) -> Response:
             body = await self._bodies.read(request, LEASE_VERBS[verb])
             lease = self._lease(request)

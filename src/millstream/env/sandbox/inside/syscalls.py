@@ -134,7 +134,7 @@ def landlock_version() -> int:
 
 
 def landlock(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Read below these, write below those, connect nowhere, and signal nobody outside, as far as the kernel can."""
+    """Read below these, write below those, connect nowhere, and signal no process outside, as far as the kernel supports it."""
     version = landlock_version()
     if version == 0:
         raise OSError(ENOSYS, "landlock: the kernel has none")
