@@ -37,7 +37,7 @@ import psutil
 from msgspec import Struct
 
 from crash_run import SETTINGS, Ended, Failed, Run, descendants, is_alive, weights_of
-from internals import audit, lines
+from internals import audit, report_lines
 from report import Options, Row, publish, say
 
 VICTIMS = ("engine", "environment", "reward", "coordinator", "learner", "driver", "node")
@@ -284,7 +284,7 @@ def in_words(what: str, before: dict[str, int], after: dict[str, int]) -> str:
 def must_be_clean(run: Run) -> int:
     report = audit(run.run_dir)
     if not report.is_clean:
-        raise Failed("the audit: " + " ".join(lines(report)))
+        raise Failed("the audit: " + " ".join(report_lines(report)))
     return report.checks
 
 

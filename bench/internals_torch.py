@@ -19,7 +19,7 @@ from millstream.events.sinks import MemorySink
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
 from millstream.model.load import new_model, set_up_cpu
-from millstream.model.objective import LossInputs, Objective, TokenLoss
+from millstream.objective import LossInputs, Objective, TokenLoss
 from millstream.run.build import build_engine
 from millstream.weights import TransferWay
 from millstream.weights.transfer import WeightsRef

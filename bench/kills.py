@@ -180,7 +180,8 @@ def compare(name: str, kills: int, out: Path, rng: random.Random, steps: int | N
     same = "yes" if weights_of(killed) == weights_of(calm) else "no"
     assert name != "synchronous" or same == "yes", "max_lag = 0 must give the same weights"
     say(
-        f"{name}: {moments.total()} kills {dict(moments)}, {report.lives} lives, {report.void_events} of {report.events} "
+        f"{name}: {moments.total()} kills {dict(moments)}, {report.processes} processes, "
+        f"{report.void_events} of {report.events} "
         f"events undone, {report.checks} checks clean; same weights: {same}; accuracy {found['accuracy_after']:.3f} "
         f"(undisturbed {expected['accuracy_after']:.3f}), before {found['accuracy_before']:.3f}"
     )

@@ -87,11 +87,13 @@ def ours(x: dict[str, Tensor]) -> dict[str, Tensor]:
     base = objective(AlgorithmConfig(loss="reinforce"), max_tokens=LONGEST)
 
     def with_k3(inputs: LossInputs) -> TokenLoss:
-        return kl.penalised(inputs, losses.ppo(inputs, clip_low=0.2, clip_high=0.2), estimator="k3", coefficient=0.1)
+        return kl.with_kl_penalty(
+            inputs, losses.ppo(inputs, clip_low=0.2, clip_high=0.2), estimator="k3", coefficient=0.1
+        )
 
     found |= of_objective("ppo with k3", base._replace(token_loss=with_k3), x)
     for estimator in get_args(Estimator):
-        found[f"kl {estimator}"] = kl.estimate(estimator, x["th"], x["ref"]) * x["mask"]
+        found[f"kl {estimator}"] = kl.kl_estimate(estimator, x["th"], x["ref"]) * x["mask"]
     rewards_BG = x["rewards"].view(GROUPS, -1).numpy()
     for name, advantage in ADVANTAGES.items():
         found[f"advantage {name}"] = torch.from_numpy(advantages(rewards_BG, x["mask"], advantage)).flatten()

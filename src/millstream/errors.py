@@ -4,8 +4,8 @@ MillstreamError
 ├── ConfigError            a config file, a key, a value, or a combination that is refused
 │   └── DataError          a data set that cannot be read; names the file and the line
 ├── ModelError             a checkpoint or an architecture that the engine or the learner cannot use
-├── EngineError            an engine failed a request or a command; without any engine the run cannot go on
-│   ├── EngineGone             it broke, and will never answer again: its requests go on elsewhere
+├── EngineError            an engine failed a request or a command; without any engine the run cannot continue
+│   ├── EngineGone             it broke for good: its requests continue on other engines
 │   └── EngineMisconfigured    it can never work as it is set up: no retry and no replacement helps, and the run ends
 ├── RolloutError           one rollout failed: recorded as data, retried, never a crash
 │   ├── RequestRefused         a request that can never run: an empty prompt, or one beyond the model's context
@@ -13,7 +13,7 @@ MillstreamError
 │   ├── RewardFailed           the reward raised, or returned something that is not a finite number
 │   └── RolloutTimeout         the episode ran past its time limit
 ├── LearnerError           the learner broke, or its gradient is not finite
-│   └── LearnerGone            its processes died or went silent: one that is begun anew may do what it was asked to
+│   └── LearnerGone            its processes died or do not answer: a restarted learner may succeed
 ├── WeightsError           weights that arrived are not those that were published
 │   ├── WeightsSuperseded      they are gone, a newer version is in their place: fetch that one
 │   └── WeightsUnreachable     a way to them failed, or there is none; names each that was tried
@@ -30,7 +30,7 @@ MillstreamError
     ├── LagError               a rollout older than the bound was about to be trained
     └── Deadlock               (virtual clock) nothing can ever happen again
 
-Stopped (a KeyboardInterrupt)   somebody asked the run to stop: Ctrl-C or SIGTERM
+Stopped (a KeyboardInterrupt)   the run was asked to stop: Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Temporary folders that go with their owner: when it lets go of them, or, if it was killed, when the next one of their kind is
-made.
+"""Temporary folders that are removed with their owner: when it releases them, or, if it was killed, when the next folder with
+the same prefix is made.
 
-An owner has a lock on a file in its folder. The lock is the kernel's (`flock`), so one who dies gives it back, and whoever can
-have it may remove what the dead have left.
+An owner holds a lock (`flock`) on a file in its folder. The kernel releases the lock of a process that dies; a process that
+gets the lock may remove the folder.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 
 OWNER = ".owner"
-_locks: dict[Path, int] = {}
-"""Descriptors, for as long as the folder is ours."""
+_locks: dict[Path, int] = {}  # descriptors, for as long as the folder is ours
 OnRemoved = Callable[[Path], None]
 
 
 def make(prefix: str, on_removed: OnRemoved = lambda folder: None, *, name: str = "") -> Path:
     """A folder of this process, with the name after the prefix. Those with this prefix whose owners are dead are removed, and
-    told of."""
+    passed to `on_removed`."""
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{OWNER}"):
         if _is_dead(left):
             shutil.rmtree(left.parent, ignore_errors=True)
@@ -32,7 +31,7 @@ def make(prefix: str, on_removed: OnRemoved = lambda folder: None, *, name: str 
     fresh = folder / f"{OWNER}.new"
     _locks[folder] = descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    fresh.rename(folder / OWNER)  # whoever sees it sees it locked
+    fresh.rename(folder / OWNER)  # visible only when it is locked
     return folder
 
 
@@ -45,7 +44,7 @@ def remove(folder: Path) -> None:
 
 
 def _is_dead(owner: Path) -> bool:
-    with suppress(OSError):  # locked, so it lives; or somebody else is removing it
+    with suppress(OSError):  # locked: its owner is alive, or another process is removing it
         descriptor = os.open(owner, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

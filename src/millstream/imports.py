@@ -17,7 +17,7 @@ def is_own(name: str) -> bool:
 
 
 def load(name: str) -> Any:
-    """Raises `ConfigError` that says what was looked for, and where."""
+    """Raises `ConfigError`, which says what was expected and where."""
     module_name, _, function_name = name.rpartition(":")
     module = _module_from(module_name)
     function = getattr(module, function_name, None)
@@ -46,6 +46,6 @@ def _module_from(name: str) -> Any:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where a dataclass looks for its module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the border to the user's code: said as a config error, with its cause
+    except Exception as error:  # user code: reported as a config error, with its cause
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

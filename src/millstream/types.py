@@ -19,11 +19,10 @@ Tokens = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 
+# Named tensors, as a learner gives them out and an engine takes them in. Opaque to everything in between.
 Weights = Mapping[str, Any]
-"""Named tensors, as a learner gives them out and an engine takes them in. Opaque to everything in between."""
 
-Metrics = dict[str, float]
-"""The one string-keyed dictionary that crosses module borders."""
+Metrics = dict[str, float]  # the one string-keyed dictionary that crosses module borders
 
 
 class Message(Struct, frozen=True, kw_only=True):
@@ -36,8 +35,7 @@ class Task(Struct, frozen=True, kw_only=True):
 
     id: str
     prompt: str | tuple[Message, ...]
-    answer: str | None = None
-    """The gold answer, where the data set has one; None where the reward does not need it."""
+    answer: str | None = None  # the gold answer, where the data set has one; None where the reward does not need it
     data: dict[str, Any] = {}
 
 
@@ -52,16 +50,13 @@ class RequestKey(Struct, frozen=True, kw_only=True, order=True):
 
 class Sampling(Struct, frozen=True, kw_only=True):
     max_tokens: int
-    temperature: float = 1.0
-    """0 is greedy; the log-probabilities are then those of temperature 1."""
-    stop: tuple[int, ...] = ()
-    """Token ids that end a turn. The one that ended it is the last token of the completion."""
+    temperature: float = 1.0  # 0 is greedy; the log-probabilities are then those of temperature 1
+    stop: tuple[int, ...] = ()  # token ids that end a turn. The one that ended it is the last token of the completion.
+    # Text that ends a turn. The token that completes it is the last one of the completion, all of it.
     stop_strings: tuple[str, ...] = ()
-    """Text that ends a turn. The token that completes it is the last one of the completion, all of it."""
-    top_k: int = 0
-    """Sample among so many of the likeliest tokens; 0: among all."""
+    top_k: int = 0  # sample among this many most likely tokens; 0: among all
+    # Of these, among the fewest that have this probability together. Log-probabilities are of what is left.
     top_p: float = 1.0
-    """Of these, among the fewest that have this probability together. Log-probabilities are of what is left."""
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -69,9 +64,9 @@ class Request(Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     sampling: Sampling
     seed: int
+    # How many of the last `tokens` were sampled for this request before it was interrupted. Its random stream continues after
+    # them, here or on another engine; `max_tokens` counts what is still to come.
     num_sampled: int = 0
-    """How many of the last `tokens` were sampled for this request before it was interrupted. Its randomness goes on behind
-    them, here or on another engine; `max_tokens` counts what is still to come."""
 
     def behind(self, sampled: Sequence[int]) -> Request:
         """What is left of it when these tokens of its answer are there."""
@@ -113,13 +108,12 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     group_id: int
     member: int
     part: int = 0
-    agent: int = 0
-    """Whose sequence it is. Advantages compare the members of a group agent by agent."""
+    agent: int = 0  # whose sequence it is. Advantages compare the members of a group agent by agent.
     attempt: int
     start_version: int
     reward: float
+    # What each turn of this sequence (each run of the mask) has earned, as far as the environment reported it.
     turn_rewards: NDArray[np.float64]
-    """What each turn of this sequence (each run of the mask) has earned, as far as the environment said so."""
     finish: Finish
     tokens: Tokens
     loss_mask: Mask
@@ -134,25 +128,19 @@ class TrainRow(Struct, frozen=True, kw_only=True, eq=False):
     loss_mask: Mask
     logprobs: Floats
     advantages: Floats
-    reference: Floats | None = None
-    """Log-probabilities under the reference. None: there is none."""
-    values: Floats | None = None
-    """What the critic expected. None: there is none."""
+    reference: Floats | None = None  # log-probabilities under the reference. None: there is none.
+    values: Floats | None = None  # what the critic expected. None: there is none.
+    # Log-probabilities under the policy of the batch's start. None: the learner computes them.
     proximal: Floats | None = None
-    """Log-probabilities under the policy of the batch's start. None: nobody but the learner has computed them."""
-    returns: Floats | None = None
-    """What the critic is to expect. None: there is none."""
-    label: str = ""
-    """What to call it where something is wrong with it."""
+    returns: Floats | None = None  # what the critic is to expect. None: there is none.
+    label: str = ""  # what to call it where something is wrong with it
 
 
 class Fate(StrEnum):
     """How a group leaves. Every admitted group has exactly one."""
 
     TRAINED = "trained"
+    # Its rewards carry no signal. It was replaced by a new prompt, or, past the step's budget, its place stayed empty.
     FILTERED = "filtered"
-    """Its rewards carry no signal. It was replaced by a new prompt, or, past the step's budget, its place stayed empty."""
-    FAILED = "failed"
-    """Fewer members than the smallest group survived their retries."""
-    ABORTED = "aborted"
-    """First to finish: the batch was full without it, and it could not be trained any more."""
+    FAILED = "failed"  # fewer members than the smallest group survived their retries
+    ABORTED = "aborted"  # first to finish: the batch was full without it, and it could not be trained any more

@@ -16,11 +16,20 @@ from millstream.algo.advantages import (
     dr_grpo,
     grpo,
     has_signal,
+    overlong_penalty,
     rloo,
     whiten_tokens,
 )
-from millstream.algo.credit import Penalty, Played, credit_of, differ, gae, of_turns, to_go, token_rewards
-from millstream.algo.shaping import overlong
+from millstream.algo.credit import (
+    Penalty,
+    Played,
+    credit_of,
+    differ,
+    gae,
+    returns_to_go,
+    token_rewards,
+    turn_advantages,
+)
 
 
 def test_grpo_divides_by_the_population_deviation() -> None:
@@ -85,7 +94,7 @@ def test_gae_by_hand() -> None:
 @given(arrays(np.float64, 6, elements=st.floats(-2, 2)), arrays(np.float64, 6, elements=st.floats(-2, 2)))
 def test_gae_with_a_trace_of_1_is_the_return_less_the_value_and_with_0_one_step(r: np.ndarray, v: np.ndarray) -> None:
     monte_carlo, _ = gae(r, v, discount=0.9, trace=1.0)
-    assert np.allclose(monte_carlo, to_go(r, discount=0.9) - v)
+    assert np.allclose(monte_carlo, returns_to_go(r, discount=0.9) - v)
     one_step, _ = gae(r, v, discount=0.9, trace=0.0)
     assert np.allclose(one_step, r + 0.9 * np.append(v[1:], 0.0) - v)
 
@@ -93,15 +102,15 @@ def test_gae_with_a_trace_of_1_is_the_return_less_the_value_and_with_0_one_step(
 def test_turns_are_compared_with_those_that_came_as_far() -> None:
     rewards = [np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.5])]
     # to go: 1 1 1 and 0.5 0.5; baselines 0.75 0.75 1
-    first, second = of_turns(rewards)
+    first, second = turn_advantages(rewards)
     assert np.allclose(first, [0.25, 0.25, 0.0]) and np.allclose(second, [-0.25, -0.25])
-    discounted = of_turns([np.array([0.0, 1.0]), np.array([0.0, 0.0])], discount=0.5)
+    discounted = turn_advantages([np.array([0.0, 1.0]), np.array([0.0, 0.0])], discount=0.5)
     assert np.allclose(discounted[0], [0.25, 0.5])
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=8))
 def test_with_one_turn_it_is_dr_grpo(rewards: list[float]) -> None:
-    found = of_turns([np.array([reward]) for reward in rewards])
+    found = turn_advantages([np.array([reward]) for reward in rewards])
     assert np.allclose(np.concatenate(found), dr_grpo(np.array(rewards)))
 
 
@@ -176,4 +185,4 @@ def test_rollouts_differ_where_some_turn_earned_more() -> None:
 
 def test_overlong_answers_lose_up_to_1() -> None:
     lengths = np.array([1.0, 8.0, 9.0, 10.0, 12.0])
-    assert np.allclose(overlong(lengths, max_tokens=10, buffer=2), [0, 0, -0.5, -1, -1])
+    assert np.allclose(overlong_penalty(lengths, max_tokens=10, buffer=2), [0, 0, -0.5, -1, -1])

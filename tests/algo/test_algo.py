@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millstream.algo import AlgorithmConfig, aggregate, corrections, credit, kl, losses, recipe
+from millstream.algo.aggregate import row_counts, row_means, row_sums
 from millstream.algo.presets import LOSSES as KINDS
-from millstream.algo.rows import row_counts, row_means, row_sums
 from millstream.errors import ConfigError
-from millstream.model.objective import LossInputs, TokenLoss
+from millstream.objective import LossInputs, TokenLoss
 
 Function = Callable[[LossInputs], TokenLoss]
 
@@ -151,22 +151,22 @@ def test_kl_estimators_by_hand() -> None:
         "k3": [0.5 + two - 1, 2 - two - 1],
     }
     for name, numbers in expected.items():
-        found = kl.estimate(name, th, ref)  # type: ignore[arg-type]
+        found = kl.kl_estimate(name, th, ref)  # type: ignore[arg-type]
         assert torch.allclose(found, torch.tensor(numbers).double())
-        without_gradient = credit.kl(name, th.numpy(), ref.numpy())  # type: ignore[arg-type]
+        without_gradient = credit.kl_numbers(name, th.numpy(), ref.numpy())  # type: ignore[arg-type]
         assert np.allclose(without_gradient, numbers), "the twin"
 
 
 def test_k1_is_no_loss_and_a_kl_needs_a_reference() -> None:
     x = inputs(th=[0.5], mu=[0.5], prox=[0.5], advantage=[1.0])
     with pytest.raises(ConfigError, match="Use k2 or k3, or k1 in the reward"):
-        kl.penalised(x, losses.reinforce(x), estimator="k1", coefficient=0.1)
+        kl.with_kl_penalty(x, losses.reinforce(x), estimator="k1", coefficient=0.1)
     with pytest.raises(ConfigError, match="reference_N is None"):
-        kl.penalised(x, losses.reinforce(x), estimator="k3", coefficient=0.1)
+        kl.with_kl_penalty(x, losses.reinforce(x), estimator="k3", coefficient=0.1)
     near = x._replace(reference_N=torch.tensor([0.25]).double().log())
-    loss = kl.penalised(near, losses.reinforce(near), estimator="k3", coefficient=2.0)
+    loss = kl.with_kl_penalty(near, losses.reinforce(near), estimator="k3", coefficient=2.0)
     assert values(loss) == rounded(-math.log(0.5) + 2 * (0.5 + math.log(2) - 1))
-    assert "reference_kl" not in kl.measured(x, loss).metrics
+    assert "reference_kl" not in kl.with_kl_metric(x, loss).metrics
     for held in (AlgorithmConfig(), AlgorithmConfig(kl="loss", kl_coefficient=2.0, kl_estimator="k2")):
         found = recipe.objective(held, max_tokens=8).token_loss(near)
         assert float(found.metrics["reference_kl"]) == pytest.approx(0.5 + math.log(2) - 1), (
@@ -186,7 +186,7 @@ def test_the_gradient_of_k1_has_the_mean_0_and_that_of_k2_is_the_kls() -> None:
     (true_gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
 
     def mean_gradient(name: str) -> Tensor:
-        mean = (logprobs.exp().detach() * kl.estimate(name, logprobs, reference)).sum()  # type: ignore[arg-type]
+        mean = (logprobs.exp().detach() * kl.kl_estimate(name, logprobs, reference)).sum()  # type: ignore[arg-type]
         (gradient,) = torch.autograd.grad(mean, logits, retain_graph=True)
         return gradient
 
@@ -208,7 +208,7 @@ def test_aggregations_by_hand() -> None:
 
 def with_kl(x: LossInputs, estimator: kl.Estimator) -> TokenLoss:
     near = x._replace(reference_N=x.behaviour_N)
-    return kl.penalised(near, losses.reinforce(x), estimator=estimator, coefficient=0.3)
+    return kl.with_kl_penalty(near, losses.reinforce(x), estimator=estimator, coefficient=0.3)
 
 
 LOSSES: dict[str, Function] = {

@@ -9,18 +9,18 @@ import torch
 from msgspec import structs
 
 from millstream import imports
-from millstream.algo import KNOWN_ADVANTAGES, AlgorithmConfig, advantage_of, check, credit_for, recipe
+from millstream.algo import KNOWN_ADVANTAGES, AlgorithmConfig, advantage_of, check_algorithm, credit_for, recipe
 from millstream.algo.advantages import ADVANTAGES
 from millstream.algo.credit import ADVANTAGE_KEYS
 from millstream.algo.presets import LOSSES, PRESETS
 from millstream.errors import ConfigError
-from millstream.model.objective import LossInputs
+from millstream.objective import LossInputs
 
 
 def accept(*, max_lag: float = 1, group_size: int = 8, temperature: float = 1, mini_batches: int = 1,
            filter_zero_signal: bool = False, **algorithm: object) -> AlgorithmConfig:  # fmt: skip
     config = AlgorithmConfig(**algorithm)  # type: ignore[arg-type]
-    check(
+    check_algorithm(
         config,
         max_lag=max_lag,
         group_size=group_size,
@@ -120,7 +120,7 @@ def test_a_kl_has_a_weight_a_place_and_an_estimator_that_works_there() -> None:
     assert accept(kl="reward", kl_coefficient=0.1).kl_estimator == "k1"
     accept(kl="reward", kl_coefficient=0.1, kl_estimator="k2", name="ppo")
     refuse('Set kl = "none"', name="distillation", kl="loss", kl_coefficient=0.1)
-    refuse("which distillation does not learn from", name="distillation", overlong_buffer=4)
+    refuse("which distillation does not use", name="distillation", overlong_buffer=4)
 
 
 def test_only_what_is_within_a_rollout_is_credited_by_token() -> None:
@@ -175,7 +175,7 @@ def test_values_out_of_range_are_refused(key: str, value: float) -> None:
 
 OWN = """
 import numpy as np
-from millstream.model.objective import TokenLoss
+from millstream.objective import TokenLoss
 
 def plain(x):
     return -x.advantages_N * x.logprobs_N
@@ -216,7 +216,7 @@ def some() -> LossInputs:
 
 
 def test_a_loss_of_ones_own_is_called_and_says_whether_it_corrects(own: str) -> None:
-    refuse(r"no off-policy correction.*says so: loss\.corrects = True", loss=f"{own}:plain")
+    refuse(r"no off-policy correction.*needs loss\.corrects = True", loss=f"{own}:plain")
     refuse(r"off policy from the second.*loss\.corrects = True", loss=f"{own}:plain", max_lag=0, mini_batches=2)
     refuse("corrects twice", loss=f"{own}:aware", correction="truncate")
     refuse("clip_low = 0.2 is not read", loss=f"{own}:aware", clip_low=0.2)
@@ -231,7 +231,7 @@ def test_a_loss_that_is_not_one_a_token_stops_the_run(own: str) -> None:
     for name, found in (("wrong", r"the shape \(\)"), ("none", "NoneType")):
         objective = recipe.objective(AlgorithmConfig(loss=f"{own}:{name}"), max_tokens=8)
         with pytest.raises(
-            ConfigError, match=rf"own\.py:{name} gave {found}: expected a loss a token, of the shape \(2,\)"
+            ConfigError, match=rf"own\.py:{name} returned {found}: expected one loss per token, of the shape \(2,\)"
         ):
             objective.token_loss(some())
 
@@ -244,7 +244,7 @@ def test_an_advantage_of_ones_own_is_called_and_may_need_the_whole_batch(own: st
     spread = advantage_of(AlgorithmConfig(advantage=f"{own}:spread"))
     assert spread.over_batch is not None and spread.over_batch(np.array([0.0, 2.0]), np.zeros(3)) == (0.0, 2.0)
     broken = advantage_of(AlgorithmConfig(advantage=f"{own}:broken"))
-    with pytest.raises(ConfigError, match=r"own\.py:broken gave \[inf inf\] .*: expected a finite number for each"), np.errstate(all="ignore"):  # fmt: skip
+    with pytest.raises(ConfigError, match=r"own\.py:broken returned \[inf inf\] .*: expected a finite number for each"), np.errstate(all="ignore"):  # fmt: skip
         broken.of_group(np.array([1.0, 2.0]))
 
 

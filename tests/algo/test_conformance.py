@@ -14,7 +14,7 @@ import torch
 from millstream.algo import AlgorithmConfig, advantages, losses, recipe
 from millstream.learner import Learner, LearnerConfig
 from millstream.learner.torch import TorchLearner
-from millstream.model.objective import LossInputs, TokenLoss
+from millstream.objective import LossInputs, TokenLoss
 from millstream.testing.algorithm import AdvantageSuite, LossSuite
 from millstream.testing.learner import LearnerSuite
 from millstream.types import TrainRow
@@ -168,7 +168,7 @@ class Unmasked(TorchLearner):
 @pytest.mark.parametrize(
     ("kind", "promise"),
     [
-        (Forgetful, "test_it_goes_on_from_a_snapshot_whatever_came_after_it"),
+        (Forgetful, "test_it_resumes_from_a_snapshot_whatever_came_after_it"),
         (Averaging, "test_any_split_and_order_of_rows_gives_the_same_step"),
         (Unmasked, "test_what_is_not_trained_changes_nothing"),
     ],

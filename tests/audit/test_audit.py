@@ -1,6 +1,6 @@
-"""The audit passes what the pipeline does, and finds every crime that is planted in it.
+"""The audit passes what the pipeline does, and finds every forgery that is planted in it.
 
-Logs are those of the production pipeline on the virtual clock. A crime is the work of a careful forger: lines are numbered anew,
+Logs are those of the production pipeline on the virtual clock. A crime is a consistent forgery: lines are renumbered,
 `metrics.jsonl` and `summary.json` are made from the forged events, unless they or the numbers are the crime.
 """
 
@@ -23,8 +23,9 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from millstream.audit import audit as audit_module
-from millstream.audit.audit import RULES, Report, audit, lines
+import millstream.audit
+from millstream.audit import COUNTS, RULES, Report, audit, report_lines
+from millstream.audit.checkpoints import CheckpointFolder
 from millstream.events import (
     CheckpointSealed,
     Evaluated,
@@ -47,7 +48,7 @@ from millstream.events import (
     WarmedUp,
     WeightsLoaded,
     WeightsPublished,
-    encode,
+    encode_event,
 )
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import summarise
@@ -86,14 +87,14 @@ class Run:
     events: list[Event]
     folders: dict[str, dict[str, bytes]] = field(default_factory=dict)
     after: dict[int, list[Event]] = field(default_factory=dict)
-    """By version of a checkpoint: what came after it in the life that made it."""
+    """By version of a checkpoint: the events that followed in the process that made it."""
     forge_lines: Callable[[list[bytes]], list[bytes]] = lambda lines: lines
     forge_metrics: Callable[[Rows], Rows] = lambda rows: rows
     forge_summary: Callable[[dict[str, Any]], dict[str, Any]] = lambda summary: summary
 
     def write(self, path: Path) -> Path:
         path.mkdir(exist_ok=True)
-        numbered = [b'{"seq":%d,%b\n' % (seq, encode(event)[1:]) for seq, event in enumerate(self.events)]
+        numbered = [b'{"seq":%d,%b\n' % (seq, encode_event(event)[1:]) for seq, event in enumerate(self.events)]
         (path / "events.jsonl").write_bytes(b"".join(self.forge_lines(numbered)))
         rows = self.forge_metrics(self.metrics())
         (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -278,19 +279,19 @@ def seal(run: Run, version: int) -> None:
 
 
 def resume(run: Run, version: int, *, crash: int) -> None:
-    """The process dies before event `crash`. The next one goes on from a checkpoint, with the same events as before, except
+    """The process dies before event `crash`. The next one resumes from a checkpoint, with the same events as before, except
     that members without a row are rolled out again."""
     files = run.folders[name_of(version)]
     covers_seq, groups = json.loads(files["manifest.json"])["covers_seq"], json.loads(files["ledger.json"])["groups"]
     then = in_flight(run.history(covers_seq + 1))
-    life = 1 + sum(isinstance(event, Resumed) for event in run.events[:crash])
+    incarnation = 1 + sum(isinstance(event, Resumed) for event in run.events[:crash])
     new: list[Event] = [
-        Resumed(at=0.0, incarnation=life, version=version, from_seq=covers_seq, digest=digest_of(files))
+        Resumed(at=0.0, incarnation=incarnation, version=version, from_seq=covers_seq, digest=digest_of(files))
     ]
     shift: dict[Member, int] = {}
     for group_id, group in groups.items():
         kept, to_do = group["kept"], group["to_do"]
-        new.append(GroupResumed(at=0.0, group_id=int(group_id), incarnation=life, kept=kept, to_do=to_do))
+        new.append(GroupResumed(at=0.0, group_id=int(group_id), incarnation=incarnation, kept=kept, to_do=to_do))
     for group_id, group in groups.items():
         for member in group["to_do"]:
             new += _begin_again(then[int(group_id)], int(group_id), member, shift)
@@ -314,7 +315,7 @@ def _shifted(event: Event, shift: dict[Member, int]) -> Event:
 
 
 def resumed_run() -> Run:
-    """Three lives: two steps lost, then, after one more checkpoint, one step."""
+    """Three processes: two steps lost, then, after one more checkpoint, one step."""
     run = run_of(WORLD, num_tasks=EPOCH)
     seal(run, 0)
     seal(run, 1)
@@ -329,7 +330,7 @@ def resumed_run() -> Run:
 FIRST_TO_FINISH = World(
     extra_groups=4, extra_members=2, surplus="abort", tail=2.0, failure=0.1, max_replaced_per_step=1
 )
-BEGIN_ANEW = World(overdue="restart", max_restarts=2, max_lag=2, tail=2.5, slots=64, failure=0.1, steps=12)
+RESTARTED = World(overdue="restart", max_restarts=2, max_lag=2, tail=2.5, slots=64, failure=0.1, steps=12)
 WORLDS = {
     "plain": World(),
     "synchronous": World(max_lag=0, groups_per_step=3, failure=0.1, num_engines=2),
@@ -341,7 +342,7 @@ WORLDS = {
     "synchronous, without a gate": World(max_lag=0, groups_per_step=3, lockstep=False, failure=0.1, num_turns=3),
     "first to finish": FIRST_TO_FINISH,
     "first to finish, synchronous": World(max_lag=0, extra_groups=3, surplus="abort", tail=1.5, success=0.9),
-    "the overdue begin anew": BEGIN_ANEW,
+    "overdue groups are restarted": RESTARTED,
     "larger groups": World(extra_members=2, failure=0.2, tail=1.5),
     "much filtering": World(success=0.9, group_size=3),
     "no filtering": World(success=0.9, filter_zero_signal=False),
@@ -357,7 +358,7 @@ def test_a_run_of_the_pipeline_is_clean_and_every_event_of_it_was_checked(name: 
     report = audit(run.write(tmp_path))
     assert report.findings == []
     assert report.is_clean
-    assert report.events == len(run.events) and report.lives == 1 and report.void_events == 0
+    assert report.events == len(run.events) and report.processes == 1 and report.void_events == 0
     assert report.checks > 3 * sum(isinstance(event, OF_GROUPS) for event in run.events)
     fates = report.groups_trained, report.groups_filtered, report.groups_failed, report.groups_aborted
     assert sum(fates) == report.groups_admitted == len(run.all(GroupAdmitted))
@@ -387,35 +388,35 @@ def test_a_run_with_crashes_and_checkpoints_is_clean(tmp_path: Path) -> None:
     run = resumed_run()
     report = audit(run.write(tmp_path))
     assert report.findings == []
-    assert report.lives == 3 and report.checkpoints == report.checkpoints_verified == 3
+    assert report.processes == 3 and report.checkpoints == report.checkpoints_verified == 3
     assert report.void_events == len(run.events) - len(run.history()) > 50
     whole = audit(run_of(WORLD, num_tasks=EPOCH).write(tmp_path / "whole"))
     for name in ("groups_admitted", "groups_trained", "groups_filtered", "groups_failed", "rollouts_trained", "steps"):
         assert getattr(report, name) == getattr(whole, name), name
 
 
-def killed_and_resumed(world: World, cut: random.Random, *, lives: int) -> Run:
-    """The pipeline's own resumes: each life is killed somewhere, and the next goes on from one of its checkpoints."""
+def killed_and_resumed(world: World, cut: random.Random, *, processes: int) -> Run:
+    """The pipeline's own resumes: each process is killed somewhere, and the next resumes from one of its checkpoints."""
     diary = Diary()
     simulate(world, keeper=diary)
     run = Run([_started(world), *diary.sink.events])
     before = 1
-    for life in range(1, lives):
-        kept = cut.choice(diary.kept[1 : 3 + life])  # the first one is that which the life began with
+    for incarnation in range(1, processes):
+        kept = cut.choice(diary.kept[1 : 3 + incarnation])  # the first one is that which the process began with
         version, covers_seq = kept.standing.ledger.version, before + kept.mark - 1
         files = pack(version, covers_seq, msgspec.to_builtins(kept.standing.ledger, str_keys=True))
         run.folders = {name_of(version): files}
         run.events.insert(covers_seq + 1, sealed(version, covers_seq, files))
         del run.events[cut.randint(covers_seq + 2, len(run.events)) :]
         run.events.append(
-            Resumed(at=0.0, incarnation=life, version=version, from_seq=covers_seq, digest=digest_of(files))
+            Resumed(at=0.0, incarnation=incarnation, version=version, from_seq=covers_seq, digest=digest_of(files))
         )
         before, diary = len(run.events), Diary()
         simulate(world, keeper=diary, kept=kept)
         run.events += diary.sink.events
         for seq in run.all(GroupResumed):
             if seq >= before:
-                run.change(seq, incarnation=life)
+                run.change(seq, incarnation=incarnation)
     run.events.append(RunEnded(at=1e6, outcome="finished", version=world.steps))
     return run
 
@@ -423,10 +424,10 @@ def killed_and_resumed(world: World, cut: random.Random, *, lives: int) -> Run:
 @pytest.mark.parametrize("name", [name for name, world in WORLDS.items() if world.num_tasks is None])
 def test_a_run_that_the_pipeline_resumed_is_clean(name: str, tmp_path: Path) -> None:
     for seed in range(4):
-        run = killed_and_resumed(WORLDS[name], random.Random(seed), lives=4)
+        run = killed_and_resumed(WORLDS[name], random.Random(seed), processes=4)
         report = audit(run.write(tmp_path / str(seed)))
         assert report.findings == []
-        assert report.lives == 4 and report.checkpoints_verified == 1
+        assert report.processes == 4 and report.checkpoints_verified == 1
 
 
 def test_the_resumed_run_has_members_of_every_kind() -> None:
@@ -436,8 +437,8 @@ def test_the_resumed_run_has_members_of_every_kind() -> None:
         groups = in_flight(run.history(covers_seq + 1))
         attempts = [attempt for group in groups.values() for attempt in group.running.values()]
         assert 0 in attempts and 1 in attempts and any(group.out for group in groups.values())
-        life = run.get(Resumed, seq).incarnation
-        again = [run.get(GroupResumed, one) for one in run.all(GroupResumed, incarnation=life)]
+        incarnation = run.get(Resumed, seq).incarnation
+        again = [run.get(GroupResumed, one) for one in run.all(GroupResumed, incarnation=incarnation)]
         assert any(groups[one.group_id].ended.keys() & set(one.to_do) for one in again)
         assert any(one.kept for one in again)
 
@@ -449,31 +450,31 @@ def test_a_resume_may_swallow_an_earlier_one(tmp_path: Path) -> None:
         resume(run, 2, crash=run.all(Stepped, version=4)[-1] + 3)
     report = audit(run.write(tmp_path))
     assert report.findings == []
-    assert report.lives == 4 and report.steps == WORLD.steps
+    assert report.processes == 4 and report.steps == WORLD.steps
 
 
-def test_a_run_without_a_checkpoint_may_begin_anew(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_may_start_over(tmp_path: Path) -> None:
     run = run_of(WORLD)
-    anew = Resumed(at=0.0, incarnation=1, version=0, from_seq=-1, digest="")
-    run.events = [*run.events[:90], anew, *run.events]
+    resumed = Resumed(at=0.0, incarnation=1, version=0, from_seq=-1, digest="")
+    run.events = [*run.events[:90], resumed, *run.events]
     report = audit(run.write(tmp_path))
     assert report.findings == []
-    assert report.void_events == 90 and report.lives == 2
+    assert report.void_events == 90 and report.processes == 2
 
 
 def test_a_run_may_be_killed_at_any_moment(tmp_path: Path) -> None:
-    """The beginning of a clean log is a clean log, with the checkpoints that it tells of."""
+    """The beginning of a clean log is a clean log, with the checkpoints that it records."""
     whole = resumed_run()
     for length in range(1, len(whole.events), 5):
         run = copy.copy(whole)
         run.events = whole.events[:length]
-        told = {event.digest for event in run.events if isinstance(event, CheckpointSealed)}
-        run.folders = {name: files for name, files in whole.folders.items() if digest_of(files) in told}
+        recorded = {event.digest for event in run.events if isinstance(event, CheckpointSealed)}
+        run.folders = {name: files for name, files in whole.folders.items() if digest_of(files) in recorded}
         report = audit(run.write(tmp_path / str(length)))
         assert report.findings == [] and report.outcome is None and report.events == length
 
 
-def test_a_torn_last_line_and_missing_metrics_are_those_of_a_dead_run(tmp_path: Path) -> None:
+def test_a_torn_last_line_and_missing_metrics_are_those_of_a_killed_run(tmp_path: Path) -> None:
     run = run_of(WORLD)
     run.events = run.events[: run.all(Stepped)[3]]
     run.forge_lines = lambda lines: [*lines, lines[-1][:20]]
@@ -513,10 +514,10 @@ def test_a_folder_without_events_proves_nothing(tmp_path: Path) -> None:
 
 def test_the_report_says_what_was_counted_and_found(tmp_path: Path) -> None:
     run = resumed_run()
-    text = "\n".join(lines(audit(run.write(tmp_path / "clean"))))
-    assert "clean" in text and "lives: 3" in text and "3 of 3 verified" in text and "finished" in text
+    text = "\n".join(report_lines(audit(run.write(tmp_path / "clean"))))
+    assert "clean" in text and "processes: 3" in text and "3 of 3 verified" in text and "finished" in text
     run.change(run.all(Stepped)[0], num_tokens=1)
-    text = "\n".join(lines(audit(run.write(tmp_path / "forged"))))
+    text = "\n".join(report_lines(audit(run.write(tmp_path / "forged"))))
     assert "1 findings" in text and "[totals] events.jsonl:" in text
 
 
@@ -529,10 +530,12 @@ def test_findings_are_bounded(tmp_path: Path) -> None:
 
 def test_the_audit_imports_nothing_but_the_standard_library() -> None:
     """It cannot share a mistake with what it audits."""
-    tree = ast.parse(Path(audit_module.__file__).read_text())
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names
+    for path in Path(millstream.audit.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        others = {name for name in imported if not name.startswith("millstream.audit.")}
+        assert {name.split(".")[0] for name in others} <= sys.stdlib_module_names
 
 
 # ---- planted crimes ------------------------------------------------------------------------------------------------------
@@ -617,9 +620,9 @@ def train_a_group_twice(run: Run) -> None:
     other, stepped = run.get(GroupLeft, seq - 1).group_id, run.get(Stepped, seq)
     more, less = run.tokens_of(group_id), run.tokens_of(other)
     rows, tokens = stepped.num_rows + len(more) - len(less), stepped.num_tokens + sum(more) - sum(less)
-    told = {"num_rollouts": rows, "num_rows": rows, "num_tokens": tokens}
+    sums = {"num_rollouts": rows, "num_rows": rows, "num_tokens": tokens}
     again = structs.replace(taken, version=taken.version + 1)
-    run.events[seq - 1 : seq + 1] = [again, left, structs.replace(stepped, **told)]
+    run.events[seq - 1 : seq + 1] = [again, left, structs.replace(stepped, **sums)]
     del run.events[run.all(GroupTaken, group_id=other)[0]]
 
 
@@ -751,7 +754,7 @@ def drop_the_last_weights(run: Run) -> None:
         del run.events[seq]
 
 
-def begin_anew_while_at_work(run: Run) -> None:
+def restart_while_running(run: Run) -> None:
     seq = run.all(GroupRestarted)[0]
     group_id = run.get(GroupRestarted, seq).group_id
     swap(run, max(s for s in run.all(RolloutAborted, group_id=group_id) if s < seq), seq)
@@ -776,7 +779,7 @@ def restart_the_learner(from_version: int, to_version: int) -> Crime:
     return crime
 
 
-def test_a_learner_that_begins_anew_and_comes_to_where_the_run_is_is_no_crime(tmp_path: Path) -> None:
+def test_a_learner_that_is_restarted_and_reaches_the_version_of_the_run_is_no_crime(tmp_path: Path) -> None:
     for to_version in (3, 4):  # the latter: after one of several steps of a batch
         run = run_of(WORLD)
         restart_the_learner(0, to_version)(run)
@@ -813,7 +816,7 @@ CRIMES: dict[str, dict[str, Crime]] = {
         "an epoch is skipped": skip_an_epoch,
     },
     "replay": {
-        "a learner begins anew with a version that nobody kept": restart_the_learner(2, 3),
+        "a learner is restarted with a version without a checkpoint": restart_the_learner(2, 3),
         "a learner comes to a version that the run has not": restart_the_learner(0, 5),
         "a learner falls behind the run": restart_the_learner(0, 2),
     },
@@ -880,7 +883,7 @@ CRIMES: dict[str, dict[str, Crime]] = {
         "it finishes early": changed(RunStarted, steps=one_more),
         "it finishes at another version": changed(RunEnded, version=one_more),
         "it ends twice": doubled(RunEnded),
-        "it goes on after the end": go_on_after_the_end,
+        "events follow after the end": go_on_after_the_end,
     },
     "seq": {
         "a line is deleted": lines_forged(lambda lines: lines[:50] + lines[51:]),
@@ -920,13 +923,13 @@ def test_a_planted_crime_is_found(rule: str, crime: Crime, tmp_path: Path) -> No
     assert rule in rules_broken(audit(run.write(tmp_path)))
 
 
-def test_a_prompt_that_comes_twice_is_found_where_nobody_knows_how_many_there_are(tmp_path: Path) -> None:
+def test_a_prompt_that_comes_twice_is_found_where_the_size_of_the_data_set_is_unknown(tmp_path: Path) -> None:
     run = run_of(WORLD)
     changed(GroupAdmitted, 9, task_id="task-3")(run)
     assert rules_broken(audit(run.write(tmp_path))) == {"prompt"}
 
 
-@pytest.mark.parametrize("name", audit_module.COUNTS)
+@pytest.mark.parametrize("name", COUNTS)
 def test_a_forged_total_of_the_summary_is_found(name: str, tmp_path: Path) -> None:
     run = run_of(WORLD)
     run.forge_summary = lambda summary: {**summary, name: summary[name] + 1}
@@ -1032,7 +1035,7 @@ def manifest_forged(**fields: object) -> Crime:
     return commit
 
 
-def make_a_checkpoint_that_no_event_tells_of(run: Run) -> None:
+def make_a_checkpoint_without_an_event(run: Run) -> None:
     run.folders[name_of(3)] = pack(3, run.all(WeightsPublished, version=3)[-1], {})
 
 
@@ -1059,7 +1062,7 @@ def seal_what_was_undone(run: Run) -> None:
     run.events.insert(len(run.events) - 1, again)
 
 
-def take_up_a_group_that_has_left(run: Run) -> None:
+def resume_a_group_that_has_left(run: Run) -> None:
     seq = run.all(GroupResumed)[-1]
     run.events.insert(seq, structs.replace(run.events[seq], group_id=0))
 
@@ -1083,7 +1086,7 @@ def forget_a_member(run: Run) -> None:
     run.change(seq, to_do=run.get(GroupResumed, seq).to_do[1:])
 
 
-def hide_a_life(run: Run) -> None:
+def hide_a_process(run: Run) -> None:
     for seq in run.all(Resumed, incarnation=2) + run.all(GroupResumed, incarnation=2):
         run.change(seq, incarnation=1)
 
@@ -1125,7 +1128,7 @@ CRIMES_OF_CRASHES: dict[str, dict[str, Crime]] = {
     "seal": {
         "another run is under the name": put_another_run_under_the_name,
         "another run is under the name, events forged": manifest_forged(run_id="decaf"),
-        "no event tells of a checkpoint": make_a_checkpoint_that_no_event_tells_of,
+        "no event records a checkpoint": make_a_checkpoint_without_an_event,
         "a checkpoint covers the future": cover_the_future,
         "the ledger lost a group": ledger_forged(lose_a_group, is_event_forged=False),
         "a checkpoint in the middle of a batch": seal_in_the_middle_of_a_batch,
@@ -1145,19 +1148,19 @@ CRIMES_OF_CRASHES: dict[str, dict[str, Crime]] = {
         "a rollout is kept that never ended": keep_a_rollout_that_never_ended,
     },
     "resume": {
-        "a group is not taken up": dropped(GroupResumed, -1),
-        "a group is taken up twice": doubled(GroupResumed, -1),
-        "a group is taken up that has left": take_up_a_group_that_has_left,
+        "a group is not resumed": dropped(GroupResumed, -1),
+        "a group is resumed twice": doubled(GroupResumed, -1),
+        "a group is resumed that has left": resume_a_group_that_has_left,
         "more is kept than the checkpoint has": keep_more_than_the_checkpoint_has,
         "a member is forgotten": forget_a_member,
-        "a group is taken up by another life": changed(GroupResumed, -1, incarnation=one_more),
+        "a group is resumed by another process": changed(GroupResumed, -1, incarnation=one_more),
         "a resume from what the checkpoint does not cover": changed(Resumed, -1, from_seq=one_less),
         "a resume undoes nothing": resume_without_undoing,
         "a resume from an unknown checkpoint": changed(Resumed, -1, digest="0" * 64),
         "a resume from no checkpoint": changed(Resumed, -1, digest=""),
         "a resume from what was undone": resume_from_what_was_undone,
         "a resume of another version": changed(Resumed, -1, version=one_less),
-        "a life is hidden": hide_a_life,
+        "a process is hidden": hide_a_process,
     },
     "in flight": {"work is counted twice across a crash": train_twice_across_a_crash},
     "end": {"a finished run is resumed": resume_a_finished_run},
@@ -1194,9 +1197,9 @@ def test_a_checkpoint_that_the_run_removes_while_it_is_read_is_no_finding(
 ) -> None:
     run_dir = resumed_run().write(tmp_path)
     oldest = min((run_dir / "checkpoints").iterdir())
-    check_files = audit_module.Checkpoint.check_files
+    check_files = CheckpointFolder.check_files
 
-    def removed(checkpoint: audit_module.Checkpoint, files: dict[str, Any]) -> None:
+    def removed(checkpoint: CheckpointFolder, files: dict[str, Any]) -> None:
         if checkpoint.path == oldest:
             oldest.rename(tmp_path / "removed")
             if is_replaced:
@@ -1204,14 +1207,14 @@ def test_a_checkpoint_that_the_run_removes_while_it_is_read_is_no_finding(
                 (oldest / "manifest.json").write_text("{}")
         check_files(checkpoint, files)
 
-    monkeypatch.setattr(audit_module.Checkpoint, "check_files", removed)
+    monkeypatch.setattr(CheckpointFolder, "check_files", removed)
     report = audit(run_dir)
     assert report.is_clean and report.checkpoints == report.checkpoints_verified == 2
     assert any("was removed by the run" in note for note in report.notes)
 
 
-def a_failure_told_as_an_abort(run: Run) -> None:
-    """Nobody was allowed to give that one up: its group was not complete without it, and did not begin anew."""
+def a_failure_recorded_as_an_abort(run: Run) -> None:
+    """It may not be aborted: its group was not complete without it, and was not restarted."""
     seq = run.all(RolloutFailed, is_final=True, group_id=run.of_fate(Fate.FAILED))[-1]
     failed = run.events[seq]
     assert isinstance(failed, RolloutFailed)
@@ -1237,24 +1240,24 @@ DECLARED_CRIMES: dict[str, tuple[str, World, Crime]] = {
         FIRST_TO_FINISH,
         changed(RunStarted, groups_per_step=one_more),
     ),
-    "a group begins anew more often than it may": ("declared", BEGIN_ANEW, changed(RunStarted, max_restarts=0)),
-    "a restart is counted twice": ("declared", BEGIN_ANEW, changed(GroupRestarted, restarts=one_more)),
-    "a group begins anew with a later deadline": ("deadline", BEGIN_ANEW, changed(GroupRestarted, deadline=one_more)),
-    "a group begins anew while it is at work": ("rollout", BEGIN_ANEW, begin_anew_while_at_work),
-    "an attempt of before comes again": ("rollout", BEGIN_ANEW, changed(GroupRestarted, first_attempt=0)),
+    "a group is restarted more often than it may": ("declared", RESTARTED, changed(RunStarted, max_restarts=0)),
+    "a restart is counted twice": ("declared", RESTARTED, changed(GroupRestarted, restarts=one_more)),
+    "a group is restarted with a later deadline": ("deadline", RESTARTED, changed(GroupRestarted, deadline=one_more)),
+    "a group is restarted while it is running": ("rollout", RESTARTED, restart_while_running),
+    "an attempt of before comes again": ("rollout", RESTARTED, changed(GroupRestarted, first_attempt=0)),
     "an aborted rollout is gone": ("members", FIRST_TO_FINISH, dropped(RolloutAborted)),
-    "an abort is told twice": ("rollout", FIRST_TO_FINISH, doubled(RolloutAborted)),
-    "a rollout is aborted and its group does not begin anew": (
+    "an abort is recorded twice": ("rollout", FIRST_TO_FINISH, doubled(RolloutAborted)),
+    "a rollout is aborted and its group is not restarted": (
         "declared",
-        msgspec.structs.replace(BEGIN_ANEW, retries=0, failure=0.2),
-        a_failure_told_as_an_abort,
+        msgspec.structs.replace(RESTARTED, retries=0, failure=0.2),
+        a_failure_recorded_as_an_abort,
     ),
     "a rollout is aborted before its group is complete": (
         "declared",
         msgspec.structs.replace(FIRST_TO_FINISH, retries=0, failure=0.2),
-        a_failure_told_as_an_abort,
+        a_failure_recorded_as_an_abort,
     ),
-    "a restart is gone": ("members", BEGIN_ANEW, dropped(GroupRestarted)),
+    "a restart is gone": ("members", RESTARTED, dropped(GroupRestarted)),
 }
 
 
@@ -1301,7 +1304,7 @@ def test_no_event_can_be_left_out_unnoticed(tmp_path: Path) -> None:
             assert not audit(run.write(tmp_path)).is_clean, event
 
 
-def test_no_event_can_be_told_twice_unnoticed(tmp_path: Path) -> None:
+def test_no_event_can_be_recorded_twice_unnoticed(tmp_path: Path) -> None:
     whole = run_of(SMALL)
     for seq, event in enumerate(whole.events):
         if isinstance(event, (*NEEDED, RunEnded)):
@@ -1317,7 +1320,7 @@ def test_no_event_of_a_resume_can_be_left_out_unnoticed(tmp_path: Path) -> None:
             assert not audit(run.write(tmp_path / str(seq))).is_clean, whole.events[seq]
 
 
-TOLD: dict[type[Event], tuple[str, ...]] = {
+NUMBERS: dict[type[Event], tuple[str, ...]] = {
     GroupAdmitted: ("group_id", "start_version", "deadline"),
     RolloutStarted: ("group_id", "member", "attempt"),
     RolloutEnded: ("group_id", "member", "attempt", "end_version"),
@@ -1330,10 +1333,10 @@ TOLD: dict[type[Event], tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("kind", TOLD)
+@pytest.mark.parametrize("kind", NUMBERS)
 def test_no_number_can_be_raised_unnoticed(kind: type[Event], tmp_path: Path) -> None:
     whole = run_of(SMALL)
-    for name in TOLD[kind]:
+    for name in NUMBERS[kind]:
         for seq in whole.all(kind):
             run = Run(list(whole.events))
             value = getattr(run.events[seq], name)

@@ -21,8 +21,8 @@ from millstream.config import load
 from millstream.env.games import toy
 from millstream.learner import CriticConfig, ReferenceConfig
 from millstream.model.load import save_model
-from millstream.model.objective import LossInputs
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
+from millstream.objective import LossInputs
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
 

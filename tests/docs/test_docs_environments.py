@@ -13,7 +13,7 @@ from millstream.cli.main import app
 from millstream.config import load
 from millstream.env.config import EnvironmentConfig
 from millstream.env.registry import Environments, Hosted
-from millstream.env.resolve import BUILT_IN, find
+from millstream.env.resolve import BUILT_IN_ENVIRONMENTS, find_environment
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
 from millstream.run.env_check import WHAT_TO_DO
@@ -57,7 +57,7 @@ def test_what_the_check_finds_in_a_broken_one_is_what_the_docs_show(folder: Path
 
 
 def test_two_copies_of_the_model_play_nim_against_each_other(folder: Path) -> None:
-    kind = find(EnvironmentConfig(use="nim.py:nim"))
+    kind = find_environment(EnvironmentConfig(use="nim.py:nim"))
     assert kind.make_tasks is not None and kind.environment is not None
     text = text_with(None)
     environments = Environments([Hosted(kind, kind.environment, text)])
@@ -70,5 +70,5 @@ def test_two_copies_of_the_model_play_nim_against_each_other(folder: Path) -> No
 
 
 def test_every_finding_every_key_and_every_built_in_environment_is_documented() -> None:
-    for name in (*WHAT_TO_DO, *BUILT_IN, *EnvironmentConfig.__struct_fields__):
+    for name in (*WHAT_TO_DO, *BUILT_IN_ENVIRONMENTS, *EnvironmentConfig.__struct_fields__):
         assert f"`{name}`" in DOCS, name

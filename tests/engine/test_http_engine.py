@@ -24,7 +24,8 @@ from millstream.events.sinks import MemorySink
 from millstream.run.build import HttpServers, build_engine
 from millstream.serving.fleet import Fleet
 from millstream.serving.router import Router
-from millstream.testing.engine import EngineSuite, Flight
+from millstream.testing.engine import EngineSuite
+from millstream.testing.engine_base import TrackedRequest
 from millstream.types import Completion, Finish, Sampling
 from support.contract_sglang import Contract, Faults
 from support.servers import Close, millstream_serve, serving, thread_engine
@@ -478,8 +479,8 @@ def test_a_load_that_is_cancelled_halfway_breaks_the_engine_and_hangs_nobody(tmp
     async def program(url: str, server: Contract) -> None:
         engine = http_engine(url, tmp_path)
         await engine.generate(request(0, (4, 5, 6), max_tokens=1))
-        flight = Flight(engine, request(1, (4, 5, 6), max_tokens=200))
-        await flight.until_told(2)
+        flight = TrackedRequest(engine, request(1, (4, 5, 6), max_tokens=200))
+        await flight.until_reported(2)
         server.faults = Faults(call=1.0)
         loading = asyncio.ensure_future(engine.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1)))
         await asyncio.sleep(0.3)

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from millstream.audit.audit import audit
+from millstream.audit import audit
 from millstream.cli.main import app
 from millstream.config import load
 from millstream.engine import EngineConfig
@@ -24,8 +24,8 @@ from millstream.model.load import save_model
 from millstream.model.safetensors_io import TENSORS, read_weights, write_weights
 from millstream.run.build import build_model
 from millstream.run.config import ModelConfig, RunConfig
-from millstream.serve.openai.model import ServedConfig, build
-from millstream.serve.openai.service import ModelServiceConfig, make_app
+from millstream.serve.openai.model import ServedConfig, build_served
+from millstream.serve.openai.service import ModelServiceConfig, model_app
 from support.servers import Close, millstream_serve, serving
 from support.tiny import SHAPE, VOCABULARY, make
 
@@ -56,9 +56,9 @@ def test_a_run_through_millstream_serve_trains_and_its_last_weights_are_what_is_
     engine = EngineConfig(slots=16, process=False)
 
     def start() -> tuple[ASGIApp, Close]:
-        served = build(ServedConfig(model=ModelConfig(path=str(tmp_path / "base")), engine=engine))
+        served = build_served(ServedConfig(model=ModelConfig(path=str(tmp_path / "base")), engine=engine))
         service = ModelServiceConfig(weights_from=str(tmp_path / "weights"))
-        return make_app(served, service, token="secret"), served.engine.close
+        return model_app(served, service, token="secret"), served.engine.close
 
     with serving(start) as url, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SERVER_TOKEN", "secret")

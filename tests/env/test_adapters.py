@@ -10,19 +10,21 @@ import pytest
 
 from millstream.env.config import EnvironmentConfig
 from millstream.env.games import reasoning
-from millstream.env.games.gym_text import plain, read_action
+from millstream.env.games.gym_text import plain_text, read_action
 from millstream.env.registry import Environments, Hosted
-from millstream.env.resolve import Kind, find, make_tasks
+from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
 from millstream.errors import ConfigError, RequestRefused
 from millstream.types import Task
 from support.talk import CHATML, Scripted, text_with
 
 
-def found(use: str, **config: Any) -> Kind:
-    return find(EnvironmentConfig(use=use, **config))
+def found(use: str, **config: Any) -> EnvironmentKind:
+    return find_environment(EnvironmentConfig(use=use, **config))
 
 
-async def play(kind: Kind, task: Task, says: list[str], template: str | None = None) -> tuple[float, Scripted]:
+async def play(
+    kind: EnvironmentKind, task: Task, says: list[str], template: str | None = None
+) -> tuple[float, Scripted]:
     text = text_with(template)
     assert kind.environment is not None
     environments = Environments([Hosted(kind, kind.environment, text)])
@@ -83,7 +85,7 @@ def test_chance_leaves_no_gold_and_colors_become_brackets() -> None:
     pytest.importorskip("gymnasium")
     kind = found("gymnasium", args={"id": "FrozenLake-v1"})
     assert kind.gold is not None and kind.gold(make_tasks([kind], 1, 0)[0]) == []
-    assert plain("\x1b[41mS\x1b[0mF\x1b[34;1mB\x1b[0m \x1b[43m_\x1b[0m") == "[S]FB [_]"
+    assert plain_text("\x1b[41mS\x1b[0mF\x1b[34;1mB\x1b[0m \x1b[43m_\x1b[0m") == "[S]FB [_]"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -14,7 +14,7 @@ import pytest
 
 from millstream.env.data import DataConfig, in_order, read
 from millstream.env.games import toy
-from millstream.env.rewards import RewardConfig, Scorer, exact_match, find
+from millstream.env.rewards import RewardConfig, Scorer, exact_match, find_reward
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, RewardFailed
 from millstream.rpc.threads import DaemonThreads
@@ -131,7 +131,7 @@ def test_the_holdout_is_chosen_by_seed_and_never_trained(tmp_path: Path) -> None
 
 
 def test_every_epoch_has_every_task_once_in_an_order_of_its_own() -> None:
-    tasks = toy.make("sort_digits", 20, seed=0)
+    tasks = toy.make_toy_tasks("sort_digits", 20, seed=0)
     first = list(itertools.islice(in_order(tasks, seed=3, shuffle=True), 40))
     assert first == list(itertools.islice(in_order(tasks, seed=3, shuffle=True), 40))
     epochs = [[task.id for epoch, task in first if epoch == number] for number in (0, 1)]
@@ -141,7 +141,7 @@ def test_every_epoch_has_every_task_once_in_an_order_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", toy.TASKS)
 def test_the_gold_answer_of_every_toy_task_scores_one(name: str) -> None:
-    tasks = toy.make(name, 200, seed=1)
+    tasks = toy.make_toy_tasks(name, 200, seed=1)
     assert len({task.prompt for task in tasks}) == len(tasks) == 200
     assert all(exact_match(task, task.answer or "") == 1.0 for task in tasks)
     assert all(set(str(task.prompt) + str(task.answer)) <= set(toy.ALPHABET) for task in tasks)
@@ -149,7 +149,7 @@ def test_the_gold_answer_of_every_toy_task_scores_one(name: str) -> None:
 
 def test_an_unknown_toy_task_is_an_error_that_lists_them() -> None:
     with pytest.raises(ConfigError, match="choose one of sort_digits"):
-        toy.make("sort_numbers", 1, seed=0)
+        toy.make_toy_tasks("sort_numbers", 1, seed=0)
 
 
 # ---- rewards -----------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_a_reward_that_raises_is_named_with_the_line_of_its_own_file(tmp_path: P
         "one_argument": r"raised TypeError at its call: one_argument\(\) takes 1 positional argument but 2 were given",
     }.items():
         with pytest.raises(RewardFailed, match=message):
-            score(find(f"{path}:{name}"))
+            score(find_reward(f"{path}:{name}"))
 
 
 def test_calls_that_hang_hold_back_nobody_else() -> None:
@@ -254,9 +254,9 @@ def test_two_records_with_one_id_are_refused(tmp_path: Path) -> None:
 def test_a_reward_is_found_by_name_module_or_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def reward(task, completion):\n    return 0.25\n")
-    assert find("exact_match") is exact_match
-    assert find("millstream.env.rewards:exact_match") is exact_match
-    assert find(f"{path}:reward")(TASK, "") == 0.25
+    assert find_reward("exact_match") is exact_match
+    assert find_reward("millstream.env.rewards:exact_match") is exact_match
+    assert find_reward(f"{path}:reward")(TASK, "") == 0.25
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,14 @@ def test_a_reward_is_found_by_name_module_or_file(tmp_path: Path) -> None:
 )
 def test_a_reward_that_is_not_there_is_a_config_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        find(name)
+        find_reward(name)
 
 
 def test_a_reward_file_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("import nothing_of_the_kind\n")
     with pytest.raises(ConfigError, match="ModuleNotFoundError"):
-        find(f"{path}:f")
+        find_reward(f"{path}:f")
 
 
 def test_the_single_turn_environment_shows_the_prompt_and_scores_the_answer() -> None:

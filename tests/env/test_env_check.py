@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from millstream.cli.main import app
-from millstream.env.bytes_text import Bytes
+from millstream.env.bytes_text import ByteText
 from millstream.env.config import EnvironmentConfig
-from millstream.env.resolve import find
+from millstream.env.resolve import find_environment
 from millstream.run.env_check import NOTES, WHAT_TO_DO, EnvironmentReport, check_environment
 from millstream.types import Message
 
@@ -75,7 +75,7 @@ PLANTED = {
 
 def checked(path: Path, source: str, num_tasks: int = 3, block_s: float = 0.08, **config: Any) -> EnvironmentReport:
     path.write_text(source)
-    kind = find(EnvironmentConfig(use=f"{path}:Game", step_timeout_s=0.5, **config))
+    kind = find_environment(EnvironmentConfig(use=f"{path}:Game", step_timeout_s=0.5, **config))
     assert kind.make_tasks is not None
     return asyncio.run(check_environment(kind, kind.make_tasks(num_tasks, 0), block_s=block_s))
 
@@ -158,7 +158,7 @@ def test_what_cannot_be_checked_says_what_to_type(arguments: list[str], message:
 
 
 def test_a_tokenizer_of_bytes_gives_back_what_it_got() -> None:
-    text = Bytes()
+    text = ByteText()
     chat = [Message(role="user", content="ä<|im_end|>")]
     assert text.opening(chat)[0] == 257 and text.opening(chat).count(256) == 2
     assert text.decode([*text.encode("häß"), text.end_token]) == "häß"

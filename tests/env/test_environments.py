@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from millstream import RunConfig
-from millstream.audit.audit import audit
+from millstream.audit import audit
 from millstream.clock import run_virtual
 from millstream.config import convert, load, to_toml
 from millstream.env import Context, Step
@@ -20,7 +20,7 @@ from millstream.env.config import EnvironmentConfig
 from millstream.env.data import DataConfig, read
 from millstream.env.games.frozen_lake import FrozenLake, shortest
 from millstream.env.registry import Environments, Hosted, check_tasks
-from millstream.env.resolve import Kind, find, make_tasks
+from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, EnvironmentFailed, RequestRefused
 from millstream.run.check import check_combinations, check_config
@@ -103,8 +103,8 @@ def play(
     return reward, scripted.episode.finish(reward), scripted
 
 
-def found(use: str, **config: Any) -> Kind:
-    return find(EnvironmentConfig(use=use, **config))
+def found(use: str, **config: Any) -> EnvironmentKind:
+    return find_environment(EnvironmentConfig(use=use, **config))
 
 
 TASK = Task(id="7", prompt="guess", answer="7")
@@ -189,7 +189,7 @@ def test_a_coroutine_function_and_a_class_with_rollout_are_environments(game: st
         ("frozen_lak", "no environment 'frozen_lak': use single_turn, frozen_lake"),
         ("nowhere.py:Game", r"no file nowhere\.py"),
         ("GAME:Nothing", "has no function 'Nothing'"),
-        ("GAME:plain", "is no environment: expected a class with reset"),
+        ("GAME:plain", "is not an environment: expected a class with reset"),
     ],
 )
 def test_what_is_no_environment_is_a_config_error(game: str, use: str, message: str) -> None:
@@ -200,11 +200,11 @@ def test_what_is_no_environment_is_a_config_error(game: str, use: str, message: 
 @pytest.mark.parametrize(
     ("observation", "step", "message"),
     [
-        ("", Step(), r"Bad\.reset gave '' to show: expected a text that is not empty"),
-        ("a", Step(), r"Bad\.step gave '' to show"),
-        (7, Step(), r"Bad\.reset gave 7 to show"),
+        ("", Step(), r"Bad\.reset returned the observation '': expected a text that is not empty"),
+        ("a", Step(), r"Bad\.step returned the observation ''"),
+        (7, Step(), r"Bad\.reset returned the observation 7"),
         ("a", 1.0, r"Bad\.step returned float: expected Step\("),
-        ("a", Step(reward=float("nan"), is_done=True), r"gave a reward of nan: expected a finite number"),
+        ("a", Step(reward=float("nan"), is_done=True), r"returned a reward of nan: expected a finite number"),
     ],
 )
 def test_what_an_environment_may_not_do_fails_the_rollout_by_name(observation: Any, step: Any, message: str) -> None:
@@ -417,7 +417,7 @@ def test_a_task_that_goes_nowhere_is_named(game: str) -> None:
     ("tasks", "message"),
     [
         ("[Task(id='a', prompt='')] * 2", "two tasks with the id 'a'"),
-        ("['a']", "tasks gave str: expected millstream.types.Task"),
+        ("['a']", "tasks returned str: expected millstream.types.Task"),
         ("[]", "the environment has no tasks"),
     ],
 )
@@ -437,7 +437,7 @@ def run_config(**changes: Any) -> RunConfig:
 
 def test_the_example_of_a_single_turn_is_its_prompt_and_its_answer_and_nothing_is_scored() -> None:
     text = text_with(None)
-    kind = find(EnvironmentConfig())
+    kind = find_environment(EnvironmentConfig())
     single = SingleTurn(encode=lambda task: text.opening(task.prompt), decode=text.decode, scorer=None)  # type: ignore[arg-type]
     script = GoldExamples(Environments([Hosted(kind, single, text)]), text, run_config(data={"toy": "sort_digits"}))
     (row,) = asyncio.run(script.rows(Task(id="1", prompt="31>", answer="13")))

@@ -17,15 +17,15 @@ import pytest
 
 from millstream.config import convert, to_toml
 from millstream.env.rewards import (
-    BUILT_IN,
+    BUILT_IN_REWARDS,
     GroupScorer,
     RewardConfig,
     Scorer,
-    check,
-    find,
+    check_reward,
+    find_reward,
     group_scorer,
     passed,
-    prepare,
+    prepare_rewards,
 )
 from millstream.env.rewards.code import last_block
 from millstream.env.rewards.mathematics import last_boxed
@@ -103,7 +103,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 def scorer(*configs: RewardConfig) -> Scorer:
-    return Scorer(prepare(configs))
+    return Scorer(prepare_rewards(configs))
 
 
 def score(config: RewardConfig, completion: str = "4", task: Task = TASK) -> float:
@@ -135,9 +135,9 @@ def test_workers_are_used_again_and_there_are_no_more_than_asked_for(mine: Path)
     ("completion", "message"),
     [
         ("hang", r"took longer than 0\.5 s, and its worker process was killed; reward\.timeout_s"),
-        ("exit", r"its worker process ended itself with exit code 7 in the call"),
-        ("segfault", r"its worker process was killed by SIGSEGV in the call"),
-        ("memory", r"was killed by SIGKILL \(out of memory\?\)"),
+        ("exit", r"its process ended with exit code 7 during the call"),
+        ("segfault", r"exit code -11 \(SIGSEGV\) during the call"),
+        ("memory", r"\(SIGKILL\) \(out of memory\?\)"),
         ("raise", r"raised ZeroDivisionError at mine\.py:\d+: division by zero"),
         ("nan", r"returned nan: expected a finite number"),
     ],
@@ -193,9 +193,9 @@ def test_a_busy_worker_ends_when_its_parent_is_killed(mine: Path, tmp_path: Path
     told = tmp_path / "worker"
     program = f"""
 import asyncio
-from millstream.env.rewards import RewardConfig, Scorer, prepare
+from millstream.env.rewards import RewardConfig, Scorer, prepare_rewards
 from millstream.types import Task
-scorer = Scorer(prepare([RewardConfig(function="{mine}:strange", process=True, workers=1)]))
+scorer = Scorer(prepare_rewards([RewardConfig(function="{mine}:strange", process=True, workers=1)]))
 asyncio.run(scorer.score(Task(id="1", prompt="", answer="{told}"), "tell and hang"))
 """
     with subprocess.Popen([sys.executable, "-c", program]) as parent:
@@ -216,7 +216,7 @@ def test_a_worker_that_cannot_start_fails_the_call_and_says_why(tmp_path: Path) 
     config = RewardConfig(function=f"{path}:f", process=True, workers=1)
     pool = scorer(config)
     path.write_text("import os\nos._exit(3)\n")
-    with pytest.raises(RewardFailed, match="its worker process ended itself with exit code 3 while it started"):
+    with pytest.raises(RewardFailed, match="its worker did not start: its process ended with exit code 3"):
         asyncio.run(pool.score(TASK, ""))
     path.write_text("import nothing_of_the_kind\n")
     with pytest.raises(RewardFailed, match="ModuleNotFoundError"):
@@ -235,7 +235,7 @@ def test_a_function_passed_from_python_has_no_name_for_another_process() -> None
 
     (config,) = passed(own, [RewardConfig(process=True)])
     with pytest.raises(ConfigError, match=r"Put it into a file, and set function = \"file\.py:function\""):
-        Scorer(prepare([config], own))
+        Scorer(prepare_rewards([config], own))
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def test_arguments_go_to_functions_and_classes_are_made_once(mine: Path) -> None
 def test_a_wrong_argument_is_found_before_the_run(mine: Path, name: str, args: dict[str, Any], message: str) -> None:
     config = RewardConfig(function=name.replace("MINE", str(mine)), args=args)
     with pytest.raises(ConfigError, match=message):
-        check(find(config.function), config)
+        check_reward(find_reward(config.function), config)
     with pytest.raises(ConfigError, match=message):
         scorer(config)
 
@@ -287,7 +287,7 @@ def test_an_extra_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = RewardConfig(function="math_answer")
     with pytest.raises(ConfigError, match=r"needs math_verify: pip install 'millstream\[math\]'"):
-        check(find(config.function), config)
+        check_reward(find_reward(config.function), config)
 
 
 def test_a_dry_run_looks_at_arguments_and_tells_what_the_sandbox_contains(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_format_wants_every_tag_once_in_order_and_nothing_else(completion: str, 
 )
 def test_math_answers_are_compared_by_what_they_mean(gold: str, completion: str, expected: float) -> None:
     pytest.importorskip("math_verify")
-    assert BUILT_IN["math_answer"].function(Task(id="1", prompt="", answer=gold), completion) == expected
+    assert BUILT_IN_REWARDS["math_answer"].function(Task(id="1", prompt="", answer=gold), completion) == expected
 
 
 def test_math_answer_runs_in_a_process_which_is_killed_when_an_answer_takes_too_long() -> None:
@@ -451,7 +451,7 @@ def test_the_last_python_block_is_the_program() -> None:
 
 
 def groups(*configs: RewardConfig, completions: Sequence[str] = ("ccc", "a", "bb")) -> list[float]:
-    group = group_scorer(prepare(configs))
+    group = group_scorer(prepare_rewards(configs))
     assert isinstance(group, GroupScorer)
     return asyncio.run(group.score(TASK, completions))
 
@@ -465,7 +465,7 @@ def test_rewards_of_groups_add_up_with_their_weights(mine: Path, process: bool) 
 
 
 def test_each_scorer_has_its_own_rewards_and_leaves_the_others(mine: Path) -> None:
-    both = prepare([RewardConfig(), RewardConfig(function=f"{mine}:ranks", group=True)])
+    both = prepare_rewards([RewardConfig(), RewardConfig(function=f"{mine}:ranks", group=True)])
     assert asyncio.run(Scorer(both).score(TASK, "4")) == 1.0 and Scorer(both).name == "reward exact_match"
     group = group_scorer(both)
     assert group is not None and asyncio.run(group.score(TASK, ["4"])) == [0.0]
@@ -475,7 +475,7 @@ def test_each_scorer_has_its_own_rewards_and_leaves_the_others(mine: Path) -> No
 
 @pytest.mark.parametrize("process", [False, True])
 def test_a_group_reward_that_returns_too_few_numbers_fails(mine: Path, process: bool) -> None:
-    with pytest.raises(RewardFailed, match="returned 1 numbers: expected 3, one a completion"):
+    with pytest.raises(RewardFailed, match="returned 1 numbers: expected 3, one per completion"):
         groups(RewardConfig(function=f"{mine}:too_few", group=True, process=process, workers=1))
 
 
@@ -510,7 +510,7 @@ def test_a_reward_is_written_in_under_ten_lines(tmp_path: Path, monkeypatch: pyt
         RunConfig,
         where="docs",
     )
-    own = Scorer(prepare(run.reward))
+    own = Scorer(prepare_rewards(run.reward))
     assert asyncio.run(own.score(TASK, "The answer is 4")) > asyncio.run(own.score(TASK, "The answer is 5"))
 
 
@@ -518,7 +518,7 @@ def test_every_built_in_and_each_of_its_options_is_documented() -> None:
     import inspect
 
     text = (ROOT / "docs" / "rewards.md").read_text()
-    for name, built_in in BUILT_IN.items():
+    for name, built_in in BUILT_IN_REWARDS.items():
         assert f"`{name}`" in text
         parameters = inspect.signature(built_in.function).parameters.values()
         for parameter in parameters:
@@ -538,5 +538,5 @@ def test_a_file_of_ones_own_may_have_dataclasses_and_the_name_of_a_standard_modu
     )
     import code
 
-    assert find(f"{tmp_path}/code.py:reward")(None, "") == 0.5
+    assert find_reward(f"{tmp_path}/code.py:reward")(None, "") == 0.5
     assert hasattr(code, "InteractiveConsole")

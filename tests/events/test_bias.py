@@ -24,9 +24,10 @@ from millstream.events import (
     RolloutEnded,
     RolloutFailed,
     RolloutStarted,
-    bias,
 )
 from millstream.events.bias import BiasReport, BiasTest, bias_report, kaplan_meier_mean
+from millstream.events.bias.bootstrap import Quantity, cut_edges, group_sums, resampled_means
+from millstream.events.bias.compare import judge
 from millstream.sim.draws import uniform
 from millstream.sim.environment import SimEnvironment
 from millstream.types import Fate, Finish
@@ -154,10 +155,10 @@ def test_kaplan_meier_of_the_bootstrap_agrees_with_the_plain_one() -> None:
         tokens, is_cut = lengths(rng).ravel(), rng.random(GROUPS * MEMBERS) < 0.2
         tokens[is_cut] = rng.integers(1, places, is_cut.sum()) / places * 800
         group = np.repeat(np.arange(GROUPS), MEMBERS)
-        sample = bias._Sample("tokens", group, tokens, is_cut, tokens, (is_cut, ~is_cut), 0, 0)
-        edges = bias._edges(tokens[is_cut])
-        whole = bias._group_sums(sample, edges, GROUPS).sum(axis=0, keepdims=True)
-        assert bias._means(whole, edges).kaplan_meier[0] == pytest.approx(
+        sample = Quantity("tokens", group, tokens, is_cut, tokens, (is_cut, ~is_cut), 0, 0)
+        edges = cut_edges(tokens[is_cut])
+        whole = group_sums(sample, edges, GROUPS).sum(axis=0, keepdims=True)
+        assert resampled_means(whole, edges).kaplan_meier[0] == pytest.approx(
             kaplan_meier_mean(tokens, is_cut), rel=tolerance
         )
 
@@ -225,7 +226,7 @@ def test_an_alarm_takes_more_than_one_small_p_value_among_four() -> None:
         )
         for p in (0.04, 0.011, 0.5, 0.02)
     ]
-    judged = bias._judge(tests)
+    judged = judge(tests)
     assert [test.p_value for test in judged] == pytest.approx([0.08, 0.044, 0.5, 0.06])
     assert [test.verdict == "biased" for test in judged] == [False, True, False, False]
 

@@ -27,7 +27,7 @@ from millstream import RunConfig
 from millstream.algo import AlgorithmConfig
 from millstream.algo.recipe import Recipe
 from millstream.config import load
-from millstream.env.rewards import prepare
+from millstream.env.rewards import prepare_rewards
 from millstream.errors import LearnerError, LearnerGone
 from millstream.events import Resumed
 from millstream.events.sinks import read_events
@@ -502,5 +502,5 @@ def test_ranks_below_one_are_refused() -> None:
 
 def test_a_micro_batch_is_as_large_as_all_ranks_together_can_take() -> None:
     config = load(DEMO, RunConfig, ["learner.ranks=3", "learner.micro_batch_tokens=100"])
-    algorithm = build.build_algorithm(config, Sampling(max_tokens=8), None, prepare(config.reward))
+    algorithm = build.build_algorithm(config, Sampling(max_tokens=8), None, prepare_rewards(config.reward))
     assert algorithm.micro_batch_tokens == 300

@@ -23,7 +23,7 @@ from millstream.learner.packing import Packer
 from millstream.learner.rows import Rows
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.torch import TorchLearner, learning_rate_share, share_prompts
-from millstream.model.objective import LossInputs, TokenLoss
+from millstream.objective import LossInputs, TokenLoss
 from millstream.types import Metrics, TrainRow
 from support.tiny import CONFIGS, VOCABULARY, make, plain
 

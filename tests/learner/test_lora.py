@@ -20,7 +20,7 @@ from test_learner import rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millstream.algo import AlgorithmConfig, recipe
-from millstream.audit.audit import audit
+from millstream.audit import audit
 from millstream.clock import RealClock
 from millstream.config import load
 from millstream.engine import EngineConfig

@@ -20,7 +20,6 @@ from millstream.engine.native import remote
 from millstream.engine.native.process import plan_of
 from millstream.engine.native.remote import RemoteHost, Setup, work
 from millstream.engine.native.worker import Close, Command, Offer, Report
-from millstream.env.isolated import _Elsewhere
 from millstream.errors import LearnerError, LearnerGone, WeightsError, WeightsSuperseded, WeightsUnreachable
 from millstream.learner import process_group as crews
 from millstream.learner.messages import READY, Answer, Keep, Score
@@ -274,19 +273,3 @@ def test_an_engine_whose_first_weights_are_not_to_be_had_says_why_before_it_goes
 
 
 # ---- environments ------------------------------------------------------------------------------------------------------
-
-
-def test_an_environments_process_leaves_no_thread_behind_when_it_has_ended() -> None:
-    async def play() -> None:
-        for _ in range(3):
-            process = await _Elsewhere.start(NearLauncher(NearWorker), "a game")
-            ending = asyncio.ensure_future(process.wait())
-            await asyncio.sleep(0.01)
-            process.kill()
-            assert await ending == "it was killed"
-
-    asyncio.run(play())
-    deadline = time.monotonic() + 5.0
-    while left := [one.name for one in threading.enumerate() if "of an environment" in one.name]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.01)

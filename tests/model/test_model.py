@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millstream.model.attention import Indices, Packed, Rule, _Ragged
-from millstream.model.logprobs import plain, predict
+from millstream.model.logprobs import plain_logprobs, predict
 from millstream.model.policy import has_plain_head
 from support.tiny import CONFIGS, make
 
@@ -42,7 +42,7 @@ def check_chunks(chunk: int, needs_entropy: bool, *, is_compiled: bool) -> None:
     found, twin = example(10, 11, 6, dtype=torch.float32), example(10, 11, 6, dtype=torch.float32)
     weights_M, more_M = torch.linspace(-1, 2, 10), torch.linspace(0.5, -1, 10)
     ours = predict(*found, temperature=0.7, needs_entropy=needs_entropy, is_compiled=is_compiled, chunk_elements=chunk)
-    theirs = plain(twin[0] @ twin[1].t(), twin[2], 0.7, needs_entropy)
+    theirs = plain_logprobs(twin[0] @ twin[1].t(), twin[2], 0.7, needs_entropy)
     for some in (ours, theirs):
         total = (some.logprobs_M * weights_M).sum()
         (total if some.entropy_M is None else total + (some.entropy_M * more_M).sum()).backward()  # type: ignore[no-untyped-call]

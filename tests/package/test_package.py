@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.events.sinks import JsonlSink, read_events
-from millstream.events.summary import intersect, merge, summarise, total
+from millstream.events.summary import intersect_intervals, merge_intervals, summarise, total_length
 from support.simulated import World, simulate
 
 ROOT = Path(__file__).parents[2]
@@ -42,8 +42,10 @@ def test_the_overlap_of_two_sets_of_spans_is_that_of_their_points(
     left: list[tuple[int, int]], right: list[tuple[int, int]]
 ) -> None:
     points = [{p for begin, end in spans for p in range(begin, end)} for spans in (left, right)]
-    assert total(intersect(merge(left), merge(right))) == len(points[0] & points[1])
-    assert total(merge(left)) == len(points[0])
+    assert total_length(intersect_intervals(merge_intervals(left), merge_intervals(right))) == len(
+        points[0] & points[1]
+    )
+    assert total_length(merge_intervals(left)) == len(points[0])
 
 
 def test_the_summary_adds_up(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from millstream.events import (
     Stalled,
     Status,
     Stepped,
-    decode,
+    decode_event,
 )
 from millstream.pipeline.pipeline import Pipeline
 from millstream.sim.draws import constant, uniform
@@ -54,7 +54,7 @@ def test_another_seed_gives_another_trace() -> None:
 
 def test_events_survive_their_encoding() -> None:
     sink = simulate(World(failure=0.2)).sink
-    assert [decode(line) for line in sink.trace().splitlines()] == sink.events
+    assert [decode_event(line) for line in sink.trace().splitlines()] == sink.events
 
 
 class FailsFor:

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from millstream import RunConfig, train
-from millstream.audit.audit import audit
+from millstream.audit import audit
 from millstream.config import load
 from millstream.errors import LearnerError
 from millstream.events import GroupLeft, Stepped
 from millstream.events.sinks import read_events
-from millstream.model.objective import LossInputs, TokenLoss
+from millstream.objective import LossInputs, TokenLoss
 from millstream.types import Fate
 
 ROOT = Path(__file__).parents[2]

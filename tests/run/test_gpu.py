@@ -12,7 +12,7 @@ import torch
 
 from millstream import RunConfig, train
 from millstream.algo import AlgorithmConfig, recipe
-from millstream.audit.audit import audit
+from millstream.audit import audit
 from millstream.config import load
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner

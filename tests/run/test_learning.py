@@ -12,7 +12,7 @@ from torch import Tensor
 from millstream.algo import AlgorithmConfig, advantage_of, recipe
 from millstream.algo.advantages import ADVANTAGES
 from millstream.algo.presets import PRESETS
-from millstream.model.objective import LossInputs
+from millstream.objective import LossInputs
 
 SYMBOLS, LONGEST, GROUPS, MEMBERS, LAG = 6, 4, 8, 4, 2
 

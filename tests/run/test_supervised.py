@@ -26,7 +26,7 @@ from test_show import drawn
 from typer.testing import CliRunner
 
 from millstream.algo import recipe
-from millstream.audit.audit import audit
+from millstream.audit import audit
 from millstream.cli.main import app
 from millstream.cli.view import View
 from millstream.clock import RealClock

@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from millstream.cli.main import app
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig, EngineStats, OnSampled
-from millstream.env.bytes_text import Bytes
+from millstream.env.bytes_text import ByteText
 from millstream.errors import ConfigError, EngineError, EngineGone, RequestRefused
 from millstream.events.sinks import MemorySink
 from millstream.model.load import save_model, set_up_cpu
@@ -39,7 +39,7 @@ from millstream.run.build import build_engine
 from millstream.run.text import TokenizerText
 from millstream.serve.openai import service
 from millstream.serve.openai.detokenize import TextStream
-from millstream.serve.openai.service import ModelServiceConfig, Served, serve
+from millstream.serve.openai.service import ModelServiceConfig, Served, host_model
 from millstream.serve.openai.sessions import SessionLimits
 from millstream.types import Completion, Finish, Message, Request, RequestKey, Sampled, Weights
 from support.talk import CHATML, NO_SYSTEM, text_with
@@ -152,7 +152,7 @@ def listening(make: Callable[[], Served], *, token: str | None = None, **limits:
     async def program() -> None:
         one = make()
         try:
-            await serve(one, ModelServiceConfig(port=0, **limits), token=token, on_ready=on_ready)
+            await host_model(one, ModelServiceConfig(port=0, **limits), token=token, on_ready=on_ready)
         finally:
             await one.engine.close()
 
@@ -372,22 +372,22 @@ def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(tells: bool) -> None
 @given(data=st.binary(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=40))
 def test_text_in_pieces_is_the_text_of_all_tokens(data: bytes, cuts: list[int]) -> None:
     """Whatever bytes are sampled, and however many at a time."""
-    speech, said, rest = TextStream(Bytes()), "", tuple(data)
+    speech, said, rest = TextStream(ByteText()), "", tuple(data)
     for cut in [*cuts, len(data) + 1]:
         now, rest = rest[:cut], rest[cut:]
-        speech.hear(Sampled(now, (0.0,) * len(now), (0,) * len(now)))
+        speech.add(Sampled(now, (0.0,) * len(now), (0,) * len(now)))
         piece = speech.take()
         said += "" if piece is None else piece.text
     speech.end()
     last = speech.take()
-    assert said + ("" if last is None else last.text) == Bytes().decode(tuple(data)) == speech.whole().text
+    assert said + ("" if last is None else last.text) == ByteText().decode(tuple(data)) == speech.whole().text
 
 
 @given(text=st.text("abc", max_size=20), stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=3))
 def test_a_stop_string_is_found_wherever_it_is(text: str, stops: list[str]) -> None:
-    speech, said = TextStream(Bytes(), stops), ""
+    speech, said = TextStream(ByteText(), stops), ""
     for byte in text.encode():
-        speech.hear(Sampled((byte,), (0.0,), (0,)))
+        speech.add(Sampled((byte,), (0.0,), (0,)))
         piece = speech.take()
         said += "" if piece is None else piece.text
     speech.end()
@@ -395,7 +395,7 @@ def test_a_stop_string_is_found_wherever_it_is(text: str, stops: list[str]) -> N
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     heard = text[: min(ends, default=len(text))]
     expected = min((heard[: heard.find(stop)] for stop in stops if stop in heard), key=len, default=heard)
-    assert said + ("" if piece is None else piece.text) == expected == speech.said
+    assert said + ("" if piece is None else piece.text) == expected == speech.final
     assert speech.is_stopped == bool(ends) and speech.tokens == list(heard.encode())
 
 
@@ -479,7 +479,7 @@ def test_two_calls_that_go_on_from_one_place_at_once_become_two_parts_and_no_tok
 
 
 def test_sessions_are_bounded_in_number_time_and_tokens() -> None:
-    limits = SessionLimits(most=2, idle_s=1.0, tokens=60)
+    limits = SessionLimits(sessions=2, idle_s=1.0, tokens=60)
     with scripted(*(["ok"] * 9), sessions=limits) as (url, _):
 
         def ask(session_id: str, content: str = "a", **more: Any) -> httpx.Response:
@@ -622,7 +622,7 @@ def test_a_token_is_asked_for_and_beyond_this_machine_it_is_required() -> None:
         assert client_of(url, token=TOKEN).completions.create(model="tiny", prompt="a").choices[0].text == "ok"
         assert get(url, "/health").status_code == 200
     with pytest.raises(ConfigError, match="set a token"):
-        asyncio.run(serve(served(text, ScriptedEngine(text)), ModelServiceConfig(host="0.0.0.0")))
+        asyncio.run(host_model(served(text, ScriptedEngine(text)), ModelServiceConfig(host="0.0.0.0")))
 
 
 def test_without_a_token_a_page_in_a_browser_is_refused(url: str) -> None:

@@ -23,9 +23,9 @@ import torch
 
 from millstream.errors import ConfigError, StoreError, StoreTimeout, StreamEnded
 from millstream.serve.auth import check_token, is_loopback
-from millstream.serve.store import columns as cells
+from millstream.serve.store import columns as encoding
 from millstream.serve.store.client import HttpStore
-from millstream.serve.store.service import StoreServiceConfig, serve, task_from
+from millstream.serve.store.service import StoreServiceConfig, host_store, task_from
 from millstream.store import Reads, Store, Want
 from millstream.store.blocking import BlockingClient
 from millstream.store.host import SharedStore, make_plan
@@ -49,7 +49,7 @@ async def service(
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     config = StoreServiceConfig(port=0, **limits)
     serving = asyncio.create_task(
-        serve(store or MemoryStore(TASKS), config, token=token, on_ready=lambda at: url.set_result(at))
+        host_store(store or MemoryStore(TASKS), config, token=token, on_ready=lambda at: url.set_result(at))
     )
     try:
         async with httpx.AsyncClient(base_url=await url, headers=headers, timeout=30, trust_env=False) as client:
@@ -219,9 +219,9 @@ def test_arrays_go_as_base64_in_json_and_as_bytes_in_messagepack() -> None:
             assert [cell["dtype"] for cell in found["empty"]] == ["float64"] * 2, "one type for a column"
             assert [cell["dtype"] for cell in found["typed"]] == ["int16"] * 2
             await ok(client.post(f"/v1/experience/leases/{lease['lease_id']}/give_back"), 204)
-            packed = {"Content-Type": cells.MESSAGEPACK}
+            packed = {"Content-Type": encoding.MESSAGEPACK}
             answer = await client.post("/v1/experience/claim", content=msgspec.msgpack.encode(claim), headers=packed)
-            assert answer.headers["content-type"] == cells.MESSAGEPACK
+            assert answer.headers["content-type"] == encoding.MESSAGEPACK
             lease = msgspec.msgpack.decode(answer.content)
             assert lease["columns"]["tokens"][0] == {"dtype": "int32", "shape": [5], "data": tokens[0].tobytes()}
             await ok(client.post(f"/v1/experience/leases/{lease['lease_id']}/give_back"), 204)
@@ -255,8 +255,8 @@ def test_arrays_go_as_base64_in_json_and_as_bytes_in_messagepack() -> None:
 def test_columns_that_are_none_are_refused_with_what_was_expected(
     columns: Any, dtypes: dict[str, str], words: tuple[str, ...]
 ) -> None:
-    with pytest.raises(cells.BadCells) as refusal:
-        cells.columns_in(columns, dtypes, is_json=True)
+    with pytest.raises(encoding.BadColumns) as refusal:
+        encoding.columns_in(columns, dtypes, is_json=True)
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
@@ -265,15 +265,15 @@ def test_columns_that_are_none_are_refused_with_what_was_expected(
     [np.arange(6).reshape(2, 3), np.zeros((0, 4), np.float16), np.array([True, False]), np.arange(3, dtype=">i4")],
 )
 def test_an_array_comes_back_as_it_was(cell: np.ndarray[Any, Any]) -> None:
-    for kind, decode in ((cells.JSON, msgspec.json.decode), (cells.MESSAGEPACK, msgspec.msgpack.decode)):
-        (back,) = cells.columns_in(decode(cells.encode(cells.columns_out({"a": [cell]}), kind)))["a"]
+    for kind, decode in ((encoding.JSON, msgspec.json.decode), (encoding.MESSAGEPACK, msgspec.msgpack.decode)):
+        (back,) = encoding.columns_in(decode(encoding.encode_body(encoding.columns_out({"a": [cell]}), kind)))["a"]
         assert back.shape == cell.shape and (back == cell).all() and back.dtype == cell.dtype.newbyteorder("=")
 
 
 def test_tensors_go_out_as_arrays() -> None:
-    out = cells.columns_out({"a": [torch.ones(2, dtype=torch.bfloat16), torch.tensor([1, 2])]}, as_lists=True)
+    out = encoding.columns_out({"a": [torch.ones(2, dtype=torch.bfloat16), torch.tensor([1, 2])]}, as_lists=True)
     assert out == {"a": [[1.0, 1.0], [1, 2]]}
-    (back,) = cells.columns_in(cells.columns_out({"a": [torch.ones(2, dtype=torch.bfloat16)]}))["a"]
+    (back,) = encoding.columns_in(encoding.columns_out({"a": [torch.ones(2, dtype=torch.bfloat16)]}))["a"]
     assert back.dtype == np.float32
 
 
@@ -308,9 +308,9 @@ def test_what_was_not_expected_is_answered_by_400_and_what_was() -> None:
             json = {"Content-Type": "application/json"}
             await refused(client.post(put, content=b"{", headers=json), 400, "truncated")
             await refused(client.post(put, content=b"[" * 100000, headers=json), 400)
-            await refused(client.post(put, content=b"\xc1", headers={"Content-Type": cells.MESSAGEPACK}), 400)
+            await refused(client.post(put, content=b"\xc1", headers={"Content-Type": encoding.MESSAGEPACK}), 400)
             nan = msgspec.msgpack.encode({"task": "train", "rows": 1, "wait_s": float("nan")})
-            await refused(client.post(claim, content=nan, headers={"Content-Type": cells.MESSAGEPACK}), 400, "nan")
+            await refused(client.post(claim, content=nan, headers={"Content-Type": encoding.MESSAGEPACK}), 400, "nan")
             await refused(client.post(put, content=b"a=1"), 415, "application/json")
             await refused(client.post(put, data={"a": "1"}), 415, "application/msgpack")
             assert (await ok(client.get("/v1/stats")))["experience"]["rows"] == 0
@@ -322,7 +322,7 @@ def test_leases_and_tasks_that_are_not_there_are_told_from_those_that_have_ended
     async def program() -> None:
         store = MemoryStore(TASKS)
         async with service(store) as client:
-            await refused(client.post("/v1/experience/leases/1/acknowledge"), 404, "never given")
+            await refused(client.post("/v1/experience/leases/1/acknowledge"), 404, "does not exist")
             await refused(client.post("/v1/experience/leases/x/acknowledge"), 404, "nothing at")
             await refused(client.post("/v1/experience/claim", json={"task": "tarin", "rows": 1}), 404, "score, train")
             await refused(client.post("/v1/experience/rewind", json={"task": "tarin", "step": 1}), 404, "tarin")
@@ -543,7 +543,7 @@ def test_without_a_token_pages_in_a_browser_are_refused() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "gpu7.example", ""])
 def test_beyond_this_machine_a_service_without_a_token_does_not_start(host: str) -> None:
     with pytest.raises(ConfigError, match="set a token"):
-        asyncio.run(serve(MemoryStore(TASKS), StoreServiceConfig(host=host, port=0)))
+        asyncio.run(host_store(MemoryStore(TASKS), StoreServiceConfig(host=host, port=0)))
     check_token(host, TOKEN)
     for token in ("", " x", "ä"):
         with pytest.raises(ConfigError, match="the token is empty"):
@@ -559,7 +559,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     async def program() -> None:
         async with service() as client:
             with pytest.raises(ConfigError, match=f"{client.base_url.port}: Address already in use"):
-                await serve(MemoryStore(TASKS), StoreServiceConfig(port=client.base_url.port or 0))
+                await host_store(MemoryStore(TASKS), StoreServiceConfig(port=client.base_url.port or 0))
 
     run(program())
 

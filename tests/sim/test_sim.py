@@ -29,7 +29,7 @@ from millstream.sim.draws import (
     uniform,
 )
 from millstream.sim.engine import H200, Costs, SimEngine
-from millstream.sim.environment import Failure, SimEnvironment, by_prompt, longer_is_harder
+from millstream.sim.environment import SimEnvironment, SimFailure, by_prompt, longer_is_harder
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task
 from support.simulated import World, simulate
 
@@ -471,15 +471,15 @@ def test_a_step_may_raise_hang_or_return_garbage() -> None:
             await SimEnvironment(failure=1.0).rollout(Alone(1))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1000):
-                await SimEnvironment(failure=1.0, failures=[Failure.HANG]).rollout(Alone(1))
-        assert math.isnan(await SimEnvironment(failure=1.0, failures=[Failure.GARBAGE]).rollout(Alone(1)))
+                await SimEnvironment(failure=1.0, failures=[SimFailure.HANG]).rollout(Alone(1))
+        assert math.isnan(await SimEnvironment(failure=1.0, failures=[SimFailure.GARBAGE]).rollout(Alone(1)))
 
     run_virtual(program())
 
 
 def test_the_pipeline_survives_all_kinds_of_failure_and_names_them() -> None:
     world = World(steps=10, groups_per_step=3, group_size=4, max_lag=1)
-    outcome = simulate(world, environment=SimEnvironment(failure=0.15, failures=list(Failure)))
+    outcome = simulate(world, environment=SimEnvironment(failure=0.15, failures=list(SimFailure)))
     failures = outcome.sink.of(RolloutFailed)
     assert {failed.error for failed in failures} == {"EnvironmentFailed", "RolloutTimeout"}
     assert {"a simulated failure", "no reward after 600 s"} <= {f.message.partition(":")[0] for f in failures}

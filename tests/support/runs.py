@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from millstream.audit.audit import audit
+from millstream.audit import audit
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {

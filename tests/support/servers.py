@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.native.engine import TorchEngine
-from millstream.env.bytes_text import Bytes
+from millstream.env.bytes_text import ByteText
 from millstream.events.sinks import MemorySink
 from millstream.run.build import build_engine
 from millstream.serve.listen import listen
-from millstream.serve.openai.service import ModelServiceConfig, Served, make_app
+from millstream.serve.openai.service import ModelServiceConfig, Served, model_app
 
 Close = Callable[[], Awaitable[None]]
 
@@ -64,5 +64,5 @@ def millstream_serve(
 ) -> tuple[ASGIApp, Close]:
     """What `millstream serve --weights-from` serves, with a text of bytes for its tokenizer."""
     engine = thread_engine(model)
-    served = Served(name="tiny", engine=engine, text=Bytes(), end_tokens=(), vocabulary=vocabulary, context=context)
-    return make_app(served, ModelServiceConfig(weights_from=str(weights_from)), token=token), engine.close
+    served = Served(name="tiny", engine=engine, text=ByteText(), end_tokens=(), vocabulary=vocabulary, context=context)
+    return model_app(served, ModelServiceConfig(weights_from=str(weights_from)), token=token), engine.close

@@ -1,7 +1,7 @@
-"""From rewards to advantages. Most compare the rollouts of a group; some need statistics of the whole batch, and say so.
+"""Advantages from rewards. Most compare the rollouts of a group; some need statistics of the whole batch (`over_batch`).
 
-Conventions: standard deviations are those of the *population*, and 1e-6 is added where one divides (arXiv 2402.03300 leaves
-both open). A group or a batch whose rewards are all equal has advantages of 0, never NaN.
+Conventions: standard deviations are those of the *population*, and 1e-6 is added to divisors (arXiv 2402.03300 leaves both
+open). A group or a batch whose rewards are all equal has advantages of 0, never NaN.
 Shapes: G rollouts in the group, R rollouts in the batch, N trained tokens in the batch.
 """
 
@@ -17,23 +17,23 @@ Rewards = NDArray[np.float64]
 EPSILON = 1e-6
 
 
-class Scale(NamedTuple):
+class BatchScale(NamedTuple):
     """(A - shift) / divisor."""
 
     shift: float
     divisor: float
 
 
-OverBatch = Callable[[Rewards, Rewards], Scale]
-"""rewards_R, advantages_N -> how every advantage of the batch is to be shifted and scaled."""
+# rewards_R, advantages_N -> the shift and the divisor of every advantage of the batch
+OverBatch = Callable[[Rewards, Rewards], BatchScale]
 
 
 class Advantage(NamedTuple):
     of_group: Callable[[Rewards], Rewards]
+    # Statistics of the whole batch, which is then complete before the first of its rows is trained. None: not needed.
     over_batch: OverBatch | None = None
-    """What it needs of the whole batch, which is then complete before the first of its rows is trained. None: nothing."""
+    # Whether rollouts are compared within their group: it then needs two members, and equal rewards give no gradient.
     compares_members: bool = True
-    """Whether rollouts are measured against others of their group: it then takes two, and equal rewards teach nothing."""
 
 
 def grpo(rewards_G: Rewards) -> Rewards:
@@ -48,35 +48,41 @@ def dr_grpo(rewards_G: Rewards) -> Rewards:
 
 
 def rloo(rewards_G: Rewards) -> Rewards:
-    """A = R - mean of the others, which is (R - mean) G / (G - 1): arXiv 2402.14740. A rollout without others has 0."""
+    """A = R - mean of the others, which is (R - mean) G / (G - 1): arXiv 2402.14740. Alone in its group, a rollout has 0."""
     num = len(rewards_G)
     return np.asarray(dr_grpo(rewards_G) * (num / max(1, num - 1)))
 
 
-def as_they_are(rewards_G: Rewards) -> Rewards:
+def unchanged(rewards_G: Rewards) -> Rewards:
     return rewards_G
 
 
-def whiten_tokens(rewards_R: Rewards, advantages_N: Rewards) -> Scale:
+def whiten_tokens(rewards_R: Rewards, advantages_N: Rewards) -> BatchScale:
     """A = (R - mean) / (std + epsilon) over all trained tokens of the batch, whatever their prompt: REINFORCE++, arXiv
     2501.03262."""
-    return Scale(float(advantages_N.mean()), float(advantages_N.std()) + EPSILON)
+    return BatchScale(float(advantages_N.mean()), float(advantages_N.std()) + EPSILON)
 
 
-def divide_by_deviation(rewards_R: Rewards, advantages_N: Rewards) -> Scale:
+def divide_by_deviation(rewards_R: Rewards, advantages_N: Rewards) -> BatchScale:
     """A = (R - mean of the group) / (std of all rewards of the batch + epsilon): Lite PPO, arXiv 2508.08221."""
-    return Scale(0.0, float(rewards_R.std()) + EPSILON)
+    return BatchScale(0.0, float(rewards_R.std()) + EPSILON)
 
 
 ADVANTAGES = {
     "grpo": Advantage(grpo),
     "dr_grpo": Advantage(dr_grpo),
     "rloo": Advantage(rloo),
-    "reinforce_plus_plus": Advantage(as_they_are, whiten_tokens, compares_members=False),
+    "reinforce_plus_plus": Advantage(unchanged, whiten_tokens, compares_members=False),
     "lite_ppo": Advantage(dr_grpo, divide_by_deviation),
 }
 
 
 def has_signal(rewards_G: Rewards) -> bool:
-    """False if all rewards are the same: every advantage that compares members is then 0, and training on it does nothing."""
+    """False if all rewards are the same: every advantage that compares members is then 0, and so is its gradient."""
     return bool(len(rewards_G)) and bool(rewards_G.max() > rewards_G.min())
+
+
+def overlong_penalty(lengths_G: Rewards, *, max_tokens: int, buffer: int) -> Rewards:
+    """Added to the reward: 0 up to max_tokens - buffer, then falling linearly to -1 at max_tokens, and -1 beyond: DAPO, arXiv
+    2503.14476."""
+    return np.asarray(np.clip((max_tokens - buffer - lengths_G) / buffer, -1.0, 0.0))

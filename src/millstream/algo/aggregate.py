@@ -1,8 +1,7 @@
-"""From losses per token to one number, over the mask, in a way that streaming cannot change.
+"""Aggregation: from losses per token to one number over the mask, independent of how the batch is split into micro-batches.
 
-Each aggregation is a weight per row and a number of units per batch (see `Objective`). Rows without a trained token
-add nothing. Shapes: R rows.
-"""
+Each aggregation is a weight per row and a number of units per batch (see `Objective`). Rows without a trained token add
+nothing. A row is never split over two micro-batches, and its tokens are adjacent. Shapes: N trained tokens, R rows."""
 
 from __future__ import annotations
 
@@ -31,3 +30,18 @@ def num_rows_units(counts_R: Tensor) -> Tensor:
 def fixed_length_weights(counts_R: Tensor, *, length: int) -> Tensor:
     """Every token counts 1 / length, a constant: no bias towards short or long rollouts (Dr. GRPO, arXiv 2503.20783)."""
     return torch.full_like(counts_R, 1 / length)
+
+
+def row_sums(values_N: Tensor, row_N: Tensor) -> Tensor:
+    """For every token, the sum over its row. Deterministic, unlike a scatter-add."""
+    sums_R = torch.segment_reduce(values_N, "sum", lengths=torch.bincount(row_N), unsafe=True)
+    return sums_R[row_N]
+
+
+def row_counts(row_N: Tensor) -> Tensor:
+    """For every token, the number of tokens of its row."""
+    return torch.bincount(row_N)[row_N]
+
+
+def row_means(values_N: Tensor, row_N: Tensor) -> Tensor:
+    return row_sums(values_N, row_N) / row_counts(row_N)

@@ -1,7 +1,7 @@
-"""For losses that do not look at the behaviour policy: a weight sg(w), w = prox/mu, in front of them.
+"""Corrections for losses that do not read the behaviour policy: a factor sg(w), w = prox/mu.
 
-w is of the token; of the sequence, the product over its tokens; or geometric, the product's root, one token's worth. It is cut
-off (truncate: min(w, cap)), or what it weighs is left out where it is too far from 1 (mask: 0 outside [floor, cap]).
+w is computed per token; per sequence (the product over its tokens); or geometric (the root of that product, the scale of one
+token). It is truncated (min(w, cap)) or masked (0 outside of [floor, cap]).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from millstream.algo.rows import row_means, row_sums
-from millstream.model.objective import LossInputs, TokenLoss
+from millstream.algo.aggregate import row_means, row_sums
+from millstream.objective import LossInputs, TokenLoss
 
 MAX_LOG_RATIO = 20.0
 Level = Literal["token", "sequence", "geometric"]
 
 
 def ratio(new_N: Tensor, old_N: Tensor) -> Tensor:
-    """Of probabilities. Clamped in log space, so that nothing overflows."""
+    """Of probabilities, clamped in log space: never overflows."""
     return _exp(new_N - old_N)
 
 
 def ratio_at(level: Level, new_N: Tensor, old_N: Tensor, row_N: Tensor) -> Tensor:
-    """Every token has its own, or that of its row."""
+    """Per token: its own ratio, or that of its row."""
     match level:
         case "token":
             return ratio(new_N, old_N)
@@ -46,8 +46,8 @@ def truncated(x: LossInputs, loss: TokenLoss, *, level: Level, cap: float) -> To
 
 
 def masked(x: LossInputs, loss: TokenLoss, *, level: Level, floor: float, cap: float) -> TokenLoss:
-    """sg(prox/mu) times the loss where that is within [floor, cap], and 0 elsewhere. What is left out still counts in the
-    divisor of the batch: leaving out half of it halves the step."""
+    """sg(prox/mu) times the loss where that is within [floor, cap], and 0 elsewhere. Masked tokens still count in the
+    divisor of the batch: masking half of them halves the step."""
     weight_N = ratio_at(level, x.proximal_N, x.behaviour_N, x.row_N).detach()
     is_kept_N = (weight_N >= floor) & (weight_N <= cap)
     metrics = {**loss.metrics, "masked_share": (~is_kept_N).float().sum()}

@@ -1,7 +1,7 @@
-"""Advantages within a rollout: every token, or every turn, has its own. From what each turn earned, what a critic expects, and
-what a reference thinks of the tokens.
+"""Advantages within a rollout, per token or per turn: from the rewards of turns, the values of a critic, and the
+log-probabilities of a reference.
 
-Of one agent in one rollout there may be several sequences; they are played one after the other, and count as one here.
+One agent may have several sequences in one rollout; they follow each other, and are concatenated here.
 Shapes: N trained tokens of one agent in one rollout, K turns of it, G rollouts of the group.
 """
 
@@ -21,11 +21,10 @@ MAX_LOG_RATIO = 20.0
 
 
 class Played(NamedTuple):
-    """What one agent did in one rollout."""
+    """The trained tokens of one agent in one rollout."""
 
     rewards_K: Rewards
-    turn_N: NDArray[np.int64]
-    """The turn that a token is of: from 0, never falls, leaves none out."""
+    turn_N: NDArray[np.int64]  # the turn of each token: from 0, never decreases, without gaps
     behaviour_N: Rewards
     reference_N: Rewards | None = None
     values_N: Rewards | None = None
@@ -33,29 +32,28 @@ class Played(NamedTuple):
 
 class Credited(NamedTuple):
     advantages_N: Rewards
-    returns_N: Rewards | None = None
-    """What the critic is to expect; None where there is no critic."""
+    returns_N: Rewards | None = None  # the critic's targets. None: no critic
 
 
 class Penalty(NamedTuple):
-    """KL to the reference, taken off the reward of every token."""
+    """KL to the reference, subtracted from the reward of every token."""
 
     estimator: Estimator
     coefficient: float
 
 
+# One agent in all rollouts of a group -> the credit of each of its tokens
 Credit = Callable[[Sequence[Played]], list[Credited]]
-"""One agent in all rollouts of a group -> what each of its tokens is credited with."""
+# Advantages within a rollout, and the keys that each reads
 ADVANTAGE_KEYS: dict[str, dict[str, float]] = {
     "gae": {"discount": 1.0, "trace": 1.0},
     "turns": {"discount": 1.0},
     "distillation": {},
 }
-"""Advantages within a rollout, with the keys that each reads."""
 
 
-def kl(estimator: Estimator, logprobs_N: Rewards, reference_N: Rewards) -> Rewards:
-    """KL(policy || reference) at every token: see `algo.kl`, whose twin for numbers without a gradient this is."""
+def kl_numbers(estimator: Estimator, logprobs_N: Rewards, reference_N: Rewards) -> Rewards:
+    """KL(policy || reference) at every token: `algo.kl.kl_estimate` in numpy, without a gradient."""
     log_ratio_N = logprobs_N - reference_N
     match estimator:
         case "k1":
@@ -74,11 +72,11 @@ def token_rewards(played: Played, penalty: Penalty | None) -> Rewards:
     if penalty is None:
         return rewards_N
     assert played.reference_N is not None, "a penalty needs the reference's log-probabilities"
-    return rewards_N - penalty.coefficient * kl(penalty.estimator, played.behaviour_N, played.reference_N)
+    return rewards_N - penalty.coefficient * kl_numbers(penalty.estimator, played.behaviour_N, played.reference_N)
 
 
 def total_reward(played: Played, penalty: Penalty | None) -> float:
-    """What a rollout is compared by: its reward, less the KL of all its tokens."""
+    """The number that rollouts are compared by: the reward minus the KL of all tokens."""
     return float(token_rewards(played, penalty).sum())
 
 
@@ -98,34 +96,34 @@ def gae(
     return advantages_N, advantages_N + values_N
 
 
-def to_go(rewards_K: Rewards, *, discount: float) -> Rewards:
-    """What is still to come from each turn on: r_k + discount r_{k+1} + ..."""
+def returns_to_go(rewards_K: Rewards, *, discount: float) -> Rewards:
+    """The return from each turn on: r_k + discount r_{k+1} + ..."""
     returns_K, later = np.zeros(len(rewards_K)), 0.0
     for k in reversed(range(len(rewards_K))):
         later = returns_K[k] = rewards_K[k] + discount * later
     return returns_K
 
 
-def of_turns(rewards: Sequence[Rewards], *, discount: float = 1.0) -> list[Rewards]:
-    """Of each member of a group, an advantage a turn: what is still to come, less the mean of that over the members that came
-    to this turn. With one turn it is Dr. GRPO; a turn that a single member came to has 0."""
-    returns = [to_go(rewards_K, discount=discount) for rewards_K in rewards]
+def turn_advantages(rewards: Sequence[Rewards], *, discount: float = 1.0) -> list[Rewards]:
+    """For each member of a group, one advantage per turn: the return from there minus its mean over the members that reached
+    this turn. With one turn it is Dr. GRPO; a turn that only one member reached has 0."""
+    returns = [returns_to_go(rewards_K, discount=discount) for rewards_K in rewards]
     most = max(map(len, returns), default=0)
     baseline_K = np.array([np.mean([own[k] for own in returns if len(own) > k]) for k in range(most)])
     return [own - baseline_K[: len(own)] for own in returns]
 
 
-# ---- credit: the same, for settling -------------------------------------------------------------------------------------
+# ---- credit: the same, for a whole group -------------------------------------------------------------------------------------
 
 
 def by_rollout(of_group: Callable[[Rewards], Rewards], penalty: Penalty, group: Sequence[Played]) -> list[Credited]:
-    """An advantage of groups, of rewards that have lost the KL: every token has that of its rollout."""
+    """A group advantage of the rewards minus the KL: every token has that of its rollout."""
     advantages_G = of_group(np.array([total_reward(one, penalty) for one in group], dtype=np.float64))
     return [Credited(np.full(len(one.turn_N), value)) for one, value in zip(group, advantages_G, strict=True)]
 
 
 def by_token(discount: float, trace: float, penalty: Penalty | None, group: Sequence[Played]) -> list[Credited]:
-    """GAE: each rollout by itself."""
+    """GAE: each rollout separately."""
     found = []
     for one in group:
         assert one.values_N is not None, "GAE needs values"
@@ -139,13 +137,13 @@ def by_turn(discount: float, penalty: Penalty | None, group: Sequence[Played]) -
         np.bincount(one.turn_N, token_rewards(one, penalty), minlength=len(one.rewards_K)).astype(np.float64)
         for one in group
     ]
-    advantages = of_turns(rewards, discount=discount)
+    advantages = turn_advantages(rewards, discount=discount)
     return [Credited(own_K[one.turn_N]) for own_K, one in zip(advantages, group, strict=True)]
 
 
 def by_teacher(group: Sequence[Played]) -> list[Credited]:
-    """On-policy distillation: A = log ref - log mu, the negative reverse KL at each token that the student has sampled. arXiv
-    2306.13649, 2306.08543. The reward has no part in it."""
+    """On-policy distillation: A = log ref - log mu, the negative reverse KL at each token that the student sampled. arXiv
+    2306.13649, 2306.08543. The reward is not used."""
     found = []
     for one in group:
         assert one.reference_N is not None, "distillation needs the teacher's log-probabilities"
@@ -161,7 +159,7 @@ def credit_of(
     trace: float,
     penalty: Penalty | None,
 ) -> Credit | None:
-    """None: an advantage of the group's rewards as they are, the same for all tokens of a rollout."""
+    """None: the advantage of the group's rewards, the same for all tokens of a rollout."""
     match advantage:
         case "gae":
             return partial(by_token, discount, trace, penalty)
@@ -174,7 +172,7 @@ def credit_of(
 
 
 def differ(rewards: Sequence[Rewards]) -> bool:
-    """Whether some turn earned more in one rollout than in another; a turn that was not played earned nothing."""
+    """Whether the rewards of a turn differ between rollouts; a turn that was not played counts 0."""
     most = max(map(len, rewards), default=0)
     padded_GK = [np.pad(one, (0, most - len(one))) for one in rewards]
     return any(not np.array_equal(one, padded_GK[0]) for one in padded_GK)

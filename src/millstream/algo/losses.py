@@ -1,11 +1,11 @@
-"""Losses per token, to be minimised. mu: behaviour; prox: the learner at the start of the batch; th: being optimised;
-A: advantage; sg: stop-gradient. Ratios are exp of log-probability differences, which are clamped so that none overflows.
+"""Losses per token, to be minimised. mu: behaviour; prox: the learner at the start of the batch; th: the policy being
+optimised; A: advantage; sg: stop-gradient. Ratios are exp of log-probability differences, which are clamped against overflow.
 
-With one optimizer step a batch, prox = th and every th/prox is 1; what corrects for staleness is then th/mu (truncated IS,
-CISPO, TOPR, and PPO, GSPO and Kimi with old = mu) or prox/mu (decoupled PPO). `algo.check` refuses combinations that correct
-twice, or not at all.
+With one optimizer step per batch, prox = th and every th/prox is 1; what corrects for staleness is then th/mu (truncated IS,
+CISPO, TOPR, and PPO, GSPO and Kimi with old = mu) or prox/mu (decoupled PPO). `algo.checks` refuses combinations that
+correct twice, or not at all.
 
-TOPR, GSPO and Kimi look at whole sequences: their ratios are of a row of the micro-batch, which is never split.
+TOPR, GSPO and Kimi use whole sequences: their ratios are those of a row of the micro-batch, which is never split.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from millstream.algo.aggregate import row_counts, row_sums
 from millstream.algo.corrections import ratio, ratio_at
-from millstream.algo.rows import row_counts, row_sums
-from millstream.model.objective import LossInputs, TokenLoss
+from millstream.objective import LossInputs, TokenLoss
 
 
 def reinforce(x: LossInputs) -> TokenLoss:
-    """-A log th. Right on policy only; with A = 1 it is supervised learning."""
+    """-A log th. Correct on policy only; with A = 1 it is supervised learning."""
     return TokenLoss(-x.advantages_N * x.logprobs_N, {})
 
 
@@ -49,7 +49,7 @@ def topr(x: LossInputs, *, cap: float, positive_weight: float = 1.0, negative_we
 
 def ppo(x: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> TokenLoss:
     """-min(r A, clip(r, 1 - low, 1 + high) A) with r = th/mu: arXiv 1707.06347. `old` is the behaviour policy: with old =
-    prox and one step a batch the ratio would be 1 and the clip would never act."""
+    prox and one step per batch the ratio would be 1 and the clip would never act."""
     return _clipped(ratio(x.logprobs_N, x.behaviour_N), x.advantages_N, clip_low, clip_high, dual_clip)
 
 
@@ -72,8 +72,8 @@ def gspo(x: LossInputs, *, clip_low: float, clip_high: float) -> TokenLoss:
 
 
 def kimi(x: LossInputs, *, regularisation: float) -> TokenLoss:
-    """-A log th + (tau / 2) (log th - log mu)^2, both summed over the row: Kimi k1.5, arXiv 2501.12599. The square is shared
-    out evenly over the row's tokens; `fixed_length` is the paper's, up to a constant factor."""
+    """-A log th + (tau / 2) (log th - log mu)^2, both summed over the row: Kimi k1.5, arXiv 2501.12599. The square is split
+    evenly over the row's tokens; `fixed_length` is the paper's, up to a constant factor."""
     distance_N = row_sums(x.logprobs_N - x.behaviour_N, x.row_N)
     square_N = distance_N.square() / row_counts(x.row_N)
     loss_N = -x.advantages_N * x.logprobs_N + regularisation / 2 * square_N
@@ -81,7 +81,7 @@ def kimi(x: LossInputs, *, regularisation: float) -> TokenLoss:
 
 
 def with_entropy(x: LossInputs, loss: TokenLoss, *, bonus: float) -> TokenLoss:
-    """The loss less bonus times the policy's entropy, token by token."""
+    """The loss minus bonus times the policy's entropy, per token."""
     assert x.entropy_N is not None, "the objective says that it needs entropies"
     return TokenLoss(loss.loss_N - bonus * x.entropy_N, {**loss.metrics, "entropy": x.entropy_N.detach().sum()})
 

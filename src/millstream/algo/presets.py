@@ -1,4 +1,4 @@
-"""What each loss reads, and algorithms by name: sets of values of the other keys. Light: imports no torch."""
+"""The keys that each loss reads, and the presets: algorithms by name, as values of the other keys. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
-Name = Literal[
+AlgorithmName = Literal[
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "lite_ppo", "ppo_clip", "decoupled_ppo", "truncated_is",
     "cispo", "topr", "weighted_topr", "gspo", "kimi", "ppo", "distillation",
 ]  # fmt: skip
 
 
 class LossKind(NamedTuple):
-    knobs: Mapping[str, float | None]
-    """The keys that it reads, each with its value where the config has none; None: off."""
+    keys: Mapping[str, float | None]  # the keys that it reads, with their defaults; None: off
+    # Whether it weighs by the behaviour policy itself, and sees how far the policy has moved within a batch.
     corrects: bool = True
-    """Whether it weighs by the behaviour policy itself, and sees how far the policy has moved within a batch."""
     aggregation: Aggregation = "token_mean"
-    reads_proximal: bool = False
-    """Whether the policy of the batch's start is in it."""
+    reads_proximal: bool = False  # whether the policy of the batch's start is in it
 
 
 PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
@@ -36,10 +34,10 @@ LOSSES: dict[str, LossKind] = {
     "kimi": LossKind({"regularisation": 0.1}, aggregation="fixed_length"),
     "reinforce": LossKind({}, corrects=False),
 }
+# Where a correction cuts off, by its level. A mask's floor is one over it.
 CORRECTION_CAPS = {"token": 5.0, "sequence": 5.0, "geometric": 1.01}
-"""Where a correction cuts off, by its level. A mask's floor is one over it."""
 
-PRESETS: dict[Name, dict[str, Any]] = {
+PRESETS: dict[AlgorithmName, dict[str, Any]] = {
     "grpo": {"advantage": "grpo", "loss": "ppo", "aggregation": "sequence_mean"},
     "dr_grpo": {"advantage": "dr_grpo", "loss": "ppo", "aggregation": "fixed_length"},
     "dapo": {"advantage": "grpo", "loss": "ppo", "clip_high": 0.28, "aggregation": "token_mean"},
@@ -57,8 +55,6 @@ PRESETS: dict[Name, dict[str, Any]] = {
     "ppo": {"advantage": "gae", "loss": "ppo"},
     "distillation": {"advantage": "distillation", "loss": "truncated_is"},
 }
-NOT_NAMED: Name = "truncated_is"
-"""What a config without a name starts from."""
-KL_ESTIMATORS = {"loss": "k3", "reward": "k1"}
-"""Where the config has none."""
+DEFAULT_PRESET: AlgorithmName = "truncated_is"  # what a config without a name starts from
+KL_ESTIMATORS = {"loss": "k3", "reward": "k1"}  # where the config has none
 SHAPE = ("advantage", "loss", "aggregation")

@@ -1,4 +1,4 @@
-"""From an algorithm's config to functions: the objective it stands for. What is refused is in `algo.check`."""
+"""The `Objective` of an algorithm's config. Combinations that are refused: `algo.checks`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from msgspec import Struct
 from torch import Tensor
 
 from millstream import imports
-from millstream.algo import AlgorithmConfig, aggregate, corrections, kl, losses
+from millstream.algo import aggregate, corrections, kl, losses
+from millstream.algo.config import AlgorithmConfig
 from millstream.errors import ConfigError
-from millstream.model.objective import LossInputs, Objective, TokenLoss
+from millstream.objective import LossInputs, Objective, TokenLoss
 
 
 class Recipe(Struct, frozen=True, kw_only=True):
-    """An objective as data, for a process that makes its own (`from_json`)."""
+    """An objective as data, for the process that builds it (`from_json`)."""
 
-    algorithm: AlgorithmConfig | None
-    """None: maximum likelihood."""
-    max_tokens: int = 0
-    """The most that a rollout may sample: some aggregations divide by it."""
+    algorithm: AlgorithmConfig | None  # None: maximum likelihood
+    max_tokens: int = 0  # of a rollout: some aggregations divide by it
 
     def objective(self) -> Objective:
         return supervised() if self.algorithm is None else objective(self.algorithm, max_tokens=self.max_tokens)
@@ -51,13 +50,13 @@ def supervised() -> Objective:
 
 def _token_loss(config: AlgorithmConfig) -> Callable[[LossInputs], TokenLoss]:
     """The loss, then its correction, then the entropy, then the KL to the reference."""
-    plain, correct, bonus, held = _plain(config), _correction(config), config.entropy_bonus, _held(config)
+    plain, correct, bonus, penalise = _plain(config), _correction(config), config.entropy_bonus, _kl_penalty(config)
 
     def token_loss(x: LossInputs) -> TokenLoss:
         loss = plain(x)
         loss = loss if correct is None else correct(x, loss)
         loss = losses.with_entropy(x, loss, bonus=bonus) if bonus > 0 else loss
-        return kl.measured(x, loss if held is None else held(x, loss))
+        return kl.with_kl_metric(x, loss if penalise is None else penalise(x, loss))
 
     return token_loss
 
@@ -91,18 +90,20 @@ def _plain(config: AlgorithmConfig) -> Callable[[LossInputs], TokenLoss]:
 
 
 def _set(value: float | None) -> float:
-    """A key that the loss reads has a value: the config fills it in."""
+    """The value of a key that the loss reads: the config has filled it in."""
     assert value is not None
     return value
 
 
 def _own(name: str, function: Callable[[LossInputs], Any], x: LossInputs) -> TokenLoss:
-    """A loss of the user's: a tensor, or a `TokenLoss` where it has metrics. One of another shape would be spread silently."""
+    """A user's loss: a tensor, or a `TokenLoss` with metrics. The shape is checked: another one would be broadcast silently."""
     result = function(x)
     loss = TokenLoss(result, {}) if isinstance(result, Tensor) else result
     if not isinstance(loss, TokenLoss) or loss.loss_N.shape != x.logprobs_N.shape:
         found = type(loss).__name__ if not isinstance(loss, TokenLoss) else f"the shape {tuple(loss.loss_N.shape)}"
-        raise ConfigError(f"{name} gave {found}: expected a loss a token, of the shape {tuple(x.logprobs_N.shape)}")
+        raise ConfigError(
+            f"{name} returned {found}: expected one loss per token, of the shape {tuple(x.logprobs_N.shape)}"
+        )
     return loss
 
 
@@ -118,9 +119,8 @@ def _correction(config: AlgorithmConfig) -> Callable[[LossInputs, TokenLoss], To
             return partial(corrections.masked, level=level, floor=floor, cap=cap)
 
 
-def _held(config: AlgorithmConfig) -> Callable[[LossInputs, TokenLoss], TokenLoss] | None:
-    """To the reference, by the loss."""
+def _kl_penalty(config: AlgorithmConfig) -> Callable[[LossInputs, TokenLoss], TokenLoss] | None:
     if config.kl != "loss":
         return None
     assert config.kl_estimator is not None
-    return partial(kl.penalised, estimator=config.kl_estimator, coefficient=_set(config.kl_coefficient))
+    return partial(kl.with_kl_penalty, estimator=config.kl_estimator, coefficient=_set(config.kl_coefficient))

@@ -18,8 +18,7 @@ from msgspec import structs
 
 import millstream
 from millstream import config as configs
-from millstream.audit.audit import audit
-from millstream.audit.audit import lines as audit_lines
+from millstream.audit import audit, report_lines
 from millstream.cli.common import console, errors, errors_shown, model_in
 from millstream.cli.serve import serve_command, serve_store_command
 from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text, scaled_lines, status_lines
@@ -233,7 +232,7 @@ def audit_command(
         if as_json:
             console.out(msgspec.json.encode(found, enc_hook=str).decode(), highlight=False)
         else:
-            for line in audit_lines(found):
+            for line in report_lines(found):
                 console.out(line, highlight=False)
     if not found.is_clean:
         raise typer.Exit(1)

@@ -87,7 +87,7 @@ def serve_command(
             model=ModelConfig(path=model_in(path, "serving"), device=device.value, dtype=dtype.value),
             engine=EngineConfig(slots=slots),
         )
-        model.run(
+        model.run_model_service(
             chosen,
             openai.ModelServiceConfig(
                 host=host,
@@ -122,7 +122,7 @@ def serve_store_command(
     with errors_shown():
         from millstream.serve.store import service as store
 
-        store.run(
+        store.run_store_service(
             tasks or [],
             store.StoreServiceConfig(host=host, port=port),
             capacity_rows=capacity_rows,

@@ -1,20 +1,20 @@
-"""A tokenizer without a model: a token a byte, and a chat template in the manner of ChatML. For environments that are looked at
-before there is a model."""
+"""A tokenizer without a model: one token per byte, and a chat template like ChatML. For checking environments before there is a
+model."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from millstream.env import Content
+from millstream.env.base import Content
 from millstream.types import Message
 
 SPECIAL = {"<|im_end|>": 256, "<|im_start|>": 257}
 SPLIT = re.compile("(" + "|".join(map(re.escape, SPECIAL)) + ")")
 
 
-class Bytes:
-    """See `millstream.env.Text`."""
+class ByteText:
+    """A `millstream.env.Text`."""
 
     has_chat = True
     end_token = SPECIAL["<|im_end|>"]

@@ -1,4 +1,4 @@
-"""Which environments there are, and under which limits: the `[[environment]]` tables of a config."""
+"""The `[[environment]]` tables of a config: environments and their limits."""
 
 from __future__ import annotations
 
@@ -14,23 +14,18 @@ SINGLE_TURN = "single_turn"
 
 
 class EnvironmentConfig(Struct, frozen=True, kw_only=True):
-    use: str = SINGLE_TURN
-    """One that is built in, `package.module:Name`, or `file.py:Name`."""
-    name: str = ""
-    """How it shows, and what a task's field `environment` says to go to it. Empty: the last part of `use`."""
-    args: dict[str, Any] = {}
-    """Keyword arguments: of the class or the function, and, as far as they take them, of its `tasks` and `gold`."""
+    use: str = SINGLE_TURN  # a built-in one, `package.module:Name`, or `file.py:Name`
+    name: str = ""  # shown, and matched with a task's field `environment`. Empty: the last part of `use`
+    args: dict[
+        str, Any
+    ] = {}  # keyword arguments of the class or function; also of its `tasks` and `gold`, if they take them
+    # In a chat of several turns. keep: one sequence that only grows. drop: every turn gets what the chat template renders,
+    # which may have removed earlier thinking; if it has, a new part begins (`rollout.max_parts`).
     thinking: Literal["keep", "drop"] = "keep"
-    """Of a chat of several turns. keep: one sequence that only grows. drop: every turn is shown what the chat template shows,
-    which may have removed earlier thinking; where it has, a new part begins (`rollout.max_parts`)."""
-    max_concurrent: int | None = None
-    """Episodes at once; more wait their turn, first come, first served. None: as many as there are rollouts."""
-    step_timeout_s: float = 60.0
-    """For what the environment does between two turns of the model, and before the first. Rewards have a limit of their own."""
-    process: bool = False
-    """Whether episodes are played in processes of their own: one that hangs or crashes is killed and replaced."""
-    share: float = 1.0
-    """Where several environments make their own tasks: in which proportion."""
+    max_concurrent: int | None = None  # episodes at once; more wait in FIFO order. None: no limit
+    step_timeout_s: float = 60.0  # between two turns of the model, and before the first. Rewards have their own limit
+    process: bool = False  # play episodes in worker processes: one that hangs or crashes is killed and replaced
+    share: float = 1.0  # the proportion of its tasks, if several environments make tasks
 
     def __post_init__(self) -> None:
         if not isinstance(self.use, str):
@@ -48,7 +43,7 @@ class EnvironmentConfig(Struct, frozen=True, kw_only=True):
 
 
 def check_environments(environments: Sequence[EnvironmentConfig]) -> None:
-    """What no single table can see. Raises `ConfigError`."""
+    """Checks across tables. Raises `ConfigError`."""
     if not environments:
         raise ConfigError("environment = []: leave it out for tasks of a single turn, or name one: [[environment]]")
     names = [environment.shown for environment in environments]

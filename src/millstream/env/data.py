@@ -21,33 +21,25 @@ from millstream.errors import DataError
 from millstream.seeds import derive_seed
 from millstream.types import Message, Task
 
-MakeTasks = Callable[[int, int], list[Task]]
-"""From a number and a seed."""
-Record = tuple[str, Any]
-"""Where it came from, in words, and what it is."""
+MakeTasks = Callable[[int, int], list[Task]]  # from a number and a seed
+DataRecord = tuple[str, Any]  # where it came from, in words, and what it is
 NEEDS_EXTRA = "pip install 'millstream[data]'"
 
 
 class DataConfig(Struct, frozen=True, kw_only=True):
-    path: str | None = None
-    """A JSONL file (.jsonl) or a Parquet file (.parquet)."""
-    name: str | None = None
-    """A data set of the `datasets` library: a name on the hub, or a folder that it can load."""
+    path: str | None = None  # a JSONL file (.jsonl) or a Parquet file (.parquet)
+    name: str | None = None  # a data set of the `datasets` library: a name on the hub, or a folder that it can load
+    # Of the `datasets` data set, where it has several: what the library calls a configuration, such as "main".
     subset: str | None = None
-    """Of the `datasets` data set, where it has several: what the library calls a configuration, such as "main"."""
-    split: str = "train"
-    """Of the `datasets` data set."""
-    toy: str | None = None
-    """A task that is made on the spot, such as "sort_digits"."""
-    size: int = 4096
-    """Tasks to make, where they are made on the spot: by `toy`, or by the environment."""
+    split: str = "train"  # of the `datasets` data set
+    toy: str | None = None  # a task that is made on the spot, such as "sort_digits"
+    size: int = 4096  # tasks to make, where they are made on the spot: by `toy`, or by the environment
     prompt_key: str = "prompt"
     answer_key: str = "answer"
+    # Makes a chat of every prompt that is a string, for models with a chat template: this as the system's message, and
+    # the prompt as the user's. "": the user's alone. None: strings stay strings.
     system: str | None = None
-    """Makes a chat of every prompt that is a string, for models with a chat template: this as the system's message, and the
-    prompt as the user's. "": the user's alone. None: strings stay strings."""
-    holdout: int = 256
-    """Tasks set aside for evaluation: chosen by seed, never trained."""
+    holdout: int = 256  # tasks set aside for evaluation: chosen by seed, never trained
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -66,8 +58,7 @@ class DataConfig(Struct, frozen=True, kw_only=True):
 class DataSet(Struct, frozen=True, kw_only=True):
     train: tuple[Task, ...]
     held_out: tuple[Task, ...]
-    places: dict[str, str] = {}
-    """By task: the file and line that it comes from. Toy tasks come from nowhere."""
+    places: dict[str, str] = {}  # by task: the file and line that it comes from. Toy tasks come from nowhere.
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -98,7 +89,7 @@ def read(config: DataConfig, *, seed: int, make: MakeTasks | None = None) -> Dat
 
 def _made(config: DataConfig, seed: int, make: MakeTasks | None) -> list[Task]:
     if config.toy is not None:
-        return toy.make(config.toy, config.size, seed)
+        return toy.make_toy_tasks(config.toy, config.size, seed)
     if make is None:
         raise DataError(
             "no data: set one of data.path (a JSONL or Parquet file), data.name (of `datasets`) and data.toy"
@@ -107,7 +98,7 @@ def _made(config: DataConfig, seed: int, make: MakeTasks | None) -> list[Task]:
 
 
 def digest(data: DataSet) -> str:
-    """Of what is trained, and in which order it stands: a run can only go on with the data it began with."""
+    """Digest of the tasks and their order: a run can be resumed only with the data that it began with."""
     found = hashlib.sha256()
     for task in data.train:
         found.update(repr((task.id, task.prompt, task.answer, task.data)).encode("utf-8", "surrogatepass"))
@@ -138,7 +129,7 @@ def _tasks(config: DataConfig, places: dict[str, str]) -> list[Task]:
     return tasks
 
 
-def _records(config: DataConfig) -> Iterable[Record]:
+def _records(config: DataConfig) -> Iterable[DataRecord]:
     if config.name is not None:
         return _hub_records(config.name, config.subset, config.split)
     path = Path(config.path or "")
@@ -147,7 +138,7 @@ def _records(config: DataConfig) -> Iterable[Record]:
     return _parquet_records(path) if path.suffix == ".parquet" else _jsonl_records(path)
 
 
-def _jsonl_records(path: Path) -> Iterator[Record]:
+def _jsonl_records(path: Path) -> Iterator[DataRecord]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
@@ -163,7 +154,7 @@ def _jsonl_records(path: Path) -> Iterator[Record]:
                 raise DataError(f"{where}: not JSON: {error}") from error
 
 
-def _parquet_records(path: Path) -> Iterator[Record]:
+def _parquet_records(path: Path) -> Iterator[DataRecord]:
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -176,21 +167,21 @@ def _parquet_records(path: Path) -> Iterator[Record]:
         yield f"{path}, row {number}", row
 
 
-def _hub_records(name: str, subset: str | None, split: str) -> Iterator[Record]:
+def _hub_records(name: str, subset: str | None, split: str) -> Iterator[DataRecord]:
     try:
         import datasets
     except ImportError as error:
         raise DataError(f"data.name = {name!r} needs the datasets library: {NEEDS_EXTRA}") from error
     try:
         rows = datasets.load_dataset(name, subset, split=split)
-    except Exception as error:  # the border to a library that raises many kinds: said as one, with its cause
+    except Exception as error:  # a library that raises many kinds: reported as one, with its cause
         of = f"{name!r}, " + (f"subset {subset!r}, " if subset is not None else "") + f"split {split!r}"
         raise DataError(f"datasets cannot load {of}: {type(error).__name__}: {error}") from error
     for number, row in enumerate(rows, start=1):
         yield f"{name}, {split} row {number}", row
 
 
-def _task(record: Record, config: DataConfig, number: int) -> Task:
+def _task(record: DataRecord, config: DataConfig, number: int) -> Task:
     where, fields = record
     if not isinstance(fields, Mapping):
         raise DataError(f"{where}: expected an object, got {type(fields).__name__}")

@@ -1,12 +1,12 @@
-"""A conversation as tokens: exact, because it only ever grows.
+"""A conversation as tokens, exact because it is append-only.
 
-What was sampled is what is trained: it is decoded to be read, and never encoded again. A later turn of a chat is appended as
-the *difference* that it makes in the chat template: a small chat is rendered with a placeholder where the model spoke, and the
-text after the placeholder (end of turn, the new messages, the start of the next turn) is encoded alone. Where the model has
-ended its turn itself, that end is not repeated; where it was cut short, it is added, untrained.
+The sampled tokens are the trained tokens: they are decoded for reading, and never encoded again. A later turn of a chat is
+appended as the *difference* in the chat template: a small chat is rendered with a placeholder for the model's turn, and the
+text after the placeholder (end of turn, new messages, start of the next turn) is encoded alone. If the model has ended its
+turn itself, that end is not repeated; if it was cut short, it is added, untrained.
 
-Some templates remove the thinking of earlier turns. With `thinking = "keep"` it stays (the model then sees what it was
-trained on); with "drop" every turn is shown what the template shows, and a new part begins where that is not what stands there.
+Some templates remove the thinking of earlier turns. With `thinking = "keep"` it stays (the model then sees what it was trained
+on); with "drop" every turn gets what the template renders, and a new part begins where that differs from the sequence so far.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
-from millstream.env import Content, Context, Text
+from millstream.env.base import Content, Context, Text
 from millstream.errors import EnvironmentFailed
 from millstream.types import Completion, Finish, Message
 
 T = TypeVar("T")
+# Text that no environment sends and no template changes: it has neither space nor markup.
 PLACEHOLDER = "\u2016millstream\u2016"
-"""What no environment says and no template cuts: it has neither space nor markup in it."""
 SMALL_CHAT = (Message(role="user", content="?"), Message(role="assistant", content=PLACEHOLDER))
 
 
@@ -29,7 +29,7 @@ def as_messages(content: Content) -> tuple[Message, ...]:
 
 
 def delta(text: Text, new: Sequence[Message], *, after: Completion) -> list[int]:
-    """The tokens between what the model has just said and what it says next."""
+    """The tokens between the model's last turn and its next one."""
     tokens = text.encode(after_placeholder(text, new))
     return tokens if after.finish is not Finish.STOP else without_end(text, tokens, after)
 
@@ -39,14 +39,14 @@ def after_placeholder(text: Text, new: Sequence[Message]) -> str:
     before, found, rest = rendered.rpartition(PLACEHOLDER)
     if not found or PLACEHOLDER in before:
         raise EnvironmentFailed(
-            "the model's chat template does not show what the assistant said exactly once: its turns cannot be appended one by "
+            "the model's chat template does not render the assistant's turn exactly once: its turns cannot be appended one by "
             "one. Use string prompts, or a model with another template"
         )
     return rest
 
 
 def without_end(text: Text, tokens: list[int], after: Completion) -> list[int]:
-    """Without the end of the turn, where the model has sampled it: nothing but space may stand before it."""
+    """Without the end of the turn if the model has sampled it; only space may come before it."""
     end = after.tokens[-1] if after.tokens else None
     if end not in tokens:
         return tokens
@@ -55,7 +55,7 @@ def without_end(text: Text, tokens: list[int], after: Completion) -> list[int]:
 
 
 class Conversation:
-    """A context of tokens, with words: see `millstream.env.Context`."""
+    """A `millstream.env.Context` that adds text to a context of tokens."""
 
     def __init__(self, context: Context, text: Text, *, thinking: str = "keep", agent: int = 0) -> None:
         self._first = self._context = context
@@ -64,8 +64,7 @@ class Conversation:
         self.text = text
         self._is_dropping = thinking == "drop"
         self._agent = agent
-        self._shown: list[int] = []
-        """The sequence as it stands, sampled and not."""
+        self._shown: list[int] = []  # the sequence so far, sampled and not
         self._messages: list[Message] = []
         self._last: Completion | None = None
         self._is_chat = False
@@ -78,13 +77,13 @@ class Conversation:
         num_messages = len(self._messages)
         try:
             completion = await self.generate(self._tokens_for(content))
-        except BaseException:  # whatever it is, cancelled too
-            del self._messages[num_messages:]  # it was not said
+        except BaseException:  # including cancellation
+            del self._messages[num_messages:]  # they were not sent
             raise
-        said = self.text.decode(completion.tokens)
+        answer = self.text.decode(completion.tokens)
         if self._is_chat:
-            self._messages.append(Message(role="assistant", content=said))
-        return said
+            self._messages.append(Message(role="assistant", content=answer))
+        return answer
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
         completion = await self._context.generate(tokens)
@@ -106,7 +105,7 @@ class Conversation:
         return self.text.has_chat and not isinstance(self.task.prompt, str)
 
     def _tokens_for(self, content: Content) -> list[int]:
-        """What is to be appended; in a new part, what it begins with."""
+        """The tokens to append; in a new part, its beginning."""
         if not self._is_chat:
             assert isinstance(content, str)
             return self.text.opening(content) if self._last is None else self.text.encode(content)
@@ -118,13 +117,14 @@ class Conversation:
         return self._after_rewriting() if self._is_dropping else delta(self.text, new, after=self._last)
 
     def _system(self, content: Content) -> Sequence[Message]:
-        """The task's system messages, where the environment says a string and leaves them to the task."""
+        """The task's system messages, if the environment sends a string."""
         if isinstance(self.task.prompt, str) or not isinstance(content, str):
             return ()
         return [message for message in self.task.prompt if message.role == "system"]
 
     def _after_rewriting(self) -> list[int]:
-        """What the template shows now, whole. Where the sequence is how that begins, it goes on; else a new part does."""
+        """The whole chat as the template renders it now. If the sequence is its beginning, the rest; otherwise a new part
+        begins."""
         tokens = self.text.encode(self.text.render(self._messages))
         if tokens[: len(self._shown)] == self._shown:
             return tokens[len(self._shown) :]

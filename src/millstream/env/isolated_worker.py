@@ -1,195 +1,117 @@
-"""What runs in the process of an environment: episode after episode, until the line to the run closes. See `env.isolated` for
-the other end.
-"""
+"""The worker process of an environment: episode after episode, until the connection closes. The run's side: `env.isolated`."""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import faulthandler
-import os
-import queue
-import select
-import signal
 import socket
 import sys
-import threading
 import traceback
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-import msgspec
-
-from millstream.env import Content, Environment
-from millstream.env.isolated import (
-    HEADER,
-    PATIENCE_S,
-    START_S,
-    Answer,
-    Begin,
-    Call,
-    Failed,
-    Finished,
-    FromRun,
-    Make,
-    Ready,
-    Refused,
-    framed,
-)
-from millstream.env.resolve import find
-from millstream.errors import EnvironmentFailed, MillstreamError, RequestRefused
+from millstream.env.base import Content, Environment
+from millstream.env.isolated import ContextCall, EnvironmentSetup, EpisodeResult, PlayEpisode
+from millstream.env.resolve import find_environment
+from millstream.errors import MillstreamError
+from millstream.rpc import threads
+from millstream.rpc.call import Channel
+from millstream.rpc.serve import exit_if_blocked, main, serve
 from millstream.types import Completion, Message
 
 T = TypeVar("T")
 OURS = Path(__file__).parent
 
 
-class _Line:
-    """Reads on a thread, so that it hears the run's end whatever the environment does."""
-
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
-        self._sending = threading.Lock()
-        self._calls: dict[int, concurrent.futures.Future[Any]] = {}
-        self._next = 0
-        self._patience_s = START_S + PATIENCE_S
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="the line to the run", daemon=True).start()
-
-    def send(self, message: Any) -> None:
-        with self._sending:
-            self._line.sendall(framed(message))
-
-    def call(self, part: int, method: str, argument: Any) -> concurrent.futures.Future[Any]:
-        self._next += 1
-        answer = self._calls[self._next] = concurrent.futures.Future()
-        self.send(Call(self._next, part, method, argument))
-        return answer
-
-    def _read(self) -> None:
-        decoder = msgspec.msgpack.Decoder(FromRun)
-        while header := self._exactly(HEADER):
-            message = decoder.decode(self._exactly(int.from_bytes(header, "little")))
-            if isinstance(message, Make):
-                self._patience_s = message.patience_s
-            if isinstance(message, Answer):
-                self._calls.pop(message.number).set_result(message.value)
-            elif isinstance(message, Refused):
-                error = RequestRefused if message.is_full else EnvironmentFailed
-                self._calls.pop(message.number).set_exception(error(message.message))
-            else:
-                self.inbox.put(message)
-        os.killpg(0, signal.SIGKILL)  # the run is gone, and so is everything that was started here
-
-    def _exactly(self, size: int) -> bytes:
-        """Nothing when the run is gone. Where an environment keeps the interpreter's lock, this thread cannot hear that: the
-        watchdog, which needs no lock, then ends the process, later than any step may last."""
-        found = b""
-        while len(found) < size:
-            faulthandler.dump_traceback_later(self._patience_s, exit=True)
-            if select.select([self._line], [], [], self._patience_s / 4)[0]:
-                piece = self._line.recv(size - len(found))
-                if not piece:
-                    return b""
-                found += piece
-        return found
-
-
 class _RemoteText:
-    def __init__(self, line: _Line, begin: Begin) -> None:
-        self._line = line
-        self.has_chat = begin.has_chat
-        self.end_token = begin.end_token
+    def __init__(self, channel: Channel, episode: PlayEpisode) -> None:
+        self._channel = channel
+        self.has_chat = episode.has_chat
+        self.end_token = episode.end_token
 
     def encode(self, text: str) -> list[int]:
-        return self._call("encode", text)  # type: ignore[no-any-return]
+        return self._call("encode", text, list[int])  # type: ignore[no-any-return]
 
     def opening(self, content: Content) -> list[int]:
-        return self._call("opening", content if isinstance(content, str) else list(content))  # type: ignore[no-any-return]
+        return self._call("opening", content if isinstance(content, str) else list(content), list[int])  # type: ignore[no-any-return]
 
     def render(self, messages: Sequence[Message]) -> str:
-        return str(self._call("render", list(messages)))
+        return str(self._call("render", list(messages), str))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._call("decode", list(tokens)))
+        return str(self._call("decode", list(tokens), str))
 
-    def _call(self, method: str, argument: Any) -> Any:
-        return self._line.call(0, method, argument).result()
+    def _call(self, method: str, argument: Any, answer: Any) -> Any:
+        return self._channel.call(ContextCall(0, method, argument), answer).result()
 
 
 class _RemoteContext:
-    """See `millstream.env.Context`: everything is asked of the run."""
+    """A `millstream.env.Context` that calls the run for everything."""
 
-    def __init__(self, line: _Line, begin: Begin, part: int = 0) -> None:
-        self._line = line
-        self._begin = begin
+    def __init__(self, channel: Channel, episode: PlayEpisode, part: int = 0) -> None:
+        self._channel = channel
+        self._episode = episode
         self._part = part
-        self.task = begin.task
-        self.seed = begin.seed
-        self.text = _RemoteText(line, begin)
+        self.task = episode.task
+        self.seed = episode.seed
+        self.text = _RemoteText(channel, episode)
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
-        return msgspec.convert(await self._call("generate", list(map(int, tokens))), Completion)
+        call = ContextCall(self._part, "generate", list(map(int, tokens)))
+        completion: Completion = await asyncio.wrap_future(self._channel.call(call, Completion))
+        return completion
 
     async def ask(self, content: Content) -> str:
-        return str(await self._call("ask", content if isinstance(content, str) else list(content)))
+        call = ContextCall(self._part, "ask", content if isinstance(content, str) else list(content))
+        return str(await asyncio.wrap_future(self._channel.call(call, str)))
 
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
-        return await work  # the run sees the process, and waits for it
+        return await work  # the run waits for the process
 
     def earned(self, reward: float) -> None:
-        self._line.call(self._part, "earned", float(reward)).result()
+        self._channel.call(ContextCall(self._part, "earned", float(reward))).result()
 
     def part(self, agent: int = 0) -> _RemoteContext:
-        return _RemoteContext(self._line, self._begin, self._line.call(self._part, "part", agent).result())
-
-    async def _call(self, method: str, argument: Any) -> Any:
-        return await asyncio.wrap_future(self._line.call(self._part, method, argument))
+        number = self._channel.call(ContextCall(self._part, "part", agent), int).result()
+        return _RemoteContext(self._channel, self._episode, number)
 
 
-async def _play(environment: Environment, begin: Begin, line: _Line, name: str) -> Finished | Failed:
+async def _play(environment: Environment, context: _RemoteContext, name: str) -> EpisodeResult:
     try:
-        reward = await environment.rollout(_RemoteContext(line, begin))
+        reward = await environment.rollout(context)
     except MillstreamError as error:
-        return Failed(str(error))
-    except Exception as error:  # the border to the user's code: any error fails this rollout, and only it
-        return Failed(f"{name} raised {type(error).__name__} at {_place(error)}: {error}")
+        return EpisodeResult(failure=str(error))
+    except Exception as error:  # user code: any error fails this rollout only
+        return EpisodeResult(failure=f"{name} raised {type(error).__name__} at {_place(error)}: {error}")
     try:
-        return Finished([float(one) for one in reward] if isinstance(reward, Sequence) else float(reward))
+        return EpisodeResult([float(one) for one in reward] if isinstance(reward, Sequence) else float(reward))
     except (TypeError, ValueError):
-        return Failed(f"the environment returned {reward!r}: expected a number, or one per agent")
+        return EpisodeResult(failure=f"the environment returned {reward!r}: expected a number, or one per agent")
 
 
 def _place(error: Exception) -> str:
-    """The line of the user's own file where it was raised, or from where a library that raised it was called."""
+    """The line of the user's file that raised it, or that called the library that did."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if OURS not in Path(frame.filename).parents]
-    frames = [frame for frame in frames if "millstream/threads.py" not in frame.filename]
+    frames = [frame for frame in frames if frame.filename != threads.__file__]
     if not frames:
         return "its call"
     last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
     return f"{Path(last.filename).name}:{last.lineno}"
 
 
-def work(end: socket.socket) -> NoReturn:
-    """The worker: episode after episode, until the line closes."""
-    line = _Line(end)
-    make: Make = line.inbox.get()
-    config = make.config
-    sys.path += [place for place in make.path if place not in sys.path]
-    try:
-        environment = find(config).environment
-    except Exception as error:  # said to the run, which knows whom it concerns
-        line.send(Failed(f"{type(error).__name__}: {error}"))
-        os._exit(1)
-    assert environment is not None
-    line.send(Ready())
-    with asyncio.Runner() as runner:
-        while True:
-            begin: Begin = line.inbox.get()
-            line.send(runner.run(_play(environment, begin, line, config.shown)))
+def work(connection: socket.socket) -> None:
+    channel = Channel(connection)
+
+    def begin(setup: EnvironmentSetup) -> Callable[[PlayEpisode], EpisodeResult]:
+        exit_if_blocked(setup.limit_s)
+        sys.path += [place for place in setup.path if place not in sys.path]
+        environment, name = find_environment(setup.config).environment, setup.config.shown
+        assert environment is not None
+        runner = asyncio.Runner()
+        return lambda episode: runner.run(_play(environment, _RemoteContext(channel, episode), name))
+
+    serve(channel, EnvironmentSetup, begin, PlayEpisode)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's to handle
-    work(socket.socket(fileno=int(sys.argv[1])))
+    main(work)

@@ -1,7 +1,7 @@
-"""Environments with `reset` and `step`: one instance an episode, turn by turn, until a step says that it is done.
+"""Environments with `reset` and `step`: one instance per episode, turn by turn, until a step is done.
 
-Methods may be plain or coroutine functions. Plain ones are called on a thread, so that a slow one holds back nobody, unless the
-class says `is_quick = True`. An episode that runs out of turns, or of the model's context, ends with the reward so far.
+Methods may be plain or coroutine functions. Plain ones are called on a thread, so that a slow one blocks no other, unless the
+class has `is_quick = True`. An episode that runs out of turns, or of the model's context, ends with the reward so far.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from millstream.env import Context, Step
+from millstream.env.base import Context, Step
 from millstream.errors import EnvironmentFailed, RequestRefused
 from millstream.rpc.threads import DaemonThreads
 from millstream.types import Message
@@ -25,11 +25,11 @@ CLOSE_S = 2.0
 
 
 class NothingToShow(EnvironmentFailed):
-    """An observation that is empty, or none."""
+    """An observation that is empty or None."""
 
 
 class MultiTurn:
-    """Plays what `make` makes. `max_turns` None: what the instance says, or 16."""
+    """Plays the instances of `make`. `max_turns` None: that of the instance, or 16."""
 
     def __init__(self, make: Callable[[], Any], name: str, *, is_quick: bool, max_turns: int | None = None) -> None:
         self._make = make
@@ -44,7 +44,7 @@ class MultiTurn:
             return await self._play(game, context)
         finally:
             if hasattr(game, "close"):
-                with suppress(TimeoutError):  # it may hang where a step hung before
+                with suppress(TimeoutError):  # it may hang like a step before it
                     async with asyncio.timeout(CLOSE_S):
                         await self._call(game.close)
 
@@ -58,7 +58,7 @@ class MultiTurn:
             except RequestRefused:
                 if turn == 0:
                     raise
-                break  # the model's context is full: the rollout is marked as cut, and what was earned counts
+                break  # the model's context is full: the rollout is marked as cut, and its reward so far counts
             step = await self._call(functools.partial(game.step, action))
             reward += _checked(step, self._name).reward
             context.earned(step.reward)
@@ -77,20 +77,21 @@ class MultiTurn:
 
 
 def is_quick(game: type[Any]) -> bool:
-    """Coroutine functions are called on the event loop, too: they return at once, with something to await."""
+    """Whether methods are called on the event loop: also coroutine functions, which return an awaitable at once."""
     if hasattr(game, "is_quick"):
         return bool(game.is_quick)
     return inspect.iscoroutinefunction(game.reset) and inspect.iscoroutinefunction(game.step)
 
 
-def _check_observation(observation: Any, said_by: str) -> None:
+def _check_observation(observation: Any, source: str) -> None:
     if isinstance(observation, str) and observation:
         return
     with suppress(TypeError):
         if observation and all(isinstance(message, Message) for message in observation):
             return
     raise NothingToShow(
-        f"{said_by} gave {observation!r} to show: expected a text that is not empty, or Messages (role=..., content=...)"
+        f"{source} returned the observation {observation!r}: expected a text that is not empty, or Messages "
+        "(role=..., content=...)"
     )
 
 
@@ -100,5 +101,5 @@ def _checked(step: Any, name: str) -> Step:
             f"{name}.step returned {type(step).__name__}: expected Step(observation=..., reward=..., is_done=...)"
         )
     if not math.isfinite(step.reward):
-        raise EnvironmentFailed(f"{name}.step gave a reward of {step.reward}: expected a finite number")
+        raise EnvironmentFailed(f"{name}.step returned a reward of {step.reward}: expected a finite number")
     return step

@@ -1,7 +1,7 @@
-"""The environments of a run behind one seam: a task goes to the one that it names, and each is kept within its limits.
+"""The environments of a run as one: a task is played in the one that it names, and each is kept within its limits.
 
-Between two turns of the model an environment has `step_timeout_s`; the model's own time does not count. At most
-`max_concurrent` episodes of a kind run at once, and waiting for a place counts against nobody's time.
+Between two turns of the model an environment has `step_timeout_s`; the model's time does not count. At most `max_concurrent`
+episodes of a kind run at once; waiting for a place counts against no time limit.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TypeVar
 
-from millstream.env import Content, Context, Environment, Reward, Text
+from millstream.env.base import Content, Context, Environment, EpisodeReward, Text
 from millstream.env.config import SINGLE_TURN
 from millstream.env.data import DataSet
 from millstream.env.dialog import Conversation
 from millstream.env.isolated import Isolated
-from millstream.env.resolve import Kind
+from millstream.env.resolve import EnvironmentKind
 from millstream.errors import ConfigError, DataError, EnvironmentFailed
 from millstream.rpc.process import Launcher
 from millstream.types import Completion, Task
@@ -25,17 +25,19 @@ T = TypeVar("T")
 
 
 class Hosted:
-    """One environment, with words for its contexts and limits for itself."""
+    """One environment with its limits. Its contexts accept text as well as tokens."""
 
-    def __init__(self, kind: Kind, environment: Environment, text: Text, launcher: Launcher | None = None) -> None:
+    def __init__(
+        self, kind: EnvironmentKind, environment: Environment, text: Text, launcher: Launcher | None = None
+    ) -> None:
         self.kind = kind
         self.environment = environment
         self._text = text
         self._isolated = Isolated(kind.config, launcher) if kind.config.process else None
-        most = kind.config.max_concurrent
-        self._places = None if most is None else asyncio.Semaphore(most)
+        limit = kind.config.max_concurrent
+        self._places = None if limit is None else asyncio.Semaphore(limit)
 
-    async def rollout(self, context: Context) -> Reward:
+    async def rollout(self, context: Context) -> EpisodeReward:
         if self._places is None:
             return await self._play(context)
         place = self._places.acquire()
@@ -45,7 +47,7 @@ class Hosted:
         finally:
             self._places.release()
 
-    async def _play(self, context: Context) -> Reward:
+    async def _play(self, context: Context) -> EpisodeReward:
         config, environment = self.kind.config, self._isolated or self.environment
         if config.use == SINGLE_TURN:  # its rewards have limits of their own
             return await environment.rollout(Conversation(context, self._text))
@@ -64,7 +66,7 @@ class Hosted:
             ) from error
 
     async def close(self) -> None:
-        """Of the processes, and of an environment that has something to close."""
+        """Close the worker processes, and the environment if it has `close`."""
         if self._isolated is not None:
             await self._isolated.close()
         if hasattr(self.environment, "close"):
@@ -72,28 +74,28 @@ class Hosted:
 
 
 class _StepClock:
-    """A time limit that stands still while the model speaks, and begins anew after every turn."""
+    """A time limit that is paused while the model generates, and restarted after every turn."""
 
     def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
         self._limit = limit
         self._seconds = seconds
-        self._num_speaking = 0
+        self._num_generating = 0
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        self._num_speaking += 1
+        self._num_generating += 1
         self._limit.reschedule(None)
         try:
             yield
         finally:
-            self._num_speaking -= 1
-            if not self._num_speaking:
-                with suppress(RuntimeError):  # the environment is done, and somebody of its own still spoke
+            self._num_generating -= 1
+            if not self._num_generating:
+                with suppress(RuntimeError):  # the environment has ended while a task of its own still generated
                     self._limit.reschedule(asyncio.get_running_loop().time() + self._seconds)
 
 
 class _Timed:
-    """A context whose turns stop the clock."""
+    """A context whose turns pause the step limit."""
 
     def __init__(self, context: Context, clock: _StepClock) -> None:
         self._context = context
@@ -125,31 +127,31 @@ class _Timed:
 
 
 class Environments:
-    """All of a run's, by name."""
+    """All environments of a run, by name."""
 
     def __init__(self, hosted: Sequence[Hosted]) -> None:
         self._by_name: Mapping[str, Hosted] = {one.kind.name: one for one in hosted}
 
-    async def rollout(self, context: Context) -> Reward:
+    async def rollout(self, context: Context) -> EpisodeReward:
         return await self.of(context.task).rollout(context)
 
     def of(self, task: Task) -> Hosted:
-        """Raises `DataError` for a task that names none, or one that is not there."""
+        """Raises `DataError` for a task that names no environment, or an unknown one."""
         return self._by_name[name_of(task, list(self._by_name))]
 
     def gold(self, task: Task) -> list[str]:
-        """What a perfect player says to it, turn after turn; nothing where nobody knows."""
+        """The turns of a perfect player; empty if they are unknown."""
         gold = self.of(task).kind.gold
         return [] if gold is None else gold(task)
 
     async def close(self) -> None:
-        """Ends every process that was started."""
+        """End every worker process."""
         for hosted in self._by_name.values():
             await hosted.close()
 
 
 def name_of(task: Task, names: Sequence[str]) -> str:
-    """Of the environment that a task goes to."""
+    """The name of a task's environment."""
     named = task.data.get("environment")
     if named is None and len(names) == 1:
         return names[0]
@@ -160,7 +162,7 @@ def name_of(task: Task, names: Sequence[str]) -> str:
 
 
 def check_tasks(environments: Environments, data: DataSet, *, needs_gold: bool) -> None:
-    """Every task has its environment, and an environment that is to be warmed up says how it is played."""
+    """Every task has its environment, and with [warmup] every environment has gold turns."""
     is_golden = dict[str, bool]()
     for task in data.tasks:
         name = environments.of(task).kind.name

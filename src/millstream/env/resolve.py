@@ -1,12 +1,11 @@
-"""From what a config names to an environment: one that is built in, a class with `reset` and `step`, or a coroutine function.
+"""The environment that a config names: a built-in one, a class with `reset` and `step`, or a coroutine function.
 
     class Game:                                       async def rollout(context) -> float:
         def reset(self, task, seed) -> str: ...           answer = await context.ask("2+2=")
         def step(self, action) -> Step: ...               return float(answer.strip() == "4")
 
-Either may have `tasks(num, seed, **args)`, which makes its tasks, and `gold(task)`, what a perfect player says turn after turn:
-static methods of a class, attributes of a function.
-"""
+Either may have `tasks(num, seed, **args)`, which makes its tasks, and `gold(task)`, the turns of a perfect player: static
+methods of a class, attributes of a function."""
 
 from __future__ import annotations
 
@@ -17,13 +16,14 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from millstream.env import Environment, rewards
+from millstream.env.base import Environment
 from millstream.env.config import SINGLE_TURN, EnvironmentConfig
 from millstream.env.multi_turn import MultiTurn, is_quick
+from millstream.env.rewards.find import find_reward
 from millstream.errors import ConfigError, DataError
 from millstream.types import Task
 
-BUILT_IN = {
+BUILT_IN_ENVIRONMENTS = {
     "frozen_lake": "millstream.env.games.frozen_lake:FrozenLake",
     "gymnasium": "millstream.env.games.gym_text:GymText",
     "reasoning_gym": "millstream.env.games.reasoning:ReasoningGym",
@@ -33,32 +33,30 @@ EXPECTED = (
     "expected a class with reset(task, seed) and step(action), a class with rollout(context), or a coroutine function of a "
     "context"
 )
-MakeTasks = Callable[[int, int], list[Task]]
 Gold = Callable[[Task], list[str]]
 
 
-class Kind(Struct, frozen=True, kw_only=True, eq=False):
-    """An environment as it was found."""
+class EnvironmentKind(Struct, frozen=True, kw_only=True, eq=False):
+    """A resolved environment."""
 
     config: EnvironmentConfig
-    environment: Environment | None
-    """None: `single_turn`, which the run makes from its rewards."""
-    make_tasks: MakeTasks | None = None
-    """(num, seed) to tasks; None where they come from a data set."""
-    gold: Gold | None = None
-    """Nothing for a task that has none; None where no task has."""
+    environment: Environment | None  # None: `single_turn`, which the run builds from its rewards
+    make_tasks: Callable[[int, int], list[Task]] | None = None  # (num, seed) -> tasks. None: they come from a data set
+    gold: Gold | None = None  # empty for a task without gold turns. None: no task has any
 
     @property
     def name(self) -> str:
         return self.config.shown
 
 
-def find(config: EnvironmentConfig) -> Kind:
-    """Raises `ConfigError` that says what was looked for, and where."""
+def find_environment(config: EnvironmentConfig) -> EnvironmentKind:
+    """Raises `ConfigError`, which says what was expected and where."""
     if config.use == SINGLE_TURN:
         if config.args:
             raise ConfigError("environment single_turn takes no args: it has [data] and [[reward]]")
-        return Kind(config=config, environment=None, gold=lambda task: [task.answer] if task.answer is not None else [])
+        return EnvironmentKind(
+            config=config, environment=None, gold=lambda task: [task.answer] if task.answer is not None else []
+        )
     target = _target(config.use)
     if inspect.isclass(target) and hasattr(target, "reset") and hasattr(target, "step"):
         return _kind(config, _with_steps(target, config), target)
@@ -67,7 +65,7 @@ def find(config: EnvironmentConfig) -> Kind:
         return _kind(config, environment, environment)
     if inspect.iscoroutinefunction(target):
         return _kind(config, _FreeForm(_bound(target, config, None)), target)
-    raise ConfigError(f"{config.use} is no environment: {EXPECTED}")
+    raise ConfigError(f"{config.use} is not an environment: {EXPECTED}")
 
 
 class _FreeForm:
@@ -76,16 +74,16 @@ class _FreeForm:
 
 
 def _target(use: str) -> Any:
-    if ":" not in use and use not in BUILT_IN:
-        known = ", ".join([SINGLE_TURN, *BUILT_IN])
+    if ":" not in use and use not in BUILT_IN_ENVIRONMENTS:
+        known = ", ".join([SINGLE_TURN, *BUILT_IN_ENVIRONMENTS])
         raise ConfigError(
             f"no environment {use!r}: use {known}, or one of your own: file.py:Name or package.module:Name"
         )
-    return rewards.find(BUILT_IN.get(use, use))
+    return find_reward(BUILT_IN_ENVIRONMENTS.get(use, use))
 
 
 def _with_steps(target: Any, config: EnvironmentConfig) -> MultiTurn:
-    """`max_turns` may be given to any class, whether it takes it or not."""
+    """`max_turns` is accepted for every class, whether or not its constructor takes it."""
     max_turns = config.args.get("max_turns")
     if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
         raise ConfigError(f"environment {config.shown}: max_turns must be a whole number from 1, not {max_turns!r}")
@@ -96,12 +94,12 @@ def _with_steps(target: Any, config: EnvironmentConfig) -> MultiTurn:
 def _bound(
     target: Any, config: EnvironmentConfig, *positional: Any, also: Sequence[str] = ()
 ) -> functools.partial[Any]:
-    """With its arguments; `positional` stand for those that come with the call. An argument that nothing takes is refused."""
+    """The target with its arguments; `positional` stand for those of the call. An argument that nothing takes is refused."""
     args, signature = accepted(target, config.args), inspect.signature(target)
     others = [getattr(target, name) for name in ("tasks", "gold") if hasattr(target, name)]
     taken = {*args, *also, *(name for other in others for name in accepted(other, config.args))}
-    if strange := [name for name in config.args if name not in taken]:
-        raise ConfigError(f"environment.args: {config.use}{signature} takes no {strange[0]!r}")
+    if unknown := [name for name in config.args if name not in taken]:
+        raise ConfigError(f"environment.args: {config.use}{signature} takes no {unknown[0]!r}")
     try:
         signature.bind(*positional, **args)
     except TypeError as error:
@@ -110,7 +108,7 @@ def _bound(
 
 
 def accepted(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the config's arguments, those that this function takes."""
+    """Those of the config's arguments that this function takes."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(args)
@@ -118,9 +116,9 @@ def accepted(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in args.items() if name in names}
 
 
-def _kind(config: EnvironmentConfig, environment: Environment, has: Any) -> Kind:
+def _kind(config: EnvironmentConfig, environment: Environment, has: Any) -> EnvironmentKind:
     tasks, gold, args = getattr(has, "tasks", None), getattr(has, "gold", None), config.args
-    return Kind(
+    return EnvironmentKind(
         config=config,
         environment=environment,
         make_tasks=None if tasks is None else functools.partial(_tasks_of, config, tasks),
@@ -133,15 +131,15 @@ def _tasks_of(config: EnvironmentConfig, tasks: Callable[..., Iterable[Task]], n
         return list(tasks(num, seed, **accepted(tasks, config.args)))
     except ConfigError:
         raise
-    except Exception as error:  # the border to the user's code: said as a data error, with its cause
+    except Exception as error:  # user code: reported as a data error, with its cause
         raise DataError(f"environment {config.shown}: tasks raised {type(error).__name__}: {error}") from error
 
 
-def make_tasks(kinds: Sequence[Kind], num: int, seed: int) -> list[Task]:
-    """Of all environments, each in its proportion. Where there are several, a task says whose it is, in its id, too."""
-    if strangers := [kind.name for kind in kinds if kind.make_tasks is None]:
+def make_tasks(kinds: Sequence[EnvironmentKind], num: int, seed: int) -> list[Task]:
+    """Tasks of all environments, in their proportions. With several, the data and the id of a task name its environment."""
+    if without := [kind.name for kind in kinds if kind.make_tasks is None]:
         raise DataError(
-            f"environment {strangers[0]} makes no tasks of its own: set one of data.path (a JSONL or Parquet file), data.name "
+            f"environment {without[0]} makes no tasks of its own: set one of data.path (a JSONL or Parquet file), data.name "
             "(of `datasets`) and data.toy (a built-in task)"
         )
     total = sum(kind.config.share for kind in kinds)
@@ -158,11 +156,11 @@ def _checked(tasks: Iterable[Any], name: str) -> list[Task]:
     found = list(tasks)
     for task in found:
         if not isinstance(task, Task):
-            raise DataError(f"environment {name}: tasks gave {type(task).__name__}: expected millstream.types.Task")
+            raise DataError(f"environment {name}: tasks returned {type(task).__name__}: expected millstream.types.Task")
     ids = [task.id for task in found]
     if len(set(ids)) < len(ids):
         twice = next(one for one in ids if ids.count(one) > 1)
-        raise DataError(f"environment {name}: tasks gave two tasks with the id {twice!r}")
+        raise DataError(f"environment {name}: tasks returned two tasks with the id {twice!r}")
     return found
 
 

@@ -1,19 +1,18 @@
-"""The environment of most data sets: show the prompt, let the model answer once, score the answer."""
+"""The environment of most data sets: send the prompt, let the model answer once, score the answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from millstream.env import Context
+from millstream.env.base import Context
 from millstream.env.rewards import Scorer
 from millstream.types import Task
 
-Encode = Callable[[Task], list[int]]
-Decode = Callable[[Sequence[int]], str]
-
 
 class SingleTurn:
-    def __init__(self, *, encode: Encode, decode: Decode, scorer: Scorer) -> None:
+    def __init__(
+        self, *, encode: Callable[[Task], list[int]], decode: Callable[[Sequence[int]], str], scorer: Scorer
+    ) -> None:
         self._encode = encode
         self._decode = decode
         self._scorer = scorer

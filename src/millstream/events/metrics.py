@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one line a step, with everything that one would plot."""
+"""The rows of `metrics.jsonl`: one per step, with everything worth plotting."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from millstream.events import (
 )
 from millstream.types import Fate
 
-READ = frozenset(
-    (RolloutEnded, RolloutFailed, GroupTaken, GroupLeft, Span, Evaluated, Resumed, Stepped)
-)  # asked first: most events are of other kinds
+# The kinds that are read, tested first because most events are of other kinds.
+READ = frozenset((RolloutEnded, RolloutFailed, GroupTaken, GroupLeft, Span, Evaluated, Resumed, Stepped))
 
 
 class StepMetrics:
-    """Collects between two steps; `add` gives the row of a step when its event comes."""
+    """Collects between two steps; `add` returns the row of a step for its `Stepped` event, otherwise None."""
 
     def __init__(self) -> None:
         self._last_at = 0.0
@@ -64,9 +63,8 @@ class StepMetrics:
 
     def _row(self, event: Stepped) -> dict[str, Any]:
         seconds = max(event.at - self._last_at, 1e-9)
-        self._reward = (
-            _mean(self._rewards) if self._rewards else self._reward
-        )  # none ended since the last step: as before
+        if self._rewards:  # otherwise as before: none ended since the last step
+            self._reward = _mean(self._rewards)
         row = {
             "step": event.version,
             "at": event.at,

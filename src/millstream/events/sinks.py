@@ -1,4 +1,4 @@
-"""Where events go: a list (tests, the simulator), a JSONL file (a run folder), or several of them."""
+"""Event sinks: a list (tests, the simulator), the JSONL files of a run folder, and several at once; reading a log back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from millstream.events import AnyEvent, Event, EventSink, Resumed, decode, encode
+from millstream.events import AnyEvent, Event, EventSink, Resumed, decode_event, encode_event
 from millstream.events.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ CLOSE_S = 5.0
 
 
 class MemorySink:
-    """Keeps everything: the shipped fake, and what the virtual clock's golden traces are made of."""
+    """Keeps all events: the shipped fake, and the source of the golden traces on the virtual clock."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -37,14 +37,14 @@ class MemorySink:
         return [event for event in self.events if isinstance(event, kind)]
 
     def trace(self) -> bytes:
-        return b"\n".join(map(encode, self.events))
+        return b"\n".join(map(encode_event, self.events))
 
 
 class LineFile(Generic[T]):
-    """Appends lines, each made of what was appended by `line_of`, later and many at a time: on the thread that appends, among
-    all that it does, it would take several times as long. Lines reach the operating system within `FLUSH_S`, or at once with
-    `flush`: a write a line would hand the interpreter to another thread a thousand times a second. A full disk loses nothing:
-    lines wait in memory for room."""
+    """A file that items are appended to as lines. A thread encodes them with `line_of` and writes them, many at a time:
+    encoding on the thread that appends takes several times as long, and one write per line would switch threads a thousand
+    times a second. Lines reach the operating system within `FLUSH_S`, or at once with `flush`. A full disk loses nothing:
+    lines wait in memory until there is space."""
 
     FLUSH_S = 0.1
 
@@ -57,21 +57,21 @@ class LineFile(Generic[T]):
         self._unwritten = b""
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._has_trouble = False
+        self._is_failing = False
         self._writer = threading.Thread(target=self._write, name=path.name, daemon=True)
         self._writer.start()
 
     def flush(self) -> None:
         """Raises `OSError` if the disk is full; the next flush tries again."""
         with self._lock:
-            count = len(self._items)  # others go on appending to the same list meanwhile
+            count = len(self._items)  # other threads append to the same list meanwhile
             self._unwritten += b"".join(map(self._line_of, self._items[:count]))
             del self._items[:count]
-            while self._unwritten:  # a disk that fills up takes a part and then refuses
+            while self._unwritten:  # a full disk may take a part of it
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def sync(self) -> None:
-        """Everything so far is on the disk, whatever happens to the machine."""
+        """Write everything so far to the disk itself: it survives a crash of the machine."""
         self.flush()
         os.fsync(self._file.fileno())
 
@@ -79,13 +79,15 @@ class LineFile(Generic[T]):
         while not self._closing.wait(self.FLUSH_S):
             try:
                 self.flush()
-                self._has_trouble = False
-            except OSError as error:  # `close` raises it, if it lasts
-                if not self._has_trouble:
+                self._is_failing = False
+            except OSError as error:  # `close` raises it if it persists
+                if not self._is_failing:
                     logger.warning(
-                        "cannot write %s: %s. The lines wait in memory for room", self._file.name, error.strerror
+                        "cannot write %s: %s. The lines wait in memory until there is space",
+                        self._file.name,
+                        error.strerror,
                     )
-                self._has_trouble = True
+                self._is_failing = True
 
     def close(self) -> None:
         """Raises `OSError` if the last lines cannot be written."""
@@ -98,11 +100,11 @@ class LineFile(Generic[T]):
 
 
 class JsonlSink:
-    """Writes `events.jsonl`: one line an event, numbered. Opened again after a crash it cuts off a last line that was not
-    written to its end, and counts on."""
+    """Writes `events.jsonl`: one numbered line per event. Reopened after a crash, it cuts off an incomplete last line and
+    continues the numbering."""
 
     def __init__(self, path: Path) -> None:
-        self._next = self._next_written = _mend(path)
+        self._next = self._next_written = _cut_torn_line(path)
         file = LineFile(path, self._line_of)
         self._append = file.append
         self.sync = file.sync
@@ -114,19 +116,19 @@ class JsonlSink:
         return self._next - 1
 
     def emit(self, event: Event) -> None:
-        """Called by one thread at a time (`Tee` sees to it)."""
+        """Called by one thread at a time (`Tee` has a lock)."""
         self._append(event)
         self._next += 1
 
     def _line_of(self, event: Event) -> bytes:
-        """Called once for each, in their order."""
-        line = b'{"seq":%d,%b\n' % (self._next_written, encode(event)[1:])
+        """Called once per event, in order."""
+        line = b'{"seq":%d,%b\n' % (self._next_written, encode_event(event)[1:])
         self._next_written += 1
         return line
 
 
-def _mend(path: Path) -> int:
-    """Cuts off what a crash left half written; the number of the next event."""
+def _cut_torn_line(path: Path) -> int:
+    """Cut off an incomplete last line. Returns the number of the next event."""
     if not path.exists():
         return 0
     with path.open("rb+") as file:
@@ -139,7 +141,7 @@ def _mend(path: Path) -> int:
 
 
 def _last_newline(file: BinaryIO, end: int) -> int:
-    """The place of the last one before `end`; -1 if there is none."""
+    """The position of the last one before `end`; -1 if there is none."""
     while end > 0:
         begin = max(0, end - TAIL)
         file.seek(begin)
@@ -151,7 +153,7 @@ def _last_newline(file: BinaryIO, end: int) -> int:
 
 
 class MetricsSink:
-    """Writes `metrics.jsonl`: a line a step. A run that goes on from step `upto` writes the later lines anew."""
+    """Writes `metrics.jsonl`: one line per step. A run that resumes from step `upto` writes the later lines again."""
 
     def __init__(self, path: Path, *, upto: int = 0) -> None:
         if path.exists():
@@ -175,9 +177,9 @@ def _json_line(row: dict[str, Any]) -> bytes:
 
 
 class Tee:
-    """Several sinks. Those that keep the books (`files`) get every event at once, one event at a time, whichever thread it
-    comes from; what one of them raises stops whoever emits. Those that show (`shown`) get it soon, on a thread of their own: a
-    terminal that stands still holds nothing up, and one that raises is left out from then on."""
+    """Several sinks. `files` get every event at once, one event at a time, from any thread; an error of one of them is raised
+    to the caller of `emit`. `shown` (terminal, dashboard) get it soon, on a separate thread: a terminal that blocks delays
+    nothing else, and a sink that raises is removed."""
 
     SHOW_S = 0.1
 
@@ -199,12 +201,12 @@ class Tee:
                 self._to_show.append(event)
 
     def show(self, event: Event) -> None:
-        """To those that show it alone: it is in the books already."""
+        """Pass to `shown` only an event that `files` have already."""
         if self._shown:
             self._to_show.append(event)
 
     def close(self) -> None:
-        """Show what is left, if that does not take long."""
+        """Show the rest, for at most `CLOSE_S`."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
@@ -220,30 +222,29 @@ class Tee:
         for sink in list(self._shown):
             try:
                 sink.emit(event)
-            except Exception:  # the border to whatever shows events: it must not stop what is done
-                logger.exception("a sink failed and is left out: %s", type(sink).__name__)
+            except Exception:  # a sink that only shows events must not stop the run
+                logger.exception("a sink failed and was removed: %s", type(sink).__name__)
                 self._shown.remove(sink)
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
-    """All events of a run folder, live or dead. A last line that a crash cut short is left out."""
-    return map(decode, _lines(path))
+    """All events of a run folder, whether the run is alive or not. An incomplete last line is left out."""
+    return map(decode_event, _lines(path))
 
 
 def read_history(path: Path, *, upto: int | None = None) -> Iterator[AnyEvent]:
-    """The events behind the newest weights: without those that a crash and a resume have undone. Those up to the one of this
-    number, or all."""
+    """The events behind the newest weights, up to number `upto` or all: without those undone by a crash and a resume."""
     void: list[tuple[int, int]] = []
     for line in _lines(path):
         if b'"kind":"resumed"' in line:
-            event = decode(line)
+            event = decode_event(line)
             assert isinstance(event, Resumed)
             void.append((event.from_seq, _seq(line)))
     for line in _lines(path):
         if upto is not None and _seq(line) > upto:
             return
         if not void or not any(begin < _seq(line) < end for begin, end in void):
-            yield decode(line)
+            yield decode_event(line)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

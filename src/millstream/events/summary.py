@@ -1,4 +1,4 @@
-"""A run in numbers, from its events alone: what the table at the end shows and `summary.json` holds."""
+"""The summary of a run, from its events alone: the table at its end, and `summary.json`."""
 
 from __future__ import annotations
 
@@ -31,24 +31,17 @@ class Summary(Struct, frozen=True, kw_only=True):
     groups_trained: int
     groups_filtered: int
     groups_failed: int
-    groups_aborted: int = 0
-    """First to finish: thrown away because the batch was full."""
-    groups_restarted: int = 0
-    """Times that an overdue group began anew."""
+    groups_aborted: int = 0  # first to finish: discarded because the batch was full
+    groups_restarted: int = 0  # restarts of overdue groups
     rollouts_aborted: int = 0
-    learner_restarts: int = 0
-    """Times that the learner's processes died, and others went on from a checkpoint."""
-    tokens_per_s: float
-    """Generated while training ran."""
+    learner_restarts: int = 0  # replaced learner processes
+    tokens_per_s: float  # generated while training ran
     rollouts_per_s: float
     lag_max: int
     lag_mean: float
-    lag_histogram: dict[str, int]
-    """How many groups were trained at each lag."""
-    overlap_share: float
-    """Of the time that the learner worked, the share in which an engine was generating."""
-    learner_share: float
-    """Of all the time, the share in which the learner worked."""
+    lag_histogram: dict[str, int]  # groups trained at each lag
+    overlap_share: float  # of the learner's busy time, the share in which an engine was generating
+    learner_share: float  # of all the time, the share in which the learner was busy
     engine_share: float
 
 
@@ -64,8 +57,8 @@ def summarise(events: Iterable[Event]) -> Summary:
     begin = admitted[0].at if admitted else 0.0
     end = steps[-1].at if steps else begin
     spans = [event for event in events if isinstance(event, Span) and begin <= event.at - event.seconds <= end]
-    generating = merge((s.at - s.seconds, s.at) for s in spans if s.what == "generate")
-    training = merge((s.at - s.seconds, s.at) for s in spans if s.worker == "learner")
+    generating = merge_intervals((s.at - s.seconds, s.at) for s in spans if s.what == "generate")
+    training = merge_intervals((s.at - s.seconds, s.at) for s in spans if s.worker == "learner")
     seconds = max(end - begin, 1e-9)
     lags = Counter(event.lag for event in taken)
     rollouts = sum(step.num_rollouts for step in steps)
@@ -86,13 +79,13 @@ def summarise(events: Iterable[Event]) -> Summary:
         lag_max=max(lags, default=0),
         lag_mean=sum(lag * count for lag, count in lags.items()) / max(1, sum(lags.values())),
         lag_histogram={str(lag): lags[lag] for lag in sorted(lags)},
-        overlap_share=total(intersect(generating, training)) / max(total(training), 1e-9),
-        learner_share=total(training) / seconds,
-        engine_share=total(generating) / seconds,
+        overlap_share=total_length(intersect_intervals(generating, training)) / max(total_length(training), 1e-9),
+        learner_share=total_length(training) / seconds,
+        engine_share=total_length(generating) / seconds,
     )
 
 
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """The union, as disjoint intervals in order."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
@@ -103,8 +96,8 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """Of two lists of disjoint intervals in order."""
+def intersect_intervals(left: list[Interval], right: list[Interval]) -> list[Interval]:
+    """The intersection of two lists of disjoint, sorted intervals."""
     found: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -118,5 +111,5 @@ def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
     return found
 
 
-def total(intervals: Iterable[Interval]) -> float:
+def total_length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)

@@ -1,6 +1,6 @@
 """A run as a Perfetto trace: open trace.json at ui.perfetto.dev or in chrome://tracing.
 
-One track for each engine, the learner and the sync of weights; one for every rollout slot in use; counters for lag and queues.
+One track per engine, for the learner and for the sync of weights; one per rollout slot in use; counters for lag and queues.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from typing import Any
 
 from millstream.events import Event, GroupTaken, RolloutEnded, Span, Status, Stepped, WeightsLoaded
 
-WORKERS, ROLLOUTS = 1, 2
-"""The two groups of tracks."""
+WORKERS, ROLLOUTS = 1, 2  # the two groups of tracks
 SHOWN = (Span, WeightsLoaded, RolloutEnded, GroupTaken, Status, Stepped)
 MAX_EVENTS = 500_000
 
 
 def perfetto(events: Iterable[Event]) -> dict[str, list[dict[str, Any]]]:
-    """The Chrome trace format, which Perfetto reads: complete events ("X"), counters ("C") and names ("M"). Of a long run, its
-    last part: more than that no viewer opens."""
+    """The Chrome trace format, which Perfetto reads: complete events ("X"), counters ("C") and names ("M"). Of a long
+    run only the last part: no viewer opens more."""
     shown = deque((event for event in events if isinstance(event, SHOWN)), maxlen=MAX_EVENTS)
     return {"traceEvents": [*_names(), *_tracks(shown)]}
 
@@ -72,7 +71,7 @@ def _counter(name: str, at: float, value: float) -> dict[str, Any]:
 
 
 def _slots(rollouts: Iterable[RolloutEnded]) -> dict[tuple[int, int, int, float], int]:
-    """The lowest track that is free over a stretch of time: rollouts that overlap lie on different tracks."""
+    """The track of each rollout: the lowest one that is free. Rollouts that overlap lie on different tracks."""
     found: dict[tuple[int, int, int, float], int] = {}
     free: list[int] = []
     in_use: list[tuple[float, int]] = []

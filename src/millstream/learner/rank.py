@@ -24,8 +24,8 @@ from millstream.learner.optimizer import MAX_NAMES, Optimizer, State, Stepped
 from millstream.learner.rows import Rows, not_finite
 from millstream.model.adapters import copy_of, trained_weights
 from millstream.model.load import check_layers
-from millstream.model.objective import LossInputs, Objective
 from millstream.model.policy import Policy, recompute_activations
+from millstream.objective import LossInputs, Objective
 from millstream.types import Floats, Metrics, TrainRow
 
 logger = logging.getLogger(__name__)

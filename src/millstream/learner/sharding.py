@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
 from millstream.learner.rank import Rank, policies
-from millstream.model.objective import Objective
 from millstream.model.policy import Policy, layers_of
+from millstream.objective import Objective
 
 
 def join(rank: int, num_ranks: int, address: tuple[str, int], device: torch.device) -> DeviceMesh:

@@ -19,7 +19,7 @@ from millstream.learner.rows import share_prompts
 from millstream.learner.state import STATE, on_host, read_state, write_state
 from millstream.model.adapters import lora_of, merged, save_adapters, trained_weights
 from millstream.model.load import save_model
-from millstream.model.objective import Objective
+from millstream.objective import Objective
 from millstream.rpc.threads import DaemonThreads
 from millstream.types import Floats, Metrics, TrainRow, Weights
 

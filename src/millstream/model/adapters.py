@@ -1,6 +1,6 @@
 """Low-rank adapters on a model's linear layers: added in place, trained and sent alone, merged when the model is saved.
 
-The model stays what it is for everybody who computes with it. The weights that it came with are frozen, so that copies of it in
+The model is unchanged for the code that computes with it. The weights that it came with are frozen, so that copies of it in
 one process may share them (`copy_of`); what is trained, published and kept in checkpoints is `trained_weights`.
 """
 
@@ -22,8 +22,7 @@ from millstream.model.lora import LoraConfig, check_lora
 from millstream.model.policy import layers_of
 
 NAME = "default"
-PREFIX = "base_model.model."
-"""In front of every name in a file of peft's."""
+PREFIX = "base_model.model."  # in front of every name in a file of peft's
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:

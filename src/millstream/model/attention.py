@@ -22,15 +22,15 @@ from transformers import AttentionInterface
 
 from millstream.errors import ModelError
 
+# The name under which `attention` is registered: the `attn_implementation` of every model that we load.
 NAME = "millstream"
-"""The name under which `attention` is registered: the `attn_implementation` of every model that we load."""
 
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Rule(NamedTuple):
-    """What the model says about its scores."""
+    """The model's rule for attention scores."""
 
     scaling: float | None
     window: int | None
@@ -95,7 +95,7 @@ class Packed:
 
 
 def on_device(array: np.ndarray[Any, Any], device: torch.device | str) -> Tensor:
-    """A copy there. To a GPU it is on its way when this returns: nobody waits for what the GPU is doing now."""
+    """A copy there. A copy to a GPU is asynchronous: this does not wait for the GPU."""
     tensor = torch.from_numpy(array)
     return (
         tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor.to(device)
@@ -108,8 +108,8 @@ def can_be_ragged(query: Tensor, rule: Rule) -> bool:
 
 
 MAX_HEAD_DIM = 256
+# Older versions of torch need no leave for fewer key/value heads.
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Older versions of torch need no leave for fewer key/value heads."""
 
 
 def ragged(

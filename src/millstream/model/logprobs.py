@@ -25,8 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class Predicted(NamedTuple):
     logprobs_M: Tensor
-    entropy_M: Tensor | None
-    """None: not asked for."""
+    entropy_M: Tensor | None  # None: not asked for
 
 
 def chunk_elements_on(device: torch.device) -> int:
@@ -47,13 +46,13 @@ def predict(
     """Of the targets, under softmax(hidden head / temperature); in float32 whatever the dtype of the model."""
     most = chunk_elements_on(hidden_MD.device) if chunk_elements is None else chunk_elements
     if not hidden_MD.is_cuda and len(hidden_MD) * len(head_VD) <= most:
-        return plain(hidden_MD @ head_VD.t(), targets_M, temperature, needs_entropy)
+        return plain_logprobs(hidden_MD @ head_VD.t(), targets_M, temperature, needs_entropy)
     how = _How(temperature, needs_entropy, is_compiled, max(1, most // len(head_VD)))
     logprobs_M, entropy_M = _Chunked.apply(hidden_MD, head_VD, targets_M, how)  # type: ignore[no-untyped-call]
     return Predicted(logprobs_M, entropy_M if needs_entropy else None)
 
 
-def plain(logits_MV: Tensor, targets_M: Tensor, temperature: float, needs_entropy: bool) -> Predicted:
+def plain_logprobs(logits_MV: Tensor, targets_M: Tensor, temperature: float, needs_entropy: bool) -> Predicted:
     logs_MV = torch.log_softmax(logits_MV.float() / temperature, dim=-1)
     entropy_M = -(logs_MV.exp() * logs_MV).sum(-1) if needs_entropy else None
     return Predicted(logs_MV.gather(1, targets_M[:, None])[:, 0], entropy_M)

@@ -15,8 +15,8 @@ class LoraConfig(Struct, frozen=True, kw_only=True):
 
     rank: int = 16
     alpha: float = 32.0
+    # Names of linear layers within the decoder's layers, such as "q_proj". Empty: all of them; never the head.
     targets: tuple[str, ...] = ()
-    """Names of linear layers within the decoder's layers, such as "q_proj". Empty: all of them; never the head."""
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0:

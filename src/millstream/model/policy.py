@@ -15,10 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from millstream.errors import ModelError
 from millstream.model.attention import Packed, rows_of
-from millstream.model.logprobs import Predicted, plain, predict
+from millstream.model.logprobs import Predicted, plain_logprobs, predict
 
-RECOMPILE_LIMIT = 32
-"""Numbers of tokens, each with and without a gradient, before torch gives up compiling."""
+RECOMPILE_LIMIT = 32  # numbers of tokens, each with and without a gradient, before torch gives up compiling
 
 
 class Policy(nn.Module):
@@ -39,7 +38,7 @@ class Policy(nn.Module):
         """Each target is predicted from the token at `before`, at the sampling temperature."""
         if not self._has_plain_head:
             logits_MV = self.model(logits_to_keep=before_M, **_inputs(tokens_N, packed)).logits[0]
-            return plain(logits_MV, targets_M, self._temperature, needs_entropy)
+            return plain_logprobs(logits_MV, targets_M, self._temperature, needs_entropy)
         hidden_MD = hidden_states(self.model, tokens_N, packed)[before_M]
         return predict(
             hidden_MD,

@@ -1,7 +1,7 @@
 """Weights as a folder that other programs can load: a Hugging Face checkpoint, and what it must be when it arrives.
 
 A folder is whole or not there: it is written under another name and then renamed. `millstream.json` in it has the size and the
-digest of the file with the tensors, so that whoever reads it knows that it has all of it, and that it is the right one.
+digest of the file with the tensors, so that a reader can check that it is complete and the right one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_weights(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
             raise WeightsError(f"{folder / TENSORS} has the digest {digest}, expected {manifest.digest}")
         return manifest, load_file(folder / TENSORS)
     except (OSError, msgspec.DecodeError, SafetensorError, json.JSONDecodeError) as wrong:
-        raise WeightsError(f"{folder} has no weights that could be read ({wrong}): write them anew") from wrong
+        raise WeightsError(f"{folder} has no readable weights ({wrong}): write them again") from wrong
 
 
 def _digest(path: Path) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from millstream.env import Content, Environment, Reward, Text
+from millstream.env import Content, Environment, EpisodeReward, Text
 from millstream.errors import (
     EngineError,
     EnvironmentFailed,
@@ -96,7 +96,7 @@ class Player(NamedTuple):
         failure: Exception | None = None
         try:
             async with limit or nullcontext():
-                reward: Reward = await waiting("its environment", self.environment.rollout(episode))
+                reward: EpisodeReward = await waiting("its environment", self.environment.rollout(episode))
             parts = episode.finish(reward)
         except EndOfScript:
             parts = episode.finish(0.0)
@@ -315,7 +315,7 @@ class Episode(EpisodePart):
         """Every finished turn, part after part."""
         return [turn for part in self._parts for turn in part.turns]
 
-    def finish(self, reward: Reward) -> tuple[Rollout, ...]:
+    def finish(self, reward: EpisodeReward) -> tuple[Rollout, ...]:
         """The rollout, part by part, with its reward. Raises `EnvironmentFailed` if no token was sampled. Where the model's
         context had no room for one more turn, the last part has `Finish.LENGTH`."""
         spoken = [part for part in self._parts if any(turn.tokens for turn in part.turns)]

@@ -12,7 +12,8 @@ import torch
 from msgspec import structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millstream.algo import advantage_of, credit_for, needs_critic, shaping
+from millstream.algo import advantage_of, credit_for, needs_critic
+from millstream.algo.advantages import overlong_penalty
 from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
 from millstream.engine import EngineConfig
@@ -22,8 +23,8 @@ from millstream.engine.native.engine import Host, ThreadHost, TorchEngine
 from millstream.engine.native.process import ProcessHost
 from millstream.engine.vllm.engine import build_vllm
 from millstream.env.registry import Environments, Hosted
-from millstream.env.resolve import Kind
-from millstream.env.rewards import Rewards, Scorer, group_scorer
+from millstream.env.resolve import EnvironmentKind
+from millstream.env.rewards import ConfiguredRewards, Scorer, group_scorer
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, ModelError
 from millstream.events import EventSink
@@ -94,7 +95,7 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def build_environment(
-    kinds: Sequence[Kind], text: TokenizerText, rewards: Rewards, launcher: Launcher | None = None
+    kinds: Sequence[EnvironmentKind], text: TokenizerText, rewards: ConfiguredRewards, launcher: Launcher | None = None
 ) -> Environments:
     """The environments of a run. Data sets are scored with these rewards. `launcher` starts processes on a cluster; None: on
     this machine."""
@@ -255,7 +256,11 @@ def store_plan(config: RunConfig, stages: Sequence[Stage]) -> tuple[Mapping[str,
 
 
 def build_algorithm(
-    config: RunConfig, sampling: Sampling, text: TokenizerText, rewards: Rewards, launcher: Launcher | None = None
+    config: RunConfig,
+    sampling: Sampling,
+    text: TokenizerText,
+    rewards: ConfiguredRewards,
+    launcher: Launcher | None = None,
 ) -> Algorithm:
     advantage, critic = advantage_of(config.algorithm), critic_of(config)
     tokens = config.learner.micro_batch_tokens
@@ -273,7 +278,7 @@ def build_algorithm(
     )
 
 
-def _group_reward(text: TokenizerText, rewards: Rewards, launcher: Launcher | None) -> GroupReward | None:
+def _group_reward(text: TokenizerText, rewards: ConfiguredRewards, launcher: Launcher | None) -> GroupReward | None:
     scorer = group_scorer(rewards, launcher)
     if scorer is None:
         return None
@@ -292,7 +297,7 @@ def _with_overlong(reward: GroupReward | None, config: RunConfig) -> GroupReward
 
     async def score(task: Task, said: Sequence[Sequence[int]]) -> Sequence[float]:
         lengths_G = np.array([len(tokens) for tokens in said], dtype=np.float64)
-        lost_G = shaping.overlong(lengths_G, max_tokens=max_tokens, buffer=buffer)
+        lost_G = overlong_penalty(lengths_G, max_tokens=max_tokens, buffer=buffer)
         earned_G = np.zeros(len(said)) if reward is None else np.array(await reward(task, said))
         return [float(value) for value in earned_G + lost_G]
 

@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from millstream import imports
-from millstream.algo import check as check_algorithm
-from millstream.algo import needs_critic, reads_proximal
+from millstream.algo import check_algorithm, needs_critic, reads_proximal
 from millstream.cluster.resources import ResourcesConfig, placement_lines, placement_of
 from millstream.engine.vllm.config import check_installed
 from millstream.env.config import SINGLE_TURN, check_environments
 from millstream.env.data import DataSet, read
 from millstream.env.registry import name_of
-from millstream.env.resolve import Kind, make_tasks
-from millstream.env.resolve import find as find_environment
-from millstream.env.rewards import check as check_reward
-from millstream.env.rewards import find as find_reward
+from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
+from millstream.env.rewards import check_reward, find_reward
 from millstream.env.sandbox.sandbox import what_is_contained
 from millstream.errors import ConfigError, MillstreamError
 from millstream.model.locate import check_path, check_tokenizer
@@ -34,7 +31,7 @@ class CheckedConfig(NamedTuple):
     """A config without errors: what was checked and what was not, and what was loaded for it."""
 
     findings: list[str]
-    kinds: list[Kind]
+    kinds: list[EnvironmentKind]
     data: DataSet | None  # None: a named data set, which only a run loads
 
 
@@ -42,7 +39,7 @@ def check_config(config: RunConfig, *, is_reward_passed: bool = False) -> Checke
     """Walk the whole config. Raises the first error, with the other ones as notes. `is_reward_passed`: the reward is a Python
     function, and the config only has its name."""
     check_combinations(config)
-    findings, errors, kinds, data = list[str](), list[MillstreamError](), list[Kind](), None
+    findings, errors, kinds, data = list[str](), list[MillstreamError](), list[EnvironmentKind](), None
     try:
         kinds = [find_environment(one) for one in config.environment]
         data = _read_data(config, kinds)
@@ -233,13 +230,13 @@ def _check_environments(config: RunConfig) -> None:
 # ---- what the config names -------------------------------------------------------------------------------------------
 
 
-def _read_data(config: RunConfig, kinds: Sequence[Kind]) -> DataSet | None:
+def _read_data(config: RunConfig, kinds: Sequence[EnvironmentKind]) -> DataSet | None:
     if config.data.name is not None:
         return None
     return read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
 
 
-def _checked_data(config: RunConfig, kinds: Sequence[Kind], data: DataSet | None) -> Iterator[str]:
+def _checked_data(config: RunConfig, kinds: Sequence[EnvironmentKind], data: DataSet | None) -> Iterator[str]:
     if data is None:
         yield f"not checked: the data set {config.data.name}, which the run loads"
     else:

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 from msgspec import Struct, structs
 
 from millstream import config as configs
-from millstream.env.bytes_text import Bytes
+from millstream.env.bytes_text import ByteText
 from millstream.env.config import EnvironmentConfig
 from millstream.env.data import read
 from millstream.env.isolated import NotMade
 from millstream.env.multi_turn import NothingToShow
 from millstream.env.registry import Hosted, name_of
-from millstream.env.resolve import Kind, find
-from millstream.env.rewards import RewardConfig, Scorer, prepare
+from millstream.env.resolve import EnvironmentKind, find_environment
+from millstream.env.rewards import RewardConfig, Scorer, prepare_rewards
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, EnvironmentFailed
 from millstream.pipeline.episode import Player
@@ -92,7 +92,12 @@ class _Endless(EnvironmentFailed):
 
 
 async def check_environment(
-    kind: Kind, tasks: Sequence[Task], *, rewards: Sequence[RewardConfig] = (), seed: int = 0, block_s: float = 0.25
+    kind: EnvironmentKind,
+    tasks: Sequence[Task],
+    *,
+    rewards: Sequence[RewardConfig] = (),
+    seed: int = 0,
+    block_s: float = 0.25,
 ) -> EnvironmentReport:
     """Play these tasks with every policy. `block_s`: how long the event loop may be blocked."""
     checker = _Checker(kind, rewards, seed, block_s)
@@ -109,13 +114,13 @@ async def check_environment(
 
 
 class _Checker:
-    def __init__(self, kind: Kind, rewards: Sequence[RewardConfig], seed: int, block_s: float) -> None:
+    def __init__(self, kind: EnvironmentKind, rewards: Sequence[RewardConfig], seed: int, block_s: float) -> None:
         limit = min(kind.config.step_timeout_s, STEP_S)
         kind = structs.replace(kind, config=structs.replace(kind.config, step_timeout_s=limit, max_concurrent=None))
         self._kind = kind
         self._seed = seed
         self._block_s = block_s
-        self._text = Bytes()
+        self._text = ByteText()
         self.hosted = Hosted(kind, kind.environment or self._single_turn(rewards), self._text)
         self._player = Player(
             environment=self.hosted,
@@ -128,7 +133,7 @@ class _Checker:
         self.num_episodes = 0
 
     def _single_turn(self, rewards: Sequence[RewardConfig]) -> SingleTurn:
-        scorer = Scorer(prepare(rewards))
+        scorer = Scorer(prepare_rewards(rewards))
         return SingleTurn(encode=lambda task: self._text.opening(task.prompt), decode=self._text.decode, scorer=scorer)
 
     def _find(self, name: str, what: str) -> None:
@@ -306,7 +311,7 @@ def run_env_check(
     tables = _tables(use, args, config)
     if process:
         tables = [structs.replace(table, process=True) for table in tables]
-    kinds = [find(table) for table in tables]
+    kinds = [find_environment(table) for table in tables]
     rewards = (RewardConfig(),) if config is None else config.reward
     tasks = [_tasks(kind, [kind.name for kind in kinds], config, num_tasks) for kind in kinds]
 
@@ -338,7 +343,7 @@ def _given(args: Sequence[str]) -> dict[str, Any]:
     return data
 
 
-def _tasks(kind: Kind, names: Sequence[str], config: RunConfig | None, num_tasks: int) -> list[Task]:
+def _tasks(kind: EnvironmentKind, names: Sequence[str], config: RunConfig | None, num_tasks: int) -> list[Task]:
     """The environment's tasks from the data set, or those that it makes itself."""
     data = None if config is None else config.data
     if config is not None and data is not None and (data.path or data.name or data.toy):

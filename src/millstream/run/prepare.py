@@ -7,8 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.env.data import DataSet, digest, read
 from millstream.env.registry import Environments, check_tasks
-from millstream.env.rewards import Reward, Rewards, passed
-from millstream.env.rewards import prepare as prepare_rewards
+from millstream.env.rewards import ConfiguredRewards, Reward, passed, prepare_rewards
 from millstream.model.load import set_up_cpu
 from millstream.run import build
 from millstream.run.backend import Backend, backend_for
@@ -30,7 +29,7 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     tokenizer: PreTrainedTokenizerBase
     text: TokenizerText
     environment: Environments
-    rewards: Rewards
+    rewards: ConfiguredRewards
     sampling: Sampling
     data_digest: str
     warning: str

@@ -1,7 +1,6 @@
-"""Services over HTTP, so that engines, agents and training loops in any language can take part. Nothing here decides anything:
-it reads what was sent, asks the parts below, and says what they answered.
+"""Services over HTTP for engines, agents and training loops in any language. They translate requests to the packages below,
+and decide nothing themselves.
 
-serve.store     the store: prompts, experience, notice of new weights
-serve.client    the same from Python
-serve.openai    a model: chats, completions, sessions
-"""
+openai/   a model: chat completions, completions, sessions store/    the store: prompts, experience, notices of new weights;
+`store.client` is its client in Python auth.py   tokens, and the limit of requests at once        http.py  request bodies and
+responses        listen.py  the socket"""

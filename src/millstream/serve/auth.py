@@ -1,7 +1,7 @@
-"""Who may come in, and how many at once: stands before every service.
+"""Access control of every service: the token, and the number of requests at once.
 
-Beyond this machine a token is required. Without one, a page in somebody's browser must not be able to use the service: requests
-that a browser sends for a page (they have an Origin), or for another name than this machine's, are refused.
+On an address that other machines can reach, a token is required. Without one, a page in a browser on this machine must not be
+able to use the service: requests with an Origin header, or for a host name other than this machine's, are refused.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from millstream.errors import ConfigError
 
 OPEN_PATHS = ("/v1/health", "/health")
-Refuse = Callable[[int, str, dict[str, str] | None], Response]
-"""Says no in the words of a service: status, message, headers."""
+Refuse = Callable[[int, str, dict[str, str] | None], Response]  # status, message, headers -> the response of a service
 RETRY_AFTER_S = 1
 
 
@@ -33,27 +32,29 @@ def is_loopback(host: str) -> bool:
 
 def check_token(host: str, token: str | None) -> None:
     if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token and token):
-        raise ConfigError("the token is empty, or has spaces at its ends or characters that a header cannot carry")
+        raise ConfigError("the token is empty, or has spaces at its ends or characters that a header cannot contain")
     if token is None and not is_loopback(host):
         raise ConfigError(
-            f"to listen on {host}, which others can reach, set a token that they have to send: "
+            f"to listen on {host}, which other machines can reach, set a token that clients must send: "
             "export MILLSTREAM_TOKEN=$(openssl rand -hex 16). Or listen on 127.0.0.1"
         )
 
 
-def error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def error_response(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
     return JSONResponse({"error": message}, status, headers)
 
 
-class Gate:
-    """Around an application. `limit` counts requests that wait as well: each may hold a body in memory. `full` is the status
-    of those beyond it."""
+class AccessControl:
+    """ASGI middleware. `limit` counts waiting requests as well: each may hold a body in memory. `full` is the status of
+    requests beyond it."""
 
-    def __init__(self, app: ASGIApp, *, token: str | None, limit: int, refuse: Refuse = error, full: int = 503) -> None:
+    def __init__(
+        self, app: ASGIApp, *, token: str | None, limit: int, refuse: Refuse = error_response, full: int = 503
+    ) -> None:
         self._app = app
         self._limit = limit
-        self._num_inside = 0
-        self._say_no = refuse
+        self._num_requests = 0
+        self._refusal = refuse
         self._full = full
         self._token = None if token is None else token.encode()
 
@@ -61,32 +62,32 @@ class Gate:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        refusal = self._refuse(Headers(scope=scope))
+        refusal = self._check(Headers(scope=scope))
         if refusal is not None:
             await refusal(scope, receive, send)
             return
-        self._num_inside += 1
+        self._num_requests += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._num_inside -= 1
+            self._num_requests -= 1
 
-    def _refuse(self, headers: Headers) -> Response | None:
+    def _check(self, headers: Headers) -> Response | None:
         if self._token is not None:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             is_right = hmac.compare_digest(given.strip().encode(), self._token)
             if scheme.lower() != "bearer" or not is_right:
                 why = "expected the header 'Authorization: Bearer TOKEN' with this service's token"
-                return self._say_no(401, why, {"WWW-Authenticate": "Bearer"})
+                return self._refusal(401, why, {"WWW-Authenticate": "Bearer"})
         elif "origin" in headers or not is_loopback(_name(headers.get("host", ""))):
-            why = "without a token, only programs on this machine are served, under its own name: localhost"
-            return self._say_no(403, why, None)
-        if self._num_inside >= self._limit:
-            why = f"{self._limit} requests are being served, as many as there may be: ask again"
-            return self._say_no(self._full, why, {"Retry-After": str(RETRY_AFTER_S)})
+            why = "without a token, only programs on this machine are served, under the host name localhost"
+            return self._refusal(403, why, None)
+        if self._num_requests >= self._limit:
+            why = f"{self._limit} requests are being served, which is the limit: try again"
+            return self._refusal(self._full, why, {"Retry-After": str(RETRY_AFTER_S)})
         return None
 
 
 def _name(host: str) -> str:
-    """Of a Host header, without the port."""
+    """The name in a Host header, without the port."""
     return host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]

@@ -1,4 +1,4 @@
-"""A service on a socket of its own, until it is cancelled or a signal comes."""
+"""Serve an ASGI application on a socket until cancelled or stopped by a signal."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BACKLOG = 2048
 
 
 async def listen(app: ASGIApp, host: str, port: int, *, token: str | None, on_ready: Callable[[str], None]) -> None:
-    """Port 0: one that is free. `on_ready` is told where it listens. Whoever still waits at the end is let go. `token` is what
-    the app asks for: raises `ConfigError` where others can reach it and it asks for none."""
+    """Port 0: a free one. `on_ready` is called with the URL. Requests that wait at the end are cancelled. `token` is what the
+    app requires: raises `ConfigError` if other machines can reach the host and there is none."""
     check_token(host, token)
     is_six = ":" in host
     listening = socket.socket(socket.AF_INET6 if is_six else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    # with its protocol named, asyncio sends at once what it has; without, answers wait for the client's next packet
+    # IPPROTO_TCP makes asyncio set TCP_NODELAY; otherwise responses wait for the client's next packet
     with listening:
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -15,18 +15,15 @@ from millstream.sim.draws import Draw, constant
 from millstream.types import Task
 
 FREE = constant(0.0)
-Success = Callable[[Task, int], float]
-"""(task, tokens that the rollout has sampled): the probability of a reward of 1."""
+Success = Callable[[Task, int], float]  # (task, tokens that the rollout has sampled): the probability of a reward of 1
 
 
-class Failure(StrEnum):
+class SimFailure(StrEnum):
     """How a step of an environment may fail."""
 
     RAISE = "raise"
-    HANG = "hang"
-    """It never returns: the rollout's time limit ends it."""
-    GARBAGE = "garbage"
-    """The episode ends with a reward that is not a number."""
+    HANG = "hang"  # it never returns: the rollout's time limit ends it
+    GARBAGE = "garbage"  # the episode ends with a reward that is not a number
 
 
 class SimEnvironment:
@@ -41,7 +38,7 @@ class SimEnvironment:
         num_turns: int | Draw = 1,
         latency_s: Draw = FREE,
         failure: float = 0.0,
-        failures: Sequence[Failure] = (Failure.RAISE,),
+        failures: Sequence[SimFailure] = (SimFailure.RAISE,),
         success: float | Success = 0.5,
         prompt_tokens: int = 4,
     ) -> None:
@@ -58,18 +55,18 @@ class SimEnvironment:
             completion = await context.generate(self._prompt)
             num_sampled += len(completion.tokens)
             await asyncio.sleep(self._latency_s(rng))
-            if rng.random() < self._failure and await self._fails(rng) is Failure.GARBAGE:
+            if rng.random() < self._failure and await self._fails(rng) is SimFailure.GARBAGE:
                 return math.nan
         return float(rng.random() < self._success(context.task, num_sampled))
 
-    async def _fails(self, rng: random.Random) -> Failure:
-        """Raises, never returns, or says that the reward is garbage."""
+    async def _fails(self, rng: random.Random) -> SimFailure:
+        """Raises, never returns, or marks the reward as invalid."""
         match self._failures[0] if len(self._failures) == 1 else rng.choice(self._failures):
-            case Failure.RAISE:
+            case SimFailure.RAISE:
                 raise EnvironmentFailed("a simulated failure")
-            case Failure.HANG:
+            case SimFailure.HANG:
                 await asyncio.get_running_loop().create_future()
-        return Failure.GARBAGE
+        return SimFailure.GARBAGE
 
 
 def longer_is_harder(half: float, steepness: float = 2.0) -> Success:

@@ -66,7 +66,7 @@ class SimLearner:
 
 
 class SimScorer:
-    """Takes time in proportion to tokens, one call after the other. What it says of a token is a function of the token."""
+    """Takes time in proportion to tokens, one call after the other. The score of a token is a function of the token."""
 
     def __init__(self, *, token_s: float = 1e-5, seed: int = 0) -> None:
         self._token_s = token_s
@@ -82,7 +82,7 @@ class SimScorer:
 
 
 class SimFollower(SimScorer):
-    """What it says of a token is a function of the token and of the weights that it was given."""
+    """The score of a token is a function of the token and of the weights."""
 
     def __init__(self, *, token_s: float = 1e-5, seed: int = 0, load_s: float = 0.05) -> None:
         super().__init__(token_s=token_s, seed=seed)
@@ -98,7 +98,7 @@ class SimFollower(SimScorer):
 
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
         scores = await super().score(rows)
-        return [said - self._num_rows * row.loss_mask for said, row in zip(scores, rows, strict=True)]
+        return [score - self._num_rows * row.loss_mask for score, row in zip(scores, rows, strict=True)]
 
 
 class SimCritic(SimScorer):

@@ -17,8 +17,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._time = 0.0
-        self._position = 0.0
-        """Of the last change. The time may lie ahead: that is a stall."""
+        self._position = 0.0  # of the last change. The time may lie ahead: that is a stall.
         self._slope = 1.0
         self._bend = 0.0
         self._paused_at: float | None = None
@@ -39,7 +38,7 @@ class Pace:
         return self._time + ahead * self._slope + self._bend * ahead**2 / 2
 
     def arrive(self, position: float) -> None:
-        """The time of this position has come, whatever rounding says."""
+        """The time of this position has come, regardless of rounding."""
         self._reached = max(self._reached, position)
 
     def change(self, now: float, *, slope: float, bend: float) -> None:

@@ -1,4 +1,4 @@
-"""The engine's promises, as tests that any implementation of `millstream.engine.Engine` can be held to. Needs pytest.
+"""Conformance tests of `millstream.engine.Engine`, for any implementation. Needs pytest.
 
     from millstream.testing.engine import EngineSuite
 
@@ -9,262 +9,38 @@
             return MyEngine(...)                  # with the weights of `make_reference(0)`, and nothing in flight
 
         def make_reference(self, number):
-            return AutoModelForCausalLM...        # on the CPU, float32; every number other weights of the same shape
+            return AutoModelForCausalLM...        # on the CPU, float32; each number: other weights of the same shape
 
-With a reference, tokens and log-probabilities are compared with a plain forward pass of transformers; without one (None), only
-their form is. What an engine cannot do is said by an attribute (`is_repeatable_by_seed = False`), which switches the tests that
-need it off, by name. An engine that takes long to start can serve all tests of a class (`is_shared = True`).
-Few slots (2 to 8) make a better test than many. See docs/engines.md.
-"""
+With a reference, tokens and log-probabilities are compared with a plain forward pass of transformers; without one (None),
+only their form is. What an engine does not support is declared by an attribute (`is_repeatable_by_seed = False`), which skips
+the tests that need it. An engine that is slow to start can serve all tests of a class (`is_shared = True`). Few slots (2 to
+8) test more than many. The attributes are in `testing.engine_base`; see docs/engines.md."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import pytest
 from msgspec import structs
 
 from millstream.engine import Engine
 from millstream.errors import EngineError, EngineGone, RequestRefused
-from millstream.testing.reference import Reference, logprobs_over
-from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Sampling, Weights
+from millstream.testing.engine_base import EngineHarness, TrackedRequest, engine_test
+from millstream.types import Finish, Request, RequestKey
 
-Test = Callable[["EngineSuite"], None]
-CHI_SQUARE_3 = 25.9
-"""The 99.999% quantile of chi-square with 3 degrees of freedom."""
-LOOK_S = 0.001
+CHI_SQUARE_3 = 25.9  # the 99.999% quantile of chi-square with 3 degrees of freedom
+POLL_S = 0.001
 
 
-def promise(*needs: str) -> Callable[[Callable[[Any, Engine], Awaitable[None]]], Test]:
-    """A test with an engine of its own, if the suite's attributes say that the engine can do this."""
+class EngineSuite(EngineHarness):
+    # ---- tokens and log-probabilities
 
-    def make(test: Callable[[Any, Engine], Awaitable[None]]) -> Test:
-        def run(self: EngineSuite) -> None:
-            for name in needs:
-                if not getattr(self, name):
-                    pytest.skip(f"{type(self).__name__}.{name} is {getattr(self, name)}")
-
-            async def program() -> None:
-                async with asyncio.timeout(self.limit_s), self.opened() as engine:
-                    await test(self, engine)
-
-            self.run(program())
-
-        run.__name__ = test.__name__
-        run.__doc__ = test.__doc__  # and not its arguments, which pytest would look for
-        return run
-
-    return make
-
-
-class Flight:
-    """A request on its way, and what was told of it."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.request = request
-        self.told = list[Sampled]()
-        self._news = asyncio.Event()
-        self.future = asyncio.ensure_future(engine.generate(request, self._hear))
-        self.future.add_done_callback(lambda _: self._news.set())
-
-    def _hear(self, sampled: Sampled) -> None:
-        self.told.append(sampled)
-        self._news.set()
-
-    async def until_told(self, count: int) -> None:
-        """Of so many tokens, or of its end."""
-        while self.num_told < count and not self.future.done():
-            self._news.clear()
-            await self._news.wait()
-
-    @property
-    def num_told(self) -> int:
-        return sum(len(sampled.tokens) for sampled in self.told)
-
-    def __await__(self) -> Generator[Any, Any, Completion]:
-        return self.future.__await__()
-
-
-class EngineSuite:
-    """Subclass it in a test file, and override `make_engine`."""
-
-    vocabulary = 97
-    """Prompts are of token ids 3 and above, below this."""
-    context: int | None = None
-    """Tokens of a prompt and its answer together, at most. None: no limit that could be tried."""
-    longest = 200
-    """Tokens of an answer that is to be interrupted: enough to take a while, and within the context with a prompt of 20."""
-    tolerance = 1e-4
-    """How far a log-probability may be from that of the reference."""
-    limit_s = 60.0
-    """A test that takes longer hangs."""
-    tick_s = 0.1
-    """Within this time something would have been sampled if it could be."""
-    token_s = 0.01
-    """What a token takes, of an engine that does not tell of its tokens (`tells_tokens`)."""
-
-    is_shared = False
-    """One engine serves all tests of the class, on one event loop; it takes the weights of reference 0 anew before each."""
-
-    tells_tokens = True
-    """`on_sampled` hears of tokens before the request ends."""
-    is_repeatable_by_seed = True
-    """The same request gets the same tokens."""
-    continues_requests = True
-    """`Request.num_sampled`: what was interrupted goes on as if it had not been."""
-    is_greedy_at_zero = True
-    """Temperature 0 takes the likeliest token."""
-    stops_at_tokens = True
-    has_top_k = True
-    has_top_p = True
-    joins_in_order = True
-    """Requests started in an order join in that order."""
-    takes_weights = True
-    checks_weights = True
-    """Weights that do not fit are refused, and change nothing."""
-    cache_after_load: Literal["kept", "computed again", "not said"] = "kept"
-    """What a request in flight has before it after a swap: keys and values of the weights of their time, or those of the new
-    ones. Not said: log-probabilities after a swap are not compared."""
-    keeps_cache_over_pause = True
-    """A pause, too, leaves keys and values as they are: else what was kept over a swap may be computed again after a pause."""
-
-    async def make_engine(self) -> Engine:
-        """An engine with the weights of reference 0 and nothing in flight."""
-        raise NotImplementedError("give the suite an engine: async def make_engine(self)")
-
-    def make_reference(self, number: int) -> Any:
-        """A causal LM of transformers, or None."""
-        return None
-
-    def make_weights(self, number: int) -> Weights:
-        """Of reference `number`, as a learner would give them out."""
-        model = self.make_reference(number)
-        return {} if model is None else {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def make_refused(self) -> list[Request]:
-        """Requests that can never run."""
-        refused = [self.request(0, ())]
-        if self.context is not None:
-            refused.append(self.request(1, (5,) * (self.context - 5), max_tokens=6))
-        return refused
-
-    def run(self, program: Coroutine[Any, Any, None]) -> None:
-        """Run a test to its end."""
-        if not self.is_shared:
-            asyncio.run(program)
-            return
-        cls = type(self)
-        if cls._runner is None:
-            cls._runner = asyncio.Runner()
-        cls._runner.run(program)
-
-    _runner: asyncio.Runner | None = None
-    _engine: Engine | None = None
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[Engine]:
-        """An engine for one test."""
-        if not self.is_shared:
-            engine = await self.make_engine()
-            try:
-                yield engine
-            finally:
-                await engine.close()
-            return
-        cls = type(self)
-        if cls._engine is None:
-            cls._engine = await self.make_engine()
-        elif self.takes_weights:
-            await cls._engine.load(cls._engine.version, self.make_weights(0))
-        yield cls._engine
-
-    @classmethod
-    def teardown_class(cls) -> None:
-        """What was shared ends with the tests."""
-        if cls._runner is not None:
-            if cls._engine is not None:
-                cls._runner.run(cls._engine.close())
-            cls._runner.close()
-            cls._runner = None
-            cls._engine = None
-
-    # ---- what the tests are made of ----------------------------------------------------------------------------------
-
-    def prompts(self, count: int, *, seed: int = 0) -> list[tuple[int, ...]]:
-        rng = random.Random(seed)
-        return [tuple(rng.randrange(3, self.vocabulary) for _ in range(rng.randint(2, 20))) for _ in range(count)]
-
-    def request(self, number: int, tokens: tuple[int, ...], *, max_tokens: int = 16, **sampling: Any) -> Request:
-        return Request(
-            key=RequestKey(group_id=number, member=0),
-            tokens=tokens,
-            sampling=Sampling(max_tokens=max_tokens, **sampling),
-            seed=1000 + number,
-        )
-
-    def requests(self, count: int, **sampling: Any) -> list[Request]:
-        return [self.request(number, prompt, **sampling) for number, prompt in enumerate(self.prompts(count))]
-
-    def greedy(self, count: int, **more: Any) -> list[Request]:
-        """Requests whose tokens can be foretold: greedy, or by their seeds."""
-        return self.requests(count, temperature=0.0 if self.is_greedy_at_zero else 1.0, **more)
-
-    def reference(self, number: int = 0) -> Reference:
-        model = self.make_reference(number)
-        if model is None:
-            pytest.skip(f"{type(self).__name__} has no reference: make_reference returns None")
-        return Reference(model)
-
-    async def until_sampled(self, flight: Flight, count: int = 3) -> None:
-        """Until the request has at least so many tokens, and is still on its way."""
-        if self.tells_tokens:
-            await flight.until_told(count)
-        else:
-            await asyncio.sleep((count + 0.5) * self.token_s)
-        if flight.future.done():
-            raise RuntimeError("the request ended before it could be interrupted: set `longest` higher")
-
-    def check(self, flight: Flight, completion: Completion, *, first: int, last: int) -> None:
-        """What holds of every completion of a request that was sampled while versions `first` to `last` were served."""
-        request, tokens = flight.request, completion.tokens
-        assert len(tokens) == len(completion.logprobs) == len(completion.versions)
-        assert len(tokens) <= request.sampling.max_tokens
-        assert all(0 <= token < self.vocabulary for token in tokens)
-        assert all(math.isfinite(value) and value <= 1e-6 for value in completion.logprobs)
-        assert list(completion.versions) == sorted(completion.versions), "versions never fall"
-        assert all(first <= version <= last for version in completion.versions)
-        is_stopped = bool(tokens) and tokens[-1] in request.sampling.stop
-        match completion.finish:
-            case Finish.STOP:
-                assert is_stopped or not self.stops_at_tokens
-            case Finish.LENGTH:
-                assert len(tokens) == request.sampling.max_tokens and not is_stopped
-            case Finish.ABORT:
-                assert len(tokens) < request.sampling.max_tokens and not is_stopped
-        for name in ("tokens", "logprobs", "versions"):
-            told = [value for sampled in flight.told for value in getattr(sampled, name)]
-            assert told == list(getattr(completion, name))[: len(told)], f"what was told are the first {name}"
-
-    def check_logprobs(
-        self, request: Request, completion: Completion, references: dict[int, Reference], *, is_paused: bool = False
-    ) -> None:
-        """Every token has the log-probability of the version that is recorded for it."""
-        is_mixed = is_paused and self.cache_after_load == "kept" and not self.keeps_cache_over_pause
-        cache = "not said" if is_mixed else self.cache_after_load
-        found, expected = completion.logprobs, logprobs_over(request, completion, references, cache)
-        for at, (one, other) in enumerate(zip(found, expected, strict=False)):
-            of = f"token {at} of {len(found)}, of version {completion.versions[at]}"
-            assert one == pytest.approx(other, abs=self.tolerance), of
-
-    # ---- tokens and log-probabilities ----------------------------------------------------------------------------------
-
-    @promise()
+    @engine_test()
     async def test_every_token_has_the_log_probability_of_the_distribution_it_was_sampled_from(self, e: Engine) -> None:
         reference, version = self.reference(), e.version
         for temperature in (1.0, 0.6):
@@ -273,7 +49,7 @@ class EngineSuite:
                 assert completion.finish is Finish.LENGTH and set(completion.versions) == {version}
                 self.check_logprobs(one, completion, {version: reference})
 
-    @promise("is_greedy_at_zero")
+    @engine_test("is_greedy_at_zero")
     async def test_greedy_tokens_are_those_of_transformers_with_log_probabilities_of_temperature_one(
         self, e: Engine
     ) -> None:
@@ -282,25 +58,25 @@ class EngineSuite:
             assert completion.tokens == reference.generate(one.tokens, one.sampling.max_tokens)
             self.check_logprobs(one, completion, {e.version: reference})
 
-    @promise("has_top_k")
+    @engine_test("has_top_k")
     async def test_top_k_samples_among_the_likeliest_with_their_probabilities(self, e: Engine) -> None:
         await self._check_restricted(e, top_k=4)
 
-    @promise("has_top_p")
+    @engine_test("has_top_p")
     async def test_top_p_samples_among_the_likeliest_with_their_probabilities(self, e: Engine) -> None:
         await self._check_restricted(e, top_p=0.5, temperature=0.3)
 
-    @promise("has_top_k", "has_top_p")
+    @engine_test("has_top_k", "has_top_p")
     async def test_top_p_is_of_what_top_k_leaves(self, e: Engine) -> None:
         await self._check_restricted(e, top_k=6, top_p=0.7, temperature=0.5)
 
     async def _check_restricted(self, e: Engine, **sampling: Any) -> None:
-        """That a token was cut off shows as a log-probability of minus infinity."""
+        """A token that was not allowed shows as a log-probability of minus infinity."""
         reference, asked = self.reference(), self.requests(8, **sampling)
         for one, completion in zip(asked, await asyncio.gather(*map(e.generate, asked)), strict=True):
             self.check_logprobs(one, completion, {e.version: reference})
 
-    @promise("has_top_k")
+    @engine_test("has_top_k")
     async def test_what_is_sampled_often_is_what_is_likely(self, e: Engine) -> None:
         reference, prompt = self.reference(), self.prompts(1)[0]
         asked = [self.request(number, prompt, max_tokens=1, top_k=4) for number in range(300)]
@@ -309,63 +85,63 @@ class EngineSuite:
         assert found.keys() <= expected.keys()
         assert sum((found[token] - count) ** 2 / count for token, count in expected.items()) < CHI_SQUARE_3
 
-    @promise("is_repeatable_by_seed")
+    @engine_test("is_repeatable_by_seed")
     async def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(self, e: Engine) -> None:
         one = self.requests(1)[0]
         first, again = await e.generate(one), await e.generate(one)
         assert first.tokens == again.tokens
         assert first.tokens != (await e.generate(structs.replace(one, seed=one.seed + 7))).tokens
 
-    @promise()
+    @engine_test()
     async def test_many_at_once_get_what_each_gets_alone(self, e: Engine) -> None:
         asked = self.greedy(max(12, 3 * min(e.slots, 8)))
         together = await asyncio.gather(*map(e.generate, asked))
         for one, completion in list(zip(asked, together, strict=True))[::4]:
             assert (await e.generate(one)).tokens == completion.tokens
 
-    # ---- how an answer ends --------------------------------------------------------------------------------------------
+    # ---- how an answer ends
 
-    @promise()
+    @engine_test()
     async def test_an_answer_has_max_tokens_at_most(self, e: Engine) -> None:
         for length in (1, 2, 17):
-            flight = Flight(e, self.request(length, (4, 5, 6), max_tokens=length))
+            flight = TrackedRequest(e, self.request(length, (4, 5, 6), max_tokens=length))
             completion = await flight
             self.check(flight, completion, first=e.version, last=e.version)
             assert completion.finish is Finish.LENGTH
 
-    @promise("stops_at_tokens")
+    @engine_test("stops_at_tokens")
     async def test_a_stop_token_ends_an_answer_and_is_its_last_token(self, e: Engine) -> None:
         stop = tuple(range(self.vocabulary // 5))
-        flights = [Flight(e, one) for one in self.requests(12, max_tokens=100, stop=stop)]
+        flights = [TrackedRequest(e, one) for one in self.requests(12, max_tokens=100, stop=stop)]
         for flight in flights:
             self.check(flight, await flight, first=e.version, last=e.version)
             assert not set((await flight).tokens[:-1]) & set(stop)
         assert sum([(await flight).finish is Finish.STOP for flight in flights]) >= 9
 
-    @promise("stops_at_tokens")
+    @engine_test("stops_at_tokens")
     async def test_a_stop_token_that_is_the_last_one_allowed_is_a_stop(self, e: Engine) -> None:
         one = self.request(0, (4, 5, 6), max_tokens=1, stop=tuple(range(self.vocabulary)))
         assert (await e.generate(one)).finish is Finish.STOP
 
-    @promise()
+    @engine_test()
     async def test_a_request_that_can_never_run_is_refused_and_leaves_nothing(self, e: Engine) -> None:
         for refused in self.make_refused():
             with pytest.raises(RequestRefused):
                 await e.generate(refused)
             assert len((await e.generate(self.request(0, (4, 5, 6), max_tokens=3))).tokens) == 3
 
-    @promise("tells_tokens")
+    @engine_test("tells_tokens")
     async def test_who_watches_a_request_hears_its_tokens_in_order_before_it_ends(self, e: Engine) -> None:
-        flights = [Flight(e, one) for one in self.requests(3, max_tokens=24)]
+        flights = [TrackedRequest(e, one) for one in self.requests(3, max_tokens=24)]
         for flight in flights:
             self.check(flight, await flight, first=e.version, last=e.version)
-            assert len(flight.told) > 1, "as they come, not all at once"
+            assert len(flight.reported) > 1, "as they come, not all at once"
 
-    # ---- aborts and cancellation ---------------------------------------------------------------------------------------
+    # ---- aborts and cancellation
 
-    @promise()
+    @engine_test()
     async def test_an_aborted_request_returns_what_it_has(self, e: Engine) -> None:
-        flight = Flight(e, self.greedy(1, max_tokens=self.longest)[0])
+        flight = TrackedRequest(e, self.greedy(1, max_tokens=self.longest)[0])
         await self.until_sampled(flight, 5)
         await e.abort(flight.request.key)
         completion = await flight
@@ -374,9 +150,9 @@ class EngineSuite:
         whole = await e.generate(_with_length(flight.request, len(completion.tokens)))
         assert whole.tokens == completion.tokens, "the beginning of what it would have been"
 
-    @promise()
+    @engine_test()
     async def test_a_request_that_is_aborted_in_the_queue_returns_nothing(self, e: Engine) -> None:
-        flights = [Flight(e, one) for one in self.requests(e.slots + 2, max_tokens=self.longest)]
+        flights = [TrackedRequest(e, one) for one in self.requests(e.slots + 2, max_tokens=self.longest)]
         await self.until_sampled(flights[0])
         await e.abort(flights[-1].request.key)
         completion = await flights[-1]
@@ -386,7 +162,7 @@ class EngineSuite:
             assert completion.tokens == ()
         await _end(e, flights)
 
-    @promise()
+    @engine_test()
     async def test_aborting_what_is_unknown_or_done_is_ignored(self, e: Engine) -> None:
         one = self.request(0, (4, 5, 6))
         await e.generate(one)
@@ -394,9 +170,9 @@ class EngineSuite:
         await e.abort(RequestKey(group_id=99, member=7))
         assert len((await e.generate(one)).tokens) == 16
 
-    @promise()
+    @engine_test()
     async def test_an_abort_leaves_the_others_as_they_would_be_alone(self, e: Engine) -> None:
-        flights = [Flight(e, one) for one in self.greedy(4, max_tokens=min(80, self.longest))]
+        flights = [TrackedRequest(e, one) for one in self.greedy(4, max_tokens=min(80, self.longest))]
         await self.until_sampled(flights[0], 4)
         for number in (0, 2):
             await e.abort(flights[number].request.key)
@@ -405,9 +181,9 @@ class EngineSuite:
         for number in (1, 3):
             assert ended[number].tokens == (await e.generate(flights[number].request)).tokens
 
-    @promise()
+    @engine_test()
     async def test_cancelled_requests_free_their_slots(self, e: Engine) -> None:
-        flights = [Flight(e, one) for one in self.requests(e.slots + 2, max_tokens=self.longest)]
+        flights = [TrackedRequest(e, one) for one in self.requests(e.slots + 2, max_tokens=self.longest)]
         await self.until_sampled(flights[0])
         for flight in flights:
             flight.future.cancel()
@@ -416,9 +192,9 @@ class EngineSuite:
         assert [len(c.tokens) for c in await asyncio.gather(*map(e.generate, again))] == [3] * len(again)
         assert e.stats().running == e.stats().waiting == 0
 
-    # ---- the queue, and holding it -----------------------------------------------------------------------------------
+    # ---- the queue, and holding it
 
-    @promise("joins_in_order")
+    @engine_test("joins_in_order")
     async def test_requests_join_in_the_order_they_were_started(self, e: Engine) -> None:
         ended: list[int] = []
 
@@ -428,27 +204,29 @@ class EngineSuite:
 
         await asyncio.gather(*(ask(one) for one in self.requests(3 * e.slots, max_tokens=6)))
         for at, number in enumerate(ended):
-            assert all(later < number + e.slots for later in ended[:at]), "nobody passes who came slots before"
+            assert all(later < number + e.slots for later in ended[:at]), (
+                "no request overtakes one that came `slots` before"
+            )
 
-    @promise()
+    @engine_test()
     async def test_while_paused_nothing_is_sampled_requests_queue_and_nothing_is_lost(self, e: Engine) -> None:
         asked = self.greedy(2, max_tokens=min(60, self.longest))
-        flight = Flight(e, asked[0])
+        flight = TrackedRequest(e, asked[0])
         await self.until_sampled(flight)
         await e.pause()
-        count, told = e.stats().tokens_generated, flight.num_told
-        later = Flight(e, asked[1])
+        count, reported = e.stats().tokens_generated, flight.num_reported
+        later = TrackedRequest(e, asked[1])
         await asyncio.sleep(self.tick_s)
-        assert e.stats().tokens_generated == count and flight.num_told == told and later.num_told == 0
+        assert e.stats().tokens_generated == count and flight.num_reported == reported and later.num_reported == 0
         assert not flight.future.done() and not later.future.done()
         await e.resume()
         for one in (flight, later):
             self.check(one, await one, first=e.version, last=e.version)
             assert (await one).tokens == (await e.generate(one.request)).tokens, "as if there had been no pause"
 
-    @promise()
+    @engine_test()
     async def test_a_request_that_is_aborted_while_paused_returns_what_it_has(self, e: Engine) -> None:
-        flights = [Flight(e, one) for one in self.requests(2, max_tokens=self.longest)]
+        flights = [TrackedRequest(e, one) for one in self.requests(2, max_tokens=self.longest)]
         await self.until_sampled(flights[0])
         await e.pause()
         await e.abort(flights[0].request.key)
@@ -457,14 +235,14 @@ class EngineSuite:
         await e.resume()
         await _end(e, flights[1:])
 
-    # ---- weights -------------------------------------------------------------------------------------------------------
+    # ---- weights
 
-    @promise("takes_weights")
+    @engine_test("takes_weights")
     async def test_a_load_in_flight_changes_the_version_and_every_token_is_of_the_version_recorded_for_it(
         self, e: Engine
     ) -> None:
         before = e.version
-        flights = [Flight(e, one) for one in self.requests(2, max_tokens=min(60, self.longest))]
+        flights = [TrackedRequest(e, one) for one in self.requests(2, max_tokens=min(60, self.longest))]
         await self.until_sampled(flights[0], 4)
         await e.load(before + 3, self.make_weights(1))
         assert e.version == before + 3
@@ -476,7 +254,7 @@ class EngineSuite:
                 references = {before: self.reference(0), before + 3: self.reference(1)}
                 self.check_logprobs(flight.request, completion, references)
 
-    @promise("takes_weights")
+    @engine_test("takes_weights")
     async def test_what_begins_after_a_load_is_of_the_new_weights_alone(self, e: Engine) -> None:
         one = self.greedy(1)[0]
         old = await e.generate(one)
@@ -486,22 +264,22 @@ class EngineSuite:
         if self.make_reference(1) is not None:
             self.check_logprobs(one, new, {e.version: self.reference(1)})
 
-    @promise("takes_weights")
+    @engine_test("takes_weights")
     async def test_a_load_while_paused_holds_for_all_that_comes_after_it(self, e: Engine) -> None:
         before = e.version
-        flight = Flight(e, self.request(0, (4, 5, 6), max_tokens=min(60, self.longest)))
+        flight = TrackedRequest(e, self.request(0, (4, 5, 6), max_tokens=min(60, self.longest)))
         await self.until_sampled(flight)
         await e.pause()
-        later = Flight(e, self.request(1, (7, 8, 9), max_tokens=5))
+        later = TrackedRequest(e, self.request(1, (7, 8, 9), max_tokens=5))
         await e.load(before + 1, self.make_weights(1))
         await asyncio.sleep(self.tick_s)
-        assert e.version == before + 1 and not flight.future.done() and later.num_told == 0
+        assert e.version == before + 1 and not flight.future.done() and later.num_reported == 0
         await e.resume()
         assert (await later).versions == (before + 1,) * 5
         completion = await flight
         assert completion.versions[0] == before and completion.versions[-1] == before + 1
 
-    @promise("takes_weights")
+    @engine_test("takes_weights")
     async def test_a_version_never_falls(self, e: Engine) -> None:
         await e.load(e.version + 5, self.make_weights(1))
         version, one = e.version, self.greedy(1)[0]
@@ -510,7 +288,7 @@ class EngineSuite:
             await e.load(version - 1, self.make_weights(0))
         assert e.version == version and (await e.generate(one)).tokens == tokens
 
-    @promise("takes_weights", "checks_weights")
+    @engine_test("takes_weights", "checks_weights")
     async def test_weights_that_do_not_fit_are_refused_and_change_nothing(self, e: Engine) -> None:
         version, one = e.version, self.greedy(1)[0]
         tokens = (await e.generate(one)).tokens
@@ -520,9 +298,9 @@ class EngineSuite:
             await e.load(version + 1, weights)
         assert e.version == version and (await e.generate(one)).tokens == tokens
 
-    # ---- going on ------------------------------------------------------------------------------------------------------
+    # ---- continued requests
 
-    @promise("continues_requests")
+    @engine_test("continues_requests")
     async def test_an_interrupted_request_goes_on_as_if_nothing_had_happened(self, e: Engine) -> None:
         sampled = self.requests(1, max_tokens=20) if self.is_repeatable_by_seed else []
         for one in self.greedy(1, max_tokens=20) + sampled:
@@ -533,13 +311,13 @@ class EngineSuite:
                 assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=self.tolerance)
                 assert len(rest.versions) == 20 - cut
 
-    # ---- the books, and the end ----------------------------------------------------------------------------------------
+    # ---- statistics, and the end
 
-    @promise()
-    async def test_stats_count_what_was_asked(self, e: Engine) -> None:
+    @engine_test()
+    async def test_stats_count_the_requests(self, e: Engine) -> None:
         assert e.slots >= 1 and e.name
         before = e.stats()
-        flights = [Flight(e, one) for one in self.requests(e.slots + 1, max_tokens=min(60, self.longest))]
+        flights = [TrackedRequest(e, one) for one in self.requests(e.slots + 1, max_tokens=min(60, self.longest))]
         await self.until_sampled(flights[0])
         during = e.stats()
         assert 1 <= during.running <= e.slots and during.running + during.waiting <= len(flights)
@@ -555,7 +333,7 @@ class EngineSuite:
         async def program() -> None:
             async with asyncio.timeout(self.limit_s):
                 e = await self.make_engine()
-                flights = [Flight(e, one) for one in self.requests(e.slots + 2, max_tokens=self.longest)]
+                flights = [TrackedRequest(e, one) for one in self.requests(e.slots + 2, max_tokens=self.longest)]
                 await self.until_sampled(flights[0])
                 await e.close()
                 for flight in flights:
@@ -568,19 +346,19 @@ class EngineSuite:
 
         self.run(program())
 
-    # ---- all of it at once ---------------------------------------------------------------------------------------------
+    # ---- all of it at once
 
-    @promise()
+    @engine_test()
     async def test_in_a_soak_of_aborts_cancellations_pauses_and_swaps_each_request_is_answered_once(
         self, e: Engine
     ) -> None:
         rng, first = random.Random(0), e.version
         numbers = {first: 0}
         asked = [self._any_request(number, prompt, rng) for number, prompt in enumerate(self.prompts(48, seed=3))]
-        flights: list[Flight] = []
+        flights: list[TrackedRequest] = []
         cancelled: set[int] = set()
         for number, one in enumerate(asked):
-            flights.append(Flight(e, one))
+            flights.append(TrackedRequest(e, one))
             await asyncio.sleep(rng.random() * self.tick_s / 10)
             victim = flights[rng.randrange(len(flights))]
             match rng.randrange(8):
@@ -604,7 +382,7 @@ class EngineSuite:
         stop = (3, 4, 5) if self.stops_at_tokens and rng.random() < 0.5 else ()
         return self.request(number, prompt, max_tokens=rng.randint(1, 40), stop=stop)
 
-    def _check_soak(self, flights: Sequence[Flight], cancelled: set[int], numbers: dict[int, int]) -> None:
+    def _check_soak(self, flights: Sequence[TrackedRequest], cancelled: set[int], numbers: dict[int, int]) -> None:
         has_reference = self.make_reference(0) is not None
         known = {number: self.reference(number) for number in set(numbers.values())} if has_reference else {}
         for flight in flights:
@@ -622,22 +400,22 @@ def _with_length(request: Request, length: int) -> Request:
 
 
 def _continued(request: Request, tokens: Sequence[int]) -> Request:
-    """The request after it was interrupted behind these tokens."""
+    """The rest of a request that was interrupted after these tokens."""
     rest = _with_length(request, request.sampling.max_tokens - len(tokens))
     return structs.replace(rest, tokens=(*request.tokens, *tokens), num_sampled=len(tokens))
 
 
-async def _end(engine: Engine, flights: Sequence[Flight]) -> None:
+async def _end(engine: Engine, flights: Sequence[TrackedRequest]) -> None:
     for flight in flights:
         await engine.abort(flight.request.key)
     await asyncio.gather(*(flight.future for flight in flights))
 
 
 async def _settled(engine: Engine) -> None:
-    """Cancelled requests may leave a moment after their `generate`."""
+    """Cancelled requests may leave shortly after their `generate`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(5.0):
             while engine.stats().running or engine.stats().waiting:
                 await engine.abort(RequestKey(group_id=-1, member=0))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
     assert engine.stats().running == engine.stats().waiting == 0

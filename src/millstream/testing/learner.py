@@ -1,4 +1,4 @@
-"""The learner's promises, as tests that any implementation of `millstream.learner.Learner` can be held to. Needs pytest.
+"""Conformance tests of `millstream.learner.Learner`, for any implementation. Needs pytest.
 
     from millstream.testing.learner import LearnerSuite
 
@@ -8,8 +8,8 @@
         def open(self, num_steps=None):
             return MyLearner(...)        # every call: the same weights, a loss that reads the advantages
 
-Every test opens learners of its own. `close` ends one; `tolerance` is how far the weights after a step may be apart where rows
-were only split or ordered differently, relative to how far the step moved them.
+Every test opens its own learners. `close` ends one; `tolerance` is the allowed difference of the weights after a step when rows
+were only split or ordered differently, relative to the size of the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ NUM_ROWS = 9
 
 
 def make_rows(vocabulary: int, *, seed: int = 0, count: int = NUM_ROWS) -> list[TrainRow]:
-    """Ragged rows of several turns, some of one prompt; one trains nothing, and one is longer than all others together."""
+    """Ragged rows of several turns, some of one prompt; one without a trained token, and one longer than all others
+    together."""
     rng = np.random.default_rng(seed)
     prompt = rng.integers(0, vocabulary, 5)
     rows = []
@@ -52,8 +53,8 @@ def make_rows(vocabulary: int, *, seed: int = 0, count: int = NUM_ROWS) -> list[
     return rows
 
 
-def flat(weights: Weights) -> Floats:
-    """All numbers, by name. Tensors of any kind."""
+def flat_weights(weights: Weights) -> Floats:
+    """All numbers as one array, in the order of names. Tensors of any kind."""
     parts = [np.asarray(_array(weights[name]), dtype=np.float32).ravel() for name in sorted(weights)]
     return np.concatenate(parts)
 
@@ -70,7 +71,7 @@ class LearnerSuite:
         raise NotImplementedError("give the suite a learner: def open(self, num_steps=None)")
 
     async def close(self, learner: Learner) -> None:
-        """What `open` opened is no longer needed."""
+        """Release what `open` created."""
         close = getattr(learner, "close", None)
         if close is not None:
             await close()
@@ -85,9 +86,9 @@ class LearnerSuite:
         """The weights before and after one step of a new learner."""
         learner = self.open()
         try:
-            before = flat(await learner.weights())
+            before = flat_weights(await learner.weights())
             await self.train(learner, *micro_batches)
-            return before, flat(await learner.weights())
+            return before, flat_weights(await learner.weights())
         finally:
             await self.close(learner)
 
@@ -102,7 +103,7 @@ class LearnerSuite:
                 order = rng.sample(rows, len(rows))
                 cut = rng.randint(1, len(rows) - 1)
                 _, found = await self.after(order[:cut], order[cut:])
-                # Adam's first step is the gradient's sign: what is near 0 may go either way
+                # Adam's first step is the sign of the gradient: near 0 it may be either
                 assert np.mean(np.abs(found - whole) > self.tolerance * moved) < 0.01
 
         asyncio.run(program())
@@ -118,7 +119,7 @@ class LearnerSuite:
         asyncio.run(program())
 
     def test_what_is_not_trained_changes_nothing(self) -> None:
-        """Numbers outside the mask, and rows that train nothing."""
+        """Numbers outside of the mask, and rows without a trained token."""
         rows = make_rows(self.vocabulary)
         spoilt = [
             structs.replace(
@@ -165,16 +166,16 @@ class LearnerSuite:
             learner = self.open()
             try:
                 weights = await learner.weights()
-                before = flat(weights).copy()
+                before = flat_weights(weights).copy()
                 await self.train(learner, make_rows(self.vocabulary))
-                assert np.array_equal(flat(weights), before)
-                assert not np.array_equal(flat(await learner.weights()), before)
+                assert np.array_equal(flat_weights(weights), before)
+                assert not np.array_equal(flat_weights(await learner.weights()), before)
             finally:
                 await self.close(learner)
 
         asyncio.run(program())
 
-    def test_it_goes_on_from_a_snapshot_whatever_came_after_it(self, tmp_path: Path) -> None:
+    def test_it_resumes_from_a_snapshot_whatever_came_after_it(self, tmp_path: Path) -> None:
         batches = [make_rows(self.vocabulary, seed=seed) for seed in range(4)]
 
         async def program() -> None:
@@ -186,10 +187,10 @@ class LearnerSuite:
                 snapshot.write(tmp_path)  # later: it must not have changed
                 await asyncio.to_thread(other.restore, tmp_path)
                 await self.train(other, batches[1])
-                assert np.array_equal(flat(await one.weights()), flat(await other.weights()))
+                assert np.array_equal(flat_weights(await one.weights()), flat_weights(await other.weights()))
                 for learner in (one, other):
                     await self.train(learner, batches[2])
-                assert np.array_equal(flat(await one.weights()), flat(await other.weights()))
+                assert np.array_equal(flat_weights(await one.weights()), flat_weights(await other.weights()))
             finally:
                 await self.close(one)
                 await self.close(other)

@@ -1,6 +1,6 @@
-"""A plain model of transformers as the judge of an engine: what it would have said, and with what probability. Imports torch.
+"""The reference of the engine tests: tokens and log-probabilities from a plain model of transformers. Imports torch.
 
-Written apart from the engines' sampling, token by token and without a batch, so that both cannot be wrong together.
+Independent of the engines' sampling code, token by token and without a batch, so that the two do not share a mistake.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from millstream.types import Completion, Request, Sampling
 
+# Of a request in flight after new weights: see `EngineHarness.cache_after_load`.
 Cache = Literal["kept", "computed again", "not said"]
-"""Of a request that goes on after a swap: see `EngineSuite.cache_after_load`."""
 
 
 class Reference:
@@ -36,19 +36,18 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], cache: Any = None) -> Tensor:
-        """Behind each of these tokens, which follow what is in the cache."""
+        """The logits after each of these tokens, which follow the content of the cache."""
         out = self.model(torch.tensor([list(tokens)]), past_key_values=cache, use_cache=cache is not None)
         return out.logits[0].float()  # type: ignore[no-any-return]
 
     def probabilities(self, prompt: Sequence[int], sampling: Sampling) -> dict[int, float]:
-        """Of the tokens that may come next."""
-        left = kept_by(self.logits(prompt)[-1], sampling)
+        """Of the possible next tokens."""
+        left = kept_probabilities(self.logits(prompt)[-1], sampling)
         return {token: float(left[token]) for token in left.nonzero()[:, 0].tolist()}
 
 
-def kept_by(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution that is sampled from, in float64: the likeliest tokens until there are enough of them, and none of the
-    others. Greedy: the plain one."""
+def kept_probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution that is sampled from, in float64: the most likely tokens within top_k and top_p. Greedy: all tokens."""
     probabilities_V = torch.softmax(logits_V.double() / (sampling.temperature or 1.0), -1)
     order = probabilities_V.argsort(descending=True).tolist()[: sampling.top_k or None]
     if sampling.top_p < 1.0:
@@ -67,8 +66,8 @@ def kept_by(logits_V: Tensor, sampling: Sampling) -> Tensor:
 def logprobs_over(
     request: Request, completion: Completion, references: dict[int, Reference], cache: Cache
 ) -> list[float]:
-    """What the log-probabilities of a completion should be, each under the weights of the version recorded for it. Ends before
-    the first token that cannot be foretold."""
+    """The expected log-probabilities of a completion, each under the weights of the version recorded for it. Ends before the
+    first token that cannot be predicted."""
     tokens, versions = completion.tokens, completion.versions
     if not tokens:
         return []
@@ -77,14 +76,14 @@ def logprobs_over(
     else:
         logits = _computed_again(request.tokens, tokens, versions, references)
     end = len(tokens) if cache != "not said" else versions.count(versions[0])
-    distributions = [kept_by(logits[at], request.sampling) for at in range(end)]
+    distributions = [kept_probabilities(logits[at], request.sampling) for at in range(end)]
     return [float(one[token].log()) for one, token in zip(distributions, tokens, strict=False)]
 
 
 def _computed_again(
     prompt: Sequence[int], tokens: Sequence[int], versions: Sequence[int], references: dict[int, Reference]
 ) -> list[Tensor]:
-    """One forward pass for each version over all that there is."""
+    """One forward pass over all tokens for each version."""
     begin = len(prompt) - 1
     passes = {version: references[version].logits([*prompt, *tokens])[begin:] for version in set(versions)}
     return [passes[version][at] for at, version in enumerate(versions)]
@@ -93,7 +92,7 @@ def _computed_again(
 def _over_kept_cache(
     prompt: Sequence[int], tokens: Sequence[int], versions: Sequence[int], references: dict[int, Reference]
 ) -> list[Tensor]:
-    """The keys and values of a token are of the weights that read it, which sampled the next one."""
+    """The keys and values of a token are those of the weights that read it and sampled the next one."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=references[versions[0]].model.config)

@@ -4,14 +4,14 @@
     r                        the player goes left, down, right or up: l, d, r, u
     01>                      where the player is now: row and column
 
-With `shows_around` a turn says instead which moves there are and what each leads to, p being where the player was before:
+With `shows_around` a turn lists instead the possible moves and what each leads to, p being where the player was before:
 
     pfff=fhfh=fffh=hffg>dfrf>     the lake, then the first view: down is frozen, right is frozen
     r
     lpdhrf>
 
 The reward is 1 at the goal, and 0 in a hole or when the turns are over. Every lake has a path. Slow environments can be studied
-with `latency_s`: steps then take that long on average, with a tail as heavy as `latency_tail` says.
+with `latency_s`: steps then take that long on average, with the tail `latency_tail`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ import random
 from collections import deque
 from collections.abc import Iterator
 
-from millstream.env import Step
+from millstream.env.base import Step
 from millstream.seeds import derive_seed
 from millstream.types import Task
 
 MOVES = {"l": (0, -1), "d": (1, 0), "r": (0, 1), "u": (-1, 0)}
-ORDER = "ldru"
-"""Neighbours in it are at right angles: where one may slip to."""
-MAX_SIZE = 10
-"""A row and a column are one digit each."""
-EAGER = "drul"
-"""Towards the goal first."""
-Place = tuple[int, int]
+ORDER = "ldru"  # neighbours in it are at right angles: where one may slip to
+MAX_SIZE = 10  # a row and a column are one digit each
+EAGER = "drul"  # towards the goal first
+GridCell = tuple[int, int]
 
 
 class FrozenLake:
@@ -66,7 +63,7 @@ class FrozenLake:
 
     @staticmethod
     def gold(task: Task, is_slippery: bool = False, shows_around: bool = False) -> list[str]:
-        """A shortest path; who only looks around explores. On slippery ice nobody can promise to walk it."""
+        """A shortest path; with `shows_around`, an exploration. On slippery ice it may fail."""
         if is_slippery:
             return []
         return explored(lake_of(task)) if shows_around else shortest(lake_of(task))
@@ -119,7 +116,7 @@ def _draw(rng: random.Random, size: int, holes: float) -> str:
     return "=".join("".join(cells[row * size : (row + 1) * size]) for row in range(size))
 
 
-def _moved(rows: list[str], at: Place, move: str) -> Place:
+def _moved(rows: list[str], at: GridCell, move: str) -> GridCell:
     (row, column), (down, right) = at, MOVES[move]
     last = len(rows) - 1
     return min(max(row + down, 0), last), min(max(column + right, 0), last)
@@ -128,7 +125,7 @@ def _moved(rows: list[str], at: Place, move: str) -> Place:
 def shortest(lake: str) -> list[str]:
     """The moves from the first cell to the goal; none if there is no path."""
     rows, paths = lake.split("="), {(0, 0): ""}
-    ahead: deque[Place] = deque(paths)
+    ahead: deque[GridCell] = deque(paths)
     while ahead:
         at = ahead.popleft()
         if rows[at[0]][at[1]] == "g":

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from millstream.env import Step
+from millstream.env.base import Step
 from millstream.errors import ConfigError
 from millstream.seeds import derive_seed
 from millstream.types import Task
@@ -63,7 +63,7 @@ class GymText:
         options: dict[str, Any] | None = None,
         actions: list[str] | None = None,
     ) -> list[str]:
-        game = make(id, options)
+        game = make_gym(id, options)
         try:
             game.reset(seed=int(task.data["seed"]))
             found = search(getattr(game.unwrapped, "P", {}), getattr(game.unwrapped, "s", None))
@@ -73,7 +73,7 @@ class GymText:
             game.close()
 
     def reset(self, task: Task, seed: int) -> str:
-        self._game = make(self._id, self._options)
+        self._game = make_gym(self._id, self._options)
         self._actions = self._actions or [str(number) for number in range(int(self._game.action_space.n))]
         observation, _ = self._game.reset(seed=int(task.data["seed"]))
         said = self._instruction or f"Say one action a turn: {', '.join(self._actions)}."
@@ -94,14 +94,14 @@ class GymText:
 
     def _shown(self, observation: Any) -> str:
         drawn = self._game.render()
-        return f"{plain(drawn).strip()}\n" if isinstance(drawn, str) else f"{observation}\n"
+        return f"{plain_text(drawn).strip()}\n" if isinstance(drawn, str) else f"{observation}\n"
 
 
 def names_of(id: str) -> tuple[str, ...]:
     return NAMES.get(id.rpartition("/")[2].partition("-")[0], ())
 
 
-def make(id: str, options: dict[str, Any] | None) -> Any:
+def make_gym(id: str, options: dict[str, Any] | None) -> Any:
     try:
         import gymnasium
     except ImportError as error:
@@ -115,8 +115,8 @@ def make(id: str, options: dict[str, Any] | None) -> Any:
     return game
 
 
-def plain(drawn: str) -> str:
-    """A colored background says where the player is: [ ] does, too. Other colors are dropped."""
+def plain_text(drawn: str) -> str:
+    """A colored background, which marks the player, becomes [ ]. Other colors are dropped."""
     parts, text = COLOR.split(drawn), ""
     for index in range(1, len(parts), 2):
         is_marked = any(code.startswith("4") and len(code) == 2 for code in parts[index].split(";"))

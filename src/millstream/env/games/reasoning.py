@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from millstream.env import Context
+from millstream.env.base import Context
 from millstream.errors import ConfigError
 from millstream.rpc.threads import DaemonThreads
 from millstream.seeds import derive_seed
@@ -19,15 +19,13 @@ from millstream.types import Message, Task
 
 ALL = "all"
 MAX_THREADS = 8
-CHUNK = 16
-"""Entries of one generator at a time. They count on: the seed of entry n is the seed of entry 0 and n."""
-NEEDS_CONFIG = ("composite",)
-"""It puts others together, and must be told which."""
+CHUNK = 16  # entries of one generator at a time. They count on: the seed of entry n is the seed of entry 0 and n.
+NEEDS_CONFIG = ("composite",)  # it combines others, and needs their names
 
 
 class ReasoningGym:
     """`names` of generators, or "all"; `configs`, by name, are what a generator takes. With `is_chat` the question goes through
-    the chat template, after `system`. An answer stands between <answer> and </answer>, or is all that was said."""
+    the chat template, after `system`. An answer stands between <answer> and </answer>, or is the whole text."""
 
     def __init__(
         self,
@@ -94,7 +92,7 @@ def made(name: str, seed: int, config: bytes) -> Any:
     settings = msgspec.json.decode(config)
     try:
         return _library().create_dataset(name, **{"size": CHUNK, "seed": seed, **settings})
-    except Exception as error:  # the border to a library that raises many kinds: said as one, with its cause
+    except Exception as error:  # a library that raises many kinds: reported as one, with its cause
         raise ConfigError(f"reasoning_gym cannot make {name!r} with {settings}: {error}") from error
 
 

@@ -10,8 +10,8 @@ from millstream.errors import ConfigError
 from millstream.seeds import derive_seed
 from millstream.types import Task
 
+# Every character that a toy task may use: the vocabulary of a tiny model.
 ALPHABET = string.digits + string.ascii_lowercase + "+=>"
-"""Every character that a toy task may use: the vocabulary of a tiny model."""
 
 
 def _sort_digits(rng: random.Random) -> tuple[str, str]:
@@ -36,7 +36,7 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 }
 
 
-def make(name: str, num_tasks: int, seed: int) -> list[Task]:
+def make_toy_tasks(name: str, num_tasks: int, seed: int) -> list[Task]:
     """Distinct tasks; fewer than asked for if there are not that many."""
     if name not in TASKS:
         raise ConfigError(f"no toy task {name!r}: choose one of {', '.join(TASKS)}")

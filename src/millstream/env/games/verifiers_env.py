@@ -18,14 +18,12 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from millstream.env import Context
+from millstream.env.base import Context
 from millstream.errors import ConfigError, EnvironmentFailed
 from millstream.types import Message, Task
 
-HARNESS = "millstream_chat"
-"""What verifiers knows our chat loop by: it looks for a module of that name."""
-ENDED = 400
-"""The status that no program tries again after."""
+HARNESS = "millstream_chat"  # what verifiers knows our chat loop by: it looks for a module of that name
+ENDED = 400  # the status that no program tries again after
 
 
 class Verifiers:
@@ -125,8 +123,7 @@ class _Play(Struct, eq=False):
     context: Context
     roles: list[str]
     talks: dict[str, _Talk] = field(default_factory=dict)
-    agents: dict[str, int] = field(default_factory=dict)
-    """By trace: whose it is."""
+    agents: dict[str, int] = field(default_factory=dict)  # by trace: whose it is
     error: Exception | None = None
 
     def on_trace(self, trace: Any) -> None:
@@ -188,7 +185,7 @@ def _made(taskset: str, env: str, config: Mapping[str, Any]) -> Any:
             if role.harness is None:
                 changes[name] = role.model_copy(update={"harness": ours, "runtime": SubprocessConfig()})
         return load_environment(resolved.model_copy(update=changes))
-    except Exception as error:  # the border to a library that raises many kinds: said as one, with its cause
+    except Exception as error:  # a library that raises many kinds: reported as one, with its cause
         raise ConfigError(f"verifiers cannot load taskset {taskset!r}: {type(error).__name__}: {error}") from error
 
 
@@ -215,7 +212,7 @@ def _client(playing: Mapping[str, _Play]) -> Any:
                     raise EnvironmentFailed("verifiers offers the model tools, and our client has none: leave them out")
                 messages = [Message(role=one.role, content=content_text(one.content)) for one in request.messages]
                 said = await play.say(str(session_id), messages)
-            except Exception as error:  # kept for the rollout, and said to verifiers, which ends the episode
+            except Exception as error:  # kept for the rollout, and raised to verifiers, which ends the episode
                 play.error = play.error or error
                 raise ProviderError(str(error), status_code=ENDED) from error
             response = Response(

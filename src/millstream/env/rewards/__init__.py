@@ -1,38 +1,45 @@
 """Rewards: plain functions of a task and a completion, sync or async, called with a time limit.
 
 A reward that raises, hangs, kills its process, or returns something that is not a finite number fails its rollout with
-`RewardFailed`; the run goes on. Functions are named by a name of `BUILT_IN`, by `package.module:function`, or by
+`RewardFailed`; the run continues. Functions are named by a name of `BUILT_IN_REWARDS`, by `package.module:function`, or by
 `file.py:function`.
 
-    config     what a [[reward]] table says
-    find       from a name to a function, and its arguments checked
+    config     the [[reward]] tables
+    find       name -> function, with its arguments checked
     call       one call under its time limit: inline, on the event loop, on a thread, or in a worker process
-    pool       worker processes (`worker`: what runs in them)
+    pool       worker processes (`worker`: their side)
     scorer     several rewards with weights, of one completion or of a whole group
-    text, mathematics, code, judge, ranking     what is built in
+    text, mathematics, code, judge, ranking     the built-in rewards
 """
 
 from millstream.env.rewards.config import PASS_IT, PASSED, RewardConfig, passed, was_passed
-from millstream.env.rewards.find import BUILT_IN, GroupReward, Reward, check, find, prepare
-from millstream.env.rewards.scorer import GroupScorer, Rewards, Scorer, group_scorer
+from millstream.env.rewards.find import (
+    BUILT_IN_REWARDS,
+    GroupReward,
+    Reward,
+    check_reward,
+    find_reward,
+    prepare_rewards,
+)
+from millstream.env.rewards.scorer import ConfiguredRewards, GroupScorer, Scorer, group_scorer
 from millstream.env.rewards.text import exact_match, fuzzy_match
 
 __all__ = [
-    "BUILT_IN",
+    "BUILT_IN_REWARDS",
     "PASSED",
     "PASS_IT",
+    "ConfiguredRewards",
     "GroupReward",
     "GroupScorer",
     "Reward",
     "RewardConfig",
-    "Rewards",
     "Scorer",
-    "check",
+    "check_reward",
     "exact_match",
-    "find",
+    "find_reward",
     "fuzzy_match",
     "group_scorer",
     "passed",
-    "prepare",
+    "prepare_rewards",
     "was_passed",
 ]

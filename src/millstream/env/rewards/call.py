@@ -1,11 +1,11 @@
 """One call of a reward, under its time limit. Where it runs is decided once:
 
-    inline                  built-ins that take no time
+    inline                  fast built-ins
     on the event loop       coroutines
-    on a thread             plain functions; one that overruns keeps its thread, and another takes the place
-    in a worker process     `process = true`; one that overruns is killed
+    on a thread             plain functions; one that exceeds the limit keeps its thread, and a new thread replaces it
+    in a worker process     `process = true`; one that exceeds the limit is killed
 
-Whatever it raises comes out as `RewardFailed`, with the line of the user's own file.
+Every error becomes `RewardFailed`, with the line of the user's file.
 """
 
 from __future__ import annotations
@@ -20,8 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from millstream.env.rewards.config import PASSED, RewardConfig
-from millstream.env.rewards.find import BUILT_IN, GroupReward, Reward, bind, check, is_built_in, limits_itself
-from millstream.env.rewards.pool import Workers
+from millstream.env.rewards.find import (
+    BUILT_IN_REWARDS,
+    GroupReward,
+    Reward,
+    bind_reward,
+    check_reward,
+    is_built_in,
+    limits_itself,
+)
+from millstream.env.rewards.pool import RewardWorkers
 from millstream.errors import ConfigError, RewardFailed
 from millstream.rpc import threads
 from millstream.rpc.process import Launcher
@@ -31,39 +39,37 @@ from millstream.types import Task
 MAX_THREADS = 16
 PACKAGE = str(Path(__file__).parent)
 
-Said = str | tuple[str, ...]
-"""A completion, or all completions of a group."""
+Completions = str | tuple[str, ...]  # a completion, or all completions of a group
 
 
-class Call:
-    """One reward as the config has it. The limit is that of the call itself: waiting for a free thread or process does not
-    count."""
+class RewardCall:
+    """One configured reward. The limit is that of the call itself: waiting for a free thread or process does not count."""
 
     def __init__(self, function: Reward | GroupReward, config: RewardConfig, launcher: Launcher | None = None) -> None:
         self._config = config
-        known = BUILT_IN[config.function] if is_built_in(function, config) else None
+        known = BUILT_IN_REWARDS[config.function] if is_built_in(function, config) else None
         self._is_quick = known is not None and known.is_quick
-        self._workers: Workers | None = None
+        self._workers: RewardWorkers | None = None
         if config.process or (config.process is None and known is not None and known.process):
-            check(function, config)
-            self._workers = Workers(_named(config), launcher)
+            check_reward(function, config)
+            self._workers = RewardWorkers(_named(config), launcher)
             return
-        self._function = bind(function, config)
+        self._function = bind_reward(function, config)
         self._limits_itself = limits_itself(function)
         is_async = is_coroutine(self._function)
         self._threads = None if is_async else DaemonThreads("reward", most=MAX_THREADS)
 
-    async def __call__(self, task: Task, said: Said) -> Any:
+    async def __call__(self, task: Task, completions: Completions) -> Any:
         name, limit_s = self._config.function, self._config.timeout_s
         try:
             if self._workers is not None:
-                return await self._workers.call(task, said)
+                return await self._workers.call(task, completions)
             if self._is_quick:
-                return self._function(task, said)
+                return self._function(task, completions)
             if self._threads is None:
                 async with asyncio.timeout(None if self._limits_itself else limit_s):
-                    return await self._function(task, said)
-            work = functools.partial(self._function, task, said)
+                    return await self._function(task, completions)
+            work = functools.partial(self._function, task, completions)
             value = await self._threads.call(work, timeout_s=None if self._limits_itself else limit_s)
             if inspect.isawaitable(value):
                 async with asyncio.timeout(limit_s):
@@ -75,8 +81,8 @@ class Call:
             raise RewardFailed(
                 f"reward {name} took longer than {limit_s:g} s; reward.timeout_s sets the limit"
             ) from error
-        except Exception as error:  # the border to the user's code: any error fails this rollout, and only it
-            raise RewardFailed(f"reward {name} {told(error)}") from error
+        except Exception as error:  # user code: any error fails this rollout only
+            raise RewardFailed(f"reward {name} {error_text(error)}") from error
 
 
 def _named(config: RewardConfig) -> RewardConfig:
@@ -90,19 +96,19 @@ def _named(config: RewardConfig) -> RewardConfig:
 
 
 def is_coroutine(function: Any) -> bool:
-    """Whether calling it gives something to await. An object is asked by its `__call__`."""
+    """Whether a call returns an awaitable. For an object, its `__call__` decides."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def told(error: Exception) -> str:
-    """What was raised, and where in the user's own file."""
+def error_text(error: Exception) -> str:
+    """The error, and where in the user's file it was raised."""
     return f"raised {type(error).__name__} at {_place(error)}: {error}"
 
 
 def _place(error: Exception) -> str:
-    """The line of the user's own file where it was raised, or from where a library that raised it was called."""
+    """The line of the user's file that raised it, or that called the library that did."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
-    if not frames:  # it was not even called: wrong arguments, say
+    if not frames:  # it was not called, for example because of wrong arguments
         return "its call"
     last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
     return f"{Path(last.filename).name}:{last.lineno}"
@@ -112,8 +118,8 @@ def _is_ours(file: str) -> bool:
     return file == threads.__file__ or file.startswith((PACKAGE, "<frozen "))
 
 
-def number(value: Any, name: str) -> float:
-    """What a reward returned, as a finite number."""
+def finite_number(value: Any, name: str) -> float:
+    """The value of a reward as a finite number."""
     try:
         result = float(value)
     except (TypeError, ValueError) as error:
@@ -123,10 +129,12 @@ def number(value: Any, name: str) -> float:
     return result
 
 
-def numbers(values: Any, name: str, *, expected: int) -> list[float]:
-    """What a reward of a group returned: so many finite numbers."""
+def finite_numbers(values: Any, name: str, *, expected: int) -> list[float]:
+    """The values of a group reward: one finite number per completion."""
     if isinstance(values, str | bytes) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
-        raise RewardFailed(f"group reward {name} returned {values!r}: expected {expected} numbers, one a completion")
+        raise RewardFailed(f"group reward {name} returned {values!r}: expected {expected} numbers, one per completion")
     if len(values) != expected:
-        raise RewardFailed(f"group reward {name} returned {len(values)} numbers: expected {expected}, one a completion")
-    return [number(value, name) for value in values]
+        raise RewardFailed(
+            f"group reward {name} returned {len(values)} numbers: expected {expected}, one per completion"
+        )
+    return [finite_number(value, name) for value in values]

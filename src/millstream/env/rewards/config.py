@@ -1,4 +1,4 @@
-"""What a [[reward]] table says, and how a config tells of a function that was passed from Python."""
+"""The [[reward]] tables of a config, and how a config refers to a function that was passed from Python."""
 
 from __future__ import annotations
 
@@ -10,25 +10,20 @@ from msgspec import Struct, structs
 
 from millstream.errors import ConfigError
 
-PASSED = "callable:"
-"""Before the name of a function that was passed from Python, and that a config can only tell of."""
+PASSED = "callable:"  # prefix of the name of a function that was passed from Python, which a config cannot hold
 PASS_IT = "a config names functions, it does not hold them: pass a function to train(config, reward=function)"
 
 
 class RewardConfig(Struct, frozen=True, kw_only=True):
+    # A name of `millstream.env.rewards.BUILT_IN`, `package.module:function`, or `file.py:function`.
     function: str = "exact_match"
-    """A name of `millstream.env.rewards.BUILT_IN`, `package.module:function`, or `file.py:function`."""
     weight: float = 1.0
-    timeout_s: float = 30.0
-    """Of one call, without the wait for a free thread, process or connection."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the function; of a class, those that it is made with, once."""
+    timeout_s: float = 30.0  # of one call, without the wait for a free thread, process or connection
+    args: dict[str, Any] = {}  # keyword arguments of the function, or of the constructor of a class
+    # Call it in a worker process, which is killed past the limit. None: the default of a built-in; false for your own.
     process: bool | None = None
-    """Call it in a worker process, which is killed when it overruns. None: as the built-in prefers; false for your own."""
-    workers: int | None = None
-    """Worker processes at most, with process. None: as many as there are cores, and at most 8."""
-    group: bool = False
-    """It is a function of a task and all completions of a group, and returns a number for each."""
+    workers: int | None = None  # the most worker processes. None: the number of cores, at most 8
+    group: bool = False  # a function of a task and all completions of a group, which returns one number for each
 
     def __post_init__(self) -> None:
         if not isinstance(self.function, str):
@@ -40,7 +35,7 @@ class RewardConfig(Struct, frozen=True, kw_only=True):
 
 
 def passed(function: Callable[..., Any], rewards: Sequence[RewardConfig]) -> tuple[RewardConfig]:
-    """How a config tells of a function that is passed from Python: in the place of its one reward, with that one's limits."""
+    """The config of a function that was passed from Python: it replaces the one reward, and keeps its limits."""
     if len(rewards) != 1:
         raise ConfigError(f"reward=function stands for one reward, and the config has {len(rewards)}")
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__qualname__)

@@ -1,6 +1,6 @@
 """A chat model behind an OpenAI-compatible endpoint, with limits: how many calls at once, how many in all, how many tokens.
 
-A 429 or a 5xx is asked again, after what the server says in Retry-After, or after a pause that doubles. Past a limit every
+A 429 or a 5xx is retried, after the server's Retry-After or with exponential back-off. Past a limit every
 question is refused, by name, and the refusals are counted.
 """
 
@@ -24,30 +24,25 @@ if TYPE_CHECKING:
 
 MAX_PAUSE_S = 60.0
 FIRST_PAUSE_S = 0.5
-SHOWN = 200
-"""Characters of an answer that an error shows."""
+SHOWN = 200  # characters of an answer that an error shows
 
 
 class EndpointConfig(Struct, frozen=True, kw_only=True):
-    url: str
-    """Up to and with the version: http://host:8000/v1."""
+    url: str  # up to and with the version: http://host:8000/v1
     model: str
-    api_key_env: str | None = None
-    """The name of the environment variable that holds the key. None: no key is sent."""
+    api_key_env: str | None = None  # the name of the environment variable that holds the key. None: no key is sent.
     most_at_once: int = 8
-    most_calls: int | None = None
-    """A run; every attempt counts. None: no limit."""
+    most_calls: int | None = None  # a run; every attempt counts. None: no limit.
+    # A run, as the endpoint counts them. Those of answers in flight come on top. None: no limit.
     most_tokens: int | None = None
-    """A run, as the endpoint counts them. Those of answers in flight come on top. None: no limit."""
     retries: int = 4
     max_tokens: int = 512
     temperature: float = 0.0
-    timeout_s: float = 30.0
-    """Of one question with all its attempts, without the wait for a free connection."""
+    timeout_s: float = 30.0  # of one question with all its attempts, without the wait for a free connection
 
 
 class Spent(Struct):
-    """Since the start of the process: a resumed run counts anew."""
+    """Since the start of the process: a resumed run counts from 0."""
 
     calls: int = 0
     tokens: int = 0
@@ -95,7 +90,7 @@ class Endpoint:
             )
 
     async def ask(self, question: str) -> str:
-        """What the model says. Raises `RewardFailed`."""
+        """The model's answer. Raises `RewardFailed`."""
         async with self._connection() as client:
             try:
                 async with asyncio.timeout(self._config.timeout_s):
@@ -106,7 +101,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[httpx.AsyncClient]:
-        """One client for as long as the event loop lasts, for so many at once."""
+        """One client per event loop, with a limit of concurrent requests."""
         import httpx
 
         loop = asyncio.get_running_loop()

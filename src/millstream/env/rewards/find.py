@@ -1,4 +1,4 @@
-"""From a name in a config to a function, and its arguments checked: whatever can be wrong is found before the run."""
+"""The reward function that a config names, with its arguments checked before the run."""
 
 from __future__ import annotations
 
@@ -23,44 +23,41 @@ from millstream.env.rewards.text import Format, exact_match, fuzzy_match
 from millstream.errors import ConfigError
 from millstream.types import Task
 
+# Also a class that is constructed with `args` and whose objects are called like this.
 Reward = Callable[[Task, str], float | Awaitable[float]]
-"""Or a class that is made with `args`, and whose objects are called so."""
 GroupReward = Callable[[Task, Sequence[str]], Sequence[float] | Awaitable[Sequence[float]]]
 
 
-class BuiltIn(Struct, frozen=True):
+class BuiltInReward(Struct, frozen=True):
     function: Callable[..., Any]
-    is_quick: bool = False
-    """It takes next to no time: called without a thread."""
-    process: bool = False
-    """Whether it runs in a worker process where the config does not say."""
+    is_quick: bool = False  # fast: called without a thread
+    process: bool = False  # whether it runs in a worker process by default
     group: bool = False
-    needs: tuple[str, str] | None = None
-    """A module, and the extra of ours that brings it."""
+    needs: tuple[str, str] | None = None  # a module, and the extra of this package that installs it
 
 
-BUILT_IN: dict[str, BuiltIn] = {
-    "exact_match": BuiltIn(exact_match, is_quick=True),
-    "fuzzy_match": BuiltIn(fuzzy_match, is_quick=True),
-    "format": BuiltIn(Format, is_quick=True),
-    "math_answer": BuiltIn(math_answer, process=True, needs=("math_verify", "math")),
-    "python_tests": BuiltIn(PythonTests),
-    "judge": BuiltIn(Judge),
-    "shortest_right": BuiltIn(shortest_right, group=True),
-    "ranking_judge": BuiltIn(RankingJudge, group=True),
+BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
+    "exact_match": BuiltInReward(exact_match, is_quick=True),
+    "fuzzy_match": BuiltInReward(fuzzy_match, is_quick=True),
+    "format": BuiltInReward(Format, is_quick=True),
+    "math_answer": BuiltInReward(math_answer, process=True, needs=("math_verify", "math")),
+    "python_tests": BuiltInReward(PythonTests),
+    "judge": BuiltInReward(Judge),
+    "shortest_right": BuiltInReward(shortest_right, group=True),
+    "ranking_judge": BuiltInReward(RankingJudge, group=True),
 }
 
 
-def prepare(
+def prepare_rewards(
     configs: Sequence[RewardConfig], reward: Reward | None = None
 ) -> list[tuple[Reward | GroupReward, RewardConfig]]:
-    """The functions that the configs name, or the one that was passed from Python, each with its config: what `Scorer` and
-    `group_scorer` take. Raises `ConfigError`."""
-    return [(find(config.function) if reward is None else reward, config) for config in configs]
+    """The functions that the configs name, or the one passed from Python, each with its config: the input of `Scorer` and
+    `group_scorer`. Raises `ConfigError`."""
+    return [(find_reward(config.function) if reward is None else reward, config) for config in configs]
 
 
-def find(name: str) -> Any:
-    """The function that a config names. Raises `ConfigError` that says what was looked for, and where."""
+def find_reward(name: str) -> Any:
+    """The function that a config names. Raises `ConfigError`, which says what was expected and where."""
     if name.startswith(PASSED):
         raise ConfigError(
             f"the reward is a Python function that was passed to train, {name.removeprefix(PASSED)}, and a config cannot hold "
@@ -69,16 +66,16 @@ def find(name: str) -> Any:
         )
     if imports.is_own(name):
         return imports.load(name)
-    if name in BUILT_IN:
-        return BUILT_IN[name].function
+    if name in BUILT_IN_REWARDS:
+        return BUILT_IN_REWARDS[name].function
     raise ConfigError(
-        f"no reward {name!r}: use {', '.join(BUILT_IN)}, or one of your own: file.py:function or package.module:function"
+        f"no reward {name!r}: use {', '.join(BUILT_IN_REWARDS)}, or one of your own: file.py:function or "
+        "package.module:function"
     )
 
 
-def bind(function: Callable[..., Any], config: RewardConfig) -> Callable[..., Any]:
-    """The function with the config's arguments; of a class, an object. Raises `ConfigError`: what `checked_arguments` does, and
-    whatever the class itself refuses."""
+def bind_reward(function: Callable[..., Any], config: RewardConfig) -> Callable[..., Any]:
+    """The function with the config's arguments; for a class, an object. Raises what `checked_arguments` and the class raise."""
     arguments = checked_arguments(function, config)
     if not inspect.isclass(function):
         return functools.partial(function, **arguments) if arguments else function
@@ -91,21 +88,21 @@ def bind(function: Callable[..., Any], config: RewardConfig) -> Callable[..., An
     return reward
 
 
-def check(function: Callable[..., Any], config: RewardConfig) -> None:
-    """What can be found without a call. Classes of ours are made, which finds the rest; those of others may be costly."""
+def check_reward(function: Callable[..., Any], config: RewardConfig) -> None:
+    """All checks that need no call. Built-in classes are constructed, which checks the rest; a user's may be expensive."""
     if is_built_in(function, config):
-        bind(function, config)
+        bind_reward(function, config)
     else:
         checked_arguments(function, config)
 
 
 def checked_arguments(function: Callable[..., Any], config: RewardConfig) -> dict[str, Any]:
-    """Raises `ConfigError` for one that is unknown, missing, or (of a built-in) of the wrong type, and for an extra that is not
-    installed."""
+    """Raises `ConfigError` for an argument that is unknown, missing, or (of a built-in) of the wrong type, and for an extra
+    that is not installed."""
     if not is_built_in(function, config):
         _check_names(function, config)
         return dict(config.args)
-    known = BUILT_IN[config.function]
+    known = BUILT_IN_REWARDS[config.function]
     _check_kind(known, config)
     _check_needs(known, config)
     _check_names(function, config)
@@ -113,29 +110,29 @@ def checked_arguments(function: Callable[..., Any], config: RewardConfig) -> dic
 
 
 def is_built_in(function: Callable[..., Any], config: RewardConfig) -> bool:
-    known = BUILT_IN.get(config.function)
+    known = BUILT_IN_REWARDS.get(config.function)
     return known is not None and known.function is function
 
 
 def limits_itself(function: Callable[..., Any]) -> bool:
-    """A class that takes `timeout_s` is given the config's, and keeps the limit itself: it knows which waits do not count."""
+    """Whether it is a class that takes `timeout_s` and enforces the limit itself: it knows which waits do not count."""
     return inspect.isclass(function) and "timeout_s" in _parameters(function)
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # built into the interpreter: takes what it takes
+    except (TypeError, ValueError):  # built into the interpreter: unknown
         return {}
 
 
-def _check_kind(known: BuiltIn, config: RewardConfig) -> None:
+def _check_kind(known: BuiltInReward, config: RewardConfig) -> None:
     if known.group != config.group:
         what = "a whole group: set group = true" if known.group else "one completion: leave group out"
         raise ConfigError(f"reward {config.function} is a reward of {what}")
 
 
-def _check_needs(known: BuiltIn, config: RewardConfig) -> None:
+def _check_needs(known: BuiltInReward, config: RewardConfig) -> None:
     if known.needs is not None and importlib.util.find_spec(known.needs[0]) is None:
         raise ConfigError(
             f"reward {config.function} needs {known.needs[0]}: pip install 'millstream[{known.needs[1]}]'"

@@ -97,7 +97,7 @@ class Judge:
         answer = await self._endpoint.ask(_filled(self._prompt, task, values))
         found = list(self._pattern.finditer(answer))
         if not found:
-            what = f"no score in the answer {answer[-SHOWN:]!r}; args.score_pattern says what is looked for"
+            what = f"no score in the answer {answer[-SHOWN:]!r}; args.score_pattern sets the pattern"
             raise RewardFailed(f"reward judge: {what}")
         try:
             score = float(found[-1].group(1))

@@ -1,7 +1,7 @@
 """Answers that are mathematics, compared by what they mean: 1/2, 0.5 and \\frac{1}{2} are one answer. Needs the extra `math`.
 
 math-verify limits its own time with SIGALRM, which works in the main thread alone and raises everywhere else. Its limits are
-therefore off, and ours hold instead: this reward runs in a worker process unless the config says otherwise.
+therefore off, and ours hold instead: this reward runs in a worker process unless the config sets process = false.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from millstream.errors import RewardFailed
 from millstream.types import Task
 
 BOX = "\\boxed{"
+# Before the answer, in GSM8K's solutions.
 MARK = "####"
-"""Before the answer, in GSM8K's solutions."""
 
 
 def math_answer(task: Task, completion: str, *, boxed_only: bool = False, precision: int = 6) -> float:

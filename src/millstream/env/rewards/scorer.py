@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millstream.env.rewards.call import Call, number, numbers
+from millstream.env.rewards.call import RewardCall, finite_number, finite_numbers
 from millstream.env.rewards.config import RewardConfig
 from millstream.env.rewards.find import GroupReward, Reward
 from millstream.rpc.process import Launcher
 from millstream.types import Task
 
-Rewards = Sequence[tuple[Reward | GroupReward, RewardConfig]]
-"""Functions with what the config says of them: what `prepare` returns."""
+# Functions with their configs: the result of `prepare_rewards`.
+ConfiguredRewards = Sequence[tuple[Reward | GroupReward, RewardConfig]]
 
 
 class Scorer:
-    """The weighted sum of the rewards of one completion. Rewards of groups are left out: they are `GroupScorer`'s."""
+    """The weighted sum of the rewards of one completion. ConfiguredRewards of groups are left out: they are `GroupScorer`'s."""
 
-    def __init__(self, rewards: Rewards, launcher: Launcher | None = None) -> None:
+    def __init__(self, rewards: ConfiguredRewards, launcher: Launcher | None = None) -> None:
         """`launcher`: of worker processes on a cluster. None: they are this machine's."""
         own = [(function, config) for function, config in rewards if not config.group]
-        self._rewards = [(Call(function, config, launcher), config) for function, config in own]
+        self._rewards = [(RewardCall(function, config, launcher), config) for function, config in own]
         self.name = "reward " + (" + ".join(config.function for _, config in own) or "of the group alone")
 
     async def score(self, task: Task, completion: str) -> float:
         """Raises `RewardFailed` if any of them fails."""
         return sum(
-            [config.weight * number(await call(task, completion), config.function) for call, config in self._rewards]
+            [
+                config.weight * finite_number(await call(task, completion), config.function)
+                for call, config in self._rewards
+            ]
         )
 
 
@@ -34,20 +37,20 @@ class GroupScorer:
     """The weighted sum of the rewards of a whole group, member by member. Called when the group is complete; it may have fewer
     members than were asked for, where some failed."""
 
-    def __init__(self, rewards: Rewards, launcher: Launcher | None = None) -> None:
+    def __init__(self, rewards: ConfiguredRewards, launcher: Launcher | None = None) -> None:
         own = [(function, config) for function, config in rewards if config.group]
-        self._rewards = [(Call(function, config, launcher), config) for function, config in own]
+        self._rewards = [(RewardCall(function, config, launcher), config) for function, config in own]
         self.name = "group reward " + " + ".join(config.function for _, config in own)
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[float]:
         """One number a completion, in their order. Raises `RewardFailed` if any of the rewards fails: then for all of them."""
         sums = [0.0] * len(completions)
         for call, config in self._rewards:
-            values = numbers(await call(task, tuple(completions)), config.function, expected=len(completions))
+            values = finite_numbers(await call(task, tuple(completions)), config.function, expected=len(completions))
             sums = [total + config.weight * value for total, value in zip(sums, values, strict=True)]
         return sums
 
 
-def group_scorer(rewards: Rewards, launcher: Launcher | None = None) -> GroupScorer | None:
+def group_scorer(rewards: ConfiguredRewards, launcher: Launcher | None = None) -> GroupScorer | None:
     """None where no reward is of a whole group."""
     return GroupScorer(rewards, launcher) if any(config.group for _, config in rewards) else None

@@ -1,92 +1,53 @@
-"""python -m millstream.env.rewards.worker LINE: what a worker process runs. One call after the other, until the line closes."""
+"""The worker process of a reward: one call after the other, until the connection closes."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
-import signal
 import socket
-import sys
-import threading
 from collections.abc import Callable
-from typing import Any
 
-import msgspec
+from millstream.env.rewards.call import error_text, finite_number, finite_numbers, is_coroutine
+from millstream.env.rewards.config import RewardConfig
+from millstream.env.rewards.find import BUILT_IN_REWARDS, bind_reward, find_reward
+from millstream.env.rewards.pool import ScoreCall, Scores
+from millstream.errors import RewardFailed
+from millstream.rpc.call import Channel
+from millstream.rpc.serve import main, serve
 
-from millstream.env.rewards.call import is_coroutine, number, numbers, told
-from millstream.env.rewards.find import bind, find
-from millstream.env.rewards.pool import HEADER, Answer, Order, Plan
-from millstream.errors import ConfigError, RewardFailed
 
-
-def work(line: socket.socket) -> None:
-    """The worker: until the line closes."""
-    plan = msgspec.msgpack.decode(_receive(line) or b"", type=Plan)
-    try:
-        function = bind(find(plan.config.function), plan.config)
-    except ConfigError as error:
-        _send(line, Answer(failure=str(error)))
-        return
-    _send(line, Answer())  # ready
+def begin_scoring(config: RewardConfig) -> Callable[[ScoreCall], Scores]:
+    function, name = bind_reward(find_reward(config.function), config), config.function
+    known = BUILT_IN_REWARDS.get(name)
+    if known is not None and known.needs is not None:
+        importlib.import_module(known.needs[0])  # now, not within the time limit of the first call
     own_id = os.getpid()
-    while (order := _receive(line)) is not None:
-        answer = _answer(function, plan, msgspec.msgpack.decode(order, type=Order))
-        if os.getpid() != own_id:  # a child that the reward forked and that came back to us: it has no say
+
+    def score(call: ScoreCall) -> Scores:
+        scores = Scores()
+        try:
+            value = function(call.task, call.completions)
+            if is_coroutine(function):
+                value = asyncio.run(value)
+            if isinstance(call.completions, str):
+                scores = Scores(values=(finite_number(value, name),))
+            else:
+                scores = Scores(values=tuple(finite_numbers(value, name, expected=len(call.completions))))
+        except RewardFailed as error:
+            scores = Scores(failure=str(error))
+        except Exception as error:  # user code: any error fails this rollout only
+            scores = Scores(failure=f"reward {name} {error_text(error)}")
+        if os.getpid() != own_id:  # a child that the reward forked, and that returned here: it must not answer
             os._exit(0)
-        _send(line, answer)
+        return scores
+
+    return score
 
 
-def _answer(function: Callable[..., Any], plan: Plan, order: Order) -> Answer:
-    name = plan.config.function
-    try:
-        value = function(order.task, order.said)
-        if is_coroutine(function):
-            value = asyncio.run(value)
-        if isinstance(order.said, str):
-            return Answer(values=(number(value, name),))
-        return Answer(values=tuple(numbers(value, name, expected=len(order.said))))
-    except RewardFailed as error:
-        return Answer(failure=str(error))
-    except Exception as error:  # the border to the user's code: told to the parent, who fails the rollout
-        return Answer(failure=f"reward {name} {told(error)}")
-
-
-def _end_with_parent() -> None:
-    """The other end of our standard input is held by whoever started us, and by nobody else."""
-    lifeline = os.dup(0)
-    with open(os.devnull) as nothing:  # noqa: PTH123
-        os.dup2(nothing.fileno(), 0)
-
-    def watch() -> None:
-        os.read(lifeline, 1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
-def _receive(line: socket.socket) -> bytes | None:
-    """A whole message; None when the other end is gone."""
-    header = _exactly(line, HEADER)
-    return None if header is None else _exactly(line, int.from_bytes(header, "little"))
-
-
-def _exactly(line: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        piece = line.recv(min(1 << 20, size - len(data)))
-        if not piece:
-            return None
-        data += piece
-    return bytes(data)
-
-
-def _send(line: socket.socket, answer: Answer) -> None:
-    payload = msgspec.msgpack.encode(answer)
-    line.sendall(len(payload).to_bytes(HEADER, "little") + payload)
+def work(connection: socket.socket) -> None:
+    serve(Channel(connection), RewardConfig, begin_scoring, ScoreCall)
 
 
 if __name__ == "__main__":
-    os.set_inheritable(int(sys.argv[1]), False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle; when it ends, the line closes
-    _end_with_parent()
-    work(socket.socket(fileno=int(sys.argv[1])))
+    main(work)

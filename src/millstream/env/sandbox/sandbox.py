@@ -32,13 +32,13 @@ Walls = Literal["root", "user", "none"]
 WALLS: tuple[Walls, ...] = ("root", "user", "none")
 HEADER = 4
 VERDICT_BYTES = 4096
-GRACE_S = 5.0
-"""Past the time limit, until we no longer believe that the keeper lives."""
+GRACE_S = 5.0  # past the time limit, until we no longer believe that the keeper lives
 LAST_WORDS_S = 1.0
 BOOT = (
     "import sys, socket; sys.path.insert(0, sys.argv[1]); from inside import forkserver; del sys.path[0]; "
-    "forkserver.main(socket.socket(fileno=int(sys.argv[2])))"
+    "forkserver.serve_forks(socket.socket(fileno=int(sys.argv[2])))"
 )
+# All that a program finds in its environment, with HOME and TMPDIR.
 VARIABLES = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -46,7 +46,6 @@ VARIABLES = {
     "PYTHONUTF8": "1",
     "OMP_NUM_THREADS": "1",
 }
-"""All that a program finds in its environment, with HOME and TMPDIR."""
 
 
 class SandboxBroken(MillstreamError):
@@ -55,51 +54,36 @@ class SandboxBroken(MillstreamError):
 
 class Limits(Struct, frozen=True, kw_only=True):
     wall_s: float = 10.0
-    cpu_s: float = 10.0
-    """Of each process."""
-    memory_bytes: int = 1 << 30
-    """Addresses of each process."""
-    scratch_bytes: int = 32 << 20
-    """All files together."""
-    file_bytes: int = 16 << 20
-    """One file."""
+    cpu_s: float = 10.0  # of each process
+    memory_bytes: int = 1 << 30  # addresses of each process
+    scratch_bytes: int = 32 << 20  # all files together
+    file_bytes: int = 16 << 20  # one file
     processes: int = 32
     open_files: int = 64
-    output_bytes: int = 1 << 20
-    """What it prints; past that it is stopped."""
+    output_bytes: int = 1 << 20  # what it prints; past that it is stopped
 
 
 class Ran(Struct, frozen=True, kw_only=True):
     """How a program ended."""
 
-    how: Literal["ended", "time", "output", "disk", "stopped"]
-    """stopped: nobody waited for it any more."""
-    code: int | None = None
-    """Its exit code, or minus the number of the signal that killed it. None: we have ended it."""
+    how: Literal["ended", "time", "output", "disk", "stopped"]  # stopped: the caller was cancelled
+    code: int | None = None  # its exit code, or minus the number of the signal that killed it. None: we have ended it.
     output: str = ""
     errors: str = ""
-    is_clean: bool = True
-    """Nobody holds its output any more."""
+    is_clean: bool = True  # no process holds its output any more
 
 
 class Contained(Struct, frozen=True, kw_only=True):
     """What a program in the sandbox was tried and found unable to do, here."""
 
     walls: Walls
-    network: bool
-    """Reach a socket that listens on this machine."""
-    writes: bool
-    """Write a file outside its scratch folder."""
-    reads: bool
-    """Read a file that is neither Python's nor the system's."""
-    environment: bool
-    """Read our environment variables."""
-    signals: bool
-    """Signal one of our processes."""
-    processes: bool
-    """Have more processes than it may."""
-    survivors: bool
-    """Leave a process behind."""
+    network: bool  # reach a socket that listens on this machine
+    writes: bool  # write a file outside its scratch folder
+    reads: bool  # read a file that is neither Python's nor the system's
+    environment: bool  # read our environment variables
+    signals: bool  # signal one of our processes
+    processes: bool  # have more processes than it may
+    survivors: bool  # leave a process behind
 
     def words(self) -> str:
         how = {
@@ -202,7 +186,7 @@ class Sandbox:
                     os.close(descriptor)
             payload = json.dumps({**order, "walls": self.walls, "limits": limits}).encode()
             loop = asyncio.get_running_loop()
-            with suppress(BrokenPipeError, ConnectionResetError):  # told by what it does not answer
+            with suppress(BrokenPipeError, ConnectionResetError):  # shows as a missing answer
                 await loop.sock_sendall(ours, len(payload).to_bytes(HEADER, "little") + payload)
             yield _Keeper(ours, limits["wall_s"])
 
@@ -282,7 +266,7 @@ async def _feed(target: socket.socket, data: bytes) -> None:
 
 
 async def _listen(source: socket.socket, most: int, data: bytearray | None = None) -> tuple[bytes, bool]:
-    """All that comes until the other end closes, and whether that was all: past the limit nobody listens any more. `data` has
+    """All that comes until the other end closes, and whether that was all: past the limit it is not read any more. `data` has
     what came so far."""
     source.setblocking(False)
     loop, data = asyncio.get_running_loop(), bytearray() if data is None else data

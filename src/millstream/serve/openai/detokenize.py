@@ -1,7 +1,7 @@
-"""One answer on its way: tokens in as they are sampled, text out as soon as it is certain.
+"""Incremental detokenization of one answer: tokens in as they are sampled, text out as soon as it is final.
 
-The text that is given out, put together, is what the tokenizer makes of all tokens at once, up to the first stop string. Text
-that may still change (half of a character) or may be the beginning of a stop string is held back.
+The concatenated text equals the decoded tokens up to the first stop string. Text that may still change (a part of a character)
+or may be the beginning of a stop string is held back.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from millstream.env import Text
 from millstream.types import Sampled
 
 UNKNOWN = "\ufffd"
-MAX_UNCERTAIN = 3
-"""Bytes of a character that is not whole yet: each may show as `UNKNOWN`."""
+MAX_UNCERTAIN = 3  # bytes of an incomplete character: each may decode to `UNKNOWN`
 
 
-class Piece(Struct, frozen=True, kw_only=True):
-    """A stretch of an answer. Its text may lag behind its tokens, and catches up."""
+class TextPiece(Struct, frozen=True, kw_only=True):
+    """A part of an answer. Its text may lag behind its tokens."""
 
     text: str
     sampled: Sampled
-    offsets: tuple[int, ...]
-    """For each token, how much certain text stood before it."""
+    offsets: tuple[int, ...]  # for each token, the length of the final text before it
 
 
 class TextStream:
+    """`add` tokens, `take` text, `end`."""
+
     def __init__(self, text: Text, stops: Sequence[str] = ()) -> None:
         self._text = text
         self._stops = stops
@@ -35,48 +35,45 @@ class TextStream:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self._offsets: list[int] = []
-        self.said = ""
-        """The text so far, without the stop string that ended it."""
-        self.is_stopped = False
-        """By a stop string. What is heard after it was never said."""
-        self._begin = 0
-        self._mark = 0
-        self._num_seen = 0
-        """The window that is decoded again, where it begins next time, and how many of its characters are in `said`."""
-        self._num_given = 0
-        self._num_told = 0
+        self.final = ""  # the final text so far, without the stop string
+        self.is_stopped = False  # by a stop string: later tokens are ignored
+        self._begin = 0  # of the window of tokens that is decoded again
+        self._mark = 0  # where that window begins next time
+        self._num_seen = 0  # characters of the window that are in `final`
+        self._num_given = 0  # characters of `final` that were taken
+        self._num_taken = 0  # tokens that were taken
         self._is_ended = False
 
-    def hear(self, sampled: Sampled) -> None:
-        """Token by token, so that the one that completes a stop string is the last."""
+    def add(self, sampled: Sampled) -> None:
+        """Add tokens one by one, so that the one that completes a stop string is the last."""
         for token, logprob, version in zip(sampled.tokens, sampled.logprobs, sampled.versions, strict=True):
             if self.is_stopped:
                 return
-            self._offsets.append(len(self.said))
+            self._offsets.append(len(self.final))
             self.tokens.append(token)
             self.logprobs.append(logprob)
             self.versions.append(version)
             self._read(is_last=False)
 
     def end(self) -> None:
-        """No more comes: what was uncertain is what it looks like."""
+        """The last token was added: text that was held back is final."""
         if not self.is_stopped:
             self._read(is_last=True)
         self._is_ended = True
 
-    def take(self) -> Piece | None:
-        """What can be given out and was not yet. None: no text, and it goes on."""
-        end = len(self.said) if self._is_ended or self.is_stopped else len(self.said) - self._num_held()
-        if end <= self._num_given and not (self._is_ended and self._num_told < len(self.tokens)):
+    def take(self) -> TextPiece | None:
+        """The final text that was not taken yet, with its tokens. None: no new text yet."""
+        end = len(self.final) if self._is_ended or self.is_stopped else len(self.final) - self._num_held()
+        if end <= self._num_given and not (self._is_ended and self._num_taken < len(self.tokens)):
             return None
-        begin = self._num_told
-        self._num_told = len(self.tokens)
-        text = self.said[self._num_given : end]
+        begin = self._num_taken
+        self._num_taken = len(self.tokens)
+        text = self.final[self._num_given : end]
         self._num_given = end
-        return Piece(text=text, sampled=self.sampled(begin), offsets=tuple(self._offsets[begin:]))
+        return TextPiece(text=text, sampled=self.sampled(begin), offsets=tuple(self._offsets[begin:]))
 
-    def whole(self) -> Piece:
-        return Piece(text=self.said, sampled=self.sampled(), offsets=tuple(self._offsets))
+    def whole(self) -> TextPiece:
+        return TextPiece(text=self.final, sampled=self.sampled(), offsets=tuple(self._offsets))
 
     def sampled(self, begin: int = 0) -> Sampled:
         return Sampled(tuple(self.tokens[begin:]), tuple(self.logprobs[begin:]), tuple(self.versions[begin:]))
@@ -88,26 +85,26 @@ class TextStream:
         new = window[self._num_seen : end]
         self._num_seen = max(self._num_seen, end)
         if new and not num_unknown:
-            # the tokens since the mark stay in the window: some decode differently where they come first
+            # the tokens since the mark stay in the window: some decode differently at the beginning
             self._begin = self._mark
             self._mark = len(self.tokens)
             self._num_seen = len(self._text.decode(self.tokens[self._begin :]))
         if new:
-            self._say(new)
+            self._append(new)
 
-    def _say(self, new: str) -> None:
+    def _append(self, new: str) -> None:
         longest = max(map(len, self._stops), default=0)
-        begin = max(0, len(self.said) - longest)
-        self.said += new
-        places = [place for stop in self._stops if (place := self.said.find(stop, begin)) >= 0]
+        begin = max(0, len(self.final) - longest)
+        self.final += new
+        places = [place for stop in self._stops if (place := self.final.find(stop, begin)) >= 0]
         if places:
-            self.said = self.said[: min(places)]
+            self.final = self.final[: min(places)]
             self.is_stopped = True
 
     def _num_held(self) -> int:
-        """Characters at the end with which a stop string may begin."""
+        """Characters at the end that may be the beginning of a stop string."""
         for length in range(max(map(len, self._stops), default=1) - 1, 0, -1):
-            end = self.said[-length:]
+            end = self.final[-length:]
             if len(end) == length and any(len(stop) > length and stop.startswith(end) for stop in self._stops):
                 return length
         return 0

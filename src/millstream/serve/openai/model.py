@@ -1,4 +1,4 @@
-"""From a checkpoint to a service: our engine, the model's tokenizer, and their limits. Imports torch."""
+"""The service of a checkpoint: engine, tokenizer and limits. Imports torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ from millstream.run.config import ModelConfig
 from millstream.run.folder import program
 from millstream.run.text import TokenizerText
 from millstream.serve.auth import check_token
-from millstream.serve.openai.service import ModelServiceConfig, Served, serve
+from millstream.serve.openai.service import ModelServiceConfig, Served, host_model
 
-USUAL_CONTEXT = 8192
-"""Of a model that does not say how much it was made for."""
+DEFAULT_CONTEXT = 8192  # of a model whose config has no context length
 
 
 class ServedConfig(Struct, frozen=True, kw_only=True):
-    name: str | None = None
-    """What clients call the model. None: its path."""
-    max_length: int | None = None
-    """Tokens of a prompt and its answer together. None: the model's context."""
+    name: str | None = None  # the model's name for clients. None: its path
+    max_length: int | None = None  # tokens of a prompt and its answer together. None: the model's context
     model: ModelConfig
     engine: EngineConfig
 
@@ -38,41 +35,41 @@ class ServedConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("engine.replicas and several engine.http.urls are for training: a service has one engine")
 
 
-class Nowhere:
-    """An event sink of a service that keeps no events."""
+class NullSink:
+    """Discards events."""
 
     def emit(self, event: Event) -> None: ...
 
 
-def build(config: ServedConfig) -> Served:
-    """Must be called on the event loop that serves it. The engine is to be closed by whoever called."""
+def build_served(config: ServedConfig) -> Served:
+    """Must be called on the event loop that serves it. The caller closes the engine."""
     model, tokenizer = build_model(config.model, seed=0)
     text = TokenizerText(tokenizer=tokenizer, max_prompts_kept=1)  # prompts of strangers, of any length
     text.encode(" ")  # the first call settles how it cuts and pads: that must not change while others use it
     limits = [length for length in (context_length(model), config.max_length) if length is not None]
     return Served(
         name=config.name or config.model.path or "tiny",
-        engine=build_engine(config.engine, model, clock=RealClock(), sink=Nowhere()),
+        engine=build_engine(config.engine, model, clock=RealClock(), sink=NullSink()),
         text=text,
         end_tokens=end_tokens(model, tokenizer),
         vocabulary=int(model.get_input_embeddings().num_embeddings),
-        context=min(limits, default=USUAL_CONTEXT),
+        context=min(limits, default=DEFAULT_CONTEXT),
     )
 
 
-def run(
+def run_model_service(
     config: ServedConfig, service: ModelServiceConfig, *, token: str | None, on_ready: Callable[[str, str], None]
 ) -> None:
-    """Until a signal comes. `on_ready` is told where it listens, and the model's name."""
+    """Until a signal comes. `on_ready` is called with the URL and the model's name."""
     check_token(service.host, token)
     if config.model.path is not None:
         check_path(config.model.path, "MODEL", f"{program()} serve ")
     set_up_cpu()
 
     async def serving() -> None:
-        served = build(config)
+        served = build_served(config)
         try:
-            await serve(served, service, token=token, on_ready=lambda url: on_ready(url, served.name))
+            await host_model(served, service, token=token, on_ready=lambda url: on_ready(url, served.name))
         finally:
             await served.engine.close()
 

@@ -1,8 +1,8 @@
-"""What is asked of a model over HTTP, in OpenAI's words, and read into ours.
+"""Requests of OpenAI's API: their bodies, validated and converted to a `CompletionRequest`.
 
-A parameter that would change the answer and that is not supported is refused by name, and so is one that is unknown: nothing
-is ignored but `return_token_ids` and what says who asks (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`). Values
-that change nothing (`best_of = 1`, an empty list of tools) are taken.
+A parameter that would change the answer and is not supported is refused by name, and so is an unknown one. Ignored are only
+`return_token_ids` and what identifies the caller (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`). Values without
+an effect (`best_of = 1`, an empty list of tools) are accepted.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from typing import Any
 
 from msgspec import Struct
 
-from millstream.serve.http import Refused
+from millstream.serve.http import HttpError
 from millstream.types import Message
 
-Prompt = str | tuple[int, ...] | tuple[Message, ...]
-"""Text, token ids, or a chat."""
+PromptInput = str | tuple[int, ...] | tuple[Message, ...]  # text, token ids, or a chat
 
-MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.001, 2.0
-MAX_CHOICES = 128
-"""Answers to one request: `n` times its prompts."""
-USUAL_TOKENS = 16
-"""Of a completion that does not say; a chat goes on as long as the context has room."""
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 256
+MIN_TEMPERATURE = 0.001
+MAX_TEMPERATURE = 2.0
+MAX_CHOICES = 128  # answers to one request: `n` times its prompts
+DEFAULT_MAX_TOKENS = 16  # of a completion without max_tokens; a chat may use the whole context
 SESSION_ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 
 
-class BadAsk(Refused):
-    """`param`: which field is wrong."""
+class BadRequest(HttpError):
+    """A malformed request; `param` is the field that is wrong."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(status, message)
@@ -40,11 +39,10 @@ class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool | None = None
 
 
-class Body(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both kinds of completions share. None is as good as left out."""
+class CompletionFields(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields of both kinds of completions. None is the same as left out."""
 
-    model: str | None = None
-    """Left out: the one that is served."""
+    model: str | None = None  # None: the one that is served
     max_tokens: int | None = None
     temperature: float | None = None
     n: int | None = None
@@ -52,8 +50,7 @@ class Body(Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    session_id: str | None = None
-    """Not OpenAI's: see `serve.openai.sessions`. The header X-Session-Id says the same."""
+    session_id: str | None = None  # not OpenAI's: see `serve.openai.sessions`. Or the header X-Session-Id
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -64,24 +61,20 @@ class Body(Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[str, Any] | None = None
 
 
-class CompletionBody(Body, kw_only=True):
+class CompletionBody(CompletionFields, kw_only=True):
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
-    top_k: int | None = None
-    """Not OpenAI's, like those below."""
-    stop_token_ids: list[int] | None = None
-    """What ends an answer. None: the model's own end tokens."""
-    num_sampled: int | None = None
-    """How many of the prompt's last tokens are the beginning of the answer, under this seed."""
-    return_token_ids: bool | None = None
-    """They always come."""
+    top_k: int | None = None  # not OpenAI's, like the following
+    stop_token_ids: list[int] | None = None  # end tokens of the answer. None: the model's
+    num_sampled: int | None = None  # the last tokens of the prompt that were sampled already, with this seed
+    return_token_ids: bool | None = None  # always returned
 
 
-class Part(Struct, kw_only=True):
-    """Of a message's content. Of kinds other than text only the kind is read, to refuse it."""
+class ContentPart(Struct, kw_only=True):
+    """A part of a message's content. Types other than text are refused."""
 
     type: str
     text: str | None = None
@@ -89,7 +82,7 @@ class Part(Struct, kw_only=True):
 
 class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: Any = None
     annotations: Any = None
@@ -99,7 +92,7 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     tool_call_id: Any = None
 
 
-class ChatBody(Body, kw_only=True):
+class ChatBody(CompletionFields, kw_only=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -115,6 +108,7 @@ class ChatBody(Body, kw_only=True):
     verbosity: str | None = None
 
 
+# Unsupported parameters, with their values that have no effect
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
@@ -133,21 +127,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
 }
-"""What is not supported, and the values of it that change nothing."""
 
 
-class Ask(Struct, frozen=True, kw_only=True):
-    prompts: tuple[Prompt, ...]
-    is_list: bool
-    """Whether several prompts were sent, be it a list of one."""
+class CompletionRequest(Struct, frozen=True, kw_only=True):
+    prompts: tuple[PromptInput, ...]
+    is_list: bool  # whether a list of prompts was sent, even of one
     is_chat: bool
     model: str | None
-    max_tokens: int | None
-    """None: as many as there is room for."""
+    max_tokens: int | None  # None: up to the context
     temperature: float
     top_p: float
-    num_choices: int
-    """For each prompt."""
+    num_choices: int  # for each prompt
     stops: tuple[str, ...]
     seed: int | None
     is_streamed: bool
@@ -155,24 +145,23 @@ class Ask(Struct, frozen=True, kw_only=True):
     has_logprobs: bool
     session_id: str | None
     top_k: int = 0
-    stop_tokens: tuple[int, ...] | None = None
-    """None: the model's own."""
+    stop_tokens: tuple[int, ...] | None = None  # None: the model's own
     num_sampled: int = 0
 
 
-def ask_of(body: CompletionBody | ChatBody, *, session_id: str | None) -> Ask:
-    """Raises `BadAsk` for what is not supported or out of its range."""
+def parse_request(body: CompletionBody | ChatBody, *, session_id: str | None) -> CompletionRequest:
+    """Raises `BadRequest` for what is not supported or out of range."""
     _check_neutral(body)
     prompts = (_chat(body.messages),) if isinstance(body, ChatBody) else _prompts(body.prompt)
     num_choices = _within("n", 1 if body.n is None else body.n, 1, MAX_CHOICES)
     if len(prompts) * num_choices > MAX_CHOICES:
-        raise BadAsk(f"{len(prompts)} prompts and n = {num_choices}: at most {MAX_CHOICES} answers at a time", "n")
+        raise BadRequest(f"{len(prompts)} prompts and n = {num_choices}: at most {MAX_CHOICES} answers at a time", "n")
     session_id = _session(session_id or body.session_id)
     if session_id is not None and len(prompts) * num_choices > 1:
-        raise BadAsk("a call in a session has one prompt and one answer: leave n out, and send one prompt", "n")
+        raise BadRequest("a call in a session has one prompt and one answer: leave n out, and send one prompt", "n")
     if body.stream_options is not None and not body.stream:
-        raise BadAsk("stream_options goes with stream = true", "stream_options")
-    return Ask(
+        raise BadRequest("stream_options goes with stream = true", "stream_options")
+    return CompletionRequest(
         prompts=prompts,
         is_list=isinstance(body, CompletionBody) and _is_list(body.prompt),
         is_chat=isinstance(body, ChatBody),
@@ -187,42 +176,42 @@ def ask_of(body: CompletionBody | ChatBody, *, session_id: str | None) -> Ask:
         has_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         has_logprobs=_has_logprobs(body),
         session_id=session_id,
-        **_own(body),
+        **_extensions(body),
     )
 
 
-def _own(body: CompletionBody | ChatBody) -> dict[str, Any]:
-    """What a completion may ask beyond OpenAI's API."""
+def _extensions(body: CompletionBody | ChatBody) -> dict[str, Any]:
+    """Parameters of a completion beyond OpenAI's API."""
     if isinstance(body, ChatBody):
         return {}
     top_k, num_sampled = body.top_k or 0, body.num_sampled or 0
     if top_k < 0:
-        raise BadAsk(f"top_k = {top_k}: expected at least 0, which is all tokens", "top_k")
+        raise BadRequest(f"top_k = {top_k}: expected at least 0, which is all tokens", "top_k")
     is_one = all(isinstance(one, int) for one in body.prompt)
     if num_sampled and not (is_one and 0 < num_sampled < len(body.prompt) and body.seed is not None):
-        why = "expected a seed, and one prompt of token ids, of which so many, and not all, are the last"
-        raise BadAsk(f"num_sampled = {num_sampled}: {why}", "num_sampled")
+        why = "expected a seed, and one prompt of token ids that is longer than num_sampled"
+        raise BadRequest(f"num_sampled = {num_sampled}: {why}", "num_sampled")
     stops = None if body.stop_token_ids is None else tuple(body.stop_token_ids)
     return {"top_k": top_k, "stop_tokens": stops, "num_sampled": num_sampled}
 
 
-def _check_neutral(body: Body) -> None:
+def _check_neutral(body: CompletionFields) -> None:
     for name, values in NEUTRAL.items():
         value = getattr(body, name, None)
         if value is not None and value not in values:
-            raise BadAsk(f"{name} = {value!r} is not supported here: leave {name} out"[:400], name)
+            raise BadRequest(f"{name} = {value!r} is not supported here: leave {name} out"[:400], name)
 
 
-def _prompts(prompt: str | list[int | str | list[int]]) -> tuple[Prompt, ...]:
+def _prompts(prompt: str | list[int | str | list[int]]) -> tuple[PromptInput, ...]:
     if isinstance(prompt, str):
         return (prompt,)
     if not prompt:
-        raise BadAsk("prompt is empty: expected text, token ids, or a list of either", "prompt")
+        raise BadRequest("prompt is empty: expected text, token ids, or a list of either", "prompt")
     if all(isinstance(one, int) for one in prompt):
         return (tuple(one for one in prompt if isinstance(one, int)),)
     if all(isinstance(one, str) for one in prompt) or all(isinstance(one, list) for one in prompt):
         return tuple(tuple(one) if isinstance(one, list) else str(one) for one in prompt)
-    raise BadAsk("prompt mixes kinds: expected text, token ids, or a list of either", "prompt")
+    raise BadRequest("prompt mixes kinds: expected text, token ids, or a list of either", "prompt")
 
 
 def _is_list(prompt: str | list[int | str | list[int]]) -> bool:
@@ -231,7 +220,7 @@ def _is_list(prompt: str | list[int | str | list[int]]) -> bool:
 
 def _chat(messages: list[ChatMessage]) -> tuple[Message, ...]:
     if not messages:
-        raise BadAsk("messages is empty: expected at least one", "messages")
+        raise BadRequest("messages is empty: expected at least one", "messages")
     return tuple(_message(number, message) for number, message in enumerate(messages))
 
 
@@ -239,19 +228,19 @@ def _message(number: int, message: ChatMessage) -> Message:
     where = f"messages[{number}]"
     for name in ("name", "refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id"):
         if getattr(message, name):
-            raise BadAsk(f"{where}.{name} is not supported here: leave it out", f"{where}.{name}")
+            raise BadRequest(f"{where}.{name} is not supported here: leave it out", f"{where}.{name}")
     parts = message.content
     if parts is None or isinstance(parts, str):
         return Message(role=message.role, content=parts or "")
     for part in parts:
         if part.type != "text" or part.text is None:
-            raise BadAsk(f"{where}.content has a part of type {part.type!r}: expected text", f"{where}.content")
+            raise BadRequest(f"{where}.content has a part of type {part.type!r}: expected text", f"{where}.content")
     return Message(role=message.role, content="".join(part.text or "" for part in parts))
 
 
-def _within(name: str, value: int, least: int, most: int) -> int:
-    if not least <= value <= most:
-        raise BadAsk(f"{name} = {value}: expected {least} to {most}", name)
+def _within(name: str, value: int, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise BadRequest(f"{name} = {value}: expected {low} to {high}", name)
     return value
 
 
@@ -259,18 +248,18 @@ def _max_tokens(body: CompletionBody | ChatBody) -> int | None:
     name, value = "max_tokens", body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         if value is not None and value != body.max_completion_tokens:
-            raise BadAsk("max_tokens and max_completion_tokens differ: send one of them", "max_tokens")
+            raise BadRequest("max_tokens and max_completion_tokens differ: send one of them", "max_tokens")
         name, value = "max_completion_tokens", body.max_completion_tokens
     if value is None:
-        return None if isinstance(body, ChatBody) else USUAL_TOKENS
+        return None if isinstance(body, ChatBody) else DEFAULT_MAX_TOKENS
     if value < 1:
-        raise BadAsk(f"{name} = {value}: expected at least 1", name)
+        raise BadRequest(f"{name} = {value}: expected at least 1", name)
     return value
 
 
 def _top_p(value: float | None) -> float:
     if value is not None and not 0 < value <= 1:
-        raise BadAsk(f"top_p = {value:g}: expected more than 0 and at most 1", "top_p")
+        raise BadRequest(f"top_p = {value:g}: expected more than 0 and at most 1", "top_p")
     return 1.0 if value is None else float(value)
 
 
@@ -278,7 +267,7 @@ def _temperature(value: float | None) -> float:
     if value is None:
         return 1.0
     if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
-        raise BadAsk(
+        raise BadRequest(
             f"temperature = {value:g}: expected 0 (greedy) or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
             "temperature",
         )
@@ -289,7 +278,7 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS or not all(0 < len(one) <= MAX_STOP_CHARACTERS for one in stops):
         expected = f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters"
-        raise BadAsk(f"stop has {len(stops)} strings: {expected}", "stop")
+        raise BadRequest(f"stop has {len(stops)} strings: {expected}", "stop")
     return stops
 
 
@@ -297,8 +286,8 @@ def _has_logprobs(body: CompletionBody | ChatBody) -> bool:
     if isinstance(body, ChatBody):
         return bool(body.logprobs)
     if body.logprobs:
-        raise BadAsk(
-            f"logprobs = {body.logprobs}: the engine gives the log-probability of the chosen token alone. Set logprobs = 0",
+        raise BadRequest(
+            f"logprobs = {body.logprobs}: the engine returns the log-probability of the chosen token only. Set logprobs = 0",
             "logprobs",
         )
     return body.logprobs is not None
@@ -306,5 +295,5 @@ def _has_logprobs(body: CompletionBody | ChatBody) -> bool:
 
 def _session(session_id: str | None) -> str | None:
     if session_id is not None and SESSION_ID.fullmatch(session_id) is None:
-        raise BadAsk("session_id: expected 1 to 128 letters, digits or . _ : @ -", "session_id")
+        raise BadRequest("session_id: expected 1 to 128 letters, digits or . _ : @ -", "session_id")
     return session_id

@@ -1,7 +1,7 @@
-"""Answers in OpenAI's format, whole and in chunks. Beyond it, a choice has `token_ids`, `token_logprobs` and `token_versions`
-(in a chunk: those since the chunk before), and a reply `prompt_token_ids` (in a stream: its first chunk).
+"""Responses of OpenAI's API, complete and in chunks. In addition, a choice has `token_ids`, `token_logprobs` and
+`token_versions` (in a chunk: those since the previous chunk), and a response `prompt_token_ids` (in a stream: the first chunk).
 
-A log-probability is that of the token under the distribution that it was sampled from, temperature included.
+A log-probability is that of the token under the distribution that it was sampled from, including the temperature.
 """
 
 from __future__ import annotations
@@ -11,65 +11,69 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 
 from millstream.env import Text
-from millstream.serve.openai.detokenize import Piece
-from millstream.serve.openai.request_schema import Ask
+from millstream.events.types import encode_json
+from millstream.serve.openai.detokenize import TextPiece
+from millstream.serve.openai.request_schema import CompletionRequest
 from millstream.types import Finish
 
-Json = dict[str, Any]
+JsonObject = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 
 
-class Writer:
-    """Of all that is answered to one request."""
+class ResponseWriter:
+    """Writes everything that is sent in response to one request."""
 
-    def __init__(self, ask: Ask, prompts: Sequence[Sequence[int]], *, model: str, text: Text) -> None:
-        self._ask = ask
+    def __init__(self, request: CompletionRequest, prompts: Sequence[Sequence[int]], *, model: str, text: Text) -> None:
+        self._request = request
         self._prompts = prompts
         self._text = text
-        kind, prefix = ("chat.completion", "chatcmpl") if ask.is_chat else ("text_completion", "cmpl")
-        self._head: Json = {
+        kind, prefix = ("chat.completion", "chatcmpl") if request.is_chat else ("text_completion", "cmpl")
+        self._head: JsonObject = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
             "model": model,
         }
-        self._chunk_head = self._head | {"object": "chat.completion.chunk" if ask.is_chat else kind}
+        self._chunk_head = self._head | {"object": "chat.completion.chunk" if request.is_chat else kind}
         self._num_chunks = 0
 
-    def whole(self, answers: Iterable[tuple[Piece, Finish]]) -> Json:
+    def whole(self, answers: Iterable[tuple[TextPiece, Finish]]) -> JsonObject:
         """The answers in the order of their prompts, `n` to each."""
         found = list(answers)
         choices = [self._choice(index, piece, finish) for index, (piece, finish) in enumerate(found)]
         num_tokens = sum(len(piece.sampled.tokens) for piece, _ in found)
         return self._head | {"choices": choices, "usage": self.usage(num_tokens)} | self._prompt_ids()
 
-    def chunk(self, index: int, piece: Piece | None, finish: Finish | None) -> Json:
-        """More of one answer; without a piece, its end."""
-        choice: Json = {"index": index, "finish_reason": None if finish is None else finish.value, "logprobs": None}
+    def chunk(self, index: int, piece: TextPiece | None, finish: Finish | None) -> JsonObject:
+        """The next text of one answer; without a piece, its end."""
+        choice: JsonObject = {
+            "index": index,
+            "finish_reason": None if finish is None else finish.value,
+            "logprobs": None,
+        }
         text = "" if piece is None else piece.text
-        choice |= {"delta": {"content": text} if text else {}} if self._ask.is_chat else {"text": text}
+        choice |= {"delta": {"content": text} if text else {}} if self._request.is_chat else {"text": text}
         if piece is not None:
             choice |= self._tokens(piece)
         return self._chunk({"choices": [choice]})
 
-    def first_chunks(self) -> list[Json]:
-        """A chat begins with who speaks; and the first chunk of all says what the model was shown."""
-        if not self._ask.is_chat:
+    def first_chunks(self) -> list[JsonObject]:
+        """The roles, with which a chat begins; the first chunk of all has the prompt's tokens."""
+        if not self._request.is_chat:
             return []
         roles = (
             {"index": n, "finish_reason": None, "delta": {"role": "assistant", "content": ""}} for n in self._indices()
         )
         return [self._chunk({"choices": [role]}) for role in roles]
 
-    def last_chunk(self, num_tokens: int) -> Json | None:
-        """The usage, where it is asked for."""
-        return self._chunk({"choices": [], "usage": self.usage(num_tokens)}) if self._ask.has_usage else None
+    def last_chunk(self, num_tokens: int) -> JsonObject | None:
+        """The usage, if it was requested."""
+        return self._chunk({"choices": [], "usage": self.usage(num_tokens)}) if self._request.has_usage else None
 
-    def usage(self, num_tokens: int) -> Json:
+    def usage(self, num_tokens: int) -> JsonObject:
         num_prompt = sum(map(len, self._prompts))
         return {
             "prompt_tokens": num_prompt,
@@ -78,36 +82,36 @@ class Writer:
         }
 
     def _indices(self) -> range:
-        return range(len(self._prompts) * self._ask.num_choices)
+        return range(len(self._prompts) * self._request.num_choices)
 
-    def _chunk(self, content: Json) -> Json:
+    def _chunk(self, content: JsonObject) -> JsonObject:
         extra = self._prompt_ids() if self._num_chunks == 0 else {}
         self._num_chunks += 1
         return self._chunk_head | content | extra
 
-    def _prompt_ids(self) -> Json:
-        """In the shape of the prompt: ids, or a list of ids for each of several."""
-        return {"prompt_token_ids": self._prompts if self._ask.is_list else self._prompts[0]}
+    def _prompt_ids(self) -> JsonObject:
+        """In the shape of the prompt: ids, or a list of ids per prompt."""
+        return {"prompt_token_ids": self._prompts if self._request.is_list else self._prompts[0]}
 
-    def _choice(self, index: int, piece: Piece, finish: Finish) -> Json:
-        said: Json = {"text": piece.text}
-        if self._ask.is_chat:
-            said = {"message": {"role": "assistant", "content": piece.text}}
-        return {"index": index, "finish_reason": finish.value, "logprobs": None} | said | self._tokens(piece)
+    def _choice(self, index: int, piece: TextPiece, finish: Finish) -> JsonObject:
+        content: JsonObject = {"text": piece.text}
+        if self._request.is_chat:
+            content = {"message": {"role": "assistant", "content": piece.text}}
+        return {"index": index, "finish_reason": finish.value, "logprobs": None} | content | self._tokens(piece)
 
-    def _tokens(self, piece: Piece) -> Json:
+    def _tokens(self, piece: TextPiece) -> JsonObject:
         sampled = piece.sampled
-        found: Json = {
+        found: JsonObject = {
             "token_ids": sampled.tokens,
             "token_logprobs": sampled.logprobs,
             "token_versions": sampled.versions,
         }
-        return found | ({"logprobs": self._logprobs(piece)} if self._ask.has_logprobs else {})
+        return found | ({"logprobs": self._logprobs(piece)} if self._request.has_logprobs else {})
 
-    def _logprobs(self, piece: Piece) -> Json:
-        """`bytes` is None: of a token that is half of a character, the text does not say them."""
+    def _logprobs(self, piece: TextPiece) -> JsonObject:
+        """`bytes` is None: the text of a token that is a part of a character does not have them."""
         names = [self._text.decode([token]) for token in piece.sampled.tokens]
-        if not self._ask.is_chat:
+        if not self._request.is_chat:
             return {
                 "tokens": names,
                 "token_logprobs": piece.sampled.logprobs,
@@ -121,7 +125,7 @@ class Writer:
         }
 
 
-def refusal(
+def error_json(
     status: int,
     message: str,
     headers: dict[str, str] | None = None,
@@ -129,35 +133,19 @@ def refusal(
     param: str | None = None,
     code: str | None = None,
 ) -> Response:
-    return reply({"error": fault(status, message, param=param, code=code)}, status, headers)
+    return json_response({"error": error_object(status, message, param=param, code=code)}, status, headers)
 
 
-def fault(status: int, message: str, *, param: str | None = None, code: str | None = None) -> Json:
+def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> JsonObject:
     kinds = {401: ("authentication_error", "invalid_api_key"), 429: ("rate_limit_error", "rate_limit_exceeded")}
     kind, usual = kinds.get(status, ("invalid_request_error" if status < 500 else "server_error", None))
     return {"message": message, "type": kind, "param": param, "code": code or usual}
 
 
-def reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(encode(value), status, headers, media_type="application/json")
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode_json(value), status, headers, media_type="application/json")
 
 
-def event(value: Json) -> bytes:
-    """As it goes into a stream."""
-    return b"data: " + encode(value) + b"\n\n"
-
-
-def encode(value: Any) -> bytes:
-    """Half of a character, if there is one in a text, becomes a question mark."""
-    try:
-        return msgspec.json.encode(value)
-    except UnicodeEncodeError:
-        return msgspec.json.encode(_in_unicode(value))
-
-
-def _in_unicode(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_in_unicode(key): _in_unicode(item) for key, item in value.items()}
-    return [_in_unicode(item) for item in value] if isinstance(value, list | tuple) else value
+def stream_event(value: JsonObject) -> bytes:
+    """One server-sent event of a stream."""
+    return b"data: " + encode_json(value) + b"\n\n"

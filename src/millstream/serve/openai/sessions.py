@@ -1,10 +1,10 @@
-"""Sessions: the calls of a program that knows nothing of tokens, put together into one rollout.
+"""Sessions: the calls of a program that works with text, joined into one rollout of tokens.
 
-A call whose prompt goes on from what was said before (the messages of an earlier call, the answer that it got, and more) is
-sent to the model as the tokens that stood there, the sampled ones as they were sampled; only what is new is tokenised
-(`env.dialog`). A prompt that does not begins a new part. A token is sampled, and masked as such, in one part alone.
+A call whose prompt continues an earlier one (its messages, its answer, and more) is sent to the model with the tokens of the
+earlier call, the sampled ones as they were sampled; only the new text is tokenized (`env.dialog`). Any other prompt begins a
+new part. A token is sampled, and marked so in the loss mask, in one part only.
 
-Bounded: the number of sessions, how long one is kept without a call, and the tokens of each.
+Bounded: the number of sessions, the time that an idle one is kept, and the tokens of each.
 """
 
 from __future__ import annotations
@@ -18,27 +18,24 @@ from millstream.clock import Clock
 from millstream.env import Text
 from millstream.env.dialog import delta
 from millstream.serve.openai.detokenize import TextStream
-from millstream.serve.openai.request_schema import BadAsk, Prompt
+from millstream.serve.openai.request_schema import BadRequest, PromptInput
 from millstream.types import Completion, Finish, Message
 
 
 class SessionLimits(Struct, frozen=True, kw_only=True):
-    most: int = 1024
-    idle_s: float = 3600.0
-    """Without a call for so long, it is forgotten."""
-    tokens: int = 1 << 18
-    """Of all parts of one session. Each takes some 100 bytes of memory."""
+    sessions: int = 1024
+    idle_s: float = 3600.0  # without a call for this long, it is deleted
+    tokens: int = 1 << 18  # of all parts of one session, at about 100 bytes of memory each
 
     def __post_init__(self) -> None:
-        if self.most < 1 or self.idle_s <= 0 or self.tokens < 1:
-            raise ValueError("most and tokens must be at least 1, idle_s above 0")
+        if self.sessions < 1 or self.idle_s <= 0 or self.tokens < 1:
+            raise ValueError("sessions and tokens must be at least 1, idle_s above 0")
 
 
-class Part(Struct, frozen=True, kw_only=True, eq=False):
+class SessionPart(Struct, frozen=True, kw_only=True, eq=False):
     """One sequence of a session, as in `types.Rollout`: 0 and -1 where nothing was sampled."""
 
-    said: Prompt
-    """All of it as the caller knows it, the answers included."""
+    content: PromptInput  # prompt and answers as the caller knows them
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     logprobs: tuple[float, ...]
@@ -48,20 +45,18 @@ class Part(Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Turn(Struct, frozen=True, kw_only=True, eq=False):
-    """A call in a session, before it is answered."""
+    """A call in a session, before its answer."""
 
     session_id: str
-    prompt: Prompt
+    prompt: PromptInput
     tokens: tuple[int, ...]
-    room: int
-    """Tokens that the session has left for an answer."""
-    before: Part | None
-    """What it goes on from. None: it begins a new part."""
+    room: int  # tokens that the session has left for the answer
+    before: SessionPart | None  # the part that it continues. None: it begins a new one
 
 
 class Session:
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[SessionPart] = []
         self.used_at = 0.0
 
     @property
@@ -70,71 +65,72 @@ class Session:
 
 
 class Sessions:
-    """Knows no engine. A call: `parts`, `continued` (which takes time), `begin`, and, if it was answered, `end`. One that fails
-    leaves nothing behind."""
+    """All sessions; independent of the engine. A call: `parts`, `continued` (slow: it tokenizes), `begin`, and after the answer
+    `end`. A call that fails leaves nothing behind."""
 
     def __init__(self, limits: SessionLimits, clock: Clock) -> None:
         self._limits = limits
         self._clock = clock
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
-        """The one used longest ago first."""
+        self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
-        self._forget()
+        self._delete_idle()
         return len(self._sessions)
 
     def find(self, session_id: str) -> Session:
-        self._forget()
+        self._delete_idle()
         if session_id not in self._sessions:
-            why = f"no session {session_id!r}: it never began, was ended, or was idle for {self._limits.idle_s:g} s"
-            raise BadAsk(why, "session_id", status=404)
+            why = f"no session {session_id!r}: it never began, was deleted, or was idle for {self._limits.idle_s:g} s"
+            raise BadRequest(why, "session_id", status=404)
         return self._sessions[session_id]
 
     def delete(self, session_id: str) -> None:
         self.find(session_id)
         del self._sessions[session_id]
 
-    def parts(self, session_id: str) -> Sequence[Part]:
-        """As they are now; none of a session that is new. Raises `BadAsk` where there is no room for one more."""
-        self._forget()
+    def parts(self, session_id: str) -> Sequence[SessionPart]:
+        """The present parts; none if the session is new. Raises `BadRequest` if there are too many sessions."""
+        self._delete_idle()
         session = self._sessions.get(session_id)
-        if session is None and len(self._sessions) >= self._limits.most:
-            why = f"there are {self._limits.most} sessions, as many as there may be: DELETE /v1/sessions/ID ends one"
-            raise BadAsk(why, "session_id", status=429, code="rate_limit_exceeded")
+        if session is None and len(self._sessions) >= self._limits.sessions:
+            why = f"there are {self._limits.sessions} sessions, which is the limit: DELETE /v1/sessions/ID ends one"
+            raise BadRequest(why, "session_id", status=429, code="rate_limit_exceeded")
         return () if session is None else tuple(session.parts)
 
-    def begin(self, session_id: str, prompt: Prompt, tokens: Sequence[int], before: Part | None) -> Turn:
-        """Raises `BadAsk` where the session has no room for these tokens and an answer."""
+    def begin(self, session_id: str, prompt: PromptInput, tokens: Sequence[int], before: SessionPart | None) -> Turn:
+        """Raises `BadRequest` if these tokens and an answer exceed the limit of the session."""
         session = self._sessions.get(session_id) or Session()
         num_others = session.num_tokens - (0 if before is None else len(before.token_ids))
         room = self._limits.tokens - num_others - len(tokens)
         if room < 1:
             why = f"{len(tokens)} tokens in a session that has {num_others} others: more than its {self._limits.tokens}"
-            raise BadAsk(f"{why}. Begin another session", "session_id")
+            raise BadRequest(f"{why}. Begin another session", "session_id")
         return Turn(session_id=session_id, prompt=prompt, tokens=tuple(tokens), room=room, before=before)
 
-    def end(self, turn: Turn, speech: TextStream, finish: Finish, *, is_ended_by_model: bool) -> None:
-        """It was said. If another call has gone on from the same place meanwhile, this one becomes a part of its own, in which
-        what both share is not sampled."""
+    def end(self, turn: Turn, answer: TextStream, finish: Finish, *, is_ended_by_model: bool) -> None:
+        """Add the answer. If another call has continued the same part meanwhile, this one becomes a part of its own, in which
+        the shared tokens are not marked as sampled."""
         session = self._sessions.setdefault(turn.session_id, Session())
         session.used_at = self._clock.now()
         self._sessions.move_to_end(turn.session_id)
         place = next((n for n, part in enumerate(session.parts) if part is turn.before), None)
         is_shared = turn.before is not None and place is None and bool(session.parts)
-        part = _grown(turn, speech, finish, is_shared=is_shared, is_ended_by_model=is_ended_by_model)
+        part = _grown(turn, answer, finish, is_shared=is_shared, is_ended_by_model=is_ended_by_model)
         if place is None:
             session.parts.append(part)
         else:
             session.parts[place] = part
 
-    def _forget(self) -> None:
+    def _delete_idle(self) -> None:
         limit = self._clock.now() - self._limits.idle_s
         while self._sessions and next(iter(self._sessions.values())).used_at < limit:
             self._sessions.popitem(last=False)
 
 
-def continued(parts: Sequence[Part], prompt: Prompt, text: Text) -> tuple[Part | None, Sequence[int]]:
-    """The newest part that the prompt goes on from, and the tokens to send."""
+def continued(
+    parts: Sequence[SessionPart], prompt: PromptInput, text: Text
+) -> tuple[SessionPart | None, Sequence[int]]:
+    """The newest part that the prompt continues, and the tokens to send."""
     for part in reversed(parts):
         tokens = _after(part, prompt, text)
         if tokens is not None:
@@ -142,40 +138,40 @@ def continued(parts: Sequence[Part], prompt: Prompt, text: Text) -> tuple[Part |
     return None, opening(prompt, text)
 
 
-def opening(prompt: Prompt, text: Text) -> Sequence[int]:
-    """The tokens of a prompt by itself."""
+def opening(prompt: PromptInput, text: Text) -> Sequence[int]:
+    """The tokens of a prompt that begins a part."""
     if isinstance(prompt, str):
         return text.opening(prompt)
     messages = [one for one in prompt if isinstance(one, Message)]
     return text.opening(messages) if messages else [one for one in prompt if isinstance(one, int)]
 
 
-def _after(part: Part, prompt: Prompt, text: Text) -> Sequence[int] | None:
-    """The tokens of a prompt that goes on from this part; None if it does not."""
+def _after(part: SessionPart, prompt: PromptInput, text: Text) -> Sequence[int] | None:
+    """The tokens of a prompt that continues this part; None if it does not."""
     if isinstance(prompt, str):
-        is_next = isinstance(part.said, str) and prompt.startswith(part.said) and len(prompt) > len(part.said)
-        return (*part.token_ids, *text.encode(prompt[len(part.said) :])) if is_next else None
+        is_next = isinstance(part.content, str) and prompt.startswith(part.content) and len(prompt) > len(part.content)
+        return (*part.token_ids, *text.encode(prompt[len(part.content) :])) if is_next else None
     if prompt[: len(part.token_ids)] == part.token_ids:
         return [one for one in prompt if isinstance(one, int)]
-    if isinstance(part.said, str) or prompt[: len(part.said)] != part.said:
+    if isinstance(part.content, str) or prompt[: len(part.content)] != part.content:
         return None
-    new = [one for one in prompt[len(part.said) :] if isinstance(one, Message)]
+    new = [one for one in prompt[len(part.content) :] if isinstance(one, Message)]
     return (*part.token_ids, *delta(text, new, after=part.last)) if new else None
 
 
-def _grown(turn: Turn, speech: TextStream, finish: Finish, *, is_shared: bool, is_ended_by_model: bool) -> Part:
-    before, said = turn.before, len(speech.tokens)
+def _grown(turn: Turn, answer: TextStream, finish: Finish, *, is_shared: bool, is_ended_by_model: bool) -> SessionPart:
+    before, num_sampled = turn.before, len(answer.tokens)
     shown = len(turn.tokens) - (0 if before is None else len(before.token_ids))
     mask, logprobs, versions = (before.loss_mask, before.logprobs, before.versions) if before else ((), (), ())
     if is_shared:
         mask, logprobs, versions = (False,) * len(mask), (0.0,) * len(mask), (-1,) * len(mask)
-    sampled = speech.sampled()
-    # an answer that a stop string has cut is not one that the model has ended: its end of turn is still to be shown
+    sampled = answer.sampled()
+    # an answer cut by a stop string was not ended by the model: its end-of-turn token is still missing
     last = Finish.STOP if is_ended_by_model else Finish.LENGTH
-    return Part(
-        said=_and_answer(turn.prompt, speech),
+    return SessionPart(
+        content=_and_answer(turn.prompt, answer),
         token_ids=(*turn.tokens, *sampled.tokens),
-        loss_mask=(*mask, *(False,) * shown, *(True,) * said),
+        loss_mask=(*mask, *(False,) * shown, *(True,) * num_sampled),
         logprobs=(*logprobs, *(0.0,) * shown, *sampled.logprobs),
         versions=(*versions, *(-1,) * shown, *sampled.versions),
         last=Completion(
@@ -185,16 +181,16 @@ def _grown(turn: Turn, speech: TextStream, finish: Finish, *, is_shared: bool, i
     )
 
 
-def _and_answer(prompt: Prompt, speech: TextStream) -> Prompt:
+def _and_answer(prompt: PromptInput, answer: TextStream) -> PromptInput:
     if isinstance(prompt, str):
-        return prompt + speech.said
+        return prompt + answer.final
     messages = tuple(one for one in prompt if isinstance(one, Message))
     if messages:
-        return (*messages, Message(role="assistant", content=speech.said))
-    return (*(one for one in prompt if isinstance(one, int)), *speech.tokens)
+        return (*messages, Message(role="assistant", content=answer.final))
+    return (*(one for one in prompt if isinstance(one, int)), *answer.tokens)
 
 
-def as_shown(session_id: str, session: Session) -> dict[str, object]:
+def session_json(session_id: str, session: Session) -> dict[str, object]:
     names = ("token_ids", "loss_mask", "logprobs", "versions", "finish_reason")
     parts = [{name: getattr(part, name) for name in names} for part in session.parts]
     return {"id": session_id, "object": "session", "parts": parts}

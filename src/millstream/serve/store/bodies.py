@@ -1,4 +1,4 @@
-"""What is sent to the store's service. Unknown fields are refused by name."""
+"""Request bodies of the store's service. Unknown fields are refused by name."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from msgspec import Struct
 from millstream.store import TRAIN
 
 
-class PutBody(Struct, forbid_unknown_fields=True, kw_only=True):
+class EmptyBody(Struct, forbid_unknown_fields=True, kw_only=True): ...
+
+
+class PartitionBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    partition: str = TRAIN
+
+
+class PutBody(PartitionBody, kw_only=True):
     columns: dict[str, Any]
     dtypes: dict[str, str] = {}
-    group_ids: int | list[int] | None = None
-    """One for all rows or one for each. Prompts need none."""
+    group_ids: int | list[int] | None = None  # one for all rows or one per row. Not needed for prompts
     versions: int | list[int] | None = None
     tokens: list[int] | None = None
-    close: bool = False
-    """These are all rows of their groups."""
-    partition: str = TRAIN
-    wait_s: float = 0.0
-    """For room."""
+    close: bool = False  # these are all rows of their groups
+    wait_s: float = 0.0  # for space in the store
 
 
 class WriteBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -30,7 +33,7 @@ class WriteBody(Struct, forbid_unknown_fields=True, kw_only=True):
     overwrite: bool = False
 
 
-class ClaimBody(Struct, forbid_unknown_fields=True, kw_only=True):
+class ClaimBody(PartitionBody, kw_only=True):
     """See `millstream.store.Want`."""
 
     task: str
@@ -43,38 +46,26 @@ class ClaimBody(Struct, forbid_unknown_fields=True, kw_only=True):
     patience_s: float | None = None
     wait_s: float = 0.0
     lease_s: float | None = None
-    partition: str = TRAIN
-    lists: bool = False
-    """Arrays as nested lists, to be read by people."""
+    lists: bool = False  # arrays as nested lists, for a human reader
 
 
-class GroupsBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    group_ids: list[int]
-    partition: str = TRAIN
-
-
-class PartitionBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    partition: str = TRAIN
-
-
-class StepBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Of an acknowledgement."""
-
+class AcknowledgeBody(EmptyBody, kw_only=True):
     step: int | None = None
 
 
-class CoverBody(Struct, forbid_unknown_fields=True, kw_only=True):
+class GroupsBody(PartitionBody, kw_only=True):
+    group_ids: list[int]
+
+
+class CoverBody(PartitionBody, kw_only=True):
     step: int
-    partition: str = TRAIN
 
 
-class RewindBody(Struct, forbid_unknown_fields=True, kw_only=True):
+class RewindBody(PartitionBody, kw_only=True):
     task: str
     step: int
-    partition: str = TRAIN
 
 
-class Weights(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class NewWeights(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     version: int
-    where: str | None = None
-    """Where they can be fetched; None if that is known."""
+    where: str | None = None  # where to fetch them. None: known to the readers

@@ -1,13 +1,12 @@
-"""A store behind HTTP, as a store: the same methods, in MessagePack. See `millstream.store.Store` for the promises.
+"""The client of the store's service: a `millstream.store.Store` over HTTP in MessagePack, with the same guarantees.
 
     async with HttpStore("http://127.0.0.1:7077", token=...) as store:
         lease = await store.claim("train", Want(groups=8))
 
-What differs: there is no connection that dies with its holder, so that a lease lasts as long as it says (`expires_s`, by
-default what the service says) and is renewed by who needs it longer. A put or an acknowledgement whose answer is lost may have
-happened. A cell comes back as what MessagePack knows, or an array: a tuple as a list, a struct as a dictionary, a tensor as an
-array.
-For code without `await`: `store.blocking.BlockingClient(lambda: HttpStore.connect(url))`.
+Differences: no connection ends with its client, so a lease lasts for `expires_s` (by default the service's `lease_s`) and must
+be renewed to last longer. A put or an acknowledgement whose response is lost may have happened. Cells come back as MessagePack
+types or arrays: a tuple as a list, a struct as a dictionary, a tensor as an array.
+For synchronous code: `store.blocking.BlockingClient(lambda: HttpStore.connect(url))`.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ import msgspec
 import numpy as np
 
 from millstream.errors import StoreError, StoreTimeout, StreamEnded
-from millstream.serve.store.bodies import Weights
-from millstream.serve.store.columns import MESSAGEPACK, columns_in, columns_out, encode
+from millstream.serve.store.bodies import NewWeights
+from millstream.serve.store.columns import MESSAGEPACK, columns_in, columns_out, encode_body
 from millstream.store import ONE_GROUP, TRAIN, Choose, Columns, Lease, Saved, StoreStats, Want
 
-POLL_S = 30.0
-"""How long one request waits; a claim that waits longer asks again."""
-ANSWER_S = 30.0
-"""Beyond what it waits for: then the service counts as gone."""
+POLL_S = 30.0  # the wait of one request; a claim that waits longer sends several
+ANSWER_S = 30.0  # on top of that: then the service counts as unreachable
 
 
 class HttpStore:
@@ -43,7 +40,7 @@ class HttpStore:
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
         timeout = httpx.Timeout(ANSWER_S, read=poll_s + ANSWER_S)
-        limits = httpx.Limits(max_connections=None)  # a claim that waits keeps one
+        limits = httpx.Limits(max_connections=None)  # a waiting claim occupies one
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
         self._section = section
         self._poll_s = poll_s
@@ -68,9 +65,9 @@ class HttpStore:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The answer; None if there is none. Asks again where the service is busy: it has done nothing then."""
-        content = None if body is None else encode(body, MESSAGEPACK)
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The decoded response; None if it is empty. Retries while the service is busy (503): it has done nothing then."""
+        content = None if body is None else encode_body(body, MESSAGEPACK)
         while True:
             try:
                 response = await self._http.request(method, path, content=content)
@@ -84,8 +81,8 @@ class HttpStore:
         kind = {408: StoreTimeout, 410: StreamEnded}.get(response.status_code, StoreError)
         raise kind(f"{response.status_code}: {_message(response)}")
 
-    async def _tell(self, verb: str, body: dict[str, Any] | None = None) -> Any:
-        return await self._ask("POST", f"/v1/{self._section}{verb}", body or {})
+    async def _post(self, verb: str, body: dict[str, Any] | None = None) -> Any:
+        return await self._request("POST", f"/v1/{self._section}{verb}", body or {})
 
     async def put(
         self,
@@ -109,7 +106,7 @@ class HttpStore:
         while True:
             left = self._poll_s if until is None else max(0.0, until - loop.time())
             try:
-                answer = await self._tell("", body | {"wait_s": min(left, self._poll_s)})
+                answer = await self._post("", body | {"wait_s": min(left, self._poll_s)})
             except StoreTimeout:
                 if until is not None and loop.time() >= until:
                     raise
@@ -119,20 +116,20 @@ class HttpStore:
 
     async def write(self, row_ids: Sequence[int], columns: Columns, *, overwrite: bool = False) -> None:
         body = {"row_ids": _plain(row_ids), "columns": columns_out(columns), "overwrite": overwrite}
-        await self._ask("PATCH", f"/v1/{self._section}", body)
+        await self._request("PATCH", f"/v1/{self._section}", body)
 
     async def close_groups(self, group_ids: Sequence[int], *, partition: str = TRAIN) -> None:
-        await self._tell("/close_groups", {"group_ids": _plain(group_ids), "partition": partition})
+        await self._post("/close_groups", {"group_ids": _plain(group_ids), "partition": partition})
 
     async def claim(
         self, task: str, want: Want = ONE_GROUP, *, choose: Choose | None = None, partition: str = TRAIN
     ) -> Lease:
         if choose is not None:
-            raise StoreError("a choice of your own cannot be made over HTTP: use a policy")
-        asked = {key: value for key, value in msgspec.to_builtins(want).items() if value is not None}
-        deadline_s, lease_s, patience_s = want.deadline_s, asked.pop("expires_s", None), want.patience_s
-        asked.pop("deadline_s", None)
-        body = asked | {"task": task, "partition": partition} | ({} if lease_s is None else {"lease_s": lease_s})
+            raise StoreError("`choose` does not work over HTTP: use a policy")
+        fields = {key: value for key, value in msgspec.to_builtins(want).items() if value is not None}
+        deadline_s, lease_s, patience_s = want.deadline_s, fields.pop("expires_s", None), want.patience_s
+        fields.pop("deadline_s", None)
+        body = fields | {"task": task, "partition": partition} | ({} if lease_s is None else {"lease_s": lease_s})
         loop = asyncio.get_running_loop()
         begin = loop.time()
         while True:
@@ -140,72 +137,74 @@ class HttpStore:
             left = self._poll_s if deadline_s is None else max(0.0, deadline_s - waited)
             if patience_s is not None:
                 body["patience_s"] = max(0.0, patience_s - waited)
-            answer = await self._tell("/claim", body | {"wait_s": min(left, self._poll_s)})
+            answer = await self._post("/claim", body | {"wait_s": min(left, self._poll_s)})
             if answer is not None:
                 return _lease(answer)
             if deadline_s is not None and loop.time() - begin >= deadline_s:
                 raise StoreTimeout(f"nothing to claim for {task} after {deadline_s:g} s")
 
     async def renew(self, lease: Lease) -> None:
-        await self._tell(f"/leases/{lease.lease_id}/renew")
+        await self._post(f"/leases/{lease.lease_id}/renew")
 
     async def acknowledge(self, lease: Lease, *, step: int | None = None) -> None:
-        await self._tell(f"/leases/{lease.lease_id}/acknowledge", {"step": step})
+        await self._post(f"/leases/{lease.lease_id}/acknowledge", {"step": step})
 
     async def drop(self, lease: Lease) -> None:
-        await self._tell(f"/leases/{lease.lease_id}/drop")
+        await self._post(f"/leases/{lease.lease_id}/drop")
 
     async def give_back(self, lease: Lease) -> None:
-        await self._tell(f"/leases/{lease.lease_id}/give_back")
+        await self._post(f"/leases/{lease.lease_id}/give_back")
 
     async def cover(self, step: int, *, partition: str = TRAIN) -> None:
-        await self._tell("/cover", {"step": step, "partition": partition})
+        await self._post("/cover", {"step": step, "partition": partition})
 
     async def rewind(self, task: str, step: int, *, partition: str = TRAIN) -> int:
-        rows: int = (await self._tell("/rewind", {"task": task, "step": step, "partition": partition}))["rows"]
+        rows: int = (await self._post("/rewind", {"task": task, "step": step, "partition": partition}))["rows"]
         return rows
 
     def wake(self) -> None:
-        """Nobody chooses here."""
+        """Nothing to wake: `choose` is not supported."""
 
     async def finish(self, *, partition: str = TRAIN) -> None:
-        await self._tell("/finish", {"partition": partition})
+        await self._post("/finish", {"partition": partition})
 
     async def drop_partition(self, partition: str) -> int:
-        rows: int = (await self._ask("DELETE", f"/v1/{self._section}/partitions/{quote(partition, safe='')}"))["rows"]
+        rows: int = (await self._request("DELETE", f"/v1/{self._section}/partitions/{quote(partition, safe='')}"))[
+            "rows"
+        ]
         return rows
 
     async def snapshot(self, *, partition: str = TRAIN) -> Saved:
-        raise StoreError("a snapshot is made where the store is, not over HTTP")
+        raise StoreError("snapshots are made in the store's process, not over HTTP")
 
     async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:
-        raise StoreError("a snapshot is restored where the store is, not over HTTP")
+        raise StoreError("snapshots are restored in the store's process, not over HTTP")
 
     async def stats(self) -> StoreStats:
-        return msgspec.convert((await self._ask("GET", "/v1/stats"))[self._section], StoreStats)
+        return msgspec.convert((await self._request("GET", "/v1/stats"))[self._section], StoreStats)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     async def notify_weights(self, version: int, where: str | None = None) -> None:
-        """New weights are there."""
-        await self._ask("POST", "/v1/weights", {"version": version, "where": where})
+        """Announce new weights."""
+        await self._request("POST", "/v1/weights", {"version": version, "where": where})
 
-    async def wait_for_weights(self, after: int | None = None, deadline_s: float | None = None) -> Weights | None:
-        """The newest, once they are later than `after`; None if they are not before the deadline."""
+    async def wait_for_weights(self, after: int | None = None, deadline_s: float | None = None) -> NewWeights | None:
+        """The newest weights, once they are newer than `after`; None at the deadline."""
         loop = asyncio.get_running_loop()
         until = None if deadline_s is None else loop.time() + deadline_s
         while True:
             left = self._poll_s if until is None else max(0.0, until - loop.time())
             query = f"wait_s={min(left, self._poll_s)}" + ("" if after is None else f"&after={after}")
-            answer = await self._ask("GET", f"/v1/weights?{query}")
+            answer = await self._request("GET", f"/v1/weights?{query}")
             if answer is not None:
-                return msgspec.convert(answer, Weights)
+                return msgspec.convert(answer, NewWeights)
             if until is not None and loop.time() >= until:
                 return None
 
 
 def _plain(values: Any) -> Any:
-    """Numbers as MessagePack knows them, out of lists, ranges and arrays."""
+    """Python numbers, from lists, ranges and arrays."""
     if values is None:
         return None
     return int(values) if isinstance(values, int | np.integer) else [int(value) for value in values]

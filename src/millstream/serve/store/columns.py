@@ -1,9 +1,9 @@
-"""Columns as they go over HTTP: JSON, or the same in MessagePack. No pickle, no code.
+"""Columns over HTTP: JSON, or the same in MessagePack. No pickle, no code.
 
 A column is a list with one cell for each row. An array is `{"dtype": "int32", "shape": [3], "data": ...}`, the data
 little-endian and in C order, as base64 in JSON and as bytes in MessagePack. A whole column may be one such array, its first
-dimension the rows. Lists become arrays if `dtypes` names a type for their column; in JSON, lists of numbers do so by themselves
-(int64, float64 or bool).
+dimension the rows. Lists become arrays if `dtypes` names a type for their column; in JSON, lists of numbers always do (int64,
+float64 or bool).
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ import numpy as np
 
 from millstream.errors import StoreError
 
-Array = np.ndarray[Any, Any]
+_Array = np.ndarray[Any, Any]
 JSON, MESSAGEPACK = "application/json", "application/msgpack"
 ARRAY_KEYS = {"dtype", "shape", "data"}
 NUMBERS = "biufc"
 
 
-class BadCells(ValueError):
-    """What was sent is not columns; the message says where, and what was expected."""
+class BadColumns(ValueError):
+    """The body has no valid columns; the message says where, and what was expected."""
 
 
-# ---- in --------------------------------------------------------------------------------------------------------------
+# ---- decoding
 
 
 def columns_in(
     columns: Mapping[str, Any], dtypes: Mapping[str, str] | None = None, *, is_json: bool = False
 ) -> dict[str, list[Any]]:
-    """As the store takes them: all with the same number of rows, at least one."""
+    """Columns for the store: all with the same number of rows, at least one."""
     dtypes = dtypes or {}
     if unknown := set(dtypes) - set(columns):
-        raise BadCells(f"dtypes names {', '.join(sorted(unknown))}, which is not among the columns")
+        raise BadColumns(f"dtypes names {', '.join(sorted(unknown))}, which is not among the columns")
     found = {name: _column_in(name, cells, dtypes.get(name), is_json) for name, cells in columns.items()}
     counts = {name: len(cells) for name, cells in found.items()}
     if len(set(counts.values())) != 1 or not next(iter(counts.values())):
-        raise BadCells(f"columns: expected the same number of rows in each, at least one, found {counts or 'none'}")
+        raise BadColumns(f"columns: expected the same number of rows in each, at least one, found {counts or 'none'}")
     return found
 
 
@@ -50,20 +50,18 @@ def _column_in(name: str, cells: Any, dtype: str | None, is_json: bool) -> list[
         if _is_array(cells):
             whole = _array_in(cells)
             if not whole.ndim:
-                raise BadCells("an array without dimensions, which has no rows")
+                raise BadColumns("an array without dimensions, which has no rows")
             if len(whole) and not whole.size:
-                raise BadCells(
-                    f"an array of shape {whole.shape}, which has rows and nothing in them: send a list of cells"
-                )
+                raise BadColumns(f"an array of shape {whole.shape}, whose rows are empty: send a list of cells")
             return list(whole)
         if not isinstance(cells, list):
-            raise BadCells(f"expected a list with one cell for each row, found {type(cells).__name__}")
+            raise BadColumns(f"expected a list with one cell for each row, found {type(cells).__name__}")
         if dtype is not None:
             return _typed_in([_cell_in(cell) for cell in cells], _dtype(dtype))
         found = [_cell_in(cell) for cell in cells]
         return _numbers_in(found) if is_json else found
-    except (BadCells, TypeError, ValueError, OverflowError) as error:
-        raise BadCells(f"column {name!r}: {error}") from error
+    except (BadColumns, TypeError, ValueError, OverflowError) as error:
+        raise BadColumns(f"column {name!r}: {error}") from error
 
 
 def _is_array(cell: Any) -> bool:
@@ -80,41 +78,43 @@ def _dtype(name: Any) -> np.dtype[Any]:
     except TypeError:
         dtype = None
     if dtype is None or dtype.kind not in NUMBERS:
-        raise BadCells(f"dtype {name!r}: expected bool, int8 to int64, uint8 to uint64, float16 to float64, or complex")
+        raise BadColumns(
+            f"dtype {name!r}: expected bool, int8 to int64, uint8 to uint64, float16 to float64, or complex"
+        )
     return dtype
 
 
-def _array_in(cell: dict[str, Any]) -> Array:
+def _array_in(cell: dict[str, Any]) -> _Array:
     data, shape, dtype = cell["data"], cell["shape"], _dtype(cell["dtype"])
     if isinstance(data, str):
         try:
             data = base64.b64decode(data, validate=True)
         except binascii.Error as error:
-            raise BadCells(f"data: not base64: {error}") from error
+            raise BadColumns(f"data: not base64: {error}") from error
     if not isinstance(data, bytes):
-        raise BadCells(f"data: expected base64 or, in MessagePack, bytes, found {type(data).__name__}")
+        raise BadColumns(f"data: expected base64 or, in MessagePack, bytes, found {type(data).__name__}")
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise BadCells(f"shape: expected a list of sizes, found {shape!r}")
+        raise BadColumns(f"shape: expected a list of sizes, found {shape!r}")
     expected = dtype.itemsize
     for size in shape:
         expected *= size
     if len(data) != expected:
-        raise BadCells(f"data: expected {expected} bytes for {dtype.name} of shape {shape}, found {len(data)}")
+        raise BadColumns(f"data: expected {expected} bytes for {dtype.name} of shape {shape}, found {len(data)}")
     return np.frombuffer(bytearray(data), dtype.newbyteorder("<")).reshape(shape)
 
 
 def _typed_in(cells: list[Any], dtype: np.dtype[Any]) -> list[Any]:
-    """Of the type that was asked for, if that holds the values."""
+    """Cells of this type, if it can represent the values."""
     arrays = [np.asarray(cell) for cell in cells]
     for array in arrays:
         if array.size and not np.can_cast(array.dtype, dtype, "same_kind"):
-            raise BadCells(f"expected numbers that fit {dtype.name}, found {array.dtype.name}")
+            raise BadColumns(f"expected numbers that fit {dtype.name}, found {array.dtype.name}")
     typed = [np.asarray(cell, dtype) for cell in cells]
     return typed if any(array.ndim for array in typed) else list(np.array(typed))
 
 
 def _numbers_in(cells: list[Any]) -> list[Any]:
-    """Lists of numbers, of one type for the whole column; anything else stays as it is."""
+    """Lists of numbers become arrays of one type for the whole column; anything else is unchanged."""
     if not cells or not all(isinstance(cell, list) for cell in cells):
         return cells
     try:
@@ -128,7 +128,7 @@ def _numbers_in(cells: list[Any]) -> list[Any]:
     return [array.astype(common) for array in arrays]
 
 
-# ---- out -------------------------------------------------------------------------------------------------------------
+# ---- encoding
 
 
 def columns_out(columns: Mapping[str, Sequence[Any]], *, as_lists: bool = False) -> dict[str, list[Any]]:
@@ -136,7 +136,7 @@ def columns_out(columns: Mapping[str, Sequence[Any]], *, as_lists: bool = False)
 
 
 def _cell_out(cell: Any, as_lists: bool) -> Any:
-    """A tensor goes out as an array from the host; one of bfloat16 as float32, which holds the same values."""
+    """Tensors are sent as arrays; bfloat16 as float32, which represents the same values."""
     if hasattr(cell, "detach"):
         host = cell.detach().cpu()
         cell = (host.float() if str(host.dtype) == "torch.bfloat16" else host).numpy()
@@ -144,16 +144,14 @@ def _cell_out(cell: Any, as_lists: bool) -> Any:
         return cell.item()
     if not isinstance(cell, np.ndarray):
         return cell
-    if cell.dtype.kind not in NUMBERS:
-        return cell.tolist()
-    if as_lists:
+    if as_lists or cell.dtype.kind not in NUMBERS:
         return cell.tolist()
     little = np.ascontiguousarray(cell, cell.dtype.newbyteorder("<"))
     return {"dtype": cell.dtype.name, "shape": list(cell.shape), "data": little.tobytes()}
 
 
 def _other(value: Any) -> Any:
-    """Arrays deep inside of a cell."""
+    """Arrays nested inside of a cell."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise StoreError(f"a value of type {type(value).__name__} cannot be sent over HTTP")
@@ -163,5 +161,5 @@ _json = msgspec.json.Encoder(enc_hook=_other)
 _msgpack = msgspec.msgpack.Encoder(enc_hook=_other)
 
 
-def encode(value: Any, kind: str) -> bytes:
+def encode_body(value: Any, kind: str) -> bytes:
     return _msgpack.encode(value) if kind == MESSAGEPACK else _json.encode(value)

@@ -1,9 +1,10 @@
-"""What the program's process does: run a program, or be examined, or examine.
+"""What the program's process does: run_candidate a program, or be examined, or examine_candidate.
 
 An examination takes two processes, each behind walls of its own. The *candidate* runs the program and then answers calls. The
-*examiner* runs the tests, and has never run a line of the program: a function of the candidate is, for it, something that
-sends arguments and gets back plain data. So there is nothing in the process of the candidate that could make a test pass but
-the right values: no exit code, no output, no frame to look into, no patched built-in, no object that says it equals everything.
+*examiner* runs the tests, and has never run_candidate a line of the program: a function of the candidate is, for it,
+something that sends arguments and gets back plain data. So there is nothing in the process of the candidate that could make a
+test pass but the right values: no exit code, no output, no frame to look into, no patched built-in, no object that claims to
+equal everything.
 
 An object of a class of the candidate's own stays with the candidate. It can be called, indexed, iterated and asked for
 attributes, and compared with others of its kind; it never equals plain data, and is neither ordered nor calculated with it.
@@ -27,8 +28,7 @@ from typing import Any
 HEADER = 4
 MAX_BYTES = 64 << 20
 TALK, VERDICT = 3, 4
-WHY = 300
-"""Characters of a reason that are told."""
+WHY = 300  # characters of a reason that are reported
 
 
 def play(order: dict[str, Any]) -> int:
@@ -37,14 +37,14 @@ def play(order: dict[str, Any]) -> int:
         del sys.modules[name]  # nothing of ours is there to be found by its name
     match order["role"]:
         case "program":
-            return run(order["program"], "__main__")[0]
+            return run_candidate(order["program"], "__main__")[0]
         case "candidate":
             return be_examined(order["program"])
         case _:
-            return examine(order["tests"])
+            return examine_candidate(order["tests"])
 
 
-def run(program: str, name: str) -> tuple[int, dict[str, Any]]:
+def run_candidate(program: str, name: str) -> tuple[int, dict[str, Any]]:
     """The exit code, and what it defined."""
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -54,7 +54,7 @@ def run(program: str, name: str) -> tuple[int, dict[str, Any]]:
         if error.code is not None and not isinstance(error.code, int):
             sys.stderr.write(f"{error.code}\n")
         return (error.code or 0) if isinstance(error.code, int | None) else 1, {}
-    except BaseException:  # the candidate's code may raise anything: it has failed, and says so itself
+    except BaseException:  # the candidate's code may raise anything: it has failed
         with contextlib.suppress(BaseException):  # its own __str__ may raise, too
             traceback.print_exc()
         return 1, {}
@@ -98,15 +98,15 @@ class Talk:
         return bytes(data)
 
 
-def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Plain data as JSON with marks; `keep` says what stands for everything else."""
+def pack_value(value: Any, keep: Callable[[Any], Any]) -> Any:
+    """Plain data as JSON with marks; `keep` encodes everything else."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     for mark, kind in (("t", tuple), ("l", list), ("s", set), ("f", frozenset)):
         if isinstance(value, kind):
-            return {mark: [pack(item, keep) for item in value]}
+            return {mark: [pack_value(item, keep) for item in value]}
     if isinstance(value, dict):
-        return {"d": [[pack(key, keep), pack(item, keep)] for key, item in value.items()]}
+        return {"d": [[pack_value(key, keep), pack_value(item, keep)] for key, item in value.items()]}
     if isinstance(value, bytes | bytearray):
         return {"b": value.hex()}
     if type(value) is complex:
@@ -118,20 +118,20 @@ def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        return pack(value.item(), keep)
+        return pack_value(value.item(), keep)
     return keep(value)
 
 
-def unpack(packed: Any, find: Callable[[Any], Any]) -> Any:
+def unpack_value(packed: Any, find: Callable[[Any], Any]) -> Any:
     if not isinstance(packed, dict):
         return packed
     ((mark, value),) = packed.items()
     items: dict[str, Callable[[], Any]] = {
-        "t": lambda: tuple(unpack(item, find) for item in value),
-        "l": lambda: [unpack(item, find) for item in value],
-        "s": lambda: {unpack(item, find) for item in value},
-        "f": lambda: frozenset(unpack(item, find) for item in value),
-        "d": lambda: {unpack(key, find): unpack(item, find) for key, item in value},
+        "t": lambda: tuple(unpack_value(item, find) for item in value),
+        "l": lambda: [unpack_value(item, find) for item in value],
+        "s": lambda: {unpack_value(item, find) for item in value},
+        "f": lambda: frozenset(unpack_value(item, find) for item in value),
+        "d": lambda: {unpack_value(key, find): unpack_value(item, find) for key, item in value},
         "b": lambda: bytes.fromhex(value),
         "c": lambda: complex(*value),
         "o": lambda: find(value),
@@ -144,7 +144,7 @@ def unpack(packed: Any, find: Callable[[Any], Any]) -> Any:
 
 def be_examined(program: str) -> int:
     talk = Talk(TALK)
-    code, defined = run(program, "candidate")
+    code, defined = run_candidate(program, "candidate")
     if not defined:
         return code or 1
     kept: list[Any] = []
@@ -163,11 +163,11 @@ def be_examined(program: str) -> int:
 
 def _answered(asked: dict[str, Any], keep: Callable[[Any], Any], find: Callable[[Any], Any]) -> dict[str, Any]:
     try:
-        arguments = unpack(asked["arguments"], find)
-        named = unpack(asked["named"], find)
+        arguments = unpack_value(asked["arguments"], find)
+        named = unpack_value(asked["named"], find)
         value = OPERATIONS[asked["do"]](*arguments, **named)
         return {"value": _packed(value, keep), "arguments": _packed(arguments, keep)}
-    except BaseException as error:  # told to the examiner as what it is: an answer
+    except BaseException as error:  # reported to the examiner: an answer
         text = "(no text)"
         with contextlib.suppress(BaseException):  # its own __str__ may raise, too
             text = str(error)[:WHY]
@@ -176,7 +176,7 @@ def _answered(asked: dict[str, Any], keep: Callable[[Any], Any], find: Callable[
 
 def _packed(value: Any, keep: Callable[[Any], Any]) -> Any:
     try:
-        return pack(value, keep)
+        return pack_value(value, keep)
     except RecursionError:  # it contains itself
         return keep(value)
 
@@ -213,7 +213,7 @@ class CandidateError(Exception):
     """An error of a class that is not built into Python."""
 
 
-class Remote:
+class RemoteObject:
     """Something that lives with the candidate."""
 
     def __init__(self, handle: int, talk: Talk) -> None:
@@ -224,30 +224,30 @@ class Remote:
         talk: Talk = object.__getattribute__(self, "_talk")
 
         def refer(value: Any) -> Any:
-            if type(value) is Remote:
+            if type(value) is RemoteObject:
                 return {"o": object.__getattribute__(value, "_handle")}
             raise TypeError(f"a test can pass plain data to the program, and no {type(value).__name__}")
 
         def find(handle: Any) -> Any:
-            return Remote(int(handle), talk)
+            return RemoteObject(int(handle), talk)
 
         whole = (self, *arguments)
-        talk.send({"do": what, "arguments": pack(whole, refer), "named": pack(named, refer)})
+        talk.send({"do": what, "arguments": pack_value(whole, refer), "named": pack_value(named, refer)})
         answer = talk.receive()
         if "raised" in answer:
             name, text = answer["raised"]
             kind = getattr(builtins, str(name), None)
             is_error = isinstance(kind, type) and issubclass(kind, Exception)
             raise kind(text) if is_error and kind is not None else CandidateError(f"{name}: {text}")
-        value = unpack(answer["value"], find)
+        value = unpack_value(answer["value"], find)
         if value is None:
-            for before, after in zip(arguments, unpack(answer["arguments"], find)[1:], strict=True):
+            for before, after in zip(arguments, unpack_value(answer["arguments"], find)[1:], strict=True):
                 _take_over(before, after)
         return value
 
     def _with(self, what: str, other: Any) -> Any:
         """With another object of the candidate's only: plain data must be compared here, and not there."""
-        return self._do(what, other) if type(other) is Remote else NotImplemented
+        return self._do(what, other) if type(other) is RemoteObject else NotImplemented
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._do("call", *arguments, **named)
@@ -295,13 +295,13 @@ class Remote:
         self._do("exit")
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return type(instance) is Remote and instance._do("isinstance", self) is True
+        return type(instance) is RemoteObject and instance._do("isinstance", self) is True
 
     def __eq__(self, other: object) -> Any:
-        return self._with("eq", other) if type(other) is Remote else False
+        return self._with("eq", other) if type(other) is RemoteObject else False
 
     def __ne__(self, other: object) -> Any:
-        return self._with("ne", other) if type(other) is Remote else True
+        return self._with("ne", other) if type(other) is RemoteObject else True
 
     def __hash__(self) -> int:
         return hash(object.__getattribute__(self, "_handle"))
@@ -313,7 +313,7 @@ class Remote:
         return self._do("abs")
 
 
-def _between(what: str) -> Callable[[Remote, Any], Any]:
+def _between(what: str) -> Callable[[RemoteObject, Any], Any]:
     return lambda self, other: self._with(what, other)
 
 
@@ -334,7 +334,7 @@ for _name in (
     "xor",
     "matmul",
 ):
-    setattr(Remote, f"__{_name.rstrip('_')}__", _between(_name))
+    setattr(RemoteObject, f"__{_name.rstrip('_')}__", _between(_name))
 
 
 def _take_over(before: Any, after: Any) -> None:
@@ -349,7 +349,7 @@ def _take_over(before: Any, after: Any) -> None:
         before.update(after)
 
 
-def examine(tests: list[str]) -> int:
+def examine_candidate(tests: list[str]) -> int:
     """One line of JSON a test, as soon as it is over."""
     with open(VERDICT, "w") as verdicts:
         talk = Talk(TALK)
@@ -369,13 +369,13 @@ def examine(tests: list[str]) -> int:
 def _names(talk: Talk, tests: str) -> dict[str, Any]:
     """What a test may call by name. Names of Python's own are Python's own, whatever the program made of them: built-ins, and
     modules of the standard library that the tests look into."""
-    told = talk.receive()
+    names = talk.receive()
     found: dict[str, Any] = {}
-    for name, handle in told["names"].items():
-        if name in sys.stdlib_module_names and (name in told["modules"] or re.search(rf"\b{name}\.", tests)):
+    for name, handle in names["names"].items():
+        if name in sys.stdlib_module_names and (name in names["modules"] or re.search(rf"\b{name}\.", tests)):
             found[name] = importlib.import_module(name)
         elif not hasattr(builtins, name):
-            found[name] = Remote(int(handle), talk)
+            found[name] = RemoteObject(int(handle), talk)
     return found
 
 

@@ -28,11 +28,11 @@ from typing import Any
 
 from . import examiner, isolation, syscalls
 
+# What programs import most: there already.
 WARM = (
     "bisect collections copy datetime decimal fractions functools heapq itertools math operator random re statistics string "
     "typing"
 )
-"""What programs import most: there already."""
 
 HEADER = 4
 WATCH_S = 0.05
@@ -40,7 +40,7 @@ ERROR = 2
 FIRST_FREE = 16
 
 
-def main(line: socket.socket) -> None:
+def serve_forks(line: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need no burial
     for name in WARM.split():
         importlib.import_module(name)
@@ -77,8 +77,8 @@ def keep(descriptors: list[int]) -> None:
             os.close(descriptor)
         how = _watch(child, control, order, folder)
         _end(child, has_namespace=order["walls"] != "none")
-        told = os.read(report, 1 << 16).decode(errors="replace")
-        answer = {"how": how, **_last_line(told)}
+        report_text = os.read(report, 1 << 16).decode(errors="replace")
+        answer = {"how": how, **_last_line(report_text)}
     except OSError as error:
         answer = {"how": "broken", "why": str(error)}
     finally:
@@ -88,8 +88,8 @@ def keep(descriptors: list[int]) -> None:
         control.sendall(json.dumps(answer).encode())
 
 
-def _last_line(told: str) -> dict[str, Any]:
-    return json.loads(told.splitlines()[-1]) if told else {}
+def _last_line(report_text: str) -> dict[str, Any]:
+    return json.loads(report_text.splitlines()[-1]) if report_text else {}
 
 
 def _start(order: dict[str, Any], given: list[int], report: int, folder: str) -> int:
@@ -159,7 +159,7 @@ def _become(order: dict[str, Any], given: list[int], keeper: int, folder: str) -
 
 
 def _watch(child: int, control: socket.socket, order: dict[str, Any], folder: str) -> str:
-    """Until it ends, its time is over, its folder is too full, or nobody asks any more."""
+    """Until it ends, its time is over, its folder is too full, or the client has disconnected."""
     limits = order["limits"]
     deadline = time.monotonic() + limits["wall_s"]
     is_watching_folder = order["walls"] == "none"

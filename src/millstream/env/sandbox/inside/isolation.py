@@ -99,7 +99,7 @@ def _bring(path: str, *, attributes: int = syscalls.ATTR_RDONLY | syscalls.ATTR_
 
 
 def become_nobody(number: int) -> bool:
-    """From root to an identity that nobody else has while `number`, a process id, is taken: it can neither signal nor read
+    """From root to an identity that no other process has while `number`, a process id, is taken: it can neither signal nor read
     anything of anybody, and its processes are counted by themselves. False where that cannot be: root without its rights."""
     for first, most in ((FIRST_IDENTITY, MAX_IDENTITIES), (FIRST_SMALL_IDENTITY, MAX_SMALL_IDENTITIES)):
         identity = first + number % most
@@ -158,7 +158,7 @@ def _resources(limits: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _can_all_read() -> bool:
-    """Whether Python can be read by somebody who is nobody: not where it lives in a home folder that is closed to others."""
+    """Whether the user `nobody` can read the Python installation: not if it is in a private home folder."""
     path = os.path.realpath(sys.base_prefix)
     while path != "/":
         if not os.stat(path).st_mode & 0o001:

@@ -53,8 +53,8 @@ DENIED = (
     *("memfd_create", "memfd_secret", "shmget"),  # memory that no limit of ours counts
     *("io_uring_setup", "bpf", "perf_event_open", "userfaultfd", "add_key", "keyctl", "open_by_handle_at"),
 )
+# The column of the table above, and the kernel's name for it.
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""The column of the table above, and the kernel's name for it."""
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -119,10 +119,9 @@ def drop_capabilities() -> None:
 
 # ---- Landlock --------------------------------------------------------------------------------------------------------------
 
-LANDLOCK_READ = (1 << 0) | (1 << 2) | (1 << 3)
-"""Execute, read a file, list a folder."""
+LANDLOCK_READ = (1 << 0) | (1 << 2) | (1 << 3)  # execute, read a file, list a folder
+# From this version on: all rights over files that it knows.
 LANDLOCK_FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""From this version on: all rights over files that it knows."""
 LANDLOCK_FILE_ONLY = (1 << 0) | (1 << 1) | (1 << 2) | (1 << 14) | (1 << 15)
 
 
@@ -135,7 +134,7 @@ def landlock_version() -> int:
 
 
 def landlock(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Read below these, write below those, connect nowhere, and signal nobody outside, as far as the kernel can."""
+    """Read below these, write below those, connect nowhere, and signal no process outside, as far as the kernel supports it."""
     version = landlock_version()
     if version == 0:
         raise OSError(ENOSYS, "landlock: the kernel has none")

@@ -1,0 +1,164 @@
+"""The history: what the events read so far add up to."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NamedTuple
+
+from millstream.audit.report import Fields, Report
+
+
+class RunTerms(NamedTuple):
+    """What `run_started` says of the whole run."""
+
+    run_id: str
+    steps: int
+    num_tasks: int
+    filter_zero_signal: bool
+    min_group_size: int
+    groups_per_step: int
+    group_size: int
+    lag_bound: int
+    budget: int
+    extra_members: int
+    is_first_to_finish: bool
+    max_restarts: int
+
+    @property
+    def num_members(self) -> int:
+        return self.group_size + self.extra_members
+
+
+class EndedMember(NamedTuple):
+    """A rollout that ended without a failure."""
+
+    reward: float
+    rewards: list[float]  # one per agent; usually one
+    num_tokens: int
+    num_rows: int
+    start: int
+
+
+@dataclass(slots=True)
+class TrackedGroup:
+    """A group in flight. A member is running, has ended, is out (failed for good or aborted), or waits for its next attempt."""
+
+    task_id: str
+    epoch: int
+    start: int
+    deadline: int
+    next_attempt: dict[int, int] = field(default_factory=dict)
+    running: set[int] = field(default_factory=set)
+    ended: dict[int, EndedMember] = field(default_factory=dict)
+    out: set[int] = field(default_factory=set)
+    aborted: set[int] = field(default_factory=set)
+    is_taken: bool = False
+    first_attempt: int = 0
+    restarts: int = 0
+    has_failed_score: bool = False  # the reward of the whole group failed
+
+    def due_fate(self, terms: RunTerms) -> str:
+        if len(self.ended) < terms.min_group_size or self.has_failed_score:
+            return "failed"
+        by_agent = zip_longest(*(member.rewards for member in self.ended.values()))
+        known = ([reward for reward in rewards if reward is not None] for rewards in by_agent)
+        has_signal = any(max(rewards) > min(rewards) for rewards in known)
+        return "filtered" if terms.filter_zero_signal and not has_signal else "trained"
+
+    def mean_reward(self) -> float:
+        return math.fsum(member.reward for member in self.ended.values()) / len(self.ended) if self.ended else 0.0
+
+    def objections(self, kept: list[int], to_do: list[int], size: int) -> Iterator[str]:
+        """What speaks against resuming with members `kept` and repeating `to_do`: one string per check, empty if it holds."""
+        members = [*kept, *to_do]
+        lost = sorted(set(range(size)) - self.out - set(members))
+        yield f"members {lost} are neither kept nor repeated, and have not failed" if lost else ""
+        yield "" if set(members) <= set(range(size)) else f"it has no such members: {members}"
+        yield "" if len(set(members)) == len(members) else f"a member is listed twice: {members}"
+        yield "" if self.ended.keys() >= set(kept) else f"members {kept} are kept, {sorted(self.ended)} have ended"
+
+    def resume(self, kept: list[int], to_do: list[int]) -> None:
+        """Forget what was recorded of the members that are repeated."""
+        self.ended = {member: ended for member, ended in self.ended.items() if member in kept}
+        self.out.difference_update(to_do)
+        self.aborted.difference_update(to_do)
+        self.next_attempt = {}
+        self.running = set()
+
+    def restart(self, event: Fields) -> None:
+        """Forget what was recorded of all members."""
+        self.start = event["start_version"]
+        self.deadline = event["deadline"]
+        self.restarts = event["restarts"]
+        self.first_attempt = event["first_attempt"]
+        self.next_attempt = {}
+        self.ended = {}
+        self.out = set()
+        self.aborted = set()
+
+
+@dataclass(slots=True)
+class BatchTotals:
+    """Groups that left as trained since the last step."""
+
+    groups: int = 0
+    rows: int = 0
+    tokens: int = 0
+    rollouts: int = 0
+
+
+@dataclass(slots=True)
+class History:
+    terms: RunTerms | None = None
+    num_events: int = 0
+    version: int = 0
+    published: int = 0
+    num_admitted: int = 0
+    next_group: int = 0
+    groups: dict[int, TrackedGroup] = field(default_factory=dict)  # those in flight
+    to_resume: set[int] = field(default_factory=set)  # those of them that the resumed process has not resumed yet
+    epoch: int = 0
+    prompts: set[str] = field(default_factory=set)  # of this epoch
+    batch: BatchTotals = field(default_factory=BatchTotals)
+    steps: list[int] = field(default_factory=list)  # the number of groups of every step
+    fates: Counter[str] = field(default_factory=Counter)
+    num_vacant: int = 0
+    rollouts_trained: int = 0
+    rollouts_aborted: int = 0
+    num_restarts: int = 0
+    lag_max: int = 0
+    outcome: str | None = None
+
+    @property
+    def is_between_batches(self) -> bool:
+        return not self.batch.groups and not any(group.is_taken for group in self.groups.values())
+
+
+@dataclass(slots=True)
+class Cursor:
+    """The position in the log, and the history up to there."""
+
+    report: Report
+    now: History = field(default_factory=History)
+    line: int = 0
+    seq: int = -1
+    incarnation: int = 0
+    ledger: Fields = field(default_factory=dict)  # of the checkpoint that was resumed, if it is still on the disk
+
+    @property
+    def terms(self) -> RunTerms:
+        assert self.now.terms is not None, "events of groups are handled after run_started only"
+        return self.now.terms
+
+    def expect(self, is_right: bool, rule: str, message: str) -> bool:
+        """One check of the event at the cursor. Returns whether it holds."""
+        if not self.report.holds(is_right):
+            self.add_finding(rule, message)
+        return is_right
+
+    def add_finding(self, rule: str, message: str) -> None:
+        self.report.add_finding(rule, f"events.jsonl:{self.line} (seq {self.seq}): {message}")

@@ -1,0 +1,81 @@
+"""The audit of a run folder: checkpoints, log, metrics and summary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from millstream.audit.checkpoints import read_checkpoints
+from millstream.audit.history import History
+from millstream.audit.replay import Replay
+from millstream.audit.report import COUNTS, MALFORMED, Report, reason_of
+
+
+def audit(run_dir: Path) -> Report:
+    """Read the folder of a run that has finished, was killed, or is still running. Never raises for what it finds there."""
+    report = Report(run_dir)
+    checkpoints = read_checkpoints(run_dir / "checkpoints", report)
+    now = Replay(run_dir / "events.jsonl", checkpoints, report).run()
+    report.checkpoints_verified = sum(checkpoint.is_sound for checkpoint in checkpoints)
+    _count(now, report)
+    _check_metrics(run_dir / "metrics.jsonl", now, report)
+    _check_summary(run_dir / "summary.json", report)
+    return report
+
+
+def _count(now: History, report: Report) -> None:
+    report.groups_admitted = now.num_admitted
+    report.groups_in_flight = len(now.groups)
+    report.groups_trained = now.fates["trained"]
+    report.groups_filtered = now.fates["filtered"]
+    report.groups_failed = now.fates["failed"]
+    report.groups_aborted = now.fates["aborted"]
+    report.groups_restarted = now.num_restarts
+    report.rollouts_aborted = now.rollouts_aborted
+    report.steps = len(now.steps)
+    report.rollouts_trained = now.rollouts_trained
+    report.lag_max = now.lag_max
+    report.outcome = now.outcome
+    report.lag_bound = None if now.terms is None else now.terms.lag_bound
+    if not report.holds(now.num_admitted == now.fates.total() + len(now.groups)):
+        report.add_finding(
+            "totals", f"{now.num_admitted} groups were admitted: {dict(now.fates)}, {len(now.groups)} in flight"
+        )
+
+
+def _check_metrics(path: Path, now: History, report: Report) -> None:
+    """The last lines of a run that was killed may be missing, torn, or ahead of the events."""
+    is_killed, last, due = now.outcome is None, len(now.steps), 1
+    rows = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, row in enumerate(rows, 1):
+        where = f"metrics.jsonl:{number}"
+        if is_killed and not row.endswith(b"\n"):
+            break
+        try:
+            fields = json.loads(row)
+            step, groups = int(fields["step"]), fields["groups"]
+        except MALFORMED as error:
+            report.add_finding("metrics", f"{where} cannot be read: {reason_of(error)}")
+            continue
+        if is_killed and step > last:
+            report.notes.append(f"{where} is of step {step}, which the events have not reached")
+            break
+        report.expect(step == due, "metrics", f"{where} is of step {step}, {due} was expected")
+        is_right = 1 <= step <= last and now.steps[step - 1] == groups
+        report.expect(is_right, "metrics", f"{where} says that step {step} had {groups} groups")
+        due = step + 1
+    is_complete = is_killed or due == last + 1
+    report.expect(is_complete, "metrics", f"metrics.jsonl ends with step {due - 1}, the events with {last}")
+
+
+def _check_summary(path: Path, report: Report) -> None:
+    if report.outcome != "finished" or not path.exists():
+        return
+    try:
+        summary = json.loads(path.read_bytes())
+        for name in COUNTS:
+            counted = getattr(report, name)
+            if not report.holds(summary[name] == counted):
+                report.add_finding("summary", f"{name} is {summary[name]}, in the events {counted}")
+    except MALFORMED as error:
+        report.add_finding("summary", f"summary.json cannot be read: {reason_of(error)}")

@@ -1,0 +1,98 @@
+"""The protocols of environments: `Environment` drives one rollout through a `Context` and returns its reward.
+
+Every rollout runs its own coroutine, and none waits for another. An error is recorded as a failed rollout and retried; it
+never stops the run. There are three ways to write an environment (`env.resolve`): a class with `reset` and `step`, a
+coroutine function of a `Context`, or the name of a built-in one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, TypeVar
+
+from msgspec import Struct
+
+from millstream.types import Completion, Message, Task
+
+T = TypeVar("T")
+Content = str | Sequence[Message]  # of an environment's turn: text, or the messages of a chat
+EpisodeReward = float | Sequence[float]  # one number, or one per agent, in their order
+
+
+class Step(Struct, frozen=True, kw_only=True):
+    """The result of an action in an environment with `reset` and `step`. An episode's reward is the sum over its steps."""
+
+    observation: str | tuple[Message, ...] = ""
+    reward: float = 0.0
+    is_done: bool = False
+
+
+class Text(Protocol):
+    """The model's tokenizer. Pure: the same text gives the same tokens."""
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        ...
+
+    @property
+    def end_token(self) -> int:
+        """The token that ends a turn."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Text in the middle of a sequence: no token is added. Special tokens in the text are recognized."""
+        ...
+
+    def opening(self, content: Content) -> list[int]:
+        """The beginning of a sequence: a string with the tokenizer's start tokens, a chat through its template."""
+        ...
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """A chat as text, up to the model's turn. Raises `DataError` for messages that the template refuses."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Without special tokens."""
+        ...
+
+
+class Context(Protocol):
+    """The interface of one rollout to its environment, in tokens (`generate`) or text (`ask`), not mixed."""
+
+    task: Task
+    seed: int  # for the environment's own randomness: the same rollout gets the same seed
+
+    @property
+    def text(self) -> Text: ...
+
+    async def generate(self, tokens: Sequence[int]) -> Completion:
+        """Append these tokens to the trajectory (not trained) and let the model generate its turn (trained). Raises
+        `RequestRefused` if they exceed the model's context: the trajectory is then unchanged."""
+        ...
+
+    async def ask(self, content: Content) -> str:
+        """Append this text and return the model's answer. It is a user turn of the chat template if it is messages, or if the
+        task's prompt is a chat and the tokenizer has a template (the task's system messages then come first); plain text
+        otherwise. Sampled tokens are kept as they are: they are never encoded again."""
+        ...
+
+    async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
+        """Await work of the environment under a name, which the terminal and a timeout show. Without `is_timed` it does not
+        count against the rollout's time limit."""
+        ...
+
+    def earned(self, reward: float) -> None:
+        """The reward of the last turn, for advantages per turn or token. `rollout` still returns the total reward; the part
+        that no turn has earned counts for the last turn."""
+        ...
+
+    def part(self, agent: int = 0) -> Context:
+        """Another sequence of the same rollout, with its own history; `agent` selects its reward. At most `rollout.max_parts`
+        of them may generate."""
+        ...
+
+
+class Environment(Protocol):
+    async def rollout(self, context: Context) -> EpisodeReward:
+        """Play one episode and return its reward. May raise anything: the rollout has then failed."""
+        ...

@@ -1,0 +1,403 @@
+"""The typed events of a run: written to disk first; the terminal, the trace and the summary read the same stream.
+
+Every group is recorded: its admission, the start and end of each rollout, its fate. `at` is the run's clock in seconds.
+An event is encoded as one JSON object with its name under `kind`; in a file each has a number, `seq`, in the order of writing.
+
+Crashes and resumes. A run that is resumed appends to the same file, beginning with `Resumed`: of the events before it, only
+those up to `from_seq` belong to the history behind the weights; the rest was undone by the crash (`sinks.read_history`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from millstream.types import Fate, Finish, Metrics
+
+
+def _snake(name: str) -> str:
+    return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")
+
+
+class Event(Struct, frozen=True, kw_only=True, tag_field="kind", tag=_snake):
+    at: float
+
+
+class RunStarted(Event, frozen=True, kw_only=True):
+    """The first group is about to be admitted."""
+
+    run_id: str  # new for every run, kept by its resumes: a checkpoint of another run is never resumed
+    seed: int
+    steps: int
+    num_tasks: int  # tasks of an epoch; 0: unknown
+    filter_zero_signal: bool
+    min_group_size: int
+    groups_per_step: int
+    group_size: int
+    max_lag: float
+    lag_bound: int
+    budget: int
+    extra_members: int = 0  # members that a group has beyond `group_size`
+    is_first_to_finish: bool = False  # whether the surplus is aborted: declared biased
+    max_restarts: int = 0  # of an overdue group: declared biased
+
+
+class Resumed(Event, frozen=True, kw_only=True):
+    """A new process continues a run that died or was stopped. Events after `from_seq` and before this one are void."""
+
+    incarnation: int  # processes of the run before this one
+    version: int
+    from_seq: int  # the last event that the checkpoint covers; -1: no checkpoint, the run starts over
+    digest: str  # of the checkpoint, as in `CheckpointSealed`; empty without one
+    changes: tuple[str, ...] = ()  # config keys that differ from here on, as typed: `learner.ranks=1`
+
+
+class GroupAdmitted(Event, frozen=True, kw_only=True):
+    group_id: int
+    task_id: str
+    epoch: int
+    start_version: int
+    deadline: int
+    source: str = ""  # where the task comes from: its field `source`, if it has one
+
+
+class GroupResumed(Event, frozen=True, kw_only=True):
+    """A group that was in flight at the checkpoint continues under its id and deadline."""
+
+    group_id: int
+    incarnation: int
+    kept: list[int]  # members whose rollouts are in the checkpoint. Earlier events of all others are void
+    to_do: list[int]  # members that are rolled out again. A member in neither list has failed for good
+
+
+class RolloutStarted(Event, frozen=True, kw_only=True):
+    group_id: int
+    member: int
+    attempt: int
+
+
+class RolloutEnded(Event, frozen=True, kw_only=True):
+    group_id: int
+    member: int
+    attempt: int
+    reward: float
+    rewards: list[float] = []  # of each agent, where there are several; `reward` is that of the first
+    num_tokens: int
+    num_sampled: int
+    num_parts: int = 1  # token sequences: each is a row
+    start_version: int
+    end_version: int
+    finish: Finish
+    seconds: float
+
+
+class RolloutFailed(Event, frozen=True, kw_only=True):
+    """A failed attempt. `is_final` says that the member's retries are spent and its group continues without it."""
+
+    group_id: int
+    member: int
+    attempt: int
+    error: str
+    message: str
+    is_final: bool
+    seconds: float = 0.0
+    num_sampled: int = 0  # tokens of the turns it had finished
+
+
+class RolloutAborted(Event, frozen=True, kw_only=True):
+    """A rollout was ended on purpose, in the engine and in its environment."""
+
+    group_id: int
+    member: int
+    attempt: int
+    why: str
+    seconds: float
+    num_sampled: int  # tokens sampled so far: its full length is unknown
+
+
+class GroupRestarted(Event, frozen=True, kw_only=True):
+    """An overdue group is restarted as a whole under its id. Its rollouts so far are void."""
+
+    group_id: int
+    start_version: int
+    deadline: int
+    restarts: int
+    first_attempt: int  # the number of its rollouts' next attempts
+
+
+class GroupScored(Event, frozen=True, kw_only=True):
+    """Rewards of a complete group, scored as a whole; each includes the member's own reward."""
+
+    group_id: int
+    rewards: list[float]  # of the members that ended, in their order. Empty if scoring failed
+    seconds: float
+    failure: str = ""
+
+
+class GroupTaken(Event, frozen=True, kw_only=True):
+    """The group joined the batch of this version; `lag` is of its oldest member."""
+
+    group_id: int
+    version: int
+    lag: int
+    num_rollouts: int
+
+
+class GroupLeft(Event, frozen=True, kw_only=True):
+    """The group's fate. `is_replaced` is False for a filtered or failed group whose place in the batch stayed empty."""
+
+    group_id: int
+    fate: Fate
+    is_replaced: bool = False
+    num_members: int = 0
+    mean_reward: float = 0.0
+
+
+class Stepped(Event, frozen=True, kw_only=True):
+    """One batch was trained; `version` is the new one. A `num_groups` below the batch size marks a shorter step."""
+
+    version: int
+    num_groups: int
+    num_rollouts: int
+    num_rows: int  # token sequences: a rollout of several parts has several
+    num_tokens: int
+    seconds: float
+    metrics: Metrics
+
+
+class WeightsPublished(Event, frozen=True, kw_only=True):
+    version: int
+    seconds: float
+
+
+class WeightsLoaded(Event, frozen=True, kw_only=True):
+    engine: str
+    version: int
+    seconds: float
+
+
+class ReplicaLeft(Event, frozen=True, kw_only=True):
+    """An engine no longer takes requests: it broke, failed repeatedly, or was drained."""
+
+    engine: str
+    why: str
+    num_moved: int  # its requests, which continue on other engines with the tokens they have
+    num_left: int  # engines that still serve
+
+
+class ReplicaJoined(Event, frozen=True, kw_only=True):
+    """An engine joined during the run, for example as a replacement."""
+
+    engine: str
+    version: int
+
+
+class WorkerStarted(Event, frozen=True, kw_only=True):
+    """A process of the run has started on a cluster."""
+
+    worker: str
+    what: str  # engine, learner, stage, environment, reward or store
+    pid: int
+    node: str
+
+
+class LearnerRestarted(Event, frozen=True, kw_only=True):
+    """The processes of the learner or the critic died and were replaced: restored from a checkpoint, then all batches trained
+    since were replayed."""
+
+    who: str = "the learner"
+    why: str
+    from_version: int  # of the checkpoint; without one, of the initial weights
+    to_version: int
+    num_batches_replayed: int  # including the current one
+    num_rows: int
+    seconds: float  # for which training stopped
+
+
+class Span(Event, frozen=True, kw_only=True):
+    """Work of one worker from `at - seconds` to `at`: the data of the trace and of the overlap."""
+
+    worker: str
+    what: str
+    seconds: float
+    num_tokens: int = 0
+
+
+WARMUP = "warmup"  # the name of the warm-up's evaluations
+EVENT_LOOP = "the event loop"  # an owner of stalls that does not wait but is blocked
+
+
+class Stalled(Event, frozen=True, kw_only=True):
+    """A wait has passed its warning time. It continues; past its deadline it becomes an error."""
+
+    owner: str
+    what: str
+    seconds: float
+
+
+class WaitNow(Struct, frozen=True, kw_only=True):
+    owner: str
+    what: str
+    seconds: float
+    count: int = 1  # rollouts that wait for the same thing
+
+
+class Status(Event, frozen=True, kw_only=True):
+    """The state of the run, about once a second: queue depths and current waits."""
+
+    requests_running: int
+    requests_waiting: int
+    rows_in_store: int
+    groups_outstanding: int
+    groups_taken: int
+    budget: int
+    waits: list[WaitNow]
+
+
+class WarmedUp(Event, frozen=True, kw_only=True):
+    """Progress of supervised training. Step 0 is the state before it."""
+
+    step: int
+    max_steps: int
+    accuracy: float | None = None  # sampled, on training tasks; None where it was not measured
+    stop_at: float | None = None
+    loss: float | None = None  # of the step's examples: mean negative log-likelihood a token. None before the first.
+    held_out_loss: float | None = None  # the same of held-out tasks; None if there are none
+
+
+class WarmupSealed(Event, frozen=True, kw_only=True):
+    """All files of a checkpoint of supervised training are on the disk; it gets its name right after this event is written."""
+
+    step: int
+    digest: str  # SHA-256 of its manifest
+    num_bytes: int
+    seconds: float
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """One rollout as text, to show."""
+
+    prompt: str
+    completion: str
+    reward: float
+    answer: str | None = None
+    failure: str = ""  # why it has no reward; it counts 0
+
+
+class Evaluated(Event, frozen=True, kw_only=True):
+    """`version` is the engine's; None if the weights changed while it ran (a mixed evaluation)."""
+
+    name: str
+    version: int | None
+    accuracy: float
+    num_tasks: int
+    num_failed: int = 0  # rollouts that failed; they count 0
+    failure: str = ""  # of the last one that failed
+    sample: Sample | None = None  # the rollout of the first task
+
+
+class CheckpointSealed(Event, frozen=True, kw_only=True):
+    """All files of a checkpoint are on the disk; it gets its name right after this event is written."""
+
+    version: int
+    covers_seq: int  # the last event that it covers
+    digest: str  # SHA-256 of its manifest, which holds those of its files
+    num_bytes: int
+    held_s: float  # for which training stopped for it
+    seconds: float
+
+
+class CheckpointFailed(Event, frozen=True, kw_only=True):
+    """A checkpoint could not be written. The run continues, and writes the next one when it is due."""
+
+    version: int
+    message: str
+
+
+class Warned(Event, frozen=True, kw_only=True):
+    """A warning that a user should see early in the run; written once."""
+
+    message: str
+
+
+class StopRequested(Event, frozen=True, kw_only=True):
+    """Ctrl-C or SIGTERM: the current batch is finished first, for at most `grace_s`."""
+
+    signal: str
+    grace_s: float
+
+
+class RunEnded(Event, frozen=True, kw_only=True):
+    outcome: str
+    version: int
+
+
+AnyEvent = (
+    RunStarted
+    | Resumed
+    | GroupAdmitted
+    | GroupResumed
+    | RolloutStarted
+    | RolloutEnded
+    | RolloutFailed
+    | RolloutAborted
+    | GroupRestarted
+    | GroupScored
+    | GroupTaken
+    | GroupLeft
+    | Stepped
+    | WeightsPublished
+    | WeightsLoaded
+    | ReplicaLeft
+    | ReplicaJoined
+    | WorkerStarted
+    | LearnerRestarted
+    | Span
+    | Stalled
+    | Status
+    | WarmedUp
+    | WarmupSealed
+    | Evaluated
+    | CheckpointSealed
+    | CheckpointFailed
+    | Warned
+    | StopRequested
+    | RunEnded
+)
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(AnyEvent)
+
+
+class EventSink(Protocol):
+    """Takes events in the order in which they happen. May be called from any thread; must not block for long; never raises. An
+    event, and what it contains, must not change after `emit`: it may be written later."""
+
+    def emit(self, event: Event) -> None: ...
+
+
+def encode_json(value: Any) -> bytes:
+    """Never fails on text: what is not Unicode (half a character from a subprocess) becomes a question mark."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:
+        return _encoder.encode(_in_unicode(msgspec.to_builtins(value)))
+
+
+def encode_event(event: Event) -> bytes:
+    return encode_json(event)
+
+
+def _in_unicode(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_in_unicode(key): _in_unicode(item) for key, item in value.items()}
+    return [_in_unicode(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def decode_event(line: bytes | str) -> AnyEvent:
+    event: AnyEvent = _decoder.decode(line)
+    return event
