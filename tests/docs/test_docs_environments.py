@@ -44,7 +44,7 @@ def test_the_config_of_the_docs_is_valid(folder: Path) -> None:
     (folder / "run.toml").write_text(text)
     config = load(folder / "run.toml", RunConfig)
     check_combinations(config)
-    assert find(config.environment[0]).make_tasks is not None
+    assert find_environment(config.environment[0]).make_tasks is not None
 
 
 def test_what_the_check_finds_in_a_broken_one_is_what_the_docs_show(folder: Path) -> None:
