@@ -33,7 +33,6 @@ from typing import Any, NoReturn
 import msgspec
 from msgspec import Struct
 
-import millstream
 from millstream.rpc.frames import HEADER, frame
 from millstream.rpc.worker import run_worker
 
@@ -76,7 +75,7 @@ ForkReply = Forked | ForkRefused | ForkedExit
 
 
 def own_package() -> str:
-    return str(Path(millstream.__file__).resolve().parent)
+    return str(Path(__file__).resolve().parents[1])
 
 
 def import_variables(environment: dict[str, str]) -> dict[str, str]:
