@@ -300,8 +300,9 @@ class Remote:
         else:
             self._deliver(self._loop.add_reader, process.connection, self._on_readable, self._loop, process)
             found = process.exit_reason()
+        if found is None:  # without its connection it is of no use
+            process.kill()
         self._reason = self._reason or found or "its process closed its connection"
-        process.kill()
         self._deliver(self._conclude, process)
 
     def _deliver(self, function: Callable[..., Any], *arguments: Any) -> None:

@@ -33,11 +33,10 @@ from typing import Any, NoReturn
 import msgspec
 from msgspec import Struct
 
-from millstream.rpc.frames import HEADER, frame
+from millstream.rpc.frames import frame, receive_descriptors, send_descriptors
 from millstream.rpc.worker import run_worker
 
 SOCKET_VARIABLE = "MILLSTREAM_FORKSERVER"  # the path of a warm process to use; "off": none
-MAX_DESCRIPTORS = 64
 IMPORT_VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "TORCH_", "PYTORCH_", "HF_", "TRANSFORMERS_",
                     "TOKENIZERS_", "PYTHONHASHSEED")  # fmt: skip
 PR_SET_NAME = 15
@@ -122,7 +121,7 @@ class ForkServer:
     def _serve(self, connection: socket.socket) -> None:
         connection.settimeout(5.0)
         try:
-            request, descriptors = receive_request(connection)
+            request, descriptors = receive_descriptors(connection, ForkRequest)
         except (OSError, msgspec.MsgspecError):
             connection.close()
             return
@@ -170,7 +169,7 @@ class ForkServer:
         self._workers[exit_descriptor] = (pid, connection)
         self._poll.register(exit_descriptor, select.POLLIN)
         with contextlib.suppress(OSError):  # the requester is gone: so is the worker, soon
-            socket.send_fds(connection, [frame(Forked(pid))], [exit_descriptor])
+            send_descriptors(connection, Forked(pid), [exit_descriptor])
 
     def _reap(self, descriptor: int) -> None:
         pid, connection = self._workers.pop(descriptor)
@@ -181,23 +180,6 @@ class ForkServer:
         _, status = os.waitpid(pid, 0)
         with contextlib.suppress(OSError), connection:
             connection.sendall(frame(ForkedExit(os.waitstatus_to_exitcode(status))))
-
-
-def receive_request(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
-    data, descriptors, _, _ = socket.recv_fds(connection, HEADER, MAX_DESCRIPTORS)
-    try:
-        size = int.from_bytes(data, "little")
-        body = bytearray()
-        while len(body) < size:
-            piece = connection.recv(size - len(body))
-            if not piece:
-                raise ConnectionResetError("the requester is gone")
-            body += piece
-        return msgspec.msgpack.decode(body, type=ForkRequest), descriptors
-    except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise
 
 
 def _become(request: ForkRequest, descriptors: list[int]) -> NoReturn:

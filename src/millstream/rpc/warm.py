@@ -32,7 +32,7 @@ from millstream.rpc.forkserver import (
     ForkRequest,
     own_package,
 )
-from millstream.rpc.frames import HEADER, Frames, frame
+from millstream.rpc.frames import Frames, receive_descriptors, send_descriptors
 from millstream.rpc.process import LastLines, exit_words, import_path
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ def _request(
     name: str,
     descriptors: Sequence[int],
     keeps_stderr: bool,
-) -> ForkedWorker | None:
+) -> ForkedWorker:
     reading, writing = os.pipe() if keeps_stderr else (-1, os.dup(2))
     request = ForkRequest(
         target=target,
@@ -213,28 +213,16 @@ def _request(
         path=[entry or os.getcwd() for entry in sys.path],  # noqa: PTH109
         package=own_package(),
     )
-    data = frame(request)
     control.settimeout(FORK_S)
     try:
-        sent = socket.send_fds(control, [data], [theirs.fileno(), writing, *descriptors])
-        control.sendall(data[sent:])
-        reply, received = _reply(control)
-    except BaseException:
-        if keeps_stderr:
-            os.close(reading)
-        raise
+        send_descriptors(control, request, [theirs.fileno(), writing, *descriptors])
     finally:
         os.close(writing)
     lines = LastLines(reading, name) if keeps_stderr else None
+    reply, received = receive_descriptors(control, ForkReply)
     if isinstance(reply, Forked):
         return ForkedWorker(reply.pid, received[0], control, connection, lines)
     raise ConnectionRefusedError(reply.reason if isinstance(reply, ForkRefused) else "it answered something else")
-
-
-def _reply(control: socket.socket) -> tuple[ForkReply, list[int]]:
-    header, received, _, _ = socket.recv_fds(control, HEADER, 1)
-    body = control.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL)
-    return msgspec.msgpack.decode(body, type=ForkReply), received
 
 
 WARM = WarmProcess()
