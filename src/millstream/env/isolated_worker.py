@@ -164,7 +164,7 @@ async def _play(environment: Environment, begin: Begin, line: _Line, name: str) 
 def _place(error: Exception) -> str:
     """The line of the user's own file where it was raised, or from where a library that raised it was called."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if OURS not in Path(frame.filename).parents]
-    frames = [frame for frame in frames if "millstream/threads.py" not in frame.filename]
+    frames = [frame for frame in frames if "millstream/rpc/threads.py" not in frame.filename]
     if not frames:
         return "its call"
     last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
