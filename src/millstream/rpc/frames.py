@@ -163,13 +163,11 @@ def receive_descriptors(connection: socket.socket, kind: Any) -> tuple[Any, list
     end is gone, `msgspec.MsgspecError` if it is not a message: then the descriptors are closed."""
     header, descriptors, _, _ = socket.recv_fds(connection, HEADER, MAX_DESCRIPTORS)
     try:
-        size = int.from_bytes(header, "little")
-        data = bytearray()
-        while len(data) < size or not size:
-            piece = connection.recv(size - len(data))
-            if not piece:
-                raise ConnectionResetError("the other end is gone")
+        data, size = bytearray(), int.from_bytes(header, "little")
+        while len(data) < size and (piece := connection.recv(size - len(data))):
             data += piece
+        if not header or len(data) < size:
+            raise ConnectionResetError("the other end is gone")
         return msgspec.msgpack.decode(data, type=kind), descriptors
     except (OSError, msgspec.MsgspecError):
         for descriptor in descriptors:

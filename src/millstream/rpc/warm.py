@@ -102,6 +102,7 @@ class WarmProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
+        self._owner = 0  # the process that has started it: a fork of that one is not its owner
 
     def fork(
         self, target: str, name: str, descriptors: Sequence[int] = (), *, keeps_stderr: bool = False
@@ -131,7 +132,8 @@ class WarmProcess:
             with suppress(OSError):
                 return _connect(shared)
         with self._lock:
-            if self._process is None or self._process.poll() is not None or self._folder is None:
+            is_own = self._owner == os.getpid()
+            if not is_own or self._process is None or self._process.poll() is not None or self._folder is None:
                 self._start()
             assert self._folder is not None and self._process is not None
             deadline = time.monotonic() + START_S
@@ -145,6 +147,7 @@ class WarmProcess:
 
     def _start(self) -> None:
         self._remove_folder()
+        self._owner = os.getpid()
         self._folder = folders.make("millstream-warm-")
         atexit.register(self.close)
         self._process = start_forkserver(self._folder / "socket")
@@ -152,13 +155,13 @@ class WarmProcess:
     def close(self) -> None:
         """It ends, and with it its workers."""
         with self._lock:
-            if self._process is not None:
+            if self._process is not None and self._owner == os.getpid():
                 end_forkserver(self._process)
             self._process = None
             self._remove_folder()
 
     def _remove_folder(self) -> None:
-        if self._folder is not None:
+        if self._folder is not None and self._owner == os.getpid():
             folders.remove(self._folder)
         self._folder = None
 
