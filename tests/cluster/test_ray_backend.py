@@ -282,7 +282,7 @@ def test_what_a_run_begins_with_is_one_version_in_shared_memory_however_many_lea
 
     def build() -> WeightsRef:
         options = {"learner": CONFIG.learner, "recipe": Recipe(algorithm=None), "num_steps": 1}
-        first: WeightsRef = site.build_learner(None, **options)["elsewhere"].first
+        first: WeightsRef = site.build_learner(None, **options)["cluster"].first
         return first
 
     def num_staged() -> int:

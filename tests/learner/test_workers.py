@@ -1,4 +1,4 @@
-"""Lines to workers that come late, never come, stop reading or answer when nobody waits any more."""
+"""Workers that start late, never start, stop reading, or answer after the caller's timeout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from millstream.engine.native.process import plan_of
 from millstream.engine.native.remote import RemoteHost, Setup, work
 from millstream.engine.native.worker import Close, Command, Offer, Report
 from millstream.errors import LearnerError, LearnerGone, WeightsError, WeightsSuperseded, WeightsUnreachable
-from millstream.learner import process_group as crews
-from millstream.learner.messages import READY, Answer, Keep, Score
-from millstream.learner.process_group import ProcessGroup, ProcessSpec
+from millstream.learner.messages import ScoreRows, TakeSnapshot
+from millstream.learner.processes import LearnerProcesses
 from millstream.model.load import model_weights
+from millstream.rpc import group as rpc_group
+from millstream.rpc.call import Channel, Remote
 from millstream.rpc.frames import Frames, frame
 from millstream.rpc.process import Kind
 from millstream.types import Weights
@@ -36,7 +37,7 @@ from support.tiny import CONFIGS, make
 
 
 class NearWorker:
-    """A worker without a process: whoever has the other end is it."""
+    """A worker without a process: the test holds the other end."""
 
     pid, node = 0, ""
 
@@ -68,36 +69,36 @@ def no_more_processes() -> NearWorker:
     raise OSError(11, "Resource temporarily unavailable")
 
 
-def crew_of(launch: Callable[[], NearWorker]) -> ProcessGroup:
-    return ProcessGroup(
-        [ProcessSpec("learner", "", "rank 0", Keep(0), place="rank 0 of 1")], NearLauncher(launch), who="the learner"
-    )
+def group_of(launch: Callable[[], NearWorker]) -> LearnerProcesses:
+    return LearnerProcesses([Remote(launch, TakeSnapshot(0), name="rank 0 of 1")], who="the learner")
 
 
 @pytest.mark.timeout(20)
-def test_whoever_waits_for_a_process_that_the_machine_refuses_to_start_is_told() -> None:
+def test_a_caller_gets_the_reason_when_the_machine_refuses_to_start_a_process() -> None:
     with pytest.raises(LearnerGone, match=r"rank 0 of 1: it could not be started: .*temporarily unavailable"):
-        crew_of(no_more_processes).wait()
+        group_of(no_more_processes).wait()
 
 
 @pytest.mark.timeout(20)
-def test_a_process_that_has_stopped_reading_in_the_middle_of_an_order_is_ended_all_the_same(
+def test_a_process_that_stopped_reading_in_the_middle_of_a_call_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crews, "CLOSE_S", 0.2)
+    monkeypatch.setattr(rpc_group, "CLOSE_S", 0.2)
     worker = NearWorker()
-    crew = crew_of(lambda: worker)
-    worker.theirs.sendall(frame(Answer(number=READY)))
-    crew.wait()
+    group = group_of(lambda: worker)
+    channel = Channel(worker.theirs)
+    (setup,) = channel.receive(block=True) or []
+    channel.answer(setup.number, None)
+    group.wait()
 
     def ask() -> None:
         with pytest.raises(LearnerError):
-            crew.ask(Score(bytes(1 << 24)))
+            group.call(ScoreRows(bytes(1 << 24)), bytes)
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     time.sleep(0.2)  # it is in the middle of it
-    closing = threading.Thread(target=crew.close, daemon=True)
+    closing = threading.Thread(target=group.close, daemon=True)
     closing.start()
     closing.join(5.0)
     asking.join(5.0)
@@ -121,7 +122,7 @@ def setup_of(outbox: WeightsPublisher) -> Setup:
 
 
 class RemoteEngine:
-    """A host, and the other end of its line in the hands of the test."""
+    """A host; the test holds the other end of its connection."""
 
     def __init__(self, outbox: WeightsPublisher, answer_s: float, *, comes_after_s: float = 0.0) -> None:
         self.worker, self.reports = NearWorker(), queue.SimpleQueue[Report]()
@@ -158,7 +159,7 @@ class RemoteEngine:
 
 
 @pytest.mark.timeout(20)
-def test_an_answer_to_an_offer_that_comes_when_nobody_waits_any_more_costs_the_engine_nothing(
+def test_an_answer_to_an_offer_that_comes_after_the_timeout_costs_the_engine_nothing(
     outbox: WeightsPublisher,
 ) -> None:
     engine = RemoteEngine(outbox, answer_s=0.1).begin()
@@ -171,14 +172,16 @@ def test_an_answer_to_an_offer_that_comes_when_nobody_waits_any_more_costs_the_e
 
 
 @pytest.mark.timeout(20)
-def test_whoever_waits_for_weights_to_be_taken_is_told_when_the_engine_is_closed(outbox: WeightsPublisher) -> None:
-    engine, told = RemoteEngine(outbox, answer_s=600.0).begin(), queue.SimpleQueue[str]()
+def test_a_caller_that_waits_for_weights_to_be_taken_gets_an_error_when_the_engine_is_closed(
+    outbox: WeightsPublisher,
+) -> None:
+    engine, errors = RemoteEngine(outbox, answer_s=600.0).begin(), queue.SimpleQueue[str]()
 
     def offer() -> None:
         try:
             engine.host.offer({})
         except WeightsError as error:
-            told.put(str(error))
+            errors.put(str(error))
 
     async def close() -> None:
         engine.host.send(Close())
@@ -188,7 +191,7 @@ def test_whoever_waits_for_weights_to_be_taken_is_told_when_the_engine_is_closed
     engine.next_offer()
     engine.worker.kill()
     asyncio.run(close())
-    assert told.get(timeout=5.0)
+    assert errors.get(timeout=5.0)
     with pytest.raises(WeightsError):  # nor is one that comes later kept waiting
         engine.host.offer({})
 
@@ -245,7 +248,7 @@ def test_weights_that_are_offered_to_an_engine_that_cannot_be_started_are_not_wa
 
 
 @pytest.mark.timeout(60)
-def test_weights_that_died_with_whoever_had_staged_them_are_told_from_others_that_are_superseded(
+def test_weights_that_died_with_their_publisher_are_distinguished_from_superseded_ones(
     outbox: WeightsPublisher, tmp_path: Path
 ) -> None:
     worker = NearWorker()

@@ -21,7 +21,6 @@ import torch
 from msgspec import structs
 from rich.console import Console
 from safetensors.numpy import load_file
-from test_learner import rows
 from test_show import drawn
 from typer.testing import CliRunner
 
@@ -45,6 +44,7 @@ from millstream.run.run import resume, train
 from millstream.run.sft import SupervisedTraining, learner_config, packed, sft_batches
 from millstream.seeds import derive_seed
 from millstream.types import Floats, Metrics, Task, TrainRow, Weights
+from support.learners import rows
 from support.runs import start, until
 from support.tiny import make
 

@@ -19,9 +19,9 @@ from contextlib import suppress
 import ray
 from msgspec import Struct
 
-from millstream import imports
 from millstream.rpc.frames import frame
 from millstream.rpc.process import HOST, NODE
+from millstream.rpc.worker import load_target
 
 CALL_S = 30.0
 EXIT_S = 5.0
@@ -63,7 +63,7 @@ def carry_out(module: str, line: socket.socket) -> None:
     """Returns when the work is over. Where it raises, the process ends at once: the actor would stay, with its place and with
     an open line on which nobody says anything."""
     try:
-        imports.load(f"{module}:work")(line)
+        load_target(module)(line)
     except BaseException:  # the border of the process: it ends, and its line with it
         traceback.print_exc()  # in Ray's log of this process
         _end()

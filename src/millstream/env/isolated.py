@@ -23,11 +23,11 @@ from millstream.env.base import Content, Context, EpisodeReward
 from millstream.env.config import EnvironmentConfig
 from millstream.errors import EnvironmentFailed, MillstreamError, RequestRefused, RolloutError, WorkerExited
 from millstream.rpc.call import Remote
-from millstream.rpc.pool import Pool
+from millstream.rpc.pool import WorkerPool
 from millstream.rpc.process import Launcher, LocalLauncher, WorkerProcess
 from millstream.types import Message, Task
 
-MODULE = "millstream.env.isolated_worker"
+ENVIRONMENT_WORKER = "millstream.env.isolated_worker:serve_environment"
 MAX_BYTES = 64 << 20  # of one message
 MAX_WORKERS = 1 << 16  # without max_concurrent: as many as there are rollouts
 START_S = 60.0
@@ -72,10 +72,12 @@ class Isolated:
         """`launcher`: starts the workers on a cluster. None: on this machine."""
         self._name = config.shown
         name = f"a process for {config.shown}"
-        self._launch = functools.partial((launcher or LocalLauncher()).launch, "environment", MODULE, name=name)
+        self._launch = functools.partial(
+            (launcher or LocalLauncher()).launch, "environment", ENVIRONMENT_WORKER, name=name
+        )
         self._setup = EnvironmentSetup(config, config.step_timeout_s + PATIENCE_S, sys.path)
         self._started: weakref.WeakSet[_EnvironmentWorker] = weakref.WeakSet()
-        self._pool = Pool(self._start, size=config.max_concurrent or MAX_WORKERS, start_s=START_S)
+        self._pool = WorkerPool(self._start, size=config.max_concurrent or MAX_WORKERS, start_s=START_S)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> _EnvironmentWorker:
         worker = _EnvironmentWorker(self._launch, self._setup, f"a process for {self._name}", loop)

@@ -16,7 +16,7 @@ from millstream.env.resolve import find_environment
 from millstream.errors import MillstreamError
 from millstream.rpc import threads
 from millstream.rpc.call import Channel
-from millstream.rpc.serve import exit_if_blocked, main, serve
+from millstream.rpc.serve import exit_if_blocked, serve_calls
 from millstream.types import Completion, Message
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def _place(error: Exception) -> str:
     return f"{Path(last.filename).name}:{last.lineno}"
 
 
-def work(connection: socket.socket) -> None:
+def serve_environment(connection: socket.socket) -> None:
     channel = Channel(connection)
 
     def begin(setup: EnvironmentSetup) -> Callable[[PlayEpisode], EpisodeResult]:
@@ -110,8 +110,4 @@ def work(connection: socket.socket) -> None:
         runner = asyncio.Runner()
         return lambda episode: runner.run(_play(environment, _RemoteContext(channel, episode), name))
 
-    serve(channel, EnvironmentSetup, begin, PlayEpisode)
-
-
-if __name__ == "__main__":
-    main(work)
+    serve_calls(channel, EnvironmentSetup, begin, PlayEpisode)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 HEADER = 4
 MAX_FRAME_BYTES = 1 << 30
 READ_BYTES = 1 << 20
+MAX_DESCRIPTORS = 64
 LOST_MS = 20_000  # unacknowledged data: after this time the connection counts as lost
 KEEP_ALIVE = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": LOST_MS}
 T = TypeVar("T")
@@ -147,6 +149,30 @@ class FrameProtocol(asyncio.Protocol):
             data = msgspec.msgpack.encode(message)
             _checked_size(len(data).to_bytes(8, "little"), MAX_FRAME_BYTES)
             self.transport.write(len(data).to_bytes(HEADER, "little") + data)
+
+
+def send_descriptors(connection: socket.socket, message: Any, descriptors: Sequence[int]) -> None:
+    """A message with open descriptors, over a Unix socket."""
+    data = frame(message)
+    sent = socket.send_fds(connection, [data], list(descriptors))
+    connection.sendall(data[sent:])
+
+
+def receive_descriptors(connection: socket.socket, kind: Any) -> tuple[Any, list[int]]:
+    """The next message, and the descriptors that came with it. Nothing after the message is read. Raises `OSError` if the other
+    end is gone, `msgspec.MsgspecError` if it is not a message: then the descriptors are closed."""
+    header, descriptors, _, _ = socket.recv_fds(connection, HEADER, MAX_DESCRIPTORS)
+    try:
+        data, size = bytearray(), int.from_bytes(header, "little")
+        while len(data) < size and (piece := connection.recv(size - len(data))):
+            data += piece
+        if not header or len(data) < size:
+            raise ConnectionResetError("the other end is gone")
+        return msgspec.msgpack.decode(data, type=kind), descriptors
+    except (OSError, msgspec.MsgspecError):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
 
 
 def _checked_size(header: bytes | bytearray, max_bytes: int) -> int:

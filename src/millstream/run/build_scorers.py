@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millstream.errors import ConfigError, ModelError
 from millstream.learner import Critic, CriticConfig, ReferenceConfig, RunCritic, Scorer
 from millstream.learner.critic import TorchCritic
-from millstream.learner.remote_scorer import RemoteCritic, RemoteScorer, beginning
+from millstream.learner.remote_scorer import RemoteCritic, RemoteScorer, publish_setup
 from millstream.learner.scorer import TorchScorer
 from millstream.model.adapters import copy_of, lora_of, merged
 from millstream.model.load import load_model, load_tokenizer
@@ -143,7 +143,7 @@ def build_remote_scorers(
 ) -> Scorers:
     """As `build_scorers`, each in a process, perhaps not ready yet. The first weights of each are published through a publisher
     of its own until it has them. A process that is started again gets the weights of `start`, which must not change."""
-    begin = partial(beginning, open_publisher=open_publisher, device=device)
+    begin = partial(publish_setup, open_publisher=open_publisher, device=device)
     temperature, table = config.rollout.temperature, critic_of(config)
     made: dict[str, RemoteScorer] = {}
     critic: ReplayedCritic | None = None

@@ -39,8 +39,8 @@ from millstream.engine.native.remote import Setup as EngineSetup
 from millstream.errors import ClusterError
 from millstream.events import WorkerStarted
 from millstream.learner import LearnerConfig, RunLearner
-from millstream.learner.fsdp import Elsewhere, FsdpLearner
-from millstream.learner.messages import Source
+from millstream.learner.fsdp import ClusterRanks, FsdpLearner
+from millstream.learner.messages import ObjectiveSource
 from millstream.model.load import context_length, model_weights
 from millstream.pipeline.schema import Stage
 from millstream.rpc.process import Kind, Launcher
@@ -169,12 +169,12 @@ class RayBackend:
         return FsdpLearner(
             self._model,
             learner,
-            Source(function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(recipe)),
+            ObjectiveSource(function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(recipe)),
             temperature=config.rollout.temperature,
             num_steps=num_steps,
             tokenizer=tokenizer,
             is_proximal_given=config.proximal is not None,
-            elsewhere=Elsewhere(
+            cluster=ClusterRanks(
                 launcher=self,
                 host=cluster.host,
                 node=cluster.node,

@@ -17,11 +17,11 @@ from msgspec import Struct, structs
 from millstream.env.rewards.config import RewardConfig
 from millstream.errors import ConfigError, RewardFailed, WorkerExited
 from millstream.rpc.call import Remote
-from millstream.rpc.pool import Pool
+from millstream.rpc.pool import WorkerPool
 from millstream.rpc.process import Launcher, LocalLauncher
 from millstream.types import Task
 
-MODULE = "millstream.env.rewards.worker"
+REWARD_WORKER = "millstream.env.rewards.worker:serve_rewards"
 MAX_WORKERS = 8
 START_S = 60.0  # for a worker to import the reward and its libraries
 
@@ -45,10 +45,10 @@ class RewardWorkers:
         """`launcher`: starts the workers on a cluster. None: on this machine."""
         self._config = config
         name = f"a worker of reward {config.function}"
-        launch = functools.partial((launcher or LocalLauncher()).launch, "reward", MODULE, name=name)
+        launch = functools.partial((launcher or LocalLauncher()).launch, "reward", REWARD_WORKER, name=name)
         setup = structs.replace(config, process=False)
         size = config.workers or min(MAX_WORKERS, os.cpu_count() or 1)
-        self._pool = Pool(
+        self._pool = WorkerPool(
             lambda loop: Remote(launch, setup, name=name, loop=loop), size=size, start_s=START_S, is_eager=True
         )
 

@@ -14,7 +14,7 @@ from millstream.env.rewards.find import BUILT_IN_REWARDS, bind_reward, find_rewa
 from millstream.env.rewards.pool import ScoreCall, Scores
 from millstream.errors import RewardFailed
 from millstream.rpc.call import Channel
-from millstream.rpc.serve import main, serve
+from millstream.rpc.serve import serve_calls
 
 
 def begin_scoring(config: RewardConfig) -> Callable[[ScoreCall], Scores]:
@@ -45,9 +45,5 @@ def begin_scoring(config: RewardConfig) -> Callable[[ScoreCall], Scores]:
     return score
 
 
-def work(connection: socket.socket) -> None:
-    serve(Channel(connection), RewardConfig, begin_scoring, ScoreCall)
-
-
-if __name__ == "__main__":
-    main(work)
+def serve_rewards(connection: socket.socket) -> None:
+    serve_calls(Channel(connection), RewardConfig, begin_scoring, ScoreCall)
