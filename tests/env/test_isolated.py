@@ -386,7 +386,7 @@ def test_no_more_episodes_at_once_than_allowed_and_first_come_is_first_served() 
 
         async def one(number: int) -> None:
             scripted = slow_model(0.0)
-            scripted.episode._waiting = waiting
+            scripted.episode._wait = waiting
             await environment.rollout(scripted.episode)
             order.append(number)
 
