@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 PRIVATE = re.compile(
     r"\b(?:whoever|whomever|nobody|somebody|anybody|everybody|anew|mend(?:s|ed)?|(?:go|goes|going|went) on"
     r"|those beside|what is over|so many)\b",
