@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from millstream.engine.native.remote import RemoteHost, Setup, work
 from msgspec import structs
 
 from millstream.engine import EngineConfig
 from millstream.engine.native import remote
 from millstream.engine.native.process import plan_of
-from millstream.engine.native.remote import RemoteHost, Setup, work
 from millstream.engine.native.worker import Close, Command, Offer, Report
 from millstream.env.isolated import _Elsewhere
 from millstream.errors import LearnerError, LearnerGone, WeightsError, WeightsSuperseded, WeightsUnreachable

@@ -12,7 +12,7 @@ from test_faults import children_of
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.native.engine import TorchEngine
-from millstream.engine.native.process import ProcessHost
+from millstream.engine.native.host import ProcessHost
 from millstream.events import ReplicaLeft, RunEnded, WeightsLoaded
 from millstream.events.sinks import MemorySink, read_events
 from millstream.run.build import build_engine
@@ -64,7 +64,7 @@ async def killed(router: Router) -> list[Completion]:
     await asyncio.sleep(0)
     first = await at_work(router)
     assert isinstance(first._host, ProcessHost)
-    first._host._child.kill()
+    first._host.remote.kill()
     return await turns
 
 

@@ -35,7 +35,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
     process: bool | None = None
     """Whether the engine has a process of its own. None: on a CPU with several cores, where the interpreter's lock would
-    slow both sides down; and for vLLM, whose core has one in any case: this is about the rest of it."""
+    slow both sides down. vLLM always has one."""
 
     cache: Literal["slots", "pages"] | None = None
     """How keys and values are kept. pages: in a pool of a fixed size that requests share; slots: one for every request, as long
@@ -67,6 +67,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 'process and prefill_tokens are not of kind = "http", whose servers decide: leave them out'
             )
+        if self.kind == "vllm" and self.process is False:
+            raise ValueError('process = false with kind = "vllm", which always has a process of its own: leave it out')
         if self.kind != "torch" and (self.cache, self.cache_gb, self.on_update) != (None, None, "keep"):
             raise ValueError(
                 f'cache, cache_gb and on_update are of kind = "torch", and kind = "{self.kind}": leave them out'

@@ -15,7 +15,7 @@ from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
 from millstream.cluster.resources import check_installed
 from millstream.engine import Engine, EngineConfig
-from millstream.engine.native.engine import START_S
+from millstream.engine.native.host import START_S
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.pipeline.stages import Stage

@@ -19,8 +19,9 @@ from millstream.clock import Clock
 from millstream.engine import EngineConfig
 from millstream.engine.http.engine import HttpEngine
 from millstream.engine.http.weight_folder import Pushes
-from millstream.engine.native.engine import Host, ThreadHost, TorchEngine
-from millstream.engine.native.process import ProcessHost
+from millstream.engine.native.engine import TorchEngine
+from millstream.engine.native.host import Host, ThreadHost
+from millstream.engine.native.process import local_process
 from millstream.engine.vllm.engine import build_vllm
 from millstream.env import Content
 from millstream.env.data import DataSet
@@ -283,7 +284,7 @@ def _torch_engine(
         raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
     host: Host
     if is_process:
-        host = ProcessHost(model, config, tokenizer)
+        host = local_process(model, config, tokenizer, name)
     else:
         host = ThreadHost(copy_of(model), config, None if tokenizer is None else decoder_of(tokenizer))
     return TorchEngine(

@@ -4,7 +4,7 @@ A thread shares the interpreter with everything else, which costs little while a
 (small models, a laptop) the interpreter's lock becomes the bottleneck, and a process of its own generates about a third
 faster (docs/benchmarks.md). The promises and the bits are the same.
 
-If a worker breaks, or its process dies, every request, now and later, gets an `EngineGone` that says why.
+If a worker breaks, or its process dies, every request, now and later, gets an `EngineGone` with the reason.
 """
 
 from __future__ import annotations
@@ -12,102 +12,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, Protocol, TypeVar
-
-from transformers import PreTrainedModel
+from typing import Any, Generic, TypeVar
 
 from millstream.clock import Clock
-from millstream.engine import EngineConfig, EngineStats, OnSampled
-from millstream.engine.native.batching import batcher_of
+from millstream.engine import EngineStats, OnSampled
+from millstream.engine.native.host import START_S, Host
 from millstream.engine.native.sequence import check_request
-from millstream.engine.native.strings import Decode
-from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume, Worker
-from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused, WeightsError
+from millstream.engine.native.worker import Abort, Add, Command, Load, Pause, Report, Resume
+from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused, WeightsError, WorkerExited
 from millstream.events import EventSink, Span
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 T = TypeVar("T")
-OnReport = Callable[[Report], None]
 CLOSED = "it was closed"
-LOOK_S = 1.0
-START_S = 180.0
-CLOSE_S = 10.0
-
-
-class Host(Protocol):
-    """Our end of the line to a worker. Reports come on a thread of the host's choice."""
-
-    def start(self, on_report: OnReport) -> None: ...
-
-    def offer(self, weights: Weights) -> None:
-        """What the next `Load` is about. May take as long as a copy."""
-        ...
-
-    def send(self, command: Command) -> None:
-        """Queue a command. If the worker is gone, a report that says so comes, or has come."""
-        ...
-
-    def join(self) -> None:
-        """Wait until the worker has ended; after `CLOSE_S`, end it."""
-        ...
-
-
-class ThreadHost:
-    """A worker on a thread of this process. The model is the worker's own from here on."""
-
-    def __init__(self, model: PreTrainedModel, config: EngineConfig, decode: Decode | None = None) -> None:
-        self._batcher = batcher_of(model, config, decode)
-        self._queue = _Queue()
-
-    def start(self, on_report: OnReport) -> None:
-        self._queue.on_report = on_report
-        self._thread = threading.Thread(target=Worker(self._batcher, self._queue).run, name="engine", daemon=True)
-        self._thread.start()
-
-    def offer(self, weights: Weights) -> None:
-        self._queue.offered = weights
-
-    def send(self, command: Command) -> None:
-        self._queue.put(command)
-
-    def join(self) -> None:
-        self._thread.join(CLOSE_S)
-
-
-class _Queue:
-    """A worker's link within one process: nothing is copied."""
-
-    on_report: OnReport
-    offered: Weights
-
-    def __init__(self) -> None:
-        self._commands: deque[Command] = deque()
-        self._changed = threading.Condition()
-
-    def put(self, command: Command) -> None:
-        with self._changed:
-            self._commands.append(command)
-            self._changed.notify()
-
-    def receive(self, *, block: bool) -> list[Command]:
-        with self._changed:
-            while block and not self._commands:
-                self._changed.wait()
-            commands = list(self._commands)
-            self._commands.clear()
-            return commands
-
-    def send(self, report: Report) -> None:
-        self.on_report(report)
-
-    def weights(self) -> Weights:
-        return self.offered
-
-    def loaded(self) -> None:
-        """Whoever offered them has them still."""
+CHECK_S = 1.0
 
 
 class TorchEngine:
@@ -127,9 +48,9 @@ class TorchEngine:
         self.name = name
         self.slots = slots
         self._answer_s = answer_s
-        self._num_heard = 0
+        self._num_reports = 0
         self._is_paused = False
-        self._listening: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._host = host
         self._max_length = max_length
         self._clock = clock
@@ -139,8 +60,8 @@ class TorchEngine:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._requests: dict[RequestKey, _Waiter[Completion]] = {}
+        # Requests whose caller was cancelled and which the worker has not ended yet: their keys may be in use again.
         self._cancelled: Counter[RequestKey] = Counter()
-        """Requests that nobody waits for any more and the worker has not ended yet: their keys may be in use again."""
         self._orders: dict[int, _Waiter[None]] = {}
         self._stats = EngineStats(running=0, waiting=0, tokens_generated=0, requests_finished=0)
         self._broken: EngineGone | None = None
@@ -158,7 +79,7 @@ class TorchEngine:
                 raise EngineError(f"{request.key} is in flight already")
             self._raise_if_broken()
             self._requests[request.key] = waiter
-        self._listen()
+        self._watch()
         self._host.send(Add(request, on_sampled is not None))
         try:
             return await waiter.future
@@ -186,17 +107,20 @@ class TorchEngine:
     async def load(self, version: int, weights: Weights) -> None:
         if version < self._version:
             raise EngineError(f"version {version} was offered to an engine at {self._version}: versions never fall")
-        await self._loading.acquire()  # one at a time: there is one place to put the weights
+        await self._loading.acquire()  # one at a time: a host holds one version
         loading = asyncio.create_task(self._load(version, weights))
         loading.add_done_callback(self._end_load)
-        await asyncio.shield(loading)  # whoever is cancelled here leaves a load behind that goes on, and is waited for
+        await asyncio.shield(loading)  # if the caller is cancelled, the load is still completed, and the next one waits
 
     async def _load(self, version: int, weights: Weights) -> None:
         self._raise_if_broken()
         try:
-            await asyncio.to_thread(self._host.offer, weights)
+            await asyncio.to_thread(self._host.offer, version, weights)
+        except WorkerExited as error:
+            self._break(str(error))
+            self._raise_if_broken()
         except WeightsError:
-            self._raise_if_broken()  # that is why, and nothing is gained by trying again
+            self._raise_if_broken()  # that is the reason, and a retry would not help
             raise
         await self._order(lambda number: Load(number, version))
         self._version = version
@@ -204,45 +128,44 @@ class TorchEngine:
     def _end_load(self, loading: asyncio.Task[None]) -> None:
         self._loading.release()
         if not loading.cancelled():
-            loading.exception()  # it was told to whoever waited, if anybody did
+            loading.exception()  # it was raised to the caller, if it still waits
 
     def stats(self) -> EngineStats:
         return self._stats
 
     async def close(self) -> None:
-        self._host.send(Close())
-        await asyncio.to_thread(self._host.join)
+        await self._host.close()
         self._break(CLOSED)
-        if self._listening is not None:
-            self._listening.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
 
     async def _order(self, make: Callable[[int], Command]) -> None:
         waiter, number = _Waiter[None](), next(self._numbers)
         with self._lock:
             self._raise_if_broken()
             self._orders[number] = waiter
-        self._listen()
+        self._watch()
         try:
             self._host.send(make(number))
             await waiter.future
         finally:
             self._orders.pop(number, None)
 
-    def _listen(self) -> None:
-        """Somebody waits for an answer: make sure that silence is noticed."""
-        if self._listening is None or self._listening.done():
-            self._listening = asyncio.create_task(self._listen_while_at_work())
+    def _watch(self) -> None:
+        """An answer is waited for: make sure that a silent worker is noticed."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch_while_busy())
 
-    async def _listen_while_at_work(self) -> None:
-        """Silence is counted in looks, so that a machine that was suspended does not count. An engine that has not said its
-        first word is starting, which takes longer."""
-        look_s, num_heard, silent_s = min(LOOK_S, self._answer_s / 4), self._num_heard, 0.0
+    async def _watch_while_busy(self) -> None:
+        """Silence is counted in checks, so that the time of a suspended machine does not count. An engine without any report
+        is starting, which takes longer."""
+        check_s, num_reports, silent_s = min(CHECK_S, self._answer_s / 4), self._num_reports, 0.0
         while self._requests or self._orders:
-            await asyncio.sleep(look_s)
+            await asyncio.sleep(check_s)
             is_due = bool(self._orders) or not self._is_paused
-            silent_s = silent_s + look_s if is_due and num_heard == self._num_heard else 0.0
-            num_heard = self._num_heard
-            if silent_s >= (self._answer_s if num_heard else max(self._answer_s, START_S)):
+            silent_s = silent_s + check_s if is_due and num_reports == self._num_reports else 0.0
+            num_reports = self._num_reports
+            if silent_s >= (self._answer_s if num_reports else max(self._answer_s, START_S)):
                 waiting = f"{len(self._requests)} requests and {len(self._orders)} commands wait"
                 self._break(f"it has said nothing for {silent_s:.0f} s while {waiting}; engine.answer_s sets the limit")
                 return
@@ -254,9 +177,7 @@ class TorchEngine:
     # ---- called on the host's thread -----------------------------------------------------------------------------------
 
     def _on_report(self, report: Report) -> None:
-        self._num_heard += 1
-        if report.is_aside:
-            return
+        self._num_reports += 1
         with self._lock:
             self._stats = EngineStats(
                 running=report.running,
@@ -271,7 +192,7 @@ class TorchEngine:
             answers = [(self._ended(key), completion) for key, completion in report.finished]
             refusals = [(self._ended(key), RequestRefused(reason)) for key, reason in report.refused]
             orders = [(self._orders.pop(number, None), error) for number, error in report.done]
-        _tell([(waiter, sampled) for waiter, sampled in news if waiter is not None])
+        _report_tokens([(waiter, sampled) for waiter, sampled in news if waiter is not None])
         _deliver([(waiter, completion, None) for waiter, completion in answers if waiter is not None])
         _deliver([(waiter, None, refused) for waiter, refused in refusals if waiter is not None])
         _deliver([(w, None, None if e is None else EngineError(e)) for w, e in orders if w is not None])
@@ -282,7 +203,7 @@ class TorchEngine:
             self._break(report.broken)
 
     def _ended(self, key: RequestKey) -> _Waiter[Completion] | None:
-        """Who waits for this end: requests of one key end in the order in which they began."""
+        """The waiter of the request that has ended: requests of one key end in the order in which they started."""
         if not self._cancelled[key]:
             del self._cancelled[key]
             return self._requests.pop(key, None)
@@ -299,7 +220,7 @@ class TorchEngine:
 
 
 class _Waiter(Generic[T]):
-    """A future together with the loop that it belongs to, and who is told of its tokens before that."""
+    """A future with the event loop that it belongs to, and the callback for tokens before it is done."""
 
     def __init__(self, on_sampled: OnSampled | None = None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -307,32 +228,32 @@ class _Waiter(Generic[T]):
         self.future: asyncio.Future[T] = self.loop.create_future()
 
 
-Answer = tuple[_Waiter[Any], Any, MillstreamError | None]
-News = tuple[_Waiter[Completion], Sampled]
+_Result = tuple[_Waiter[Any], Any, MillstreamError | None]
+_NewTokens = tuple[_Waiter[Completion], Sampled]
 
 
-def _tell(news: list[News]) -> None:
-    """Before the answers of the same report are delivered: calls into a loop keep their order."""
+def _report_tokens(news: list[_NewTokens]) -> None:
+    """Before the results of the same report are delivered: calls into a loop keep their order."""
     for loop in {waiter.loop for waiter, _ in news}:
         with suppress(RuntimeError):  # as below
-            loop.call_soon_threadsafe(_pass_on, [one for one in news if one[0].loop is loop])
+            loop.call_soon_threadsafe(_call_back, [one for one in news if one[0].loop is loop])
 
 
-def _pass_on(news: list[News]) -> None:
+def _call_back(news: list[_NewTokens]) -> None:
     for waiter, sampled in news:
         if waiter.on_sampled is not None and not waiter.future.done():
             waiter.on_sampled(sampled)
 
 
-def _deliver(answers: list[Answer]) -> None:
+def _deliver(results: list[_Result]) -> None:
     """Wake the waiters of each loop with one call into it."""
-    for loop in {waiter.loop for waiter, _, _ in answers}:
-        with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
-            loop.call_soon_threadsafe(_settle, [answer for answer in answers if answer[0].loop is loop])
+    for loop in {waiter.loop for waiter, _, _ in results}:
+        with suppress(RuntimeError):  # the loop was closed meanwhile: nothing waits any more
+            loop.call_soon_threadsafe(_settle, [one for one in results if one[0].loop is loop])
 
 
-def _settle(answers: list[Answer]) -> None:
-    for waiter, value, error in answers:
+def _settle(results: list[_Result]) -> None:
+    for waiter, value, error in results:
         if waiter.future.done():
             continue
         if error is None:

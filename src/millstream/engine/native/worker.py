@@ -1,7 +1,7 @@
-"""The loop that decodes, wherever it runs: on a thread of this process or in a process of its own.
+"""The decode loop, on a thread of this process or in a process of its own.
 
-Commands are carried out between two decode steps, in the order they were given; what came of them, and every request that
-ended, goes back in reports. Commands and reports are plain structs: the same in memory and on the wire.
+Commands are executed between two decode steps, in the order they were given; their results, and every request that ended, are
+sent back in reports. Commands and reports are plain structs: the same in memory and on the wire.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from millstream.errors import EngineError, RequestRefused
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 from millstream.weights.transfer import WeightsRef
 
-SPAN_S = 0.25
-"""The longest stretch of work that is reported as one."""
+SPAN_S = 0.25  # the longest stretch of work that is reported as one
 
 
 class Add(Struct, frozen=True, tag=True, array_like=True):
     request: Request
-    is_watched: bool = False
-    """Whether its tokens are reported as they come; else all together when it ends."""
+    is_watched: bool = False  # whether its tokens are reported as they come; else all together when it ends
 
 
 class Abort(Struct, frozen=True, tag=True, array_like=True):
@@ -40,53 +38,42 @@ class Resume(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Load(Struct, frozen=True, tag=True, array_like=True):
-    """The weights themselves come by the link: by reference, or in shared memory."""
+    """Use the weights that were offered last: they are there (`Link.weights`)."""
 
     number: int
     version: int
 
 
 class Close(Struct, frozen=True, tag=True, array_like=True):
-    """What is in flight ends as aborted, and the worker stops."""
+    """Requests in flight end as aborted, and the worker stops."""
 
 
-class Offer(Struct, frozen=True, tag=True, array_like=True):
-    """Weights that a `Load` will be about, where they come from elsewhere: for the link, which fetches them beside decoding."""
-
-    number: int
-    parcel: WeightsRef
+Command = Add | Abort | Pause | Resume | Load | Close
 
 
-Command = Add | Abort | Pause | Resume | Load | Close | Offer
+class Offer(Struct, frozen=True, array_like=True):
+    """A call: fetch the weights of the next `Load`, while decoding continues."""
+
+    ref: WeightsRef
 
 
 class Report(Struct, array_like=True):
     finished: list[tuple[RequestKey, Completion]]
-    done: list[tuple[int, str | None]]
-    """Numbers of the commands that were carried out, each with an error or None."""
+    done: list[tuple[int, str | None]]  # numbers of the commands that were executed, each with an error or None
     running: int = 0
     waiting: int = 0
     tokens_generated: int = 0
-    spans: list[tuple[float, int]] = []
-    """Stretches of decoding that ended now: seconds, and tokens generated."""
-    broken: str | None = None
-    """Why the worker can never go on, if it cannot."""
-    sampled: list[tuple[RequestKey, Sampled]] = []
-    """New tokens of requests that are watched and go on."""
-    refused: list[tuple[RequestKey, str]] = []
-    """Requests that can never run, each with the reason."""
-    cache_used: float = 0.0
+    spans: list[tuple[float, int]] = []  # stretches of decoding that ended now: seconds, and tokens generated
+    broken: str | None = None  # why the worker can never continue, if it cannot
+    sampled: list[tuple[RequestKey, Sampled]] = []  # new tokens of requests that are watched and have not ended
+    refused: list[tuple[RequestKey, str]] = []  # requests that can never run, each with the reason
+    cache_used: float = 0.0  # this and the next two: as in `EngineStats`
     swap_s: float = 0.0
     num_preempted: int = 0
-    """All three as in `EngineStats`."""
-    is_aside: bool = False
-    """Whether it is about an `Offer` alone, and says nothing of the work."""
-    kind: str = ""
-    """Of an `Offer` whose weights could not be had: the name of the error's class."""
 
 
 class Link(Protocol):
-    """The worker's end of the line."""
+    """The worker's end of the connection."""
 
     def receive(self, *, block: bool) -> list[Command]:
         """The commands that have come; with `block`, at least one. `Close` if the other end is gone."""
@@ -95,11 +82,11 @@ class Link(Protocol):
     def send(self, report: Report) -> None: ...
 
     def weights(self) -> Weights:
-        """What a `Load` is about."""
+        """Those of a `Load`."""
         ...
 
-    def loaded(self) -> None:
-        """The `Load` is done with: what it was about may go."""
+    def release(self) -> None:
+        """The `Load` is done: its weights may be freed."""
         ...
 
 
@@ -114,31 +101,32 @@ class Worker:
         self._report = Report([], [])
 
     def run(self) -> None:
+        """Until `Close`. Each turn: execute the commands that have come, then one decode step, then report."""
         try:
             while not self._is_closed:
-                self._turn()
-        except Exception as error:  # the border of the worker: whoever waits must hear of it
+                is_idle = self._is_paused or not self._batcher.has_work
+                if is_idle:
+                    self._end_span()
+                    self._send_if_any()
+                for command in self._link.receive(block=is_idle):
+                    self._execute(command)
+                if self._batcher.has_work and not self._is_paused and not self._is_closed:
+                    self._begin_span()
+                    self._report.finished += self._batcher.step()
+                    self._report.sampled += self._batcher.news()
+                    self._end_long_span()
+                self._send_if_any()
+        except Exception as error:  # the border of the worker: the engine must fail what waits
             self._report.broken = f"{type(error).__name__}: {error}"
             self._send()
 
-    def _turn(self) -> None:
-        is_idle = self._is_paused or not self._batcher.has_work
-        if is_idle:
-            self._end_span()
-            self._send_if_any()
-        for command in self._link.receive(block=is_idle):
-            self._obey(command)
-        if self._batcher.has_work and not self._is_paused and not self._is_closed:
-            self._decode()
-        self._send_if_any()
-
-    def _decode(self) -> None:
+    def _begin_span(self) -> None:
         if self._began is None:
             self._began = time.monotonic()
             self._tokens_at_begin = self._batcher.tokens_generated
-        self._report.finished += self._batcher.step()
-        self._report.sampled += self._batcher.news()
-        if time.monotonic() - self._began >= SPAN_S:
+
+    def _end_long_span(self) -> None:
+        if self._began is not None and time.monotonic() - self._began >= SPAN_S:
             self._end_span()
 
     def _end_span(self) -> None:
@@ -147,7 +135,7 @@ class Worker:
             self._report.spans.append((time.monotonic() - self._began, tokens))
             self._began = None
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case Add():
                 self._add(command)
@@ -167,7 +155,7 @@ class Worker:
 
     def _add(self, command: Add) -> None:
         if any(key == command.request.key for key, *_ in (*self._report.finished, *self._report.refused)):
-            self._send()  # a key that is used again: its last end is told before anything of its new beginning
+            self._send()  # a key that is used again: the end of its last request is reported before the start of the new one
         try:
             self._batcher.add(command.request, is_watched=command.is_watched)
         except RequestRefused as error:
@@ -179,7 +167,7 @@ class Worker:
         except EngineError as error:
             return str(error)
         finally:
-            self._link.loaded()
+            self._link.release()
         return None
 
     def _send_if_any(self) -> None:
