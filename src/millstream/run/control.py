@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from millstream.errors import ConfigError, MillstreamError
 from millstream.events import Status, WaitNow
-from millstream.rpc.frames import HEADER, Frames, frame
+from millstream.rpc.frames import FrameError, Frames, frame, read_frame
 from millstream.run.folder import LOCK, RunFolder, resume_command
 from millstream.serving.router import Router
 
@@ -135,28 +135,22 @@ class Control:
         self._answering.add(task)
         try:
             async with asyncio.timeout(ASK_S):
-                question = await _receive(reader)
+                question = await read_frame(reader, MAX_BYTES)
             writer.write(frame(await self._carry_out(question)))
             await writer.drain()
+        except FrameError as error:
+            writer.write(frame(Refused(message=str(error))))
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             pass  # nobody listens any more, or the run ends: there is nothing left to say
         finally:
             self._answering.discard(task)
             writer.close()
 
-    async def _carry_out(self, question: bytes | None) -> Answer:
+    async def _carry_out(self, question: bytes) -> Answer:
         try:
-            if question is None:
-                raise ConfigError(f"a question of more than {MAX_BYTES} bytes")
             return await self._carry(msgspec.msgpack.decode(question, type=Question))
         except (MillstreamError, msgspec.DecodeError) as error:
             return Refused(message=str(error))
-
-
-async def _receive(reader: asyncio.StreamReader) -> bytes | None:
-    """None: it is too long."""
-    size = int.from_bytes(await reader.readexactly(HEADER), "little")
-    return await reader.readexactly(size) if size <= MAX_BYTES else None
 
 
 def now_of(status: Status, router: Router, names: list[str], version: int) -> Now:
@@ -211,10 +205,10 @@ def ask(folder: Path, question: Question) -> Now | Scaled:
             raise ConfigError(_why_not(folder, error)) from error
         with suppress(OSError):  # the run has ended in this moment: so there is no answer
             line.sendall(frame(question))
-        frames = Frames(line).receive(block=True)
-    if not frames:
+        said = Frames(line).first()
+    if said is None:
         raise ConfigError(f"the run in {folder} ended before it answered")
-    answer: Answer = msgspec.msgpack.decode(frames[0], type=Answer)
+    answer: Answer = msgspec.msgpack.decode(said, type=Answer)
     if isinstance(answer, Refused):
         raise ConfigError(answer.message)
     return answer

@@ -183,8 +183,12 @@ class ProcessHost:
         try:
             self.remote.ready.result(limit_s)
         except TimeoutError:
+            reason = f"it has reported nothing in the {limit_s:g} s since its process was started"
+            self._on_report(
+                Report([], [], broken=reason)
+            )  # before the exit reason, which would only say that it was killed
             self.remote.kill()
-            raise WorkerExited(f"it has reported nothing in the {limit_s:g} s since its process was started") from None
+            raise WorkerExited(reason) from None
         except Exception as error:  # whatever it was, there is no worker
             raise WorkerExited(_words(error)) from error
 
