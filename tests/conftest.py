@@ -1,13 +1,39 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, print_blob=True
 )
 settings.load_profile("default")
+
+SOCKET_VARIABLE = "MILLSTREAM_FORKSERVER"
+WARM = pytest.StashKey[tuple[subprocess.Popen[bytes], tempfile.TemporaryDirectory[str]]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One warm process (`millstream.rpc.forkserver`) for the session: its tests, and the runs that they start. The processes of
+    xdist inherit it. It imports nothing large before a test needs a worker."""
+    if SOCKET_VARIABLE in os.environ or hasattr(config, "workerinput"):
+        return
+    folder = tempfile.TemporaryDirectory(prefix="millstream-tests-")
+    os.environ[SOCKET_VARIABLE] = str(Path(folder.name) / "socket")
+    words = [sys.executable, "-m", "millstream.rpc.forkserver", os.environ[SOCKET_VARIABLE]]
+    config.stash[WARM] = (subprocess.Popen(words, stdin=subprocess.PIPE, process_group=0), folder)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if WARM in config.stash:
+        process, folder = config.stash[WARM]
+        process.communicate()
+        folder.cleanup()

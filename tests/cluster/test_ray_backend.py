@@ -137,7 +137,7 @@ def test_a_listener_that_could_not_accept_one_connection_accepts_the_next(monkey
 
 def test_a_process_whose_work_raises_is_gone_at_once_and_its_log_says_why() -> None:
     ours, theirs = socket.socketpair()
-    program = "import socket, sys; from millstream.cluster.actor import run_worker; run_worker('no.such.module', socket.socket(fileno=int(sys.argv[1])))"
+    program = "import socket, sys; from millstream.cluster.actor import serve_connection; serve_connection('no.such.module:work', socket.socket(fileno=int(sys.argv[1])))"
     with (
         theirs,
         subprocess.Popen(
@@ -282,7 +282,7 @@ def test_what_a_run_begins_with_is_one_version_in_shared_memory_however_many_lea
 
     def build() -> WeightsRef:
         options = {"learner": CONFIG.learner, "recipe": Recipe(algorithm=None), "num_steps": 1}
-        first: WeightsRef = site.build_learner(None, **options)["elsewhere"].first
+        first: WeightsRef = site.build_learner(None, **options)["cluster"].first
         return first
 
     def num_staged() -> int:

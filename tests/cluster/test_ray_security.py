@@ -150,5 +150,5 @@ def test_nothing_of_ours_unpickles() -> None:
         cwd=ROOT,
     )
     assert [line.split(":", 2)[::2] for line in uses.stdout.splitlines()] == [
-        ["src/millstream/learner/shards.py", "class Unpickler(pickle.Unpickler):"],
+        ["src/millstream/learner/shards.py", "class RestrictedUnpickler(pickle.Unpickler):"],
     ]

@@ -383,7 +383,7 @@ asyncio.run(program())
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
     (child,) = (
-        pid for pid in descendants(parent.pid) if "millstream.engine.vllm.worker" in name_of(pid).split("multiproc")[0]
+        pid for pid in descendants(parent.pid) if "vllm.worker:serve_vllm" in name_of(pid).split("multiproc")[0]
     )
     below = descendants(parent.pid)
     assert any("EngineCore" in name_of(pid) for pid in below)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from test_learner import learner, rows
 
 from millstream.algo import AlgorithmConfig
 from millstream.errors import LearnerError, ModelError
@@ -21,6 +20,7 @@ from millstream.learner.scorer import TorchScorer
 from millstream.model.tiny import character_tokenizer
 from millstream.run.build_scorers import check_vocabulary
 from millstream.types import Floats, Metrics, TrainRow
+from support.learners import learner, rows
 from support.tiny import CONFIGS, make, plain
 
 TEMPERATURE = 0.7
@@ -68,8 +68,8 @@ def test_in_16_bits_a_reference_says_about_the_same_and_a_critic_learns() -> Non
     rounded = score(TorchScorer(copy.deepcopy(model).to(torch.bfloat16)), some)
     assert all(np.allclose(mine, theirs, atol=0.1) for mine, theirs in zip(exact, rounded, strict=True))
     assert any(not np.array_equal(mine, theirs) for mine, theirs in zip(exact, rounded, strict=True))
-    told = asyncio.run(train(TorchCritic(model.to(torch.bfloat16), FAST), some, 12))
-    assert told[-1]["loss"] < 0.8 * told[0]["loss"]
+    metrics = asyncio.run(train(TorchCritic(model.to(torch.bfloat16), FAST), some, 12))
+    assert metrics[-1]["loss"] < 0.8 * metrics[0]["loss"]
 
 
 def test_rows_without_a_trained_token_have_nothing_to_score() -> None:
@@ -85,12 +85,12 @@ def test_the_learner_measures_the_kl_to_the_reference_and_a_kl_in_the_loss_pulls
     near = [replace(row, reference=scores) for row, scores in zip(some, score(other, some), strict=True)]
 
     async def steps(algorithm: AlgorithmConfig, batch: Sequence[TrainRow]) -> list[Metrics]:
-        one, told = learner(algorithm, config=LEARNING), []
+        one, metrics = learner(algorithm, config=LEARNING), []
         for _ in range(6):
             await one.begin_batch()
             await one.accumulate(batch)
-            told.append(await one.step())
-        return told
+            metrics.append(await one.step())
+        return metrics
 
     held = asyncio.run(steps(AlgorithmConfig(kl="loss", kl_coefficient=1.0), near))
     free = asyncio.run(steps(AlgorithmConfig(), near))
@@ -130,12 +130,12 @@ def test_a_new_critic_expects_nothing() -> None:
 
 
 async def train(one: TorchCritic, some: Sequence[TrainRow], steps: int, split: int = 2) -> list[Metrics]:
-    told = []
+    metrics = []
     for _ in range(steps):
         for begin in range(0, len(some), split):
             await one.accumulate(some[begin : begin + split])
-        told.append(await one.step())
-    return told
+        metrics.append(await one.step())
+    return metrics
 
 
 FAST = CriticConfig(learning_rate=3e-3, value_clip=None)
@@ -144,10 +144,10 @@ FAST = CriticConfig(learning_rate=3e-3, value_clip=None)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_critic_learns_what_can_be_seen_before_a_token(name: str) -> None:
     one, some = critic(FAST, name), with_returns(rows(8))
-    told = asyncio.run(train(one, some, 25))
-    assert told[-1]["loss"] < 0.5 * told[0]["loss"] and told[-1]["explained"] > 0.5 > told[0]["explained"]
-    assert told[0]["explained"] == 0.0 == told[0]["value"], "it said 0"
-    assert told[0]["return"] == pytest.approx(float(np.concatenate([r.returns[r.loss_mask] for r in some]).mean()))  # type: ignore[index]
+    metrics = asyncio.run(train(one, some, 25))
+    assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"] and metrics[-1]["explained"] > 0.5 > metrics[0]["explained"]
+    assert metrics[0]["explained"] == 0.0 == metrics[0]["value"], "it said 0"
+    assert metrics[0]["return"] == pytest.approx(float(np.concatenate([r.returns[r.loss_mask] for r in some]).mean()))  # type: ignore[index]
     found = score(one, some)
     mine = np.concatenate([scores[row.loss_mask] for row, scores in zip(some, found, strict=True)])
     theirs = np.concatenate([row.returns[row.loss_mask] for row in some])  # type: ignore[index]
@@ -216,8 +216,8 @@ def test_a_step_of_the_critic_that_is_not_finite_is_left_out_and_too_many_end_th
     one = TorchCritic(make("qwen3"), CriticConfig(max_skipped_steps=1))
     some = [replace(row, label=f"row {number}") for number, row in enumerate(with_returns(rows(3)))]
     some[1] = replace(some[1], returns=np.full(len(some[1].tokens), 3e30, np.float32))
-    (told,) = asyncio.run(train(one, some, 1))
-    assert told["skipped_steps"] == 1 and not any(scores.any() for scores in score(one, some))
+    (metrics,) = asyncio.run(train(one, some, 1))
+    assert metrics["skipped_steps"] == 1 and not any(scores.any() for scores in score(one, some))
     with pytest.raises(
         LearnerError,
         match=r"the critic's optimizer step 1 is inf; the loss of row 1 is not finite.*"

@@ -33,14 +33,16 @@ from millstream.events import Resumed
 from millstream.events.sinks import read_events
 from millstream.learner import Learner, LearnerConfig
 from millstream.learner.fsdp import FsdpLearner
-from millstream.learner.messages import Keep, Write, pack, unpack
+from millstream.learner.messages import TakeSnapshot, WriteSnapshot, pack_rows, unpack_rows
 from millstream.learner.packing import deal
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.torch import TorchLearner
 from millstream.model.load import load_weights
+from millstream.rpc.forkserver import SOCKET_VARIABLE
 from millstream.run import build
 from millstream.testing.learner import LearnerSuite
 from millstream.types import Metrics, Sampling, TrainRow
+from support.processes import children, is_alive, workers
 from support.rank_cases import CASES, SETS, STEPS, WRITTEN_AFTER, Case, batch, mini_batches, row, train
 from support.runs import assert_clean, command, resume, start, steps_of, until
 from support.tiny import VOCABULARY, make
@@ -334,17 +336,10 @@ def test_a_snapshot_that_cannot_be_written_costs_itself_alone(
 def test_every_rank_says_which_files_it_sees_where_it_has_written(
     two: Trained, two_learner: FsdpLearner, tmp_path: Path
 ) -> None:
-    two_learner.ranks.ask(Keep(1000))
-    for answer in two_learner.ranks.ask(Write(1000, str(tmp_path))):
-        assert answer.files == {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-        assert answer.files.keys() >= {".metadata", "__0_0.distcp", "__1_0.distcp"}
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    two_learner.ranks.call(TakeSnapshot(1000))
+    for files in two_learner.ranks.call(WriteSnapshot(1000, str(tmp_path)), dict[str, int]):
+        assert files == {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+        assert files.keys() >= {".metadata", "__0_0.distcp", "__1_0.distcp"}
 
 
 def test_a_killed_rank_ends_the_learner_within_seconds_and_by_name(two: Trained, two_learner: FsdpLearner) -> None:
@@ -358,22 +353,22 @@ def test_a_killed_rank_ends_the_learner_within_seconds_and_by_name(two: Trained,
         asyncio.run(two_learner.weights())
 
 
-def children(pid: int) -> list[int]:
-    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
-
-
 @pytest.mark.slow
-def test_a_killed_run_of_two_ranks_leaves_no_process_and_goes_on_with_one(tmp_path: Path) -> None:
+def test_a_killed_run_of_two_ranks_leaves_no_process_and_goes_on_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)  # it has its own warm process, which must go, too
     run_dir = tmp_path / "run"
     process = start(command(run_dir, {"learner.ranks": 2, "pipeline.steps": 120}))
     until(lambda: any(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")), process)
-    ranks = children(process.pid)
+    ranks = workers(process.pid)
+    started = [*ranks, *children(process.pid)]
     process.kill()
     process.wait()
     limit = time.monotonic() + 10
-    while any(map(is_alive, ranks)) and time.monotonic() < limit:
+    while any(map(is_alive, started)) and time.monotonic() < limit:
         time.sleep(0.02)
-    assert len(ranks) == 2 and not any(map(is_alive, ranks))
+    assert len(ranks) == 2 and not any(map(is_alive, started))
     assert list((run_dir / "checkpoints").glob("step-*/__1_0.distcp")), "each rank wrote its part"
     config = run_dir / "config.toml"
     config.write_text(config.read_text().replace("ranks = 2", "ranks = 1"))
@@ -411,7 +406,7 @@ def test_two_ranks_learn_from_rows_that_bring_the_proximal_policy_as_one_does_an
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["proximal.micro_batch_tokens=60"]], ids=["own", "beside"])
+@pytest.mark.parametrize("more", [[], ["proximal.micro_batch_tokens=60"]], ids=["own", "scorer"])
 def test_a_run_of_two_ranks_with_a_warm_up_and_mini_batches_goes_to_its_end(tmp_path: Path, more: list[str]) -> None:
     changes = ["data.size=64", "data.holdout=8", "warmup.max_steps=4", "warmup.check_every=2", "pipeline.steps=3",
                "learner.ranks=2", "learner.mini_batches=2", "pipeline.groups_per_step=4", "algorithm.loss=decoupled_ppo",
@@ -449,8 +444,12 @@ def test_rows_cross_the_border_between_processes_as_they_were() -> None:
     rng = np.random.default_rng(0)
     rows = [row(rng, length, f"row {length}") for length in (3, 8)]
     rows[1] = structs.replace(rows[1], reference=rows[1].logprobs)
-    found = unpack(pack(rows))
-    assert [r.label for r in found] == ["row 3", "row 8"] and found[0].reference is None and unpack(pack([])) == []
+    found = unpack_rows(pack_rows(rows))
+    assert (
+        [r.label for r in found] == ["row 3", "row 8"]
+        and found[0].reference is None
+        and unpack_rows(pack_rows([])) == []
+    )
     for mine, theirs in zip(found, rows, strict=True):
         for name in ("tokens", "loss_mask", "logprobs", "advantages"):
             assert getattr(mine, name).dtype == getattr(theirs, name).dtype

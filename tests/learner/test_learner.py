@@ -19,40 +19,17 @@ from msgspec import structs
 from millstream.algo import AlgorithmConfig, recipe
 from millstream.errors import LearnerError
 from millstream.learner import LearnerConfig
+from millstream.learner.optimizer import learning_rate_share
 from millstream.learner.packing import Packer
-from millstream.learner.rows import Rows
+from millstream.learner.rows import RowTensors, share_prompts
 from millstream.learner.scorer import TorchScorer
-from millstream.learner.torch import TorchLearner, learning_rate_share, share_prompts
+from millstream.learner.torch import TorchLearner
 from millstream.model.objective import LossInputs, TokenLoss
 from millstream.types import Metrics, TrainRow
+from support.learners import learner, rows
 from support.tiny import CONFIGS, VOCABULARY, make, plain
 
 AGGREGATIONS = ["token_mean", "sequence_mean", "fixed_length"]
-
-
-def rows(count: int, seed: int = 0) -> list[TrainRow]:
-    """Ragged rows with gaps in their masks, as several turns make them; one has no trained token at all."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for number in range(count):
-        length = int(rng.integers(3, 24))
-        mask = rng.random(length) < (0.0 if number == 3 else 0.6)
-        mask[0] = False
-        made.append(
-            TrainRow(
-                tokens=rng.integers(3, VOCABULARY, length).astype(np.int32),
-                loss_mask=mask,
-                logprobs=np.where(mask, -5 * rng.random(length), 0).astype(np.float32),
-                advantages=np.full(length, rng.normal(), dtype=np.float32),
-            )
-        )
-    return made
-
-
-def learner(algorithm: AlgorithmConfig | None = None, config: LearnerConfig | None = None, name: str = "qwen3",
-            temperature: float = 1.0, num_steps: int | None = None) -> TorchLearner:  # fmt: skip
-    objective = recipe.objective(algorithm or AlgorithmConfig(), max_tokens=16)
-    return TorchLearner(make(name), config or LearnerConfig(), objective, temperature=temperature, num_steps=num_steps)
 
 
 def gradient(one: TorchLearner, micro_batches: list[list[TrainRow]]) -> torch.Tensor:
@@ -63,7 +40,7 @@ def gradient(one: TorchLearner, micro_batches: list[list[TrainRow]]) -> torch.Te
         for micro_batch in micro_batches:
             await one.accumulate(micro_batch)
 
-    one.optimizer.forget()
+    one.optimizer._adam.zero_grad()
     one.rank.tally()
     asyncio.run(accumulate())
     flat = torch.cat([grad.flatten() for grad in one.optimizer.gradients().values()])
@@ -345,7 +322,7 @@ def test_a_step_whose_gradient_is_not_finite_is_left_out_and_too_many_in_a_row_e
             assert (await train(batch))["skipped_steps"] == 1
         after = await one.weights()
         assert all(torch.equal(before[name], after[name]) for name in before)
-        assert "skipped_steps" not in await train(batch[:1])  # a sound one: the count begins anew
+        assert "skipped_steps" not in await train(batch[:1])  # a finite one: the count starts at 0 again
         for _ in range(2):
             await train(batch)
         with pytest.raises(LearnerError, match=r"the loss of group 7, member 1 is not finite.*learner\.learning_rate"):
@@ -410,7 +387,7 @@ def test_tokens_that_fill_a_micro_batch_up_change_nothing(quantum: int) -> None:
     plainly = gradient(one, [batch])
     one.rank._quantum = quantum
     assert torch.allclose(gradient(one, [batch]), plainly, atol=1e-5 * float(plainly.abs().max()), rtol=1e-3)
-    assert Rows(batch, torch.device("cpu"), quantum=quantum).num_computed % quantum == 0
+    assert RowTensors(batch, torch.device("cpu"), quantum=quantum).num_computed % quantum == 0
 
 
 @pytest.mark.slow

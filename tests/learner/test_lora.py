@@ -16,7 +16,6 @@ import pytest
 import torch
 from msgspec import structs
 from safetensors.numpy import load_file
-from test_learner import rows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millstream.algo import AlgorithmConfig, recipe
@@ -39,6 +38,7 @@ from millstream.run.evaluator import evaluate_model
 from millstream.run.run import resume
 from millstream.run.run import train as run
 from millstream.types import TrainRow
+from support.learners import rows
 from support.runs import ROOT, SETTINGS
 from support.tiny import CONFIGS, make, prompts, request
 
@@ -210,7 +210,7 @@ def test_what_is_saved_is_an_ordinary_model_and_beside_it_the_adapter_in_pefts_f
     assert not torch.allclose(logits(found), before, atol=1e-2)
     onto = peft.PeftModel.from_pretrained(base, tmp_path / "model" / "adapter").eval()
     assert torch.allclose(logits(onto), logits(expected), atol=1e-5)
-    asyncio.run(train(one, gold(6), steps=1))  # the learner goes on
+    asyncio.run(train(one, gold(6), steps=1))  # the learner continues
 
 
 def test_a_snapshot_holds_adapters_and_their_optimizer_alone_and_training_goes_on_from_it_bit_for_bit(

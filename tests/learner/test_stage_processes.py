@@ -1,4 +1,4 @@
-"""Scorers and critics in processes of their own: the numbers and the state of the local ones, bit for bit, whoever is killed."""
+"""Scorers and critics in worker processes: the numbers and the state of the local ones, bit for bit, also when one is killed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from msgspec import structs
-from test_fsdp import is_alive
 from test_replay import checkpoints_in, standing
 from transformers import PreTrainedModel
 
@@ -22,18 +21,25 @@ from millstream.clock import RealClock
 from millstream.errors import ClusterError, LearnerError, LearnerGone, WeightsError
 from millstream.events import LearnerRestarted
 from millstream.events.sinks import MemorySink
-from millstream.learner import CriticConfig
-from millstream.learner import remote_scorer as stages
+from millstream.learner import CriticConfig, remote_scorer
 from millstream.learner.critic import TorchCritic
-from millstream.learner.messages import BeginBatch, Learn, Order
-from millstream.learner.remote_scorer import MAX_RESTARTS, Begin, RemoteCritic, RemoteScorer, StageProcess, beginning
+from millstream.learner.messages import BeginBatch, CriticStep, LoadWeights
+from millstream.learner.remote_scorer import (
+    MAX_RESTARTS,
+    PublishSetup,
+    RemoteCritic,
+    RemoteScorer,
+    ScorerProcess,
+    publish_setup,
+)
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.state import read_state
 from millstream.model.adapters import add_adapters, trained_weights
 from millstream.model.load import model_weights, new_model
 from millstream.model.lora import LoraConfig
 from millstream.pipeline.state import LearnerAndCritic
-from millstream.rpc.process import Kind, LocalLauncher, LocalWorker
+from millstream.retry import BackOff
+from millstream.rpc.process import Kind, LocalLauncher, WorkerProcess
 from millstream.run.checkpoint import CheckpointConfig, Sealed
 from millstream.run.replay_critic import ReplayedCritic
 from millstream.sim.learner import SimSnapshot
@@ -42,6 +48,7 @@ from millstream.types import Floats, TrainRow
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher
 from millstream.weights.transfer.remote_weights import RemoteWeights
+from support.processes import is_alive
 from support.tiny import CONFIGS, VOCABULARY, make
 
 TEMPERATURE = 0.7
@@ -50,14 +57,15 @@ T = TypeVar("T")
 
 
 class CountingLauncher(LocalLauncher):
-    """This machine's; and what becomes of every process that is started, if somebody has something in mind."""
+    """Counts the processes that it starts, and gives each to a callback."""
 
-    def __init__(self, on_launch: Callable[[int, LocalWorker], None] = lambda number, worker: None) -> None:
+    def __init__(self, on_launch: Callable[[int, WorkerProcess], None] = lambda number, worker: None) -> None:
+        super().__init__(is_warm=True)
         self.num_launched, self._on_launch = 0, on_launch
 
-    def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> LocalWorker:
+    def launch(self, kind: Kind, target: str, *, name: str, descriptors: Sequence[int] = ()) -> WorkerProcess:
         assert kind == "stage"
-        worker = super().launch(kind, module, name=name, descriptors=descriptors)
+        worker = super().launch(kind, target, name=name, descriptors=descriptors)
         self.num_launched += 1
         self._on_launch(self.num_launched, worker)
         return worker
@@ -72,11 +80,11 @@ def outbox(tmp_path: Path) -> Iterator[WeightsPublisher]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(remote_scorer, "BACK_OFF", BackOff(first_s=0.01))
 
 
-def begin(model: PreTrainedModel, folder: Path, critic: CriticConfig | None = None) -> Begin:
-    return lambda: beginning(
+def publish(model: PreTrainedModel, folder: Path, critic: CriticConfig | None = None) -> PublishSetup:
+    return lambda: publish_setup(
         lambda: model,
         lambda: WeightsPublisher(folder / "weights", node="", ways=["shared"]),
         device="cpu",
@@ -129,7 +137,7 @@ def test_a_scorer_in_a_process_gives_the_numbers_of_a_local_one_bit_for_bit_and_
     tmp_path: Path, outbox: WeightsPublisher
 ) -> None:
     rows, first, second = make_rows(VOCABULARY), make("gemma2"), make("gemma2", seed=1)
-    remote = RemoteScorer(begin(first, tmp_path), LocalLauncher())
+    remote = RemoteScorer(publish(first, tmp_path), LocalLauncher(is_warm=True))
     local = TorchScorer(make("gemma2"), temperature=TEMPERATURE)
 
     async def program() -> None:
@@ -153,7 +161,7 @@ def test_a_scorer_in_a_process_gives_the_numbers_of_a_local_one_bit_for_bit_and_
 
 def test_a_scorer_in_a_process_has_the_dtype_and_the_adapters_of_its_model(tmp_path: Path) -> None:
     rows = make_rows(VOCABULARY)
-    remote = RemoteScorer(begin(adapted(), tmp_path), LocalLauncher())
+    remote = RemoteScorer(publish(adapted(), tmp_path), LocalLauncher(is_warm=True))
     local = TorchScorer(adapted(), temperature=TEMPERATURE)
 
     async def program() -> None:
@@ -166,7 +174,7 @@ def test_a_scorer_that_is_killed_while_it_scores_answers_all_the_same_under_the_
     tmp_path: Path, outbox: WeightsPublisher, quick: None
 ) -> None:
     launcher, rows, followed = CountingLauncher(), make_rows(VOCABULARY), make("qwen3", seed=1)
-    remote = RemoteScorer(begin(make("qwen3"), tmp_path), launcher, name="proximal")
+    remote = RemoteScorer(publish(make("qwen3"), tmp_path), launcher, name="proximal")
 
     async def program() -> None:
         await remote.load(staged(outbox, followed))
@@ -185,7 +193,7 @@ def test_a_scorer_that_is_killed_while_it_scores_answers_all_the_same_under_the_
 
 def test_a_scorer_that_dies_before_it_is_ready_is_started_again(tmp_path: Path, quick: None) -> None:
     launcher = CountingLauncher(lambda number, worker: worker.kill() if number <= 2 else None)
-    remote, model = RemoteScorer(begin(make("qwen3"), tmp_path), launcher), make("qwen3")
+    remote, model = RemoteScorer(publish(make("qwen3"), tmp_path), launcher), make("qwen3")
 
     async def program() -> None:
         await remote.ready()
@@ -198,7 +206,7 @@ def test_a_scorer_that_dies_before_it_is_ready_is_started_again(tmp_path: Path, 
 
 def test_a_scorer_that_dies_again_and_again_is_an_error_that_says_how_often(tmp_path: Path, quick: None) -> None:
     launcher = CountingLauncher(lambda number, worker: worker.kill())
-    remote = RemoteScorer(begin(make("qwen3"), tmp_path), launcher)
+    remote = RemoteScorer(publish(make("qwen3"), tmp_path), launcher)
 
     async def program() -> None:
         with pytest.raises(LearnerError, match=r"the reference was started again 5 times in a row.*exit code -9"):
@@ -211,16 +219,16 @@ def test_a_scorer_that_dies_again_and_again_is_an_error_that_says_how_often(tmp_
 def test_a_scorer_that_is_closed_while_it_is_started_again_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "BACK_OFF_S", 60.0)
+    monkeypatch.setattr(remote_scorer, "BACK_OFF", BackOff(first_s=60.0))
     died = threading.Event()
-    workers: list[LocalWorker] = []
+    workers: list[WorkerProcess] = []
 
-    def die(number: int, worker: LocalWorker) -> None:
+    def die(number: int, worker: WorkerProcess) -> None:
         workers.append(worker)
         worker.kill()
         died.set()
 
-    remote = RemoteScorer(begin(make("qwen3"), tmp_path), CountingLauncher(die))
+    remote = RemoteScorer(publish(make("qwen3"), tmp_path), CountingLauncher(die))
 
     async def program() -> None:
         scoring = asyncio.create_task(remote.score(make_rows(VOCABULARY)))
@@ -236,10 +244,10 @@ def test_a_scorer_that_is_closed_while_it_is_started_again_leaves_no_process(
 
 def test_what_a_stage_refuses_is_not_asked_again(tmp_path: Path, outbox: WeightsPublisher) -> None:
     launcher = CountingLauncher()
-    remote = RemoteScorer(begin(make("qwen3"), tmp_path), launcher)
+    remote = RemoteScorer(publish(make("qwen3"), tmp_path), launcher)
 
     async def program() -> None:
-        with pytest.raises(WeightsError, match="was given a dict, expected StagedWeights: put it into an Outbox first"):
+        with pytest.raises(WeightsError, match="was given a dict, expected RemoteWeights: publish the weights first"):
             await remote.load(dict(model_weights(make("qwen3"))))
         for _ in range(2):
             with pytest.raises(LearnerError, match=r"the reference broke: .*size") as found:
@@ -254,10 +262,10 @@ def test_what_a_stage_refuses_is_not_asked_again(tmp_path: Path, outbox: Weights
 
 def test_a_stage_that_finds_no_place_says_why(tmp_path: Path, quick: None) -> None:
     class NoRoom(LocalLauncher):
-        def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> LocalWorker:
+        def launch(self, kind: Kind, target: str, *, name: str, descriptors: Sequence[int] = ()) -> WorkerProcess:
             raise ClusterError(f"waited 300 s for {name}")
 
-    remote = RemoteScorer(begin(make("qwen3"), tmp_path), NoRoom())
+    remote = RemoteScorer(publish(make("qwen3"), tmp_path), NoRoom())
 
     async def program() -> None:
         with pytest.raises(LearnerError, match="gone again: the reference broke: waited 300 s for reference"):
@@ -270,14 +278,14 @@ def test_a_stage_that_finds_no_place_says_why(tmp_path: Path, quick: None) -> No
 
 
 async def learn(critic: TorchCritic | RemoteCritic, steps: range) -> list[object]:
-    told: list[object] = []
+    found: list[object] = []
     for step in steps:
         rows = returning(make_rows(VOCABULARY, seed=step))
-        told += await critic.score(rows)
+        found += await critic.score(rows)
         await critic.accumulate(rows[:4])
         await critic.accumulate(rows[4:])
-        told.append(await critic.step())
-    return told
+        found.append(await critic.step())
+    return found
 
 
 def equal(found: Sequence[object], expected: Sequence[object]) -> bool:
@@ -290,7 +298,7 @@ def equal(found: Sequence[object], expected: Sequence[object]) -> bool:
 def test_a_critic_in_a_process_has_the_numbers_and_the_state_of_a_local_one_and_each_goes_on_from_the_other(
     tmp_path: Path,
 ) -> None:
-    remote = RemoteCritic(begin(make("qwen3"), tmp_path, CRITIC), LocalLauncher())
+    remote = RemoteCritic(publish(make("qwen3"), tmp_path, CRITIC), LocalLauncher(is_warm=True))
     local = TorchCritic(make("qwen3"), CRITIC, num_steps=6)
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     for folder in (theirs, ours):
@@ -318,7 +326,7 @@ def test_a_critic_in_a_process_has_the_numbers_and_the_state_of_a_local_one_and_
 def test_a_disk_that_refuses_a_critics_snapshot_leaves_it_as_it_was_and_one_that_is_killed_is_gone(
     tmp_path: Path,
 ) -> None:
-    remote = RemoteCritic(begin(make("qwen3"), tmp_path, CRITIC), LocalLauncher())
+    remote = RemoteCritic(publish(make("qwen3"), tmp_path, CRITIC), LocalLauncher(is_warm=True))
 
     async def program() -> None:
         snapshot = await remote.snapshot()
@@ -336,16 +344,17 @@ def test_a_disk_that_refuses_a_critics_snapshot_leaves_it_as_it_was_and_one_that
     asyncio.run(closing(remote, program()))
 
 
-def test_an_order_for_somebody_else_is_refused_by_name(tmp_path: Path) -> None:
-    orders: list[tuple[CriticConfig | None, Order, str]] = [
-        (None, Learn(), "Learn is no order for a scorer"),
-        (CRITIC, BeginBatch(), "BeginBatch is no order for a critic"),
+def test_a_message_for_another_kind_of_worker_is_refused_by_name(tmp_path: Path, outbox: WeightsPublisher) -> None:
+    cases: list[tuple[CriticConfig | None, Any, str]] = [
+        (None, CriticStep(), "CriticStep is not a message for a scorer"),
+        (CRITIC, LoadWeights(outbox.put(1, [("w", torch.ones(1))])), "LoadWeights is not a message for a critic"),
+        (CRITIC, BeginBatch(), "Invalid value 'BeginBatch'"),
     ]
-    launcher = LocalLauncher()
-    processes = [StageProcess(begin(make("qwen3"), tmp_path, critic), launcher, "stage") for critic, _, _ in orders]
-    for process, (_, order, said) in zip(processes, orders, strict=True):
-        with pytest.raises(LearnerError, match=said):
-            process.ask(order)
+    launcher = LocalLauncher(is_warm=True)
+    processes = [ScorerProcess(publish(make("qwen3"), tmp_path, critic), launcher, "stage") for critic, _, _ in cases]
+    for process, (_, message, expected) in zip(processes, cases, strict=True):
+        with pytest.raises(LearnerError, match=expected):
+            process.call(message)
         process.close()
 
 
@@ -365,18 +374,20 @@ def test_a_critic_whose_process_is_killed_in_any_call_goes_on_as_if_nothing_had_
     """Before the first checkpoint and after it. Most of the time is that of interpreters that import torch."""
     sink, local = MemorySink(), TorchCritic(make("qwen3"), CRITIC, num_steps=6)
     checkpoints = checkpoints_in(tmp_path, sink, CheckpointConfig())
-    start = begin(make("qwen3"), tmp_path, CRITIC)
-    critic = ReplayedCritic(lambda: RemoteCritic(start, LocalLauncher()), checkpoints, clock=RealClock(), sink=sink)
+    start = publish(make("qwen3"), tmp_path, CRITIC)
+    critic = ReplayedCritic(
+        lambda: RemoteCritic(start, LocalLauncher(is_warm=True)), checkpoints, clock=RealClock(), sink=sink
+    )
     rows = returning(make_rows(VOCABULARY, seed=1))
 
     async def program() -> None:
         await critic.ready()
         expected = await learn(local, range(1))
         assert equal(await learn(critic, range(1)), expected)
-        told = [await local.score(rows), await local.accumulate(rows), await local.step()]
+        expected_here = [await local.score(rows), await local.accumulate(rows), await local.step()]
         found = [await with_a_death(critic, critic.score(rows)), await critic.accumulate(rows)]
         found.append(await with_a_death(critic, critic.step()))
-        assert equal([*found[0], found[2]], [*told[0], told[2]])
+        assert equal([*found[0], found[2]], [*expected_here[0], expected_here[2]])
         snapshot = LearnerAndCritic(SimSnapshot(0), await critic.snapshot())
         await checkpoints.keep(standing(2), 0, snapshot, 0.0)
         assert (await checkpoints.newest_sealed() or Sealed(0, tmp_path)).version == 2

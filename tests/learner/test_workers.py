@@ -1,4 +1,4 @@
-"""Lines to workers that come late, never come, stop reading or answer when nobody waits any more."""
+"""Workers that start late, never start, stop reading, or answer after the caller's timeout."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 
 from millstream.env.isolated import _Elsewhere
 from millstream.errors import LearnerError, LearnerGone
-from millstream.learner import process_group as crews
-from millstream.learner.messages import READY, Answer, Keep, Score
-from millstream.learner.process_group import ProcessGroup, ProcessSpec
-from millstream.rpc.frames import frame
+from millstream.learner.messages import ScoreRows, TakeSnapshot
+from millstream.learner.processes import LearnerProcesses
+from millstream.rpc import group as rpc_group
+from millstream.rpc.call import Channel, Remote
 from millstream.rpc.process import Kind
 
 
 class NearWorker:
-    """A worker without a process: whoever has the other end is it."""
+    """A worker without a process: the test holds the other end."""
 
     pid, node = 0, ""
 
@@ -52,36 +52,36 @@ def no_more_processes() -> NearWorker:
     raise OSError(11, "Resource temporarily unavailable")
 
 
-def crew_of(launch: Callable[[], NearWorker]) -> ProcessGroup:
-    return ProcessGroup(
-        [ProcessSpec("learner", "", "rank 0", Keep(0), place="rank 0 of 1")], NearLauncher(launch), who="the learner"
-    )
+def group_of(launch: Callable[[], NearWorker]) -> LearnerProcesses:
+    return LearnerProcesses([Remote(launch, TakeSnapshot(0), name="rank 0 of 1")], who="the learner")
 
 
 @pytest.mark.timeout(20)
-def test_whoever_waits_for_a_process_that_the_machine_refuses_to_start_is_told() -> None:
+def test_a_caller_gets_the_reason_when_the_machine_refuses_to_start_a_process() -> None:
     with pytest.raises(LearnerGone, match=r"rank 0 of 1: it could not be started: .*temporarily unavailable"):
-        crew_of(no_more_processes).wait()
+        group_of(no_more_processes).wait()
 
 
 @pytest.mark.timeout(20)
-def test_a_process_that_has_stopped_reading_in_the_middle_of_an_order_is_ended_all_the_same(
+def test_a_process_that_stopped_reading_in_the_middle_of_a_call_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crews, "CLOSE_S", 0.2)
+    monkeypatch.setattr(rpc_group, "CLOSE_S", 0.2)
     worker = NearWorker()
-    crew = crew_of(lambda: worker)
-    worker.theirs.sendall(frame(Answer(number=READY)))
-    crew.wait()
+    group = group_of(lambda: worker)
+    channel = Channel(worker.theirs)
+    (setup,) = channel.receive(block=True) or []
+    channel.answer(setup.number, None)
+    group.wait()
 
     def ask() -> None:
         with pytest.raises(LearnerError):
-            crew.ask(Score(bytes(1 << 24)))
+            group.call(ScoreRows(bytes(1 << 24)), bytes)
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     time.sleep(0.2)  # it is in the middle of it
-    closing = threading.Thread(target=crew.close, daemon=True)
+    closing = threading.Thread(target=group.close, daemon=True)
     closing.start()
     closing.join(5.0)
     asking.join(5.0)

@@ -193,7 +193,7 @@ def test_no_worker_outlives_the_process_that_started_it(tmp_path: Path) -> None:
         from support.rpc_worker import Do, WorkerSetup
         from millstream.rpc.call import Remote
         from millstream.rpc.process import LocalLauncher
-        remote = Remote(lambda: LocalLauncher().launch("learner", "support.rpc_worker", name="w"), WorkerSetup(), name="w")
+        remote = Remote(lambda: LocalLauncher().launch("learner", "support.rpc_worker:serve_test", name="w"), WorkerSetup(), name="w")
         print(remote.call(Do("pid"), int).result(), remote.call(Do("spawn"), int).result(), flush=True)
         remote.call(Do("sleep", 600))
         time.sleep(600)

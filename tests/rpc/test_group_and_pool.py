@@ -11,8 +11,8 @@ import pytest
 
 from millstream.errors import ConfigError, LearnerError, LearnerGone, MillstreamError, WorkerError, WorkerExited
 from millstream.rpc.call import Remote
-from millstream.rpc.group import Group
-from millstream.rpc.pool import Pool
+from millstream.rpc.group import WorkerGroup
+from millstream.rpc.pool import WorkerPool
 from support.processes import eventually, is_alive, launch_worker
 from support.rpc_worker import Do, WorkerSetup
 
@@ -25,12 +25,12 @@ def error_of(message: str, may_heal: bool) -> MillstreamError:
 
 class Groups:
     def __init__(self) -> None:
-        self.made: list[Group] = []
+        self.made: list[WorkerGroup] = []
 
-    def make(self, setups: Sequence[WorkerSetup] = (WorkerSetup(), WorkerSetup())) -> Group:
+    def make(self, setups: Sequence[WorkerSetup] = (WorkerSetup(), WorkerSetup())) -> WorkerGroup:
         members = [Remote(launch_worker, setup, name=f"member {number}") for number, setup in enumerate(setups)]
         self.made.append(
-            Group(members, who="the group", make_error=error_of, is_echo=lambda error: "echo" in str(error))
+            WorkerGroup(members, who="the group", make_error=error_of, is_echo=lambda error: "echo" in str(error))
         )
         return self.made[-1]
 
@@ -74,14 +74,14 @@ def test_a_member_that_cannot_be_built_will_not_heal(groups: Groups) -> None:
     assert not isinstance(found.value, LearnerGone)
 
 
-def pool_of(setup: WorkerSetup | None = None, *, size: int = 2, start_s: float = 20.0) -> Pool:
+def pool_of(setup: WorkerSetup | None = None, *, size: int = 2, start_s: float = 20.0) -> WorkerPool:
     def start(loop: asyncio.AbstractEventLoop) -> Remote:
         return Remote(lambda: launch_worker("reward"), setup or WorkerSetup(), name="r", loop=loop)
 
-    return Pool(start, size=size, start_s=start_s)
+    return WorkerPool(start, size=size, start_s=start_s)
 
 
-async def ask(pool: Pool, message: Do, timeout_s: float = 20.0) -> int:
+async def ask(pool: WorkerPool, message: Do, timeout_s: float = 20.0) -> int:
     async with pool.worker() as worker, asyncio.timeout(timeout_s):
         found: int = await asyncio.wrap_future(worker.call(message, int))
         return found

@@ -27,7 +27,7 @@ from millstream.config import load
 from millstream.errors import CheckpointError, ConfigError, LearnerError
 from millstream.events import Resumed
 from millstream.events.sinks import read_events
-from millstream.learner.state import flat, read_state, read_trained, write_shards, write_state
+from millstream.learner.state import flat_state, read_state, read_trained, write_shards, write_state
 from millstream.run import checkpoint
 from millstream.run.checkpoint import steps_in
 from millstream.run.config import RunConfig
@@ -122,7 +122,7 @@ def test_what_is_exported_is_the_same_from_one_file_and_from_shards(tmp_path: Pa
         write_shards(state, tmp_path / "many", None)
     finally:
         torch.distributed.destroy_process_group()
-    assert any(name.startswith("moments:") for name in flat(state))
+    assert any(name.startswith("moments:") for name in flat_state(state))
     for folder in (tmp_path / "one", tmp_path / "many"):
         found = read_trained(folder)
         assert found.keys() == {"a.weight", "b", "c"}
@@ -178,7 +178,7 @@ def test_what_is_read_of_somebody_elses_shards_runs_nothing_and_is_refused_by_na
         lambda: read_state(run_dir / "checkpoints/step-000004"),
     ):
         with pytest.raises(
-            LearnerError, match=rf"\.metadata asks for {re.escape(named)}, of which no learner's state is made"
+            LearnerError, match=rf"\.metadata asks for {re.escape(named)}, which is no part of a learner's state"
         ):
             read()
     assert not trace.exists() and not (tmp_path / "model").exists()

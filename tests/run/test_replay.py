@@ -22,7 +22,6 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from test_fsdp import children, is_alive
 from test_lag_bound import worlds
 
 from millstream import RunConfig
@@ -32,10 +31,11 @@ from millstream.errors import InvariantError, LearnerError, LearnerGone, Millstr
 from millstream.events import CheckpointFailed, LearnerRestarted, RunEnded, Warned
 from millstream.events.sinks import MemorySink, read_events
 from millstream.learner.fsdp import FsdpLearner
-from millstream.learner.messages import Answer, Write
-from millstream.learner.process_group import CrewSnapshot
-from millstream.learner.shared_disk import files_in
+from millstream.learner.messages import WriteSnapshot
+from millstream.learner.processes import GroupSnapshot
+from millstream.learner.snapshots import files_in
 from millstream.pipeline.state import LearnerAndCritic, Ledger, PipelineState
+from millstream.rpc.forkserver import SOCKET_VARIABLE
 from millstream.run import build, replay
 from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, Sealed
 from millstream.run.replay import MOST, Call, ReplayedLearner, ReplayLog
@@ -43,6 +43,7 @@ from millstream.run.replay_critic import ReplayedCritic
 from millstream.sim.learner import SimCritic, SimLearner, SimSnapshot
 from millstream.store import Saved
 from millstream.types import Floats, Metrics, TrainRow, Weights
+from support.processes import is_alive, workers
 from support.rank_cases import CASES, STEPS, batch, row, train
 from support.runs import ROOT, assert_clean, command, start, steps_of, until
 from support.simulated import Diary, Others, World, at_once, check, simulate
@@ -442,24 +443,24 @@ def test_checkpoints_that_are_hurried_are_due_at_once_and_one_whose_ranks_die_co
     asyncio.run(program())
 
 
-class FarCrew:
+class FarGroup:
     """Two ranks, and the second one is on a node that has a disk of its own where the run folder should be."""
 
-    members = ("rank 0 of 2", "rank 1 of 2 on node far")
+    places = ("rank 0 of 2", "rank 1 of 2 on node far")
 
     def __init__(self, disk: Path, sizes: tuple[int, int]) -> None:
         self._disk, self._sizes = disk, sizes
         """How many bytes of the second one's file are here, and there."""
 
-    def ask(self, order: Write) -> list[Answer]:
-        here, (num_here, num_there) = Path(order.folder), self._sizes
+    def call(self, message: WriteSnapshot, answer: Any, harmless: Any) -> list[dict[str, int]]:
+        here, (num_here, num_there) = Path(message.folder), self._sizes
         (here / "__0_0.distcp").write_bytes(b"1234")
         there = self._disk / here.name
         there.mkdir()
         (there / "__1_0.distcp").write_bytes(bytes(num_there))
         if num_here:
             (here / "__1_0.distcp").write_bytes(bytes(num_here))
-        return [Answer(number=1, files=files_in(folder)) for folder in (here, there)]
+        return [files_in(folder) for folder in (here, there)]
 
 
 @pytest.mark.parametrize(("sizes", "found"), [((0, 7), "is not there"), ((5, 7), "has 5 bytes"), ((7, 7), "")])
@@ -470,8 +471,8 @@ def test_a_checkpoint_is_sealed_only_if_all_that_was_written_elsewhere_is_seen_h
         sink = MemorySink()
         checkpoints = checkpoints_in(tmp_path, sink, CheckpointConfig(keep=1))
         await checkpoints.keep(standing(0), 0, SimSnapshot(3), 0.0)
-        crew: Any = FarCrew(tmp_path, sizes)
-        await checkpoints.keep(standing(1), 0, CrewSnapshot(crew, 0), 0.0)
+        group: Any = FarGroup(tmp_path, sizes)
+        await checkpoints.keep(standing(1), 0, GroupSnapshot(group, 0), 0.0)
         await checkpoints.close()
         return sink.of(CheckpointFailed)
 
@@ -589,6 +590,12 @@ def checkpoints_in(folder: Path, sink: MemorySink, config: CheckpointConfig) -> 
 # ---- for real --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def own_warm_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs start their own: their workers are found below them."""
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+
+
 def two_ranks() -> FsdpLearner:
     learner = build.build_learner(
         load(ROOT / "recipes/demo.toml", RunConfig, [f"rollout.temperature={CASE.temperature}"]),
@@ -684,6 +691,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, run_dir: Path, with_folder: Path)
         return begin([*OWN_DISK, str(run_dir), str(with_folder), *words] if next(started) == 1 else words, **more)
 
     monkeypatch.setattr(subprocess, "Popen", start_one)
+    monkeypatch.setenv(SOCKET_VARIABLE, "off")
 
 
 @pytest.mark.slow
@@ -744,12 +752,13 @@ def test_ranks_that_stand_still_are_killed_and_others_go_on() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_warm_process")
 def test_a_run_whose_rank_is_killed_goes_to_its_end_and_its_audit_is_clean(tmp_path: Path) -> None:
     """A whole run with two ranks, and two more after the kill: most of its time is that of interpreters that import torch."""
     run_dir = tmp_path / "run"
     process = start(command(run_dir, {"learner.ranks": 2, "pipeline.steps": 12, "checkpoint.every_steps": 2}))
     until(lambda: steps_of(run_dir) >= 3, process)
-    ranks = children(process.pid)
+    ranks = workers(process.pid)
     os.kill(ranks[1], signal.SIGKILL)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
@@ -765,6 +774,7 @@ def test_a_run_whose_rank_is_killed_goes_to_its_end_and_its_audit_is_clean(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_warm_process")
 def test_at_max_lag_zero_the_model_of_a_run_whose_rank_was_killed_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
     changes = {"learner.ranks": 2, "pipeline.steps": 10, "pipeline.max_lag": 0, "checkpoint.every_steps": 3}
     models = []
@@ -773,7 +783,7 @@ def test_at_max_lag_zero_the_model_of_a_run_whose_rank_was_killed_is_that_of_an_
         process = start(command(run_dir, changes))
         until(lambda: steps_of(run_dir) >= 5, process)
         if name == "killed":
-            os.kill(children(process.pid)[0], signal.SIGKILL)
+            os.kill(workers(process.pid)[0], signal.SIGKILL)
         output = process.communicate(timeout=120)[0]
         assert process.returncode == 0, output
         assert ("the learner was restarted" in output) == (name == "killed")
@@ -783,6 +793,7 @@ def test_at_max_lag_zero_the_model_of_a_run_whose_rank_was_killed_is_that_of_an_
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_warm_process")
 def test_supervised_training_whose_rank_is_killed_goes_on_to_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
     models = []
     for name in ("killed", "undisturbed"):
@@ -795,7 +806,7 @@ def test_supervised_training_whose_rank_is_killed_goes_on_to_the_weights_of_an_u
         log = run_dir / "events.jsonl"
         until(lambda: log.exists() and b'"step":20' in log.read_bytes(), process)
         if name == "killed":
-            os.kill(children(process.pid)[1], signal.SIGKILL)
+            os.kill(workers(process.pid)[1], signal.SIGKILL)
         output = process.communicate(timeout=120)[0]
         assert process.returncode == 0, output
         restarts = [event for event in read_events(log) if isinstance(event, LearnerRestarted)]

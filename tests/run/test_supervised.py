@@ -20,7 +20,6 @@ import torch
 from msgspec import structs
 from rich.console import Console
 from safetensors.numpy import load_file
-from test_learner import rows
 from test_show import drawn
 from typer.testing import CliRunner
 
@@ -44,6 +43,7 @@ from millstream.run.sft import learner_config
 from millstream.run.warmup import Checks, WarmedUpSoFar, batches, micro_batches, warm_up
 from millstream.seeds import derive_seed
 from millstream.types import Metrics, Task, TrainRow
+from support.learners import rows
 from support.runs import start, until
 from support.tiny import make
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from millstream.rpc.process import Kind, LocalLauncher, LocalWorker
+from millstream.rpc.process import Kind, LocalLauncher, WorkerProcess
 
 
 def is_alive(pid: int) -> bool:
@@ -18,6 +18,18 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
+def children(pid: int) -> list[int]:
+    """The processes that this one has started and not yet reaped."""
+    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+
+
+def workers(pid: int) -> list[int]:
+    """The worker processes of a run that has its own warm process, or none: in the order in which they were started."""
+    own = children(pid)
+    warm = [child for child in own if b"millstream.rpc.forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in own if child not in warm] + [worker for one in warm for worker in children(one)]
+
+
 def eventually(holds: Callable[[], bool], timeout_s: float = 10.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not holds() and time.monotonic() < deadline:
@@ -25,5 +37,5 @@ def eventually(holds: Callable[[], bool], timeout_s: float = 10.0) -> bool:
     return holds()
 
 
-def launch_worker(kind: Kind = "learner") -> LocalWorker:
-    return LocalLauncher().launch(kind, "support.rpc_worker", name="a worker")
+def launch_worker(kind: Kind = "learner") -> WorkerProcess:
+    return LocalLauncher().launch(kind, "support.rpc_worker:serve_test", name="a worker")

@@ -17,9 +17,10 @@ from millstream.algo import AlgorithmConfig
 from millstream.algo.recipe import Recipe
 from millstream.learner import Learner, LearnerConfig
 from millstream.learner.packing import deal
-from millstream.learner.rank import Rank, Tally, total
-from millstream.learner.sharding import join, sharded
+from millstream.learner.rank import Rank
+from millstream.learner.sharding import join_mesh, sharded_rank
 from millstream.learner.state import on_host, read_shards, write_shards
+from millstream.learner.tally import StepTally, total_tally
 from millstream.types import Metrics, TrainRow
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is run as a script
@@ -129,7 +130,7 @@ def train_rank(rank: Rank, case: Case, steps: range) -> list[Metrics]:
                     rank.accumulate(some)
             tallies: list[Any] = [None] * num_ranks
             dist.all_gather_object(tallies, rank.tally())
-            counted: Tally = total(tallies)
+            counted: StepTally = total_tally(tallies)
             found.append(counted.metrics(rank.step(counted)))
     return found
 
@@ -160,9 +161,11 @@ def go_through(cases: list[Case], folder: Path, mesh: Any) -> None:
 
 def _rank(case: Case, mesh: Any) -> Rank:
     objective = case.recipe().objective()
-    return sharded(case.new_model(), case.learner, objective, mesh, temperature=case.temperature, num_steps=STEPS)
+    return sharded_rank(case.new_model(), case.learner, objective, mesh, temperature=case.temperature, num_steps=STEPS)
 
 
 if __name__ == "__main__":
     number, num_ranks, port = map(int, sys.argv[1:4])
-    go_through(SETS[sys.argv[5]], Path(sys.argv[4]), join(number, num_ranks, ("127.0.0.1", port), torch.device("cpu")))
+    go_through(
+        SETS[sys.argv[5]], Path(sys.argv[4]), join_mesh(number, num_ranks, ("127.0.0.1", port), torch.device("cpu"))
+    )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
 from millstream.errors import ConfigError, WeightsSuperseded
 from millstream.rpc.call import Channel
-from millstream.rpc.serve import main, serve
+from millstream.rpc.serve import serve_calls
 
 
 class WorkerSetup(Struct):
@@ -33,6 +36,25 @@ class CountUp(Struct, tag=True):
     """To be answered by the other end: one more."""
 
     number: int
+
+
+def about_itself() -> dict[str, Any]:
+    """What a freshly started process has of its own."""
+    status = Path("/proc/self/status").read_text()
+    return {
+        "group": os.getpgid(0) == os.getpid(),
+        "folder": os.getcwd(),  # noqa: PTH109
+        "variable": os.environ.get("MILLSTREAM_TEST"),
+        "path": sys.path,
+        "stdin": os.read(0, 1),
+        "random": [random.random(), float(np.random.random())],
+        "handlers": [
+            signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
+            signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL,
+        ],
+        "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd")),  # noqa: PTH208
+        "name": status.splitlines()[0].partition(":")[2].strip(),
+    }
 
 
 def begin_with(channel: Channel) -> Callable[[WorkerSetup], Callable[[Do], Any]]:
@@ -53,6 +75,10 @@ def begin_with(channel: Channel) -> Callable[[WorkerSetup], Callable[[Do], Any]]
                 return argument
             case "pid":
                 return os.getpid()
+            case "self":
+                return about_itself()
+            case "read":
+                return os.pread(argument, 100, 0)
             case "note":
                 done.append(argument)
             case "noted":
@@ -86,10 +112,6 @@ def begin_with(channel: Channel) -> Callable[[WorkerSetup], Callable[[Do], Any]]
     return begin
 
 
-def work(connection: socket.socket) -> None:
+def serve_test(connection: socket.socket) -> None:
     channel = Channel(connection)
-    serve(channel, WorkerSetup, begin_with(channel), Do, is_background=lambda message: message.what == "write")
-
-
-if __name__ == "__main__":
-    main(work)
+    serve_calls(channel, WorkerSetup, begin_with(channel), Do, is_background=lambda message: message.what == "write")

@@ -19,10 +19,10 @@ from contextlib import suppress
 import ray
 from msgspec import Struct
 
-from millstream import imports
 from millstream.rpc.frames import frame, keep_alive
 from millstream.rpc.process import HOST, NODE
 from millstream.rpc.serve import end_process
+from millstream.rpc.worker import load_target
 
 CONNECT_S = 30.0
 EXIT_S = 5.0
@@ -39,7 +39,7 @@ class RayHello(Struct, frozen=True):
 class RayProcess:
     """A Ray actor. `run` never returns: the process exits when the worker has finished."""
 
-    def run(self, module: str, host: str, port: int, ticket: str, is_on_loopback: bool) -> None:
+    def run(self, target: str, host: str, port: int, ticket: str, is_on_loopback: bool) -> None:
         node = ray.get_runtime_context().get_node_id()
         os.environ[NODE] = node
         os.environ[HOST] = "127.0.0.1" if is_on_loopback else ray.util.get_node_ip_address()
@@ -51,18 +51,18 @@ class RayProcess:
         keep_alive(connection)
         connection.sendall(frame(RayHello(ticket, os.getpid(), node)))
         threading.Thread(target=_exit_with, args=(connection,), name="connection watch", daemon=True).start()
-        run_worker(module, connection)
+        serve_connection(target, connection)
         last_resort = threading.Timer(EXIT_S, os._exit, (0,))  # a library may keep the interpreter from exiting
         last_resort.daemon = True
         last_resort.start()
         ray.actor.exit_actor()
 
 
-def run_worker(module: str, connection: socket.socket) -> None:
+def serve_connection(target: str, connection: socket.socket) -> None:
     """Returns when the worker has finished. If it raises, the process is killed at once: otherwise the actor would keep its
     resources, and an open connection on which nothing is sent."""
     try:
-        imports.load(f"{module}:work")(connection)
+        load_target(target)(connection)
     except BaseException:  # process boundary: Ray's log has the traceback, the run sees the connection close
         traceback.print_exc()
         _kill_group()

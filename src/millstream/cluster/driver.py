@@ -158,19 +158,19 @@ class Cluster:
 
     # ---- processes ---------------------------------------------------------------------------------------------------
 
-    def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> RayWorker:
+    def launch(self, kind: Kind, target: str, *, name: str, descriptors: Sequence[int] = ()) -> RayWorker:
         """See `millstream.rpc.process.Launcher`. Ray notices late that a node is gone, and may place a process there: it is
         then started again on another node."""
         began = time.monotonic()
         while True:
             try:
-                return self._launch(kind, module, name)
+                return self._launch(kind, target, name)
             except NodeGone:
                 if time.monotonic() - began >= self._config.patience_s:
                     raise
                 logger.warning("%s is started again on another node: its node is gone", name)
 
-    def _launch(self, kind: Kind, module: str, name: str) -> RayWorker:
+    def _launch(self, kind: Kind, target: str, name: str) -> RayWorker:
         cpus, gpus = self._config.shares(kind)
         ticket = secrets.token_hex(16)
         connected = self._listener.expect(ticket)
@@ -178,7 +178,7 @@ class Cluster:
         try:
             options = self._options(kind, name)
             actor = ray.remote(RayProcess).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, **options).remote()
-            exited = actor.run.remote(module, self.host, self._listener.port, ticket, self.is_on_loopback).future()
+            exited = actor.run.remote(target, self.host, self._listener.port, ticket, self.is_on_loopback).future()
             self._wait([connected, exited], f"{name} ({_words({'CPU': cpus, 'GPU': gpus})}) to start")
             if not connected.done() and exited.done():
                 raise _start_error(name, exited)

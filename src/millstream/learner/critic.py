@@ -1,7 +1,7 @@
-"""The critic of one device: a language model's body with a head of one number, trained towards the returns.
+"""The critic of one device: a language model's body with a value head, trained towards the returns.
 
-What it says of a token is what it expects when the token is about to be sampled: it sees what stands before, not the token.
-All work runs on one thread of its own, so that a batch is learned from beside the learner's.
+The value of a token is predicted when the token is about to be sampled: from what comes before it, without the token itself.
+All work runs on its own thread, so that the critic trains in parallel to the learner.
 Shapes: N tokens to compute, M of them trained; D hidden size.
 """
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from millstream.learner import CriticConfig, LearnerConfig
 from millstream.learner.optimizer import Optimizer
-from millstream.learner.rows import Rows, is_finite
+from millstream.learner.rows import RowTensors, is_finite
 from millstream.learner.scorer import spread
 from millstream.learner.state import on_host, read_state
 from millstream.learner.torch import TorchSnapshot
@@ -31,8 +31,8 @@ from millstream.types import Floats, Metrics, TrainRow
 T = TypeVar("T")
 
 
-class Values(nn.Module):
-    """Expects 0 of everything until it has learned."""
+class ValueModel(nn.Module):
+    """The model's body and a linear head. Every value is 0 before training."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class Values(nn.Module):
 
 
 def value_loss(values_M: Tensor, old_M: Tensor, returns_M: Tensor, clip: float | None) -> Tensor:
-    """(V - R)^2 / 2; with a clip the larger of that and the same with V no further than clip from what it was. As PPO's, a step
-    too far is not rewarded: https://github.com/openai/baselines (ppo2)."""
+    """(V - R)^2 / 2; with a clip the larger of that and the same with V at most `clip` from the old value. As in PPO, a step
+    beyond the clip is not rewarded: https://github.com/openai/baselines (ppo2)."""
     plain_M = (values_M - returns_M).square() / 2
     if clip is None:
         return plain_M
@@ -60,11 +60,11 @@ def value_loss(values_M: Tensor, old_M: Tensor, returns_M: Tensor, clip: float |
 
 
 class TorchCritic:
-    """See `millstream.learner.Critic` for the promises. On the device where the model is, which becomes its body."""
+    """A `Critic` (`learner.base`), on the device of the model, which becomes its body."""
 
     def __init__(self, model: PreTrainedModel, config: CriticConfig, *, num_steps: int | None = None) -> None:
         check_layers(model)
-        self._values = Values(model)
+        self._values = ValueModel(model)
         self._clip = config.value_clip
         learner = LearnerConfig(
             learning_rate=config.learning_rate,
@@ -79,10 +79,8 @@ class TorchCritic:
 
     def _start_sums(self) -> None:
         self._num_tokens = 0
-        self._suspects: list[str] = []
-        """Whose loss was not finite."""
-        self._sums = torch.zeros(5, dtype=torch.float64)
-        """Of the loss, the error, its square, the returns and their squares."""
+        self._suspects: list[str] = []  # labels of the rows whose loss was not finite
+        self._sums = torch.zeros(5, dtype=torch.float64)  # loss, error, squared error, returns, squared returns
 
     async def _run(self, work: Callable[[], T]) -> T:
         result: T = await self._thread.call(work)
@@ -93,7 +91,7 @@ class TorchCritic:
 
     @torch.no_grad()
     def _score(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        batch = Rows(rows, self._device)
+        batch = RowTensors(rows, self._device)
         if not batch.num_trained:
             return [np.zeros(len(row.tokens), np.float32) for row in rows]
         return spread(batch.per_row(self._values(batch.tokens_N, batch.packed, batch.before_M)), rows)
@@ -102,10 +100,10 @@ class TorchCritic:
         await self._run(lambda: self._accumulate(rows))
 
     def _accumulate(self, rows: Sequence[TrainRow]) -> None:
-        sound = [row for row in rows if is_finite(row)]  # the learner says which are not
+        sound = [row for row in rows if is_finite(row)]  # the learner reports the others
         if not any(row.loss_mask.any() for row in sound):
             return
-        batch = Rows(sound, self._device)
+        batch = RowTensors(sound, self._device)
         returns_M, old_M = batch.column("returns"), batch.column("values")
         values_M = self._values(batch.tokens_N, batch.packed, batch.before_M)
         loss_M = value_loss(values_M, old_M, returns_M, self._clip)
@@ -126,13 +124,11 @@ class TorchCritic:
             return {}
         metrics, suspects, num_tokens = self._metrics(), self._suspects, self._num_tokens
         self._start_sums()
-        stepped = self._optimizer.step(num_tokens, suspects)
-        metrics |= {"grad_norm": stepped.norm, "learning_rate": stepped.learning_rate}
-        return metrics | ({"skipped_steps": 1.0} if stepped.is_skipped else {})
+        return metrics | self._optimizer.step(num_tokens, suspects).metrics()
 
     def _metrics(self) -> Metrics:
-        """Of what it said before the step. Explained: the share of the returns' variance, 1 at best, below 0 where saying the
-        mean of the batch would be better; 0 where the returns are all the same."""
+        """Of the values before the step. `explained`: the share of the returns' variance that the values explain: 1 at best,
+        below 0 where the mean of the batch would predict better, 0 where all returns are equal."""
         loss, error, squared_error, mean, square = (self._sums / self._num_tokens).tolist()
         variance = square - mean**2
         unexplained = squared_error - error**2
@@ -146,5 +142,5 @@ class TorchCritic:
         self._optimizer.restore(read_state(folder))
 
     async def close(self) -> None:
-        """Let the work in hand come to its end."""
+        """Let the work in hand finish."""
         await self._thread.close()

@@ -1,7 +1,7 @@
-"""The learner of several ranks: one policy sharded over processes, and the weights of one rank, to float tolerance.
+"""The learner of several ranks: one policy sharded over worker processes. Same weights as one rank, to float tolerance.
 
-It deals the rows of every micro-batch to the ranks, adds up what they counted, and tells them all to step by it. A rank that
-dies or raises ends the learner with an error that names it (`learner.process_group`): `LearnerGone` if it died.
+It deals the rows of every micro-batch to the ranks, adds up their tallies, and makes all of them step by the total. A rank that
+dies or raises ends the learner with an error that names it (`learner.processes`): `LearnerGone` if it died.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import LearnerError
-from millstream.learner import LearnerConfig
+from millstream.learner.config import LearnerConfig
 from millstream.learner.messages import (
     Accumulate,
+    ApplyStep,
     BeginBatch,
-    Count,
+    ComputeLogprobs,
     GatherWeights,
-    Keep,
-    Measure,
-    Plan,
-    Restore,
-    Setup,
-    Source,
-    Step,
-    pack,
+    ObjectiveSource,
+    RankPlan,
+    RankSetup,
+    RestoreSnapshot,
+    TakeSnapshot,
+    TakeTally,
+    pack_rows,
 )
+from millstream.learner.optimizer import StepResult
 from millstream.learner.packing import deal
-from millstream.learner.process_group import CrewSnapshot
-from millstream.learner.rank import FiniteGuard, total
-from millstream.learner.ranks import Ranks
+from millstream.learner.processes import GroupSnapshot, RankProcesses
+from millstream.learner.tally import FiniteGuard, StepTally, total_tally
 from millstream.learner.torch import save_trained
 from millstream.model.load import check_layers, load_weights, model_weights
 from millstream.model.shared_memory import Layout, SharedWeights, anonymous_memory, layout_of
@@ -49,50 +49,46 @@ from millstream.weights.transfer.remote_weights import RemoteWeights
 T = TypeVar("T")
 
 
-class Elsewhere(NamedTuple):
+class ClusterRanks(NamedTuple):
     """What ranks on the nodes of a cluster need."""
 
     launcher: Launcher
-    host: str
-    """An address of this machine that they reach."""
-    node: str
-    """This machine's."""
-    first: WeightsRef
-    """The weights to begin with."""
-    delivery: Delivery
-    """How rank 0 lets others have weights."""
+    host: str  # an address of this machine that they reach
+    node: str  # the name of this machine's node
+    first: WeightsRef  # the first weights
+    delivery: Delivery  # how rank 0 publishes weights
     device: str
 
 
 class FsdpLearner:
-    """See `millstream.learner.Learner` for the promises. The model is what training starts from; only `save` changes it.
+    """A `RunLearner` (`learner.base`). The model is what training starts from; only `save` changes it.
 
-    Ranks are processes of this machine that share memory with us; or they are `elsewhere`, one of them or many, and weights
-    are said by where they are to be had."""
+    Ranks are processes of this machine that share memory with this one; or, with `cluster`, one or more processes on its nodes,
+    and `weights()` returns a reference to published weights."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         config: LearnerConfig,
-        objective: Source,
+        objective: ObjectiveSource,
         *,
         temperature: float = 1.0,
         num_steps: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         is_proximal_given: bool = False,
-        elsewhere: Elsewhere | None = None,
+        cluster: ClusterRanks | None = None,
     ) -> None:
         check_layers(model)
         self.model = model
         self._config = config
         self._tokenizer = tokenizer
-        self._barren = FiniteGuard(config.max_skipped_steps)
-        plan = Plan(
+        self._guard = FiniteGuard(config.max_skipped_steps)
+        plan = RankPlan(
             rank=0,
             num_ranks=config.ranks,
             host="",
             port=0,
-            device=model.device.type if elsewhere is None else elsewhere.device,
+            device=model.device.type if cluster is None else cluster.device,
             dtype=str(model.dtype).removeprefix("torch."),
             files=described(model),
             config=config,
@@ -102,24 +98,25 @@ class FsdpLearner:
             is_proximal_given=is_proximal_given,
         )
         self._shared: SharedWeights | None = None
-        self._inbox = None if elsewhere is None else WeightsFetcher(elsewhere.node)
-        if elsewhere is None:
-            self.ranks = self._beside_us(plan)
+        self._fetcher = None if cluster is None else WeightsFetcher(cluster.node)
+        if cluster is None:
+            self.ranks = self._start_here(plan)
         else:
-            setup = Setup(plan=plan, parcel=elsewhere.first, delivery=elsewhere.delivery)
-            self.ranks = Ranks(setup, elsewhere.launcher, host=elsewhere.host)
+            setup = RankSetup(plan=plan, weights=cluster.first, delivery=cluster.delivery)
+            self.ranks = RankProcesses(setup, cluster.launcher, host=cluster.host)
         self._snapshots = itertools.count()
-        self._gatherings = itertools.count(1)
+        self._gathers = itertools.count(1)
         self._thread = DaemonThreads("learner", most=1)
 
-    def _beside_us(self, plan: Plan) -> Ranks:
+    def _start_here(self, plan: RankPlan) -> RankProcesses:
         weights = model_weights(self.model)
         layout = layout_of(weights)
         memory = _memory_for(layout)
         self._shared = SharedWeights(memory, layout)
         self._shared.write(weights)
         try:
-            return Ranks(Setup(plan=plan, memory=memory, layout=layout), LocalLauncher())
+            launcher = LocalLauncher(is_warm=plan.device == "cpu")
+            return RankProcesses(RankSetup(plan=plan, memory=memory, layout=layout), launcher)
         finally:
             os.close(memory)
 
@@ -128,11 +125,11 @@ class FsdpLearner:
         return result
 
     async def ready(self) -> None:
-        """Returns when all ranks are there, which takes seconds, so that nobody else's wait seems to take as long."""
+        """Returns when all ranks are ready, which takes seconds."""
         await self._run(self.ranks.wait)
 
     async def begin_batch(self) -> None:
-        await self._run(lambda: self.ranks.ask(BeginBatch()))
+        await self._run(lambda: self.ranks.call(BeginBatch()))
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         if rows:
@@ -140,10 +137,10 @@ class FsdpLearner:
 
     def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         dealt = self._dealt(rows)
-        self.ranks.ask([Accumulate([pack(some) for some in passes]) for passes in dealt])
+        self.ranks.call([Accumulate([pack_rows(rows) for rows in passes]) for passes in dealt])
 
     def _dealt(self, rows: Sequence[TrainRow]) -> Sequence[Sequence[Sequence[TrainRow]]]:
-        """By rank, by pass. One rank alone gets what the learner of one device gets, and gives the same bits."""
+        """By rank, by pass. A single rank gets what the learner of one device gets, and computes the same bits."""
         if self._config.ranks == 1:
             return [[rows]]
         return deal(rows, self._config.ranks, max_tokens=self._config.micro_batch_tokens)
@@ -153,12 +150,12 @@ class FsdpLearner:
 
     def _logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         dealt = self._dealt(rows)
-        answers = self.ranks.ask([Measure([pack(some) for some in passes]) for passes in dealt])
+        messages = [ComputeLogprobs([pack_rows(some) for some in passes]) for passes in dealt]
         found: dict[int, Floats] = {}
-        for passes, answer in zip(dealt, answers, strict=True):
+        for passes, logprobs in zip(dealt, self.ranks.call(messages, bytes), strict=True):
             own = [row for some in passes for row in some]
             ends = np.cumsum([int(row.loss_mask.sum()) for row in own])
-            parts = np.split(np.frombuffer(answer.scores, np.float32), ends[:-1]) if own else []
+            parts = np.split(np.frombuffer(logprobs, np.float32), ends[:-1]) if own else []
             found |= {id(row): part for row, part in zip(own, parts, strict=True)}
         return [found[id(row)] for row in rows]
 
@@ -166,13 +163,11 @@ class FsdpLearner:
         return await self._run(self._step)
 
     def _step(self) -> Metrics:
-        counted = total([answer.tally for answer in self.ranks.ask(Count()) if answer.tally is not None])
-        self._barren.look_at(counted)
+        counted = total_tally(self.ranks.call(TakeTally(), StepTally))
+        self._guard.check(counted)
         if not counted.units:
-            return counted.left_out()
-        stepped = self.ranks.ask(Step(counted))[0].stepped
-        assert stepped is not None
-        return counted.metrics(stepped)
+            return counted.skipped_rows()
+        return counted.metrics(self.ranks.call(ApplyStep(counted), StepResult)[0])
 
     async def weights(self) -> Weights:
         return await self._run(self._weights)
@@ -182,27 +177,27 @@ class FsdpLearner:
         return gathered if self._shared is None else {name: view.clone() for name, view in gathered.items()}
 
     def _gathered(self) -> Weights:
-        """In the memory that we share, until the next time; or said by where they are."""
-        parcel = self.ranks.ask(GatherWeights(next(self._gatherings)))[0].parcel
+        """In the shared memory, valid until the next call; or a reference to where rank 0 has published them."""
+        published = self.ranks.call(GatherWeights(next(self._gathers)), WeightsRef | None)[0]
         if self._shared is not None:
             return self._shared.views
-        assert parcel is not None and self._inbox is not None
-        return RemoteWeights(parcel, self._inbox)
+        assert published is not None and self._fetcher is not None
+        return RemoteWeights(published, self._fetcher)
 
-    async def snapshot(self) -> CrewSnapshot:
+    async def snapshot(self) -> GroupSnapshot:
         number = next(self._snapshots)
-        await self._run(lambda: self.ranks.ask(Keep(number)))
-        return CrewSnapshot(self.ranks, number)
+        await self._run(lambda: self.ranks.call(TakeSnapshot(number)))
+        return GroupSnapshot(self.ranks, number)
 
     def restore(self, folder: Path) -> None:
-        self.ranks.ask(Restore(str(folder.absolute())))
+        self.ranks.call(RestoreSnapshot(str(folder.absolute())))
 
     def save(self, path: Path) -> None:
         load_weights(self.model, self._gathered())
         save_trained(self.model, self._tokenizer, path)
 
     async def close(self) -> None:
-        """Let the work in hand come to its end. No process is left."""
+        """Let the work in hand finish. No process is left."""
         await on_a_thread("end of ranks", self.ranks.close)
         await self._thread.close()
 

@@ -1,7 +1,6 @@
-"""What is said to processes that learn or score, a learner's ranks and those who work beside it: orders out, answers back. The
-same in memory and on the wire; no pickle.
+"""The messages to the learner's worker processes: to a rank, to a scorer, to a critic. MessagePack structs, no pickle.
 
-Every rank gets the same orders in the same order, each with a number that its answer bears.
+Each worker gets a setup first (`RankSetup`, `ScorerSetup`), then calls. The comment behind a message is its answer's type.
 """
 
 from __future__ import annotations
@@ -10,190 +9,152 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from millstream.learner import CriticConfig, LearnerConfig
-from millstream.learner.optimizer import Stepped
-from millstream.learner.rank import Tally
+from millstream.learner.config import CriticConfig, LearnerConfig
+from millstream.learner.tally import StepTally
 from millstream.model.lora import LoraConfig
 from millstream.model.shared_memory import Layout
 from millstream.store.blocks import Block, Packing
-from millstream.types import Metrics, TrainRow
+from millstream.types import TrainRow
 from millstream.weights.transfer import Delivery, WeightsRef
 
 
-class Source(Struct, frozen=True, kw_only=True):
-    """An objective as data: functions do not cross a border between processes, so each rank makes its own."""
+class ObjectiveSource(Struct, frozen=True, kw_only=True):
+    """An objective as data: functions do not cross processes, so each rank makes its own."""
 
-    function: str
-    """`package.module:name`; given the arguments, returns an `Objective`."""
+    function: str  # `package.module:name`; called with the arguments, returns an `Objective`
     arguments: bytes
 
 
-class Plan(Struct, frozen=True, kw_only=True):
-    """What a rank needs to know, beside the model's own config."""
+class RankPlan(Struct, frozen=True, kw_only=True):
+    """What a rank is."""
 
     rank: int
     num_ranks: int
-    host: str
-    """Where the ranks meet: on loopback, unless they are on several nodes."""
+    host: str  # of the `TCPStore` through which ranks join: loopback unless they are on several nodes
     port: int
     device: str
     dtype: str
-    files: dict[str, bytes]
-    """The model's config, as it is saved."""
+    files: dict[str, bytes]  # the model's config, as Hugging Face saves it
     config: LearnerConfig
-    objective: Source
+    objective: ObjectiveSource
     temperature: float
     num_steps: int | None
-    is_proximal_given: bool = False
-    """Whether rows bring `proximal` where it is read: no copy of the policy is kept for it."""
+    is_proximal_given: bool = False  # rows have `proximal` where it is read: no copy of the policy is kept for it
 
 
-class Setup(Struct, frozen=True, kw_only=True):
-    """The first message to a rank: what it is, and where weights come from and go to."""
+class RankSetup(Struct, frozen=True, kw_only=True):
+    """The first message to a rank: what it is, where its first weights are, and where it puts weights."""
 
-    plan: Plan
-    memory: int | None = None
-    """The descriptor of shared memory, for a process of this machine..."""
-    layout: Layout | None = None
-    parcel: WeightsRef | None = None
-    """... or weights that may be on another node, to begin with,"""
-    delivery: Delivery | None = None
-    """and how rank 0 lets others have them."""
+    plan: RankPlan
+    memory: int | None = None  # on this machine: the descriptor of shared memory
+    layout: Layout | None = None  # and what is in it
+    weights: WeightsRef | None = None  # on a cluster: the first weights, perhaps on another node
+    delivery: Delivery | None = None  # and how rank 0 publishes weights
 
 
-class StageSetup(Struct, frozen=True, kw_only=True):
-    """The first message to whoever works beside the learner: a scorer, or with `critic` a critic."""
+class ScorerSetup(Struct, frozen=True, kw_only=True):
+    """The first message to a scorer, or, with `critic`, to a critic."""
 
-    files: dict[str, bytes]
-    """The model's config, as it is saved."""
+    files: dict[str, bytes]  # the model's config, as Hugging Face saves it
     dtype: str
     lora: LoraConfig | None
     device: str
-    parcel: WeightsRef
-    """The whole model, to begin with."""
-    temperature: float = 1.0
-    """Of a scorer."""
+    weights: WeightsRef  # of the whole model
+    temperature: float = 1.0  # of a scorer
     critic: CriticConfig | None = None
-    num_steps: int | None = None
-    """Of a critic: over how many its learning rate is planned."""
+    num_steps: int | None = None  # of a critic: optimizer steps in all, for its schedule
 
 
-class BeginBatch(Struct, frozen=True, tag=True, array_like=True): ...
+class BeginBatch(Struct, frozen=True, tag=True, array_like=True):
+    """-> None"""
 
 
 class Accumulate(Struct, frozen=True, tag=True, array_like=True):
-    passes: list[bytes]
-    """As many for every rank: rows, or nothing, for one forward and backward pass each."""
-
-
-class Measure(Struct, frozen=True, tag=True, array_like=True):
-    """Log-probabilities, and no gradient."""
+    """-> None. The same number of passes for every rank: packed rows, perhaps none, of one forward and backward pass each."""
 
     passes: list[bytes]
 
 
-class Count(Struct, frozen=True, tag=True, array_like=True): ...
+class ComputeLogprobs(Struct, frozen=True, tag=True, array_like=True):
+    """-> bytes: float32, of all trained tokens of the passes."""
+
+    passes: list[bytes]
 
 
-class Step(Struct, frozen=True, tag=True, array_like=True):
-    counted: Tally
+class TakeTally(Struct, frozen=True, tag=True, array_like=True):
+    """-> StepTally: the counts since the last one."""
+
+
+class ApplyStep(Struct, frozen=True, tag=True, array_like=True):
+    """-> StepResult"""
+
+    counted: StepTally
 
 
 class GatherWeights(Struct, frozen=True, tag=True, array_like=True):
-    """Into the shared memory; or, under a number, to where other nodes can have them."""
+    """-> WeightsRef | None. Rank 0 writes them into the shared memory; on a cluster it publishes them under this number."""
 
-    number: int = 0
+    number: int
 
 
-class Keep(Struct, frozen=True, tag=True, array_like=True):
-    """A copy of the state, under a number."""
+class TakeSnapshot(Struct, frozen=True, tag=True, array_like=True):
+    """-> None. Keep a copy of the state under a number."""
 
     snapshot: int
 
 
-class Write(Struct, frozen=True, tag=True, array_like=True):
-    """Beside other orders. Of all, the only one whose failure leaves the rank as it was."""
+class WriteSnapshot(Struct, frozen=True, tag=True, array_like=True):
+    """-> dict[str, int]: the files that this process then sees there. A background call: training continues. An `OSError`
+    leaves the worker as it was."""
 
     snapshot: int
     folder: str
 
 
-class Restore(Struct, frozen=True, tag=True, array_like=True):
+class RestoreSnapshot(Struct, frozen=True, tag=True, array_like=True):
+    """-> None"""
+
     folder: str
 
 
-class Close(Struct, frozen=True, tag=True, array_like=True): ...
-
-
-class Score(Struct, frozen=True, tag=True, array_like=True):
-    """A stage alone: what it says of these rows."""
+class ScoreRows(Struct, frozen=True, tag=True, array_like=True):
+    """-> bytes: float32, of all trained tokens of the rows."""
 
     rows: bytes
 
 
-class Load(Struct, frozen=True, tag=True, array_like=True):
-    """A scorer alone: what is scored from here on is under these weights."""
+class LoadWeights(Struct, frozen=True, tag=True, array_like=True):
+    """-> None. Later scores are under these weights."""
 
-    parcel: WeightsRef
-
-
-class Learn(Struct, frozen=True, tag=True, array_like=True):
-    """A critic alone: its step, by what it has counted itself."""
+    weights: WeightsRef
 
 
-Order = (
+class CriticStep(Struct, frozen=True, tag=True, array_like=True):
+    """-> Metrics"""
+
+
+RankMessage = (
     BeginBatch
     | Accumulate
-    | Measure
-    | Count
-    | Step
+    | ComputeLogprobs
+    | TakeTally
+    | ApplyStep
     | GatherWeights
-    | Keep
-    | Write
-    | Restore
-    | Close
-    | Score
-    | Load
-    | Learn
+    | TakeSnapshot
+    | WriteSnapshot
+    | RestoreSnapshot
 )
-
-
-class Numbered(Struct, frozen=True, array_like=True):
-    number: int
-    order: Order
-
-
-class Answer(Struct, frozen=True, kw_only=True):
-    number: int
-    tally: Tally | None = None
-    scores: bytes = b""
-    """Log-probabilities, or a critic's values: in float32, of the rows' trained tokens, one after the other."""
-    metrics: Metrics | None = None
-    """Of a critic's step."""
-    stepped: Stepped | None = None
-    parcel: WeightsRef | None = None
-    """Where gathered weights are to be had."""
-    files: dict[str, int] = {}
-    """Of a snapshot that is written: what this process sees in its folder, sizes by name."""
-    refused: tuple[int, str] | None = None
-    """The operating system's number and words for why a snapshot could not be written."""
-    error: str | None = None
-    """Why it can never go on, if it cannot."""
-    is_own: bool = True
-    """Whether the error began here: a rank whose neighbour died says so, too."""
-
-
-READY = 0
-"""The number of the first answer, which no order asked for: it is built."""
+ScorerMessage = ScoreRows | LoadWeights
+CriticMessage = ScoreRows | Accumulate | CriticStep | TakeSnapshot | WriteSnapshot | RestoreSnapshot
 COLUMNS = ("tokens", "loss_mask", "logprobs", "advantages", "reference", "proximal", "values", "returns", "label")
 
 
-def pack(rows: Sequence[TrainRow]) -> bytes:
+def pack_rows(rows: Sequence[TrainRow]) -> bytes:
     """Empty if there are none."""
     return bytes(Packing({name: [getattr(row, name) for row in rows] for name in COLUMNS}).to_bytes()) if rows else b""
 
 
-def unpack(data: bytes) -> list[TrainRow]:
+def unpack_rows(data: bytes) -> list[TrainRow]:
     if not data:
         return []
     block = Block(data)

@@ -1,10 +1,10 @@
-"""AdamW over float32 masters, whatever the dtype that the module computes in.
+"""AdamW over float32 master weights, whatever the dtype that the module computes in.
 
-A bfloat16 weight has eight bits: an update of a thousandth of it is lost. So each such parameter has a float32 master, which is
-what is updated, saved and restored; the parameter is its rounding. Gradients, too, are summed in float32: those of a
-micro-batch are added as soon as the backward pass has them, and forgotten. A float32 parameter is its own master.
+A bfloat16 weight has eight significant bits: an update of a thousandth of it is lost. So each such parameter has a float32
+master, which is updated, saved and restored; the parameter is its rounding. Gradients are summed in float32, too: those of a
+micro-batch are added as soon as the backward pass has them, and freed. A float32 parameter is its own master.
 
-A step whose gradient is not finite is left out, and counted; too many in a row end the run.
+A step whose gradient is not finite is skipped and counted; too many in a row end the run.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from millstream.errors import LearnerError
-from millstream.learner import LearnerConfig
+from millstream.learner.config import LearnerConfig
+from millstream.types import Metrics
 
 logger = logging.getLogger(__name__)
-State = dict[str, Any]
-MAX_NAMES = 8
-RATES = {"learner": "learner.learning_rate (of supervised training: warmup.learning_rate)"}
-"""What to set lower, where it is not the table's own."""
+OptimizerState = dict[str, Any]
+MAX_NAMES = 8  # of rows, in a message
+LEARNING_RATE_KEYS = {"learner": "learner.learning_rate (of supervised training: warmup.learning_rate)"}
 
 
 def learning_rate_share(config: LearnerConfig, step: int, num_steps: int | None) -> float:
-    """The share of the learning rate at an optimizer step, the first being 0."""
+    """The share of the learning rate at an optimizer step, counted from 0."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant" or num_steps is None:
@@ -36,17 +36,19 @@ def learning_rate_share(config: LearnerConfig, step: int, num_steps: int | None)
     return left if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
 
 
-class Stepped(NamedTuple):
-    norm: float
-    """Of the whole gradient, before it was clipped."""
+class StepResult(NamedTuple):
+    norm: float  # of the whole gradient, before clipping
     learning_rate: float
-    is_skipped: bool
-    """The gradient was not finite: the weights are as they were."""
+    is_skipped: bool  # the gradient was not finite: the weights are unchanged
+
+    def metrics(self) -> Metrics:
+        found = {"grad_norm": self.norm, "learning_rate": self.learning_rate}
+        return found | ({"skipped_steps": 1.0} if self.is_skipped else {})
 
 
 class Optimizer:
-    """Of the parameters of a module that require a gradient. `num_steps`: how many there will be, for the schedule. `table`: of
-    the config that its values are from, for errors that say what to set."""
+    """Updates the parameters of a module that require a gradient. `num_steps`: optimizer steps in all, for the schedule.
+    `table`: the config table of its values, for error messages."""
 
     def __init__(
         self, module: nn.Module, config: LearnerConfig, *, num_steps: int | None, table: str = "learner"
@@ -83,18 +85,15 @@ class Optimizer:
         """The sums so far, of the parameters that have one."""
         return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
 
-    def let_go(self) -> None:
-        """Of the module: another optimizer may have it. Two at once would take each other's gradients."""
+    def detach(self) -> None:
+        """Release the module to another optimizer. Two on one module would take each other's gradients."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
-    def forget(self) -> None:
-        """Drop the gradient."""
-        self._adam.zero_grad()
-
-    def step(self, divisor: float, suspects: list[str]) -> Stepped:
-        """Divide, clip, update, forget the gradient. `suspects`: whose loss was not finite, by name. Raises `LearnerError`."""
+    def step(self, divisor: float, suspects: list[str]) -> StepResult:
+        """Divide, clip, update, clear the gradient. `suspects`: labels of the rows whose loss was not finite. Raises
+        `LearnerError` after too many steps in a row that are not finite."""
         masters = [master for master in self._masters.values() if master.grad is not None]
         torch._foreach_div_(list(self.gradients().values()), divisor)
         found = torch.nn.utils.clip_grad_norm_(masters, self._config.max_grad_norm)
@@ -109,10 +108,10 @@ class Optimizer:
             for group in self._adam.param_groups:
                 group["lr"] = rate
             self._adam.step()
-            self._publish()
+            self._round_parameters()
         self._adam.zero_grad()
         self.num_steps_done += 1
-        return Stepped(norm, rate, is_skipped)
+        return StepResult(norm, rate, is_skipped)
 
     def _skip(self, norm: float, suspects: list[str]) -> None:
         self._num_skipped_in_a_row += 1
@@ -124,25 +123,25 @@ class Optimizer:
             raise LearnerError(
                 f"the gradient of {step} is {norm}; {whose}. It is number {self._num_skipped_in_a_row} in a row, and "
                 f"{self._table}.max_skipped_steps = {self._config.max_skipped_steps}: set "
-                f"{RATES.get(self._table, f'{self._table}.learning_rate')} lower"
+                f"{LEARNING_RATE_KEYS.get(self._table, f'{self._table}.learning_rate')} lower"
             )
 
     @torch.no_grad()
-    def _publish(self) -> None:
-        """The parameters become the rounding of their masters."""
+    def _round_parameters(self) -> None:
+        """Set each parameter to the rounding of its master."""
         rounded = [name for name, master in self._masters.items() if master is not self._parameters[name]]
         if rounded:
             torch._foreach_copy_([self._parameters[n] for n in rounded], [self._masters[n] for n in rounded])
 
-    def state(self) -> State:
-        """By parameter name, not by number: it survives a change of their order."""
+    def state(self) -> OptimizerState:
+        """By parameter name: independent of the order of the parameters."""
         moments = {name: dict(self._adam.state.get(master, {})) for name, master in self._masters.items()}
         masters = {name: master.detach() for name, master in self._masters.items()}
         return {"masters": masters, "moments": moments, "num_steps_done": self.num_steps_done}
 
     @torch.no_grad()
-    def restore(self, state: State) -> None:
-        """Masters and parameters become what they were, and so do the moments."""
+    def restore(self, state: OptimizerState) -> None:
+        """Masters, parameters and moments become those of the state. Raises `LearnerError` if it is of another model."""
         if self._masters.keys() != state["masters"].keys():
             different = sorted(self._masters.keys() ^ state["masters"].keys())
             raise LearnerError(f"the checkpoint is of another model: it differs in {different[:4]}")
@@ -154,7 +153,7 @@ class Optimizer:
                 )
         for name, master in self._masters.items():
             master.copy_(state["masters"][name])
-        self._publish()
+        self._round_parameters()
         self._adam.state.clear()
         for name, moments in state["moments"].items():
             master = self._masters[name]

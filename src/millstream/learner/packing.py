@@ -1,5 +1,5 @@
-"""Micro-batches by token budget, in the order the rows come, and their rows over ranks: what is where depends on the rows
-alone, never on timing."""
+"""Micro-batches by token budget, in the order of the rows, and the distribution of a micro-batch over ranks. Deterministic: the
+result depends on the rows alone, never on timing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from millstream.types import TrainRow
 
 
 class Packer:
-    """Collects rows; gives out a micro-batch when the next row would not fit. A row above the budget goes alone."""
+    """Collects rows and returns a micro-batch when the next row would not fit. A row above the budget is one by itself."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -17,7 +17,7 @@ class Packer:
         self._tokens = 0
 
     def add(self, row: TrainRow) -> list[TrainRow]:
-        """The micro-batch that this row completes by not fitting into it; empty while there is room."""
+        """The micro-batch that this row did not fit into; empty while there is room."""
         full: list[TrainRow] = []
         if self._rows and self._tokens + len(row.tokens) > self._max_tokens:
             full = self.flush()
@@ -32,16 +32,15 @@ class Packer:
         return rows
 
 
-MAX_UNEVEN = 1.1
-"""How much more than without sharing the fullest rank may have, so that rows with one prompt stay together."""
+MAX_IMBALANCE = 1.1  # tokens of the fullest rank, with rows of one prompt kept together, over those without
 
 
 def deal(rows: Sequence[TrainRow], num_ranks: int, *, max_tokens: int) -> list[list[list[TrainRow]]]:
-    """Rows over ranks, balanced by tokens, as passes of at most `max_tokens`. Every rank has as many passes, some of them
-    empty: a pass is a collective."""
+    """Rows by rank, balanced by tokens, as passes of at most `max_tokens`. Every rank has the same number of passes, some of
+    them empty: a pass is a collective."""
     shares = _balanced(_by_prompt(rows), num_ranks)
     apart = _balanced([[row] for row in rows], num_ranks)
-    if _fullest(shares) > MAX_UNEVEN * _fullest(apart):
+    if _fullest(shares) > MAX_IMBALANCE * _fullest(apart):
         shares = apart
     packed = [_passes(share, max_tokens) for share in shares]
     most = max(map(len, packed))
@@ -49,10 +48,10 @@ def deal(rows: Sequence[TrainRow], num_ranks: int, *, max_tokens: int) -> list[l
 
 
 def _balanced(bundles: Sequence[list[TrainRow]], num_ranks: int) -> list[list[TrainRow]]:
-    """The largest bundle first, each to the rank that has least."""
+    """Greedy: the largest bundle first, each to the rank with the fewest tokens."""
     shares: list[list[TrainRow]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for bundle in sorted(bundles, key=_num_tokens, reverse=True):  # stable: among equals, the first comes first
+    for bundle in sorted(bundles, key=_num_tokens, reverse=True):  # stable: equals keep their order
         rank = loads.index(min(loads))
         shares[rank] += bundle
         loads[rank] += _num_tokens(bundle)

@@ -1,8 +1,8 @@
-"""Who works beside the learner, as processes: a scorer that outlives them, and a critic that says when its own is gone.
+"""Scorers and critics in worker processes: a scorer that survives the death of its process, and a critic that reports it.
 
-A score depends on weights and rows alone. So a scorer whose process dies has another one, with the weights that the last one
-had, and what was asked is asked again: whoever waits notices nothing but the time. A critic has learned something that is lost
-with its process: it raises `LearnerGone`, and whoever knows what it was told may tell another one (`run.replay_critic`).
+A score depends on weights and rows alone. So when a scorer's process dies, another one is started with the same weights, and
+the call is made again: callers notice only the time. A critic's training is lost with its process: it raises `LearnerGone`, and
+a caller that knows what the critic was given may give it to a new one (`run.replay_critic`).
 """
 
 from __future__ import annotations
@@ -10,22 +10,35 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from millstream.errors import LearnerError, LearnerGone, WeightsError
-from millstream.learner import CriticConfig
-from millstream.learner.messages import Accumulate, Answer, Keep, Learn, Load, Order, Restore, Score, StageSetup, pack
-from millstream.learner.process_group import CrewSnapshot, ProcessGroup, ProcessSpec
+from millstream.learner.config import CriticConfig
+from millstream.learner.messages import (
+    Accumulate,
+    CriticStep,
+    LoadWeights,
+    RestoreSnapshot,
+    ScoreRows,
+    ScorerSetup,
+    TakeSnapshot,
+    pack_rows,
+)
+from millstream.learner.processes import GroupSnapshot, LearnerProcesses
 from millstream.learner.scorer import spread
 from millstream.model.adapters import lora_of
 from millstream.model.load import check_layers, model_weights
 from millstream.model.spec import described
+from millstream.retry import BackOff, Retry
+from millstream.rpc.call import Remote
 from millstream.rpc.process import Launcher
 from millstream.rpc.threads import DaemonThreads, on_a_thread
 from millstream.types import Floats, Metrics, TrainRow, Weights
@@ -34,18 +47,18 @@ from millstream.weights.transfer.publisher import WeightsPublisher
 from millstream.weights.transfer.remote_weights import RemoteWeights
 
 logger = logging.getLogger(__name__)
-MODULE = "millstream.learner.scorer_worker"
-MAX_RESTARTS = 5
-"""In a row, with nothing answered in between: what kills a process as often would kill the next one, too."""
-BACK_OFF_S = 0.5
-"""Before the first restart; twice as long before each that follows it."""
+SCORER_WORKER = "millstream.learner.scorer_worker:serve_scorer"
+MAX_RESTARTS = (
+    5  # more than the answered calls in between: what kills a process that often would kill the next one, too
+)
+BACK_OFF = BackOff(first_s=0.5)
 T = TypeVar("T")
-Begin = Callable[[], AbstractContextManager[StageSetup]]
-"""What a process begins with, for as long as the context is open: weights are staged there. Asked again for another process."""
+PublishSetup = Callable[[], AbstractContextManager[ScorerSetup]]
+"""Publishes the first weights for a new process, for as long as the context is open. Called again for each process."""
 
 
 @contextmanager
-def beginning(
+def publish_setup(
     model: Callable[[], PreTrainedModel],
     open_publisher: Callable[[], WeightsPublisher],
     *,
@@ -53,150 +66,152 @@ def beginning(
     temperature: float = 1.0,
     critic: CriticConfig | None = None,
     num_steps: int | None = None,
-) -> Iterator[StageSetup]:
-    """`model` is called once, and not looked at any more when its weights are staged."""
+) -> Iterator[ScorerSetup]:
+    """`model` is called once; the model is not used any more when its weights are published."""
     own = model()
     check_layers(own)
-    outbox = open_publisher()
+    publisher = open_publisher()
     try:
-        yield StageSetup(
+        yield ScorerSetup(
             files=described(own),
             dtype=str(own.dtype).removeprefix("torch."),
             lora=lora_of(own),
             device=device,
-            parcel=outbox.put(0, model_weights(own).items()),
+            weights=publisher.put(0, model_weights(own).items()),
             temperature=temperature,
             critic=critic,
             num_steps=num_steps,
         )
     finally:
-        outbox.close()
+        publisher.close()
 
 
-class StageProcess:
-    """One process, on its way or there. Blocking; may be called from several threads."""
+class ScorerProcess:
+    """One process of a scorer or critic, perhaps still starting. Blocking; may be called from several threads."""
 
-    def __init__(self, begin: Begin, launcher: Launcher, name: str) -> None:
-        self._staged = ExitStack()
-        setup = self._staged.enter_context(begin())
-        self.crew = ProcessGroup([ProcessSpec("stage", MODULE, name, setup)], launcher, who=f"the {name}")
+    def __init__(self, publish: PublishSetup, launcher: Launcher, name: str) -> None:
+        self._published = ExitStack()
+        setup = self._published.enter_context(publish())
+        launch = partial(launcher.launch, "stage", SCORER_WORKER, name=name)
+        self.group = LearnerProcesses([Remote(launch, setup, name=name)], who=f"the {name}")
 
     def wait(self) -> None:
-        """Until it is ready: it has its weights then, and what was staged for it is let go."""
+        """Until it is ready: it has its weights then, and what was published for it is freed."""
         try:
-            self.crew.wait()
+            self.group.wait()
         finally:
-            self._staged.close()
+            self._published.close()
 
-    def ask(self, order: Order) -> Answer:
-        """Raises `LearnerGone` if it died, `LearnerError` if it refused."""
+    def call(self, message: Any, answer: Any = None) -> Any:
+        """Raises `LearnerGone` if the process died, `LearnerError` if it refused."""
         self.wait()
-        return self.crew.ask(order)[0]
+        return self.group.call(message, answer)[0]
 
     def close(self) -> None:
-        self.crew.close()
-        self._staged.close()
+        self.group.close()
+        self._published.close()
 
 
 class RemoteScorer:
-    """See `millstream.learner.Scorer` and `Follower` for the promises. Weights to follow must be `RemoteWeights`."""
+    """A `Scorer` and a `Follower` (`learner.base`) in a worker process. Weights to load must be `RemoteWeights`."""
 
-    def __init__(self, begin: Begin, launcher: Launcher, *, name: str = "reference") -> None:
-        self._begin = begin
+    def __init__(self, publish: PublishSetup, launcher: Launcher, *, name: str = "reference") -> None:
+        self._publish = publish
         self._launcher = launcher
         self._name = name
         self._thread = DaemonThreads(name, most=1)
+        self._retry = Retry(BACK_OFF, max_failures=MAX_RESTARTS)
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         self._closing = threading.Event()
-        self._follows: WeightsRef | None = None
-        """What was loaded last; None: what it began with."""
-        self._process: StageProcess | None = StageProcess(begin, launcher, name)
+        self._process: ScorerProcess | None = None
+        self._loaded: WeightsRef | None = None  # the weights that were loaded last
 
     @property
     def pids(self) -> list[int]:
-        return [] if self._process is None else self._process.crew.pids
+        process = self._process
+        return [] if process is None else process.group.pids
 
     async def ready(self) -> None:
-        """Returns when it can begin. Raises `LearnerError` if it cannot."""
-        await self._thread.call(lambda: self._lasting(lambda process: process.wait()))
+        """Returns when it can score. Raises `LearnerError` if it never can."""
+        await self._thread.call(lambda: self._with_restarts(ScorerProcess.wait))
 
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        scores: list[Floats] = await self._thread.call(lambda: self._score(rows)) if rows else []
-        return scores
-
-    def _score(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        packed = pack(rows)
-        return _per_row(self._lasting(lambda process: process.ask(Score(packed))), rows)
+        if not rows:
+            return []
+        message = ScoreRows(pack_rows(rows))
+        scores = await self._thread.call(lambda: self._with_restarts(lambda process: process.call(message, bytes)))
+        return _by_row(scores, rows)
 
     async def load(self, weights: Weights) -> None:
         if not isinstance(weights, RemoteWeights):
             raise WeightsError(
-                f"the {self._name} was given a {type(weights).__name__}, expected StagedWeights: put it into an Outbox first"
+                f"the {self._name} was given a {type(weights).__name__}, expected RemoteWeights: publish the weights first"
             )
-        parcel = weights.parcel
-        await self._thread.call(lambda: self._load(parcel))
+        published = weights.parcel
+        await self._thread.call(lambda: self._load(published))
 
-    def _load(self, parcel: WeightsRef) -> None:
-        self._follows = parcel
-        self._lasting(lambda process: process.ask(Load(parcel)))
+    def _load(self, weights: WeightsRef) -> None:
+        self._loaded = weights
+        self._with_restarts(lambda process: process.call(LoadWeights(weights)))
 
-    def _lasting(self, work: Callable[[StageProcess], T]) -> T:
-        """Of one process after the other, until one of them has done it."""
-        num_restarts = 0
+    def _with_restarts(self, work: Callable[[ScorerProcess], T]) -> T:
+        """By the current process, or by another one if it dies, until the retry budget is used up."""
         while True:
-            process: StageProcess | None = None
+            process: ScorerProcess | None = None
             try:
-                process = self._present()
-                return work(process)
+                process = self._current()
+                result = work(process)
+                self._retry.succeeded()
+                return result
             except LearnerGone as error:
                 if process is not None:
                     self._drop(process)
-                self._back_off(error, num_restarts)
-                num_restarts += 1
+                self._back_off(error)
 
-    def _present(self) -> StageProcess:
-        """The one at work, or another one that is where the last one was."""
+    def _current(self) -> ScorerProcess:
+        """The running process, or a new one with the weights that were loaded last."""
         with self._starting:
             if self._process is not None:
                 return self._process
             if self._closing.is_set():
                 raise LearnerError(f"the {self._name} is closed")
-            process = StageProcess(self._begin, self._launcher, self._name)
+            process = ScorerProcess(self._publish, self._launcher, self._name)
             with self._lock:
                 self._process = process
-            if self._closing.is_set():  # meanwhile, and nobody else knows of this one
+            if self._closing.is_set():  # since the check: `end` did not see this process
                 process.close()
             try:
-                if self._follows is not None:
-                    process.ask(Load(self._follows))
+                if self._loaded is not None:
+                    process.call(LoadWeights(self._loaded))
             except LearnerGone:
                 self._drop(process)
                 raise
             return process
 
-    def _drop(self, process: StageProcess) -> None:
+    def _drop(self, process: ScorerProcess) -> None:
         with self._lock:
             self._process = None if self._process is process else self._process
         process.close()
 
-    def _back_off(self, error: LearnerGone, num_restarts: int) -> None:
-        if num_restarts >= MAX_RESTARTS:
+    def _back_off(self, error: LearnerGone) -> None:
+        wait_s = self._retry.failed(time.monotonic())
+        if wait_s is None:
             raise LearnerError(
-                f"the {self._name} was started again {num_restarts} times in a row, and is gone again: {error}. What kills it "
-                "is not mended by a restart: look at the memory of the machine, and at what its process said last"
+                f"the {self._name} was started again {MAX_RESTARTS} times in a row, and is gone again: {error}. A restart does "
+                "not fix what kills it: check the machine's memory, and the last lines that its process wrote"
             ) from error
-        logger.warning("%s; it is started again (%d of %d)", error, num_restarts + 1, MAX_RESTARTS)
-        if self._closing.wait(BACK_OFF_S * 2**num_restarts):
+        logger.warning("%s; it is started again (%d of %d)", error, self._retry.num_failures, MAX_RESTARTS)
+        if self._closing.wait(wait_s):
             raise LearnerError(f"the {self._name} is closed") from error
 
     async def close(self) -> None:
-        """Let the work in hand come to its end. No process is left."""
+        """Let the work in hand finish. No process is left."""
         await on_a_thread(f"end of the {self._name}", self.end)
         await self._thread.close()
 
     def end(self) -> None:
-        """As `close`, blocking: for one that nobody has called yet."""
+        """As `close`, blocking: for a scorer that was never called."""
         with self._lock:
             self._closing.set()
             process = self._process
@@ -205,51 +220,49 @@ class RemoteScorer:
 
 
 class RemoteCritic:
-    """See `millstream.learner.Critic` for the promises. It dies with its process."""
+    """A `RunCritic` (`learner.base`) in a worker process. It dies with its process."""
 
-    def __init__(self, begin: Begin, launcher: Launcher) -> None:
-        self._process = StageProcess(begin, launcher, "critic")
+    def __init__(self, publish: PublishSetup, launcher: Launcher) -> None:
+        self._process = ScorerProcess(publish, launcher, "critic")
         self._snapshots = itertools.count()
         self._thread = DaemonThreads("critic", most=1)
 
     @property
     def pids(self) -> list[int]:
-        return self._process.crew.pids
+        return self._process.group.pids
 
     async def ready(self) -> None:
-        """Returns when it can begin. Raises `LearnerError` if it cannot."""
+        """Returns when it can train. Raises `LearnerError` if it cannot."""
         await self._thread.call(self._process.wait)
 
-    async def _ask(self, order: Order) -> Answer:
-        answer: Answer = await self._thread.call(lambda: self._process.ask(order))
-        return answer
+    async def _call(self, message: Any, answer: Any = None) -> Any:
+        return await self._thread.call(lambda: self._process.call(message, answer))
 
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        return _per_row(await self._ask(Score(pack(rows))), rows) if rows else []
+        return _by_row(await self._call(ScoreRows(pack_rows(rows)), bytes), rows) if rows else []
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         if rows:
-            await self._ask(Accumulate([pack(rows)]))
+            await self._call(Accumulate([pack_rows(rows)]))
 
     async def step(self) -> Metrics:
-        metrics = (await self._ask(Learn())).metrics
-        assert metrics is not None
+        metrics: Metrics = await self._call(CriticStep(), dict[str, float])
         return metrics
 
-    async def snapshot(self) -> CrewSnapshot:
+    async def snapshot(self) -> GroupSnapshot:
         number = next(self._snapshots)
-        await self._ask(Keep(number))
-        return CrewSnapshot(self._process.crew, number)
+        await self._call(TakeSnapshot(number))
+        return GroupSnapshot(self._process.group, number)
 
     def restore(self, folder: Path) -> None:
-        self._process.ask(Restore(str(folder.absolute())))
+        self._process.call(RestoreSnapshot(str(folder.absolute())))
 
     async def close(self) -> None:
-        """Let the work in hand come to its end. No process is left."""
+        """Let the work in hand finish. No process is left."""
         await on_a_thread("end of the critic", self._process.close)
         await self._thread.close()
 
 
-def _per_row(answer: Answer, rows: Sequence[TrainRow]) -> list[Floats]:
+def _by_row(scores: bytes, rows: Sequence[TrainRow]) -> list[Floats]:
     ends = np.cumsum([int(row.loss_mask.sum()) for row in rows])
-    return spread(np.split(np.frombuffer(answer.scores, np.float32), ends[:-1]), rows)
+    return spread(np.split(np.frombuffer(scores, np.float32), ends[:-1]), rows)

@@ -1,6 +1,6 @@
-"""Rows of a micro-batch as flat tensors: no padding, and a prompt that rows share stands once.
+"""Rows of a micro-batch as flat tensors: no padding, and a prompt that several rows share is computed once.
 
-Rows with a number in them that is not finite are left out, by name: one of them would spoil the gradient of all others.
+Rows with a number that is not finite are skipped by the callers, with their label: one would spoil the gradient of all others.
 Shapes: N tokens to compute (a shared prompt counts once), T tokens of all rows, M of them trained, R rows.
 """
 
@@ -17,26 +17,25 @@ from millstream.errors import LearnerError
 from millstream.model.attention import Indices, Packed, on_device
 from millstream.types import TrainRow
 
-FILLER = 512
-"""Tokens of a sequence of nothing, at most: attention to a long one would cost something."""
-NUMBERS = ("logprobs", "advantages", "reference", "proximal", "values", "returns")
-"""What a row has of every token, some of it only now and then."""
+MAX_FILLER = 512  # tokens of a filler sequence: attention over a longer one would cost time
+COLUMNS_PER_TOKEN = ("logprobs", "advantages", "reference", "proximal", "values", "returns")  # some are optional
 
 
 def not_finite(row: TrainRow) -> list[str]:
-    """The columns with a number that is not finite. What stands outside the mask is not read."""
-    columns = {name: column for name in NUMBERS if (column := getattr(row, name)) is not None}
+    """The columns with a number that is not finite. Only trained tokens are read."""
+    columns = {name: column for name in COLUMNS_PER_TOKEN if (column := getattr(row, name)) is not None}
     return [name for name, column in columns.items() if not np.isfinite(column[row.loss_mask]).all()]
 
 
 def is_finite(row: TrainRow) -> bool:
-    """Whether all that is read of it is."""
+    """Whether every number of its trained tokens is."""
     return not not_finite(row)
 
 
-class Rows:
-    """A trained token is predicted from the position before it. With a `quantum` the tokens to compute are filled up to a
-    multiple of it, with sequences that nobody looks at: few numbers of tokens, so that what is compiled is compiled seldom."""
+class RowTensors:
+    """The tensors of a forward pass over some rows. A trained token is predicted from the position before it. With a `quantum`
+    the tokens to compute are filled up to a multiple of it with unused sequences: few distinct sizes, so that compiled layers
+    are compiled rarely."""
 
     def __init__(self, rows: Sequence[TrainRow], device: torch.device, *, quantum: int = 1) -> None:
         masks = [row.loss_mask for row in rows]
@@ -56,29 +55,28 @@ class Rows:
         self.before_M = on_device(at_T[self._trained_M - 1], device)
         self.targets_M = on_device(tokens_T[self._trained_M].astype(np.int64), device)
         self.row_M = on_device(np.repeat(np.arange(len(rows)), [len(row) for row in indices])[self._trained_M], device)
-        self.counts_R = torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.float32)
-        """On the host: what depends on them alone needs no device."""
+        self.counts_R = torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.float32)  # on the host
 
     def column(self, name: str) -> Tensor:
-        """One of `NUMBERS`, of the trained tokens."""
+        """One of `COLUMNS_PER_TOKEN`, of the trained tokens."""
         columns = [getattr(row, name) for row in self._rows]
         if any(column is None for column in columns):
             raise LearnerError(f"rows without {name}, which the objective reads")
         return on_device(np.concatenate(columns)[self._trained_M].astype(np.float32), self._device)
 
     def per_row(self, values_M: Tensor) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        """Numbers of the trained tokens, row by row."""
+        """Split values of all trained tokens by row."""
         return np.split(values_M.float().cpu().numpy(), np.cumsum(self.counts_R.numpy().astype(int))[:-1])
 
 
 def _filling(indices: Sequence[Indices], quantum: int) -> list[Indices]:
     used = 1 + max(int(row.max()) for row in indices)
     end = -(-used // quantum) * quantum
-    return [np.arange(begin, min(end, begin + FILLER)) for begin in range(used, end, FILLER)]
+    return [np.arange(begin, min(end, begin + MAX_FILLER)) for begin in range(used, end, MAX_FILLER)]
 
 
 def share_prompts(rows: Sequence[TrainRow]) -> list[Indices]:
-    """Where each row's tokens stand when every distinct prompt stands once: its members follow it or come later."""
+    """The positions of each row's tokens when every distinct prompt is stored once, before the first row that has it."""
     prompts: dict[bytes, Indices] = {}
     indices: list[Indices] = []
     num_tokens = 0

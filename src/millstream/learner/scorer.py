@@ -1,5 +1,5 @@
-"""Log-probabilities of a model that does not learn by itself: a reference, a teacher, or the policy as it was when the batch
-began. Forward passes alone, on a thread of its own."""
+"""The scorer of one device: log-probabilities under a model that is not trained (a reference, a teacher) or that follows the
+policy (the proximal policy). Forward passes only, on its own thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from millstream.learner.rows import Rows
+from millstream.learner.rows import RowTensors
 from millstream.model.load import check_layers, load_weights
 from millstream.model.policy import Policy
 from millstream.rpc.threads import DaemonThreads
@@ -17,7 +17,7 @@ from millstream.types import Floats, TrainRow, Weights
 
 
 class TorchScorer:
-    """See `millstream.learner.Scorer` and `Follower` for the promises. On the device where the model is."""
+    """A `Scorer` and a `Follower` (`learner.base`), on the device of the model."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0, name: str = "reference") -> None:
         check_layers(model)
@@ -31,7 +31,7 @@ class TorchScorer:
 
     @torch.no_grad()
     def _score(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        batch = Rows(rows, self._device)
+        batch = RowTensors(rows, self._device)
         if not batch.num_trained:
             return [np.zeros(len(row.tokens), np.float32) for row in rows]
         found = self._policy(batch.tokens_N, batch.packed, batch.before_M, batch.targets_M)
@@ -41,12 +41,12 @@ class TorchScorer:
         await self._thread.call(lambda: load_weights(self._policy.model, weights))
 
     async def close(self) -> None:
-        """Let the work in hand come to its end."""
+        """Let the work in hand finish."""
         await self._thread.close()
 
 
 def spread(of_trained: Sequence[Floats], rows: Sequence[TrainRow]) -> list[Floats]:
-    """Numbers of the trained tokens of each row -> of all its tokens, 0 elsewhere."""
+    """From values of each row's trained tokens to values of all its tokens: 0 where a token is not trained."""
     found = []
     for row, values in zip(rows, of_trained, strict=True):
         values_T = np.zeros(len(row.tokens), np.float32)

@@ -1,105 +1,116 @@
-"""A scorer or a critic in a process of its own, here or on a node of a cluster: the local one (`learner.scorer`, `.critic`), so
-that its numbers are those of a local run. See `learner.remote_scorer` for the other end."""
+"""A scorer or a critic in its own process, on this machine or on a node of a cluster. Its other end is `learner.remote_scorer`.
+
+Inside is the local one (`learner.scorer`, `learner.critic`), so that its numbers are those of a local run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
+from millstream.errors import LearnerError
 from millstream.learner.critic import TorchCritic
 from millstream.learner.messages import (
     Accumulate,
-    Answer,
-    Keep,
-    Learn,
-    Load,
-    Numbered,
-    Restore,
-    Score,
-    StageSetup,
-    Write,
-    unpack,
+    CriticMessage,
+    CriticStep,
+    LoadWeights,
+    RestoreSnapshot,
+    ScorerMessage,
+    ScoreRows,
+    ScorerSetup,
+    TakeSnapshot,
+    WriteSnapshot,
+    unpack_rows,
 )
 from millstream.learner.scorer import TorchScorer
-from millstream.learner.serve_calls import Kept, Obey, main, not_for, obey_line
+from millstream.learner.snapshots import KeptSnapshots, files_in
 from millstream.learner.torch import TorchSnapshot
-from millstream.model.load import load_weights
+from millstream.model.load import load_weights, set_up_cpu
 from millstream.model.spec import model_from
+from millstream.rpc.call import Channel
 from millstream.rpc.process import own_node
+from millstream.rpc.serve import Handler, serve_calls
 from millstream.weights.transfer.fetcher import WeightsFetcher
 
 
-class ScorerPost:
-    def __init__(self, scorer: TorchScorer, inbox: WeightsFetcher) -> None:
+class ScorerServer:
+    """Handles the messages to a scorer."""
+
+    def __init__(self, scorer: TorchScorer, fetcher: WeightsFetcher) -> None:
         self._scorer = scorer
-        self._inbox = inbox
+        self._fetcher = fetcher
         self._runner = asyncio.Runner()
 
-    def obey(self, numbered: Numbered) -> Answer:
-        number = numbered.number
-        match numbered.order:
-            case Score(rows):
-                return Answer(number=number, scores=_scores(self._scorer, rows, self._runner))
-            case Load(parcel):
-                with self._inbox.take(parcel) as taken:
-                    self._runner.run(self._scorer.load(taken.weights))
+    def handle(self, message: ScorerMessage) -> Any:
+        match message:
+            case ScoreRows(rows):
+                return _scores(self._scorer, rows, self._runner)
+            case LoadWeights(weights):
+                with self._fetcher.take(weights) as taken:
+                    return self._runner.run(self._scorer.load(taken.weights))
             case other:
-                raise not_for("a scorer", other)
-        return Answer(number=number)
+                raise LearnerError(f"{type(other).__name__} is not a message for a scorer")
 
 
-class CriticPost:
+class CriticServer:
+    """Handles the messages to a critic."""
+
     def __init__(self, critic: TorchCritic) -> None:
         self._critic = critic
         self._runner = asyncio.Runner()
-        self._kept = Kept[TorchSnapshot]()
+        self._kept = KeptSnapshots[TorchSnapshot]()
 
-    def obey(self, numbered: Numbered) -> Answer:
-        number = numbered.number
-        match numbered.order:
-            case Score(rows):
-                return Answer(number=number, scores=_scores(self._critic, rows, self._runner))
+    def handle(self, message: CriticMessage) -> Any:
+        match message:
+            case ScoreRows(rows):
+                return _scores(self._critic, rows, self._runner)
             case Accumulate(passes):
                 for rows in passes:
-                    self._runner.run(self._critic.accumulate(unpack(rows)))
-            case Learn():
-                return Answer(number=number, metrics=self._runner.run(self._critic.step()))
-            case Keep(snapshot):
-                self._kept.keep(snapshot, self._runner.run(self._critic.snapshot()))
-            case Write(snapshot, folder):
-                return self._kept.write(number, snapshot, Path(folder), TorchSnapshot.write)
-            case Restore(folder):
-                self._critic.restore(Path(folder))
+                    self._runner.run(self._critic.accumulate(unpack_rows(rows)))
+                return None
+            case CriticStep():
+                return self._runner.run(self._critic.step())
+            case TakeSnapshot(snapshot):
+                return self._kept.keep(snapshot, self._runner.run(self._critic.snapshot()))
+            case WriteSnapshot(snapshot, folder):
+                self._kept.pop(snapshot).write(Path(folder))
+                return files_in(Path(folder))
+            case RestoreSnapshot(folder):
+                return self._critic.restore(Path(folder))
             case other:
-                raise not_for("a critic", other)
-        return Answer(number=number)
+                raise LearnerError(f"{type(other).__name__} is not a message for a critic")
 
 
 def _scores(scorer: TorchScorer | TorchCritic, packed: bytes, runner: asyncio.Runner) -> bytes:
-    """Of trained tokens alone: of all others it is known that they are 0."""
-    rows = unpack(packed)
+    """Of trained tokens only: all others are 0."""
+    rows = unpack_rows(packed)
     found = runner.run(scorer.score(rows))
     return b"".join(scores_T[row.loss_mask].tobytes() for row, scores_T in zip(rows, found, strict=True))
 
 
-def begin(setup: StageSetup) -> Obey:
-    inbox = WeightsFetcher(own_node())
+def build_server(setup: ScorerSetup) -> Handler:
+    set_up_cpu()
+    fetcher = WeightsFetcher(own_node())
     model: PreTrainedModel = model_from(setup.files, dtype=setup.dtype, lora=setup.lora)
-    with inbox.take(setup.parcel) as taken:
+    with fetcher.take(setup.weights) as taken:
         load_weights(model, taken.weights)
     model = model.to(setup.device)
     if setup.critic is not None:
-        return CriticPost(TorchCritic(model, setup.critic, num_steps=setup.num_steps)).obey
-    return ScorerPost(TorchScorer(model, temperature=setup.temperature), inbox).obey
+        return CriticServer(TorchCritic(model, setup.critic, num_steps=setup.num_steps)).handle
+    return ScorerServer(TorchScorer(model, temperature=setup.temperature), fetcher).handle
 
 
-def work(line: socket.socket) -> None:
-    """The stage: until the socket closes."""
-    obey_line(line, StageSetup, begin)
+def serve_scorer(connection: socket.socket) -> None:
+    """The scorer or critic, until it is closed."""
 
+    def is_background(message: ScorerMessage | CriticMessage) -> bool:
+        return isinstance(message, WriteSnapshot)
 
-if __name__ == "__main__":
-    main(work)
+    serve_calls(
+        Channel(connection), ScorerSetup, build_server, ScorerMessage | CriticMessage, is_background=is_background
+    )

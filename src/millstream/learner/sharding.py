@@ -1,8 +1,8 @@
-"""One policy over several ranks, by FSDP2 (`fully_shard`): every rank has a part of each parameter, in float32.
+"""One policy sharded over several ranks by FSDP2 (`fully_shard`): every rank has a part of each parameter, in float32.
 
-The whole of a layer is there while it is computed. Gradients are *added* over ranks, never averaged: the division by the units
-of the batch is the only one. Where the model computes in bfloat16, layers are gathered in it and gradients added in float32,
-as the learner of one device does.
+A layer is gathered while it is computed. Gradients are *summed* over ranks, never averaged: the division by the units of the
+batch is the only one. Where the model computes in bfloat16, layers are gathered in it and gradients summed in float32, as the
+learner of one device does.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from millstream.errors import LearnerError
-from millstream.learner import LearnerConfig
-from millstream.learner.rank import Rank, policies
+from millstream.learner.config import LearnerConfig
+from millstream.learner.rank import Rank, make_policies
 from millstream.model.objective import Objective
 from millstream.model.policy import Policy, layers_of
 
 
-def join(rank: int, num_ranks: int, address: tuple[str, int], device: torch.device) -> DeviceMesh:
-    """Meet the other ranks at a store that listens there. Returns when all are there."""
+def join_mesh(rank: int, num_ranks: int, address: tuple[str, int], device: torch.device) -> DeviceMesh:
+    """Join the process group of all ranks through the `TCPStore` at this address. Returns when all have joined."""
     store = TCPStore(*address, num_ranks + 1, is_master=False, use_libuv=False)
     is_gpu = device.type == "cuda"
     if is_gpu:
@@ -39,19 +39,19 @@ def join(rank: int, num_ranks: int, address: tuple[str, int], device: torch.devi
     return init_device_mesh(device.type, (num_ranks,))
 
 
-def as_masters(model: PreTrainedModel) -> torch.dtype:
-    """Parameters become float32; the dtype that they had, which is the one to compute in. Buffers stay as they are."""
+def to_masters(model: PreTrainedModel) -> torch.dtype:
+    """Convert the parameters to float32. Returns the dtype they had, which is the one to compute in. Buffers are unchanged."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise LearnerError(f"parameters of {names}, and learner.ranks needs them all alike: set learner.ranks = 1")
+        raise LearnerError(f"parameters of {names}, and learner.ranks needs one dtype: set learner.ranks = 1")
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     found: torch.dtype = dtypes.pop()
     return found
 
 
-def sharded(
+def sharded_rank(
     model: PreTrainedModel,
     config: LearnerConfig,
     objective: Objective,
@@ -61,25 +61,25 @@ def sharded(
     num_steps: int | None,
     is_proximal_given: bool = False,
 ) -> Rank:
-    """One rank of those in the mesh. Each begins with the whole model, in the host's memory, and keeps its part of it."""
-    policy, proximal = policies(model, config, temperature, is_proximal_given=is_proximal_given)
+    """One rank of those in the mesh. Each starts with the whole model in the host's memory and keeps its part of it."""
+    policy, proximal = make_policies(model, config, temperature, is_proximal_given=is_proximal_given)
     for each in (policy, proximal):
         if each is not None:
-            shard(each, mesh, as_masters(each.model), is_trained=each is policy)
-    return Rank(policy, proximal, config, objective, num_steps=num_steps, is_one_of_several=True)
+            shard(each, mesh, to_masters(each.model), is_trained=each is policy)
+    return Rank(policy, proximal, config, objective, num_steps=num_steps, is_sharded=True)
 
 
 def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, *, is_trained: bool = True) -> None:
-    """Layer by layer, and then what is left. One that is not trained gives all of it up after every forward pass: what it
-    kept would be stale when its parameters are replaced."""
+    """Layer by layer, then the rest. A policy that is not trained frees its gathered parameters after every forward pass: they
+    would be stale when its parameters are replaced."""
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view")  # nobody writes into it
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view")  # it is only read
     for layer in layers_of(policy.model):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=None if is_trained else True)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other, and by 1 there is nothing to divide
+            module.set_force_sum_reduction_for_comms(True)  # the only one that gloo has

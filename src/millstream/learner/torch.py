@@ -1,6 +1,6 @@
-"""The learner of one device: all work runs on one thread of its own, so that training neither blocks the event loop nor the
-engine. On a GPU it is only put into the device's queue there: nothing waits for the device before the step. The mathematics is
-in `learner.rank`.
+"""The learner of one device: a `Rank` on its own thread, so that training blocks neither the event loop nor the engine.
+
+On a GPU that thread only fills the device's queue: nothing waits for the device before the step.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millstream.learner import LearnerConfig
-from millstream.learner.optimizer import Optimizer, State, learning_rate_share
-from millstream.learner.rank import FiniteGuard, Rank, policies
-from millstream.learner.rows import share_prompts
-from millstream.learner.state import STATE, on_host, read_state, write_state
+from millstream.learner.config import LearnerConfig
+from millstream.learner.optimizer import Optimizer, OptimizerState
+from millstream.learner.rank import Rank, make_policies
+from millstream.learner.state import on_host, read_state, write_state
+from millstream.learner.tally import FiniteGuard
 from millstream.model.adapters import lora_of, merged, save_adapters, trained_weights
 from millstream.model.load import save_model
 from millstream.model.objective import Objective
 from millstream.rpc.threads import DaemonThreads
 from millstream.types import Floats, Metrics, TrainRow, Weights
 
-__all__ = ["STATE", "TorchLearner", "TorchSnapshot", "learning_rate_share", "on_host", "read_state", "share_prompts"]
 T = TypeVar("T")
 
 
 class TorchLearner:
-    """See `millstream.learner.Learner` for the promises. `is_proximal_given`: rows after a batch's first step bring `proximal`,
-    and no copy of the policy is kept for it."""
+    """A `RunLearner` (`learner.base`). `is_proximal_given`: rows after a batch's first step have `proximal`, and no copy of the
+    policy is kept for it."""
 
     def __init__(
         self,
@@ -44,9 +43,9 @@ class TorchLearner:
     ) -> None:
         self.model = model
         self._tokenizer = tokenizer
-        kept = policies(model, config, temperature, is_proximal_given=is_proximal_given)
-        self.rank = Rank(*kept, config, objective, num_steps=num_steps)
-        self._barren = FiniteGuard(config.max_skipped_steps)
+        own = make_policies(model, config, temperature, is_proximal_given=is_proximal_given)
+        self.rank = Rank(*own, config, objective, num_steps=num_steps)
+        self._guard = FiniteGuard(config.max_skipped_steps)
         self._thread = DaemonThreads("learner", most=1)
 
     @property
@@ -58,7 +57,7 @@ class TorchLearner:
         return result
 
     async def ready(self) -> None:
-        """It is, from the beginning."""
+        """It is ready when it is made."""
 
     async def begin_batch(self) -> None:
         await self._run(self.rank.begin_batch)
@@ -74,8 +73,8 @@ class TorchLearner:
 
     def _step(self) -> Metrics:
         counted = self.rank.tally()
-        self._barren.look_at(counted)
-        return counted.metrics(self.rank.step(counted)) if counted.units else counted.left_out()
+        self._guard.check(counted)
+        return counted.metrics(self.rank.step(counted)) if counted.units else counted.skipped_rows()
 
     async def weights(self) -> Weights:
         return await self._run(self._weights)
@@ -83,7 +82,7 @@ class TorchLearner:
     def _weights(self) -> Weights:
         weights = {name: tensor.detach().clone() for name, tensor in trained_weights(self.model).items()}
         if next(iter(weights.values())).is_cuda:
-            torch.cuda.current_stream().synchronize()  # whoever reads them may do so on another stream
+            torch.cuda.current_stream().synchronize()  # they may be read on another stream
         return weights
 
     async def snapshot(self) -> TorchSnapshot:
@@ -96,13 +95,13 @@ class TorchLearner:
         save_trained(self.model, self._tokenizer, path)
 
     async def close(self) -> None:
-        """Let the work in hand come to its end. The model may then be another learner's."""
+        """Let the work in hand finish. Another learner may have the model then."""
         await self._thread.close()
-        self.optimizer.let_go()
+        self.optimizer.detach()
 
 
 def save_trained(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:
-    """With adapters: the ordinary model that they make of theirs, and in `adapter/` themselves, in peft's format."""
+    """As a Hugging Face checkpoint. With adapters: the merged model, and in `adapter/` the adapters in peft's format."""
     if lora_of(model) is None:
         save_model(model, tokenizer, path)
         return
@@ -111,7 +110,9 @@ def save_trained(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
 
 
 class TorchSnapshot:
-    def __init__(self, state: State) -> None:
+    """A `Snapshot` (`learner.base`): a copy of the state in the host's memory."""
+
+    def __init__(self, state: OptimizerState) -> None:
         self._state = state
 
     def write(self, folder: Path) -> None:

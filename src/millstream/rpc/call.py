@@ -86,7 +86,7 @@ def error_from(info: ErrorInfo) -> Exception:
 
 
 @functools.cache
-def decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+def typed_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 
 
@@ -195,7 +195,7 @@ class Channel:
         payloads = self._frames.receive(block=block)
         if payloads is None:
             return None
-        packets = [decoder_of(Packet).decode(payload) for payload in payloads]
+        packets = [typed_decoder(Packet).decode(payload) for payload in payloads]
         for packet in packets:
             if packet.kind in (PacketKind.ANSWER, PacketKind.FAILURE):
                 self._settle(packet)
@@ -207,9 +207,9 @@ class Channel:
         if future is None:
             raise msgspec.ValidationError(f"an answer to call {packet.number}, which does not wait for one")
         if packet.kind is PacketKind.FAILURE:
-            _fail(future, error_from(decoder_of(ErrorInfo).decode(packet.body)))
+            _fail(future, error_from(typed_decoder(ErrorInfo).decode(packet.body)))
             return
-        value = None if kind is None else decoder_of(kind).decode(packet.body)
+        value = None if kind is None else typed_decoder(kind).decode(packet.body)
         if future.set_running_or_notify_cancel():
             future.set_result(value)
 
@@ -323,7 +323,7 @@ class Remote:
             for packet in packets or []:
                 if self._on_message is None:
                     raise msgspec.ValidationError("a message that this end does not expect")
-                self._on_message(decoder_of(self._messages).decode(packet.body), packet.number)
+                self._on_message(typed_decoder(self._messages).decode(packet.body), packet.number)
         except (msgspec.MsgspecError, FrameError) as error:
             self._reason = f"it sent something that is not a message: {error}"
             process.kill()
@@ -345,7 +345,8 @@ class Remote:
         else:
             self.error = WorkerExited(reason, is_death=process is None or process.has_died)
         self._channel.end(self.error)
-        self.exited.set_result(reason)
+        if self.exited.set_running_or_notify_cancel():
+            self.exited.set_result(reason)
         if process is not None:
             process.connection.close()
         if self._on_exit is not None:

@@ -30,7 +30,7 @@ class MemberFailure(NamedTuple):
         return isinstance(self.error, WorkerExited) and self.error.is_death
 
 
-class Group:
+class WorkerGroup:
     """Started, perhaps not yet ready: the first call waits for that. May be used from several threads."""
 
     def __init__(

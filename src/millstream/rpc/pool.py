@@ -16,7 +16,7 @@ from millstream.rpc.call import Remote
 Start = Callable[[asyncio.AbstractEventLoop], Remote]
 
 
-class Pool:
+class WorkerPool:
     """Workers are started when first needed. They belong to the event loop that needs them: another loop has others."""
 
     def __init__(self, start: Start, *, size: int, start_s: float, is_eager: bool = False) -> None:

@@ -1,8 +1,9 @@
 """Worker processes and who starts them: on this machine (`LocalLauncher`) or on a node of a cluster (`cluster.driver`).
 
-A worker is a module with a function `work(connection)`; on this machine it runs as `python -m MODULE DESCRIPTOR`. Its first
-message is its setup (`rpc.call`). Guarantees: a worker is the leader of its own process group and is killed with everything it
-started; it ends when its connection closes, so none outlives the process that started it; what it prints goes to stderr.
+A worker is a function of its connection, named by a target, `package.module:function`; on this machine it runs in
+`python -m millstream.rpc.worker`. Its first message is its setup (`rpc.call`). Guarantees: a worker is the leader of its own
+process group and is killed with everything it started; it ends when its connection closes, so none outlives the process that
+started it; what it prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal, Protocol
 
@@ -51,10 +52,10 @@ class WorkerProcess(Protocol):
 
 
 class Launcher(Protocol):
-    def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> WorkerProcess:
-        """Returns when the connection exists. May block for seconds, or for as long as a cluster has no room. Raises
-        `MillstreamError` or `OSError`. `descriptors` are inherited under the same numbers by a process of this machine; on
-        another node they mean nothing."""
+    def launch(self, kind: Kind, target: str, *, name: str, descriptors: Sequence[int] = ()) -> WorkerProcess:
+        """Start the worker that `target` names. Returns when the connection exists. May block for seconds, or for as long as a
+        cluster has no room. Raises `MillstreamError` or `OSError`. `descriptors` are inherited under the same numbers by a
+        process of this machine; on another node they mean nothing."""
         ...
 
 
@@ -103,14 +104,14 @@ class LocalWorker:
 
     node = ""
 
-    def __init__(self, module: str, name: str, descriptors: Sequence[int] = (), *, keeps_stderr: bool = False) -> None:
+    def __init__(self, target: str, name: str, descriptors: Sequence[int] = (), *, keeps_stderr: bool = False) -> None:
         """`keeps_stderr`: through `LastLines`. Otherwise the worker writes to this process's stderr directly."""
         self._exit: int | None = None
         self.connection, theirs = socket.socketpair()
         self.name = name
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                [sys.executable, "-m", "millstream.rpc.worker", target, str(theirs.fileno())],
                 pass_fds=[theirs.fileno(), *descriptors],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
@@ -159,16 +160,27 @@ class LocalWorker:
     def has_died(self) -> bool:
         return self.exit_reason(0.0) is None or self.process.returncode != 0
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # bound here: at exit the module may be gone
         if self._exit is not None:
-            os.close(self._exit)
+            close(self._exit)
 
 
 class LocalLauncher:
     """Starts every worker on this machine."""
 
-    def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> LocalWorker:
-        return LocalWorker(module, name, descriptors, keeps_stderr=kind in ("engine", "learner", "stage"))
+    def __init__(self, *, is_warm: bool = False) -> None:
+        """`is_warm`: fork workers from the warm process (`rpc.forkserver`), where that is possible. Not for CUDA."""
+        self._is_warm = is_warm
+
+    def launch(self, kind: Kind, target: str, *, name: str, descriptors: Sequence[int] = ()) -> WorkerProcess:
+        keeps_stderr = kind in ("engine", "learner", "stage")
+        if self._is_warm:
+            from millstream.rpc.warm import WARM  # it needs this module
+
+            forked = WARM.fork(target, name, descriptors, keeps_stderr=keeps_stderr)
+            if forked is not None:
+                return forked
+        return LocalWorker(target, name, descriptors, keeps_stderr=keeps_stderr)
 
 
 def exit_words(code: int) -> str:

@@ -1,13 +1,10 @@
 """The worker's side of `rpc.call`: what runs in a process that a `Launcher` started.
 
-    def work(connection: socket.socket) -> None:
-        serve(Channel(connection), Setup, begin, Message)      # begin(setup) returns handler(message) -> value
-
-    if __name__ == "__main__":
-        main(work)
+    def serve_rank(connection: socket.socket) -> None:          # launched as "package.module:serve_rank"
+        serve_calls(Channel(connection), Setup, begin, Message)  # begin(setup) returns handler(message) -> value
 
 Guarantees: the process ends when the connection does, at once and whatever it is doing, with its whole process group. Calls are
-handled one after the other in the order they were made; background calls beside them, one after the other too.
+handled one after the other in the order they were made; background calls in parallel to them, one after the other too.
 """
 
 from __future__ import annotations
@@ -17,20 +14,22 @@ import logging
 import os
 import queue
 import signal
-import socket
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 from msgspec import Raw
+from msgspec.msgpack import Decoder
 
-from millstream.rpc.call import CLOSE_S, Channel, Packet, PacketKind, decoder_of
+from millstream.errors import MillstreamError
+from millstream.rpc.call import CLOSE_S, Channel, Packet, PacketKind, typed_decoder
 
 Handler = Callable[[Any], Any]
-Calls = queue.SimpleQueue[Packet]
+Jobs = queue.SimpleQueue[Packet]
 CLOSE = Packet(PacketKind.CLOSE, 0, Raw(b""))
 
 
@@ -41,7 +40,7 @@ def end_process() -> None:
     os._exit(1)
 
 
-def serve(
+def serve_calls(
     channel: Channel,
     setup_type: Any,
     begin: Callable[[Any], Handler],
@@ -53,65 +52,63 @@ def serve(
     """The life of a worker: its setup, then calls until it is closed. Returns after the close, with every call answered, or
     when `begin` raised, which the other end then knows. `messages`: the type of what the handler gets."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    calls: Calls = queue.SimpleQueue()
-    background: Calls = queue.SimpleQueue()
-
-    def listen() -> None:
-        while (packets := channel.receive(block=True)) is not None:
-            for packet in packets:
-                calls.put(packet)
-        on_disconnect()
-        calls.put(CLOSE)
-
-    def handle(packet: Packet, message: Any) -> None:
-        try:
-            value = handler(message)
-        except Exception as error:  # process boundary: the caller is told
-            traceback.print_exc()
-            if not packet.number:
-                raise  # a message without an answer: its error ends the worker
-            channel.fail(packet.number, error)
-        else:
-            if packet.number:
-                channel.answer(packet.number, value)
-
-    def handle_background() -> None:
-        while (packet := background.get()).kind is not PacketKind.CLOSE:
-            handle(packet, decoder_of(messages).decode(packet.body))
-
-    threading.Thread(target=listen, name="calls", daemon=True).start()
-    first = calls.get()
+    jobs: Jobs = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, jobs, on_disconnect), name="calls", daemon=True).start()
+    first = jobs.get()
     if first.kind is PacketKind.CLOSE:
         return
     try:
-        handler = begin(decoder_of(setup_type).decode(first.body))
-    except Exception as error:  # process boundary: the other end is told why there is no worker
-        traceback.print_exc()
-        channel.fail(first.number, error)
-        channel.drain(CLOSE_S)
-        return
-    channel.answer(first.number, None)
-    beside = threading.Thread(target=handle_background, name="background calls", daemon=True)
-    beside.start()
-    while (packet := calls.get()).kind is not PacketKind.CLOSE:
-        message = decoder_of(messages).decode(packet.body)
-        if is_background(message):
-            background.put(packet)
-        else:
-            handle(packet, message)
-    background.put(CLOSE)
-    beside.join(CLOSE_S)
+        handler = begin(typed_decoder(setup_type).decode(first.body))
+    except Exception as error:  # process boundary: the other end gets the reason
+        _fail(channel, first, error)
+    else:
+        channel.answer(first.number, None)
+        _handle_all(channel, jobs, typed_decoder(messages), handler, is_background)
     channel.drain(CLOSE_S)
 
 
-def main(work: Callable[[socket.socket], None]) -> None:
-    """Of `python -m MODULE DESCRIPTOR`. Interrupts are the starter's to handle: when it ends, the connection closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    os.set_inheritable(int(sys.argv[1]), False)
-    work(socket.socket(fileno=int(sys.argv[1])))
-    sys.stderr.flush()
-    os._exit(0)  # at once: a library's threads may keep an interpreter from exiting
+def _listen(channel: Channel, jobs: Jobs, on_disconnect: Callable[[], None]) -> None:
+    while (packets := channel.receive(block=True)) is not None:
+        for packet in packets:
+            jobs.put(packet)
+    on_disconnect()
+    jobs.put(CLOSE)
+
+
+def _handle_all(
+    channel: Channel, jobs: Jobs, decoder: Decoder[Any], handler: Handler, is_background: Callable[[Any], bool]
+) -> None:
+    """Until the close. Background calls are handled by a thread of their own."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="background calls") as background:
+        while (packet := jobs.get()).kind is not PacketKind.CLOSE:
+            try:
+                message = decoder.decode(packet.body)
+            except msgspec.ValidationError as error:  # not a message for this worker
+                _fail(channel, packet, error)
+                continue
+            if is_background(message):
+                background.submit(_handle, channel, packet, message, handler)
+            else:
+                _handle(channel, packet, message, handler)
+
+
+def _handle(channel: Channel, packet: Packet, message: Any, handler: Handler) -> None:
+    try:
+        value = handler(message)
+    except Exception as error:  # process boundary: the caller gets the error
+        _fail(channel, packet, error)
+    else:
+        if packet.number:
+            channel.answer(packet.number, value)
+
+
+def _fail(channel: Channel, packet: Packet, error: Exception) -> None:
+    """An error of a one-way message ends the worker: no caller would get it."""
+    if not isinstance(error, MillstreamError | OSError):  # their text says it all
+        traceback.print_exception(error)
+    if not packet.number:
+        raise error
+    channel.fail(packet.number, error)
 
 
 def exit_if_blocked(limit_s: float) -> None:

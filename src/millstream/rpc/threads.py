@@ -1,6 +1,6 @@
-"""Threads for calls that may be long, or never return: they hold back neither the event loop nor the end of the program.
+"""Daemon threads for calls that may take long or never return: they block neither the event loop nor the program's exit.
 
-Unlike the standard library's pool, whose threads are joined when the interpreter exits.
+The standard library's pool joins its threads when the interpreter exits; these are not joined.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ CLOSE_S = 10.0
 
 
 class DaemonThreads:
-    """At most so many calls at a time; more wait their turn, in order. A call that overran its time limit keeps its thread for
-    as long as it lasts, and another thread takes the place."""
+    """Runs at most `most` calls at a time; others wait in FIFO order. A call that exceeded its timeout keeps its thread until
+    it returns, and another thread takes its place."""
 
     def __init__(self, name: str, *, most: int) -> None:
         self._name = name
@@ -31,7 +31,7 @@ class DaemonThreads:
         self._lock = threading.Lock()
 
     async def call(self, function: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
-        """What the function returns, or raises. `TimeoutError` if it takes longer, counted from its start."""
+        """Returns what the function returns, raises what it raises; `TimeoutError` if it takes longer, from its start."""
         async with self._free:
             loop = asyncio.get_running_loop()
             done: asyncio.Future[Any] = loop.create_future()
@@ -46,13 +46,13 @@ class DaemonThreads:
                 return await done
 
     async def close(self) -> None:
-        """Let what runs come to its end, for a while: a thread that the end of the program meets inside a library may take
-        the program down with it."""
+        """Let running calls finish, for `CLOSE_S` at most: a daemon thread that is inside a library when the interpreter exits
+        may crash it."""
         self.let_go()
         await asyncio.to_thread(self._join)
 
     def let_go(self) -> None:
-        """Threads end when their calls have, and nobody waits for that."""
+        """Threads end when their calls do; this does not wait for them."""
         for _ in self._threads:
             self._jobs.put(None)
 
@@ -67,16 +67,16 @@ class DaemonThreads:
             value, error = None, None
             try:
                 value = function()
-            except BaseException as raised:  # handed to the caller, who decides
+            except BaseException as raised:  # thread boundary: raised in the caller
                 error = raised
             with self._lock:
                 self._num_idle += 1
-            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: no caller waits
                 loop.call_soon_threadsafe(_settle, done, value, error)
 
 
 async def on_a_thread(name: str, function: Callable[[], T]) -> T:
-    """One call on a thread of its own, which ends with it: not for what starts processes that end with their thread."""
+    """One call on a new thread, which ends with the call. Not for one that starts processes which end with their thread."""
     threads = DaemonThreads(name, most=1)
     try:
         value: T = await threads.call(function)

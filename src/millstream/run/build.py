@@ -33,7 +33,7 @@ from millstream.errors import ConfigError, DataError, ModelError
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.fsdp import FsdpLearner
-from millstream.learner.messages import Source
+from millstream.learner.messages import ObjectiveSource
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters, copy_of
 from millstream.model.load import context_length, decoder_of, load_model, load_tokenizer, num_cores
@@ -344,7 +344,7 @@ def build_learner(
         )
     if model.device.type == "cuda" and (found := torch.cuda.device_count()) < learner.ranks:
         raise ConfigError(f"learner.ranks = {learner.ranks}, and torch sees {found} GPUs: set learner.ranks = {found}")
-    source = Source(function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(recipe))
+    source = ObjectiveSource(function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(recipe))
     return FsdpLearner(
         model,
         learner,

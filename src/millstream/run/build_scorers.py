@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millstream.errors import ConfigError, ModelError
 from millstream.learner import Critic, CriticConfig, ReferenceConfig, RunCritic, Scorer
 from millstream.learner.critic import TorchCritic
-from millstream.learner.remote_scorer import RemoteCritic, RemoteScorer, beginning
+from millstream.learner.remote_scorer import RemoteCritic, RemoteScorer, publish_setup
 from millstream.learner.scorer import TorchScorer
 from millstream.model.adapters import copy_of, lora_of, merged
 from millstream.model.load import load_model, load_tokenizer
@@ -144,7 +144,7 @@ class Place(NamedTuple):
 def build_remote_scorers(config: RunConfig, start: PreTrainedModel, kept: Path | None, place: Place) -> Scorers:
     """As `build_scorers`; they may not be ready yet. A process that is started again gets the current weights of `start`, which
     must not change meanwhile."""
-    begin = partial(beginning, open_publisher=place.open_publisher, device=place.device)
+    begin = partial(publish_setup, open_publisher=place.open_publisher, device=place.device)
     temperature, table = config.rollout.temperature, critic_of(config)
     made: dict[str, RemoteScorer] = {}
     critic: ReplayedCritic | None = None

@@ -34,12 +34,12 @@ from millstream.cluster.store import RayStore
 from millstream.engine import Engine
 from millstream.engine.native.engine import TorchEngine
 from millstream.engine.native.host import ProcessHost
-from millstream.engine.native.process import MODULE, engine_setup
+from millstream.engine.native.process import ENGINE_WORKER, engine_setup
 from millstream.errors import ClusterError
 from millstream.events import WorkerStarted
 from millstream.learner import LearnerConfig, RunLearner
-from millstream.learner.fsdp import Elsewhere, FsdpLearner
-from millstream.learner.messages import Source
+from millstream.learner.fsdp import ClusterRanks, FsdpLearner
+from millstream.learner.messages import ObjectiveSource
 from millstream.model.load import context_length, model_weights
 from millstream.pipeline.stages import Stage
 from millstream.rpc.process import Kind, Launcher
@@ -146,7 +146,7 @@ class RayBackend:
             return local_engine(self._config, around, name)
         device = "cuda" if self._resources.engine_gpus else "cpu"
         host = ProcessHost(
-            lambda: self.launch("engine", MODULE, name=name),
+            lambda: self.launch("engine", ENGINE_WORKER, name=name),
             engine_setup(self._model, config, around.tokenizer, device=device, first=self._first),
             self._publish,
             name=name,
@@ -174,12 +174,12 @@ class RayBackend:
         return FsdpLearner(
             self._model,
             learner,
-            Source(function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(recipe)),
+            ObjectiveSource(function="millstream.algo.recipe:from_json", arguments=msgspec.json.encode(recipe)),
             temperature=config.rollout.temperature,
             num_steps=num_steps,
             tokenizer=tokenizer,
             is_proximal_given=config.proximal is not None,
-            elsewhere=Elsewhere(
+            cluster=ClusterRanks(
                 launcher=self,
                 host=cluster.host,
                 node=cluster.node,

@@ -29,16 +29,14 @@ from millstream.errors import EngineError, WeightsError
 from millstream.model.adapters import add_adapters, lora_of
 from millstream.model.load import decoder_of, load_tokenizer, model_weights, new_model, set_up_cpu
 from millstream.model.lora import LoraConfig
-from millstream.rpc.call import Channel, Packet, PacketKind
-from millstream.rpc.call import decoder_of as typed_decoder
+from millstream.rpc.call import Channel, Packet, PacketKind, typed_decoder
 from millstream.rpc.process import LocalLauncher, own_node
-from millstream.rpc.serve import main
 from millstream.types import Weights
 from millstream.weights.transfer import Delivery, WeightsRef
 from millstream.weights.transfer.fetcher import Taken, WeightsFetcher
 from millstream.weights.transfer.publisher import open_publisher
 
-MODULE = "millstream.engine.native.process"
+ENGINE_WORKER = "millstream.engine.native.process:serve_engine"
 T = TypeVar("T")
 
 
@@ -90,7 +88,7 @@ def local_process(
         publisher.close()
         raise EngineError(f"{error}, or set engine.process = false") from error
     return ProcessHost(
-        lambda: LocalLauncher().launch("engine", MODULE, name=name),
+        lambda: LocalLauncher(is_warm=True).launch("engine", ENGINE_WORKER, name=name),
         engine_setup(model, config, tokenizer, device="cpu", first=first),
         lambda version, weights: publisher.put(version, weights.items()),
         name=name,
@@ -226,9 +224,3 @@ class FetchingLink(ChannelLink):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             taken.release()
-
-
-work = serve_engine
-
-if __name__ == "__main__":
-    main(serve_engine)

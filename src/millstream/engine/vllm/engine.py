@@ -37,7 +37,7 @@ from millstream.types import Completion, Request
 from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.publisher import WeightsPublisher, memory_folder
 
-WORKER = "millstream.engine.vllm.worker"
+VLLM_WORKER = "millstream.engine.vllm.worker:serve_vllm"
 
 
 class VllmEngine(TorchEngine):
@@ -86,7 +86,7 @@ def build_vllm(
         shutil.rmtree(setup.folder, ignore_errors=True)
 
     host = ProcessHost(
-        lambda: LocalLauncher().launch("engine", WORKER, name=name),
+        lambda: LocalLauncher().launch("engine", VLLM_WORKER, name=name),
         setup,
         lambda version, weights: publisher.put(version, weights.items()),
         name=name,

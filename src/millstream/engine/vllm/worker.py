@@ -32,7 +32,6 @@ from millstream.engine.native.sequence import Answer
 from millstream.engine.native.worker import SPAN_S, Abort, Add, Close, Command, Load, Pause, Report, Resume
 from millstream.engine.vllm.arguments import VllmSetup, engine_arguments, sampling_parameters, set_environment
 from millstream.errors import EngineError
-from millstream.rpc.serve import main
 from millstream.types import Finish, Request, RequestKey, Sampled
 from millstream.weights.transfer import WeightsRef
 
@@ -386,9 +385,3 @@ def _words(error: BaseException) -> str:
     if type(error).__name__ == "EngineDeadError":
         return CORE_EXITED
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-
-
-work = serve_vllm
-
-if __name__ == "__main__":
-    main(serve_vllm)

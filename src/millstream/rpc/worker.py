@@ -1,0 +1,36 @@
+"""python -m millstream.rpc.worker TARGET DESCRIPTOR: the main program of a worker process on this machine.
+
+TARGET is `package.module:function`; the function gets the connection, whose descriptor is inherited, and returns when the
+worker is closed. A module without a function means its `work`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from millstream import imports
+
+Work = Callable[[socket.socket], None]
+
+
+def load_target(target: str) -> Work:
+    found: Work = imports.load(target if ":" in target else f"{target}:work")
+    return found
+
+
+def run_worker(target: str, descriptor: int) -> None:
+    """Interrupts are the starter's to handle: when it ends, the connection closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.set_inheritable(descriptor, False)
+    load_target(target)(socket.socket(fileno=descriptor))
+    sys.stderr.flush()
+    os._exit(0)  # at once: a library's threads may keep an interpreter from exiting
+
+
+if __name__ == "__main__":
+    run_worker(sys.argv[1], int(sys.argv[2]))
