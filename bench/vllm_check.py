@@ -3,7 +3,7 @@ log-probabilities and versions are right. About two minutes on a GPU.
 
     python bench/vllm_check.py                       # a small model in float32: everything is compared with transformers
     python bench/vllm_check.py --size 0.5b           # the shape of a real one in bfloat16
-    python bench/vllm_check.py --process false --weights file --no-prefix-cache
+    python bench/vllm_check.py --weights file --no-prefix-cache
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ async def main(arguments: argparse.Namespace) -> None:
     vllm = VllmConfig(
         weights=arguments.weights, prefix_cache=arguments.prefix_cache, enforce_eager=arguments.eager or device == "cpu"
     )
-    is_process = arguments.process == "true"
-    config = EngineConfig(kind="vllm", slots=arguments.slots, process=is_process, vllm=vllm)
+    config = EngineConfig(kind="vllm", slots=arguments.slots, vllm=vllm)
     model = make(arguments.size, 0, device)
     engine = build_engine(config, model, clock=RealClock(), sink=MemorySink())
     try:
@@ -137,7 +136,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--process", choices=["true", "false"], default="true")
     parser.add_argument("--weights", choices=["shared", "file"], default="shared")
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--eager", action="store_true", help="no compiling, no CUDA graphs: starts faster")

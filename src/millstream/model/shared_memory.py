@@ -5,6 +5,7 @@ It has no name in any file system, so that nothing is left behind however a proc
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import tempfile
@@ -76,6 +77,7 @@ def anonymous_memory(num_bytes: int) -> int:
     return descriptor
 
 
+@functools.cache
 def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     size: int = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
     return size
