@@ -23,7 +23,7 @@ from millstream.engine.native.host import ProcessHost
 from millstream.engine.native.paged import PagedRunner
 from millstream.engine.native.sampling import sample, uniforms
 from millstream.engine.native.strings import ends_with_one
-from millstream.engine.native.worker import Command, Load, Report
+from millstream.engine.native.worker import Command, Load, WorkerReport
 from millstream.errors import EngineError, ModelError, RequestRefused
 from millstream.events import Span
 from millstream.events.sinks import MemorySink
@@ -435,7 +435,7 @@ class SlowHost:
     def __init__(self) -> None:
         self.said: list[object] = []
 
-    def start(self, on_report: Callable[[Report], None]) -> None:
+    def start(self, on_report: Callable[[WorkerReport], None]) -> None:
         self.on_report = on_report
 
     def offer(self, version: int, weights: Weights) -> None:
@@ -445,7 +445,7 @@ class SlowHost:
         self.said.append(command)
 
     def execute(self, number: int) -> None:
-        self.on_report(Report([], [(number, None)]))
+        self.on_report(WorkerReport([], [(number, None)]))
 
     async def close(self) -> None:
         pass

@@ -22,7 +22,7 @@ from millstream.engine.native import host as hosts
 from millstream.engine.native.engine import TorchEngine
 from millstream.engine.native.host import ProcessHost
 from millstream.engine.native.process import EngineSetup, engine_setup, serve_engine
-from millstream.engine.native.worker import Abort, Offer, Report
+from millstream.engine.native.worker import Abort, Offer, WorkerReport
 from millstream.errors import EngineGone, WeightsSuperseded, WeightsUnreachable, WorkerExited
 from millstream.events.sinks import MemorySink
 from millstream.model.load import model_weights
@@ -78,7 +78,7 @@ class NearEngine:
 
     def __init__(self, publisher: WeightsPublisher, answer_s: float, *, starts_after_s: float = 0.0) -> None:
         self.worker = NearWorker()
-        self.reports = queue.SimpleQueue[Report]()
+        self.reports = queue.SimpleQueue[WorkerReport]()
         self._publisher = publisher
         self._starts_after_s = starts_after_s
         self.host = ProcessHost(self._launch, setup_of(publisher), self._publish, name="engine", answer_s=answer_s)
@@ -114,7 +114,7 @@ class NearEngine:
     def answer(self, number: int) -> None:
         self.worker.theirs.sendall(frame((PacketKind.ANSWER, number, None)))
 
-    def report(self, report: Report) -> None:
+    def report(self, report: WorkerReport) -> None:
         self.worker.theirs.sendall(frame((PacketKind.MESSAGE, 0, report)))
 
 
@@ -124,7 +124,7 @@ def test_an_answer_to_an_offer_that_comes_too_late_does_not_break_the_engine(pub
     with pytest.raises(WeightsUnreachable, match=r"not fetched within 0\.1 s"):
         engine.host.offer(1, {})
     engine.answer(engine.next_offer())
-    engine.report(Report([], [], running=7))
+    engine.report(WorkerReport([], [], running=7))
     assert engine.reports.get(timeout=5.0).running == 7
     engine.worker.kill()
 
@@ -179,7 +179,7 @@ def test_commands_of_one_turn_of_the_loop_are_sent_together_and_a_worker_that_do
 
 @pytest.mark.timeout(20)
 def test_an_engine_that_the_machine_refuses_to_start_reports_that(publisher: WeightsPublisher) -> None:
-    reports = queue.SimpleQueue[Report]()
+    reports = queue.SimpleQueue[WorkerReport]()
     host = ProcessHost(
         no_more_processes,
         setup_of(publisher),
@@ -210,7 +210,7 @@ def test_the_time_that_an_engine_takes_to_start_does_not_count_against_an_offer(
 def test_an_engine_that_starts_and_never_begins_is_given_up(
     publisher: WeightsPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts, "START_S", 0.3)
+    monkeypatch.setattr(hosts, "ENGINE_START_S", 0.3)
     worker = NearWorker()
 
     async def program() -> None:
@@ -267,7 +267,7 @@ def test_an_engine_whose_first_weights_cannot_be_fetched_reports_why(publisher: 
     worker = NearWorker()
     setup = setup_of(publisher)
     wrong = structs.replace(setup, first=structs.replace(setup.first, path="/nowhere"))
-    reports = queue.SimpleQueue[Report]()
+    reports = queue.SimpleQueue[WorkerReport]()
     host = ProcessHost(lambda: worker, wrong, lambda version, weights: setup.first, name="engine", answer_s=30.0)
     host.start(reports.put)
     serve_engine(worker.theirs)

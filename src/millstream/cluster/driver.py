@@ -40,7 +40,7 @@ from millstream.rpc.process import Kind
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
-CHECK_S = 0.2
+ROOM_CHECK_S = 0.2
 WARN_S = 10.0  # between warnings about a process that waits for resources
 HELLO_S = 10.0
 SPARE_CPUS = (
@@ -142,7 +142,7 @@ class Cluster:
     def _wait(self, pending: Sequence[Future[Any]], what: str) -> None:
         """For the first of them. Warns what it waits for after a while. Raises `NoRoom` after `resources.patience_s`."""
         began = warned = time.monotonic()
-        while not futures.wait(pending, timeout=CHECK_S, return_when=futures.FIRST_COMPLETED).done:
+        while not futures.wait(pending, timeout=ROOM_CHECK_S, return_when=futures.FIRST_COMPLETED).done:
             now = time.monotonic()
             if self._stopping.is_set():
                 raise ClusterError(f"told to stop while waiting for {what}")

@@ -15,7 +15,7 @@ from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
 from millstream.cluster.resources import check_installed
 from millstream.engine import Engine, EngineConfig
-from millstream.engine.native.host import START_S
+from millstream.engine.native.host import ENGINE_START_S
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.pipeline.stages import Stage
@@ -136,7 +136,7 @@ def build_fleet(site: Backend, config: EngineConfig, *, is_queueing: bool, clock
         site.make_engine,
         config.replicas,
         is_queueing=is_queueing,
-        patience_s=max(config.answer_s, START_S),
+        patience_s=max(config.answer_s, ENGINE_START_S),
         clock=clock,
         sink=sink,
         is_lone_replaced=site.is_lone_engine_replaced,

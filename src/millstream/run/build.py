@@ -20,7 +20,7 @@ from millstream.engine import EngineConfig
 from millstream.engine.http.engine import HttpEngine
 from millstream.engine.http.weight_folder import Pushes
 from millstream.engine.native.engine import TorchEngine
-from millstream.engine.native.host import Host, ThreadHost
+from millstream.engine.native.host import EngineHost, ThreadHost
 from millstream.engine.native.process import local_process
 from millstream.engine.vllm.engine import build_vllm
 from millstream.env import Content
@@ -282,7 +282,7 @@ def _torch_engine(
         )
     if is_process and not is_cpu:
         raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
-    host: Host
+    host: EngineHost
     if is_process:
         host = local_process(model, config, tokenizer, name)
     else:

@@ -19,9 +19,9 @@ from typing import Any, Generic, TypeVar
 
 from millstream.clock import Clock
 from millstream.engine import EngineStats, OnSampled
-from millstream.engine.native.host import START_S, Host
+from millstream.engine.native.host import ENGINE_START_S, EngineHost
 from millstream.engine.native.sequence import check_request
-from millstream.engine.native.worker import Abort, Add, Command, Load, Pause, Report, Resume
+from millstream.engine.native.worker import Abort, Add, Command, Load, Pause, Resume, WorkerReport
 from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused, WeightsError, WorkerExited
 from millstream.events import EventSink, Span
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
@@ -36,7 +36,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        host: Host,
+        host: EngineHost,
         *,
         slots: int,
         max_length: int | None,
@@ -165,7 +165,7 @@ class TorchEngine:
             is_due = bool(self._orders) or not self._is_paused
             silent_s = silent_s + check_s if is_due and num_reports == self._num_reports else 0.0
             num_reports = self._num_reports
-            if silent_s >= (self._answer_s if num_reports else max(self._answer_s, START_S)):
+            if silent_s >= (self._answer_s if num_reports else max(self._answer_s, ENGINE_START_S)):
                 waiting = f"{len(self._requests)} requests and {len(self._orders)} commands wait"
                 self._break(f"it has said nothing for {silent_s:.0f} s while {waiting}; engine.answer_s sets the limit")
                 return
@@ -176,7 +176,7 @@ class TorchEngine:
 
     # ---- called on the host's thread -----------------------------------------------------------------------------------
 
-    def _on_report(self, report: Report) -> None:
+    def _on_report(self, report: WorkerReport) -> None:
         self._num_reports += 1
         with self._lock:
             self._stats = EngineStats(

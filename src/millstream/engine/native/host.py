@@ -14,20 +14,19 @@ from transformers import PreTrainedModel
 from millstream.engine import EngineConfig
 from millstream.engine.native.batching import batcher_of
 from millstream.engine.native.strings import Decode
-from millstream.engine.native.worker import Close, Command, Offer, Report, Worker
+from millstream.engine.native.worker import Close, Command, DecodeWorker, Offer, WorkerReport
 from millstream.errors import WeightsUnreachable, WorkerError, WorkerExited
-from millstream.rpc.call import Remote
+from millstream.rpc.call import CLOSE_S, Remote
 from millstream.rpc.process import WorkerProcess
 from millstream.types import Weights
 from millstream.weights.transfer import WeightsRef
 
-OnReport = Callable[[Report], None]
+OnReport = Callable[[WorkerReport], None]
 Publish = Callable[[int, Weights], WeightsRef]
-START_S = 180.0  # from the start of a process to its first report
-CLOSE_S = 10.0
+ENGINE_START_S = 180.0  # from the start of a process to its first report
 
 
-class Host(Protocol):
+class EngineHost(Protocol):
     """The engine's end of the connection to a worker. Reports come on a thread of the host's choice."""
 
     def start(self, on_report: OnReport) -> None: ...
@@ -56,7 +55,7 @@ class ThreadHost:
 
     def start(self, on_report: OnReport) -> None:
         self._link.send = on_report
-        self._thread = threading.Thread(target=Worker(self._batcher, self._link).run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=DecodeWorker(self._batcher, self._link).run, name="engine", daemon=True)
         self._thread.start()
 
     def send(self, command: Command) -> None:
@@ -136,7 +135,7 @@ class ProcessHost:
             self._launch_worker,
             self._setup,
             name=self._name,
-            messages=Report,
+            messages=WorkerReport,
             on_message=lambda report, number: on_report(report),
             on_exit=self._on_exit,
         )
@@ -150,11 +149,11 @@ class ProcessHost:
 
     def _on_ready(self, ready: Future[None]) -> None:
         if not ready.cancelled() and ready.exception() is None:
-            self._on_report(Report([], []))  # from here on, silence with work to do is a fault
+            self._on_report(WorkerReport([], []))  # from here on, silence with work to do is a fault
 
     def _on_exit(self, error: Exception) -> None:
         if not self._is_closing:
-            self._on_report(Report([], [], broken=_words(error)))
+            self._on_report(WorkerReport([], [], broken=_words(error)))
 
     def send(self, command: Command) -> None:
         if not self._pending:
@@ -167,7 +166,7 @@ class ProcessHost:
         self.remote.send(*commands)
 
     def offer(self, version: int, weights: Weights) -> None:
-        """The time until the worker is ready does not count: the launcher and `START_S` limit it."""
+        """The time until the worker is ready does not count: the launcher and `ENGINE_START_S` limit it."""
         self._wait_until_ready()
         taken = self.remote.call(Offer(self._publish(version, weights)))
         try:
@@ -179,13 +178,13 @@ class ProcessHost:
 
     def _wait_until_ready(self) -> None:
         self._is_launched.wait()
-        limit_s = max(self._answer_s, START_S)
+        limit_s = max(self._answer_s, ENGINE_START_S)
         try:
             self.remote.ready.result(limit_s)
         except TimeoutError:
             reason = f"it has reported nothing in the {limit_s:g} s since its process was started"
             self._on_report(
-                Report([], [], broken=reason)
+                WorkerReport([], [], broken=reason)
             )  # before the exit reason, which would only say that it was killed
             self.remote.kill()
             raise WorkerExited(reason) from None

@@ -23,13 +23,13 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.engine import EngineConfig
 from millstream.engine.native.batching import Batcher, batcher_of
-from millstream.engine.native.host import CLOSE_S, ProcessHost
-from millstream.engine.native.worker import Close, Command, Offer, Report, Worker
+from millstream.engine.native.host import ProcessHost
+from millstream.engine.native.worker import Close, Command, DecodeWorker, Offer, WorkerReport
 from millstream.errors import EngineError, WeightsError
 from millstream.model.adapters import add_adapters, lora_of
 from millstream.model.load import decoder_of, load_tokenizer, model_weights, new_model, set_up_cpu
 from millstream.model.lora import LoraConfig
-from millstream.rpc.call import Channel, Packet, PacketKind, typed_decoder
+from millstream.rpc.call import CLOSE_S, Channel, Packet, PacketKind, typed_decoder
 from millstream.rpc.process import LocalLauncher, own_node
 from millstream.types import Weights
 from millstream.weights.transfer import Delivery, WeightsRef
@@ -114,7 +114,7 @@ def serve_engine(connection: socket.socket) -> None:
         link.refuse(error)
     else:
         link.begin(link.fetch)
-        Worker(batcher, link).run()
+        DecodeWorker(batcher, link).run()
     link.drain()
 
 
@@ -193,7 +193,7 @@ class ChannelLink:
             else:
                 self._channel.answer(number, None)
 
-    def send(self, report: Report) -> None:
+    def send(self, report: WorkerReport) -> None:
         self._channel.send(report)
 
     def drain(self) -> None:

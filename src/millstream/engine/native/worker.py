@@ -57,7 +57,7 @@ class Offer(Struct, frozen=True, array_like=True):
     ref: WeightsRef
 
 
-class Report(Struct, array_like=True):
+class WorkerReport(Struct, array_like=True):
     finished: list[tuple[RequestKey, Completion]]
     done: list[tuple[int, str | None]]  # numbers of the commands that were executed, each with an error or None
     running: int = 0
@@ -79,7 +79,7 @@ class Link(Protocol):
         """The commands that have come; with `block`, at least one. `Close` if the other end is gone."""
         ...
 
-    def send(self, report: Report) -> None: ...
+    def send(self, report: WorkerReport) -> None: ...
 
     def weights(self) -> Weights:
         """Those of a `Load`."""
@@ -90,7 +90,7 @@ class Link(Protocol):
         ...
 
 
-class Worker:
+class DecodeWorker:
     def __init__(self, batcher: Batcher, link: Link) -> None:
         self._batcher = batcher
         self._link = link
@@ -98,7 +98,7 @@ class Worker:
         self._is_closed = False
         self._began: float | None = None
         self._tokens_at_begin = 0
-        self._report = Report([], [])
+        self._report = WorkerReport([], [])
 
     def run(self) -> None:
         """Until `Close`. Each turn: execute the commands that have come, then one decode step, then report."""
@@ -177,7 +177,7 @@ class Worker:
 
     def _send(self) -> None:
         report = self._report
-        self._report = Report([], [])
+        self._report = WorkerReport([], [])
         report.running = self._batcher.running
         report.waiting = self._batcher.waiting
         report.tokens_generated = self._batcher.tokens_generated

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from millstream.clock import Clock
 from millstream.engine import EngineConfig, OnSampled
 from millstream.engine.native.engine import TorchEngine
-from millstream.engine.native.host import Host, ProcessHost
+from millstream.engine.native.host import EngineHost, ProcessHost
 from millstream.engine.vllm.arguments import VllmSetup
 from millstream.engine.vllm.config import VllmConfig, check_installed
 from millstream.errors import EngineError, RequestRefused, WeightsError
@@ -45,7 +45,7 @@ class VllmEngine(TorchEngine):
 
     def __init__(
         self,
-        host: Host,
+        host: EngineHost,
         *,
         vocabulary: int,
         slots: int,

@@ -29,15 +29,15 @@ import msgspec
 
 from millstream.engine.native.process import ChannelLink
 from millstream.engine.native.sequence import Answer
-from millstream.engine.native.worker import SPAN_S, Abort, Add, Close, Command, Load, Pause, Report, Resume
+from millstream.engine.native.worker import SPAN_S, Abort, Add, Close, Command, Load, Pause, Resume, WorkerReport
 from millstream.engine.vllm.arguments import VllmSetup, engine_arguments, sampling_parameters, set_environment
 from millstream.errors import EngineError
 from millstream.types import Finish, Request, RequestKey, Sampled
 from millstream.weights.transfer import WeightsRef
 
-FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
+_FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 CORE_EXITED = "vLLM's core ended: its last lines on stderr say why"
-EXIT_S = 1.0  # for vLLM's core to exit by itself before it is killed
+CORE_EXIT_S = 1.0  # for vLLM's core to exit by itself before it is killed
 
 
 def serve_vllm(connection: socket.socket) -> None:
@@ -120,7 +120,7 @@ class QueueMarker:
 class VllmWorker:
     """Executes commands one after the other, in their order. Everything is on one event loop; `send` is called on it."""
 
-    def __init__(self, setup: VllmSetup, send: Callable[[Report], None]) -> None:
+    def __init__(self, setup: VllmSetup, send: Callable[[WorkerReport], None]) -> None:
         self._setup = setup
         self._send_report = send
         self._llm: Any = None
@@ -138,7 +138,7 @@ class VllmWorker:
         self._tokens_generated = 0
         self._tokens_at_begin = 0
         self._began: float | None = None
-        self._report = Report([], [])
+        self._report = WorkerReport([], [])
         self._is_due = False
 
     async def start(self) -> None:
@@ -171,7 +171,7 @@ class VllmWorker:
     async def _shut_down(self) -> None:
         llm = self._llm
         llm.output_handler.cancel()  # it would report the end as a failure
-        await asyncio.to_thread(llm.shutdown, EXIT_S)
+        await asyncio.to_thread(llm.shutdown, CORE_EXIT_S)
         llm.shutdown = lambda: None  # vLLM calls it again in its destructor, when the interpreter may be exiting
         for end in self._exit_pipe:  # processes of vLLM that are left exit now
             os.close(end)
@@ -306,9 +306,9 @@ class VllmWorker:
             raise EngineError(f"{request.request.key}: a token of weights before version {self._version} came late")
         self._tokens_generated += request.extend(part, self._version)
         if output.finished:
-            if part.finish_reason not in FINISHES:
+            if part.finish_reason not in _FINISHES:
                 raise EngineError(f"{request.request.key}: vLLM ended it with {part.finish_reason!r}")
-            self._finish(request, FINISHES[part.finish_reason])
+            self._finish(request, _FINISHES[part.finish_reason])
         elif request.is_watched:
             self._report.sampled.append((request.request.key, request.take_unreported()))
             self._send_soon()
@@ -359,7 +359,7 @@ class VllmWorker:
 
     def _send(self) -> None:
         report = self._report
-        self._report = Report([], [])
+        self._report = WorkerReport([], [])
         self._is_due = False
         in_flight = len(self._requests)
         report.running = min(self._running, in_flight)
