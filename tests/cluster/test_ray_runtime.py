@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from crash_matrix import MOMENTS, RANDOM, VICTIMS, Cell, Plan, Result, plans, run_worker, table
+from crash_matrix import MOMENTS, RANDOM, VICTIMS, Cell, Plan, Result, carry_out, plans, table
 from crash_run import ENGINES, Books
 from millstream.cluster.resources import ResourcesConfig, placement_of
 
@@ -20,7 +20,7 @@ from millstream.cluster.resources import ResourcesConfig, placement_of
 def survived(plan: Plan, folder: Path) -> dict[str, Result]:
     """All cells of a plan, and the end of each run, by name."""
     done: dict[Cell, Result] = {}
-    run_worker(plan, folder, done, random.Random(0), seed=0)
+    carry_out(plan, folder, done, random.Random(0), seed=0)
     failures = {cell.name: result.how for cell, result in done.items() if not result.is_ok}
     assert not failures
     return {cell.name: result for cell, result in done.items()}
