@@ -590,12 +590,6 @@ def checkpoints_in(folder: Path, sink: MemorySink, config: CheckpointConfig) -> 
 # ---- for real --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own_warm_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs start their own: their workers are found below them."""
-    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
-
-
 def two_ranks() -> FsdpLearner:
     learner = build.build_learner(
         load(ROOT / "recipes/demo.toml", RunConfig, [f"rollout.temperature={CASE.temperature}"]),
