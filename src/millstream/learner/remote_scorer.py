@@ -2,7 +2,7 @@
 
 A score depends on weights and rows alone. So when a scorer's process dies, another one is started with the same weights, and
 the call is made again: callers notice only the time. A critic's training is lost with its process: it raises `LearnerGone`, and
-a caller that knows what the critic was given may give it to a new one (`run.replay_critic`).
+a caller that knows what the critic was given may give it to a new one (`run.replay`).
 """
 
 from __future__ import annotations
