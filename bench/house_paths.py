@@ -138,8 +138,96 @@ BEFORE = Layout(
     },
 )
 
-# ---- now: fill in the three chains, by the same rules ----------------------------------------------------------------
+# ---- since the redesign ----------------------------------------------------------------------------------------------
 
-AFTER = Layout("after", "pipeline/pipeline.py", {})
+_AFTER_TO_PIPELINE = (
+    Hop("cli.main:train_command"),
+    Hop("run.run:train"),
+    Hop("run.run:_run"),
+    Hop("run.run:_phases"),
+    Hop("run.run:_reinforce"),
+    Hop("pipeline.pipeline:Pipeline.run"),
+    Hop("pipeline.pipeline:Pipeline._run"),
+)
+
+_AFTER_TO_LEARNER = (
+    *_AFTER_TO_PIPELINE,
+    Hop("pipeline.pipeline:Pipeline.train"),
+    Hop("pipeline.pipeline:Pipeline._train_batch"),
+    Hop("pipeline.batch:BatchTrainer.add"),
+    Hop("pipeline.batch:BatchTrainer._train"),
+    Hop("pipeline.batch:BatchTrainer.call"),
+    Hop("pipeline.waits:Waits.on"),
+)
+
+_AFTER_DECODE = (
+    *_AFTER_TO_PIPELINE,
+    Hop("pipeline.pipeline:Pipeline.feed"),
+    Hop("pipeline.rollouts:Rollouts.start"),
+    Hop("pipeline.rollouts:Rollouts.roll_out"),
+    Hop("pipeline.rollouts:Rollouts._attempt"),
+    Hop("pipeline.episode:Player.play"),
+    Hop("env.registry:Environments.rollout"),
+    Hop("env.registry:Hosted.rollout"),
+    Hop("env.registry:Hosted._play"),
+    Hop("env.single_turn:SingleTurn.rollout"),
+    Hop("env.dialog:Conversation.generate"),
+    Hop("pipeline.episode:EpisodePart.generate"),
+    Hop("pipeline.episode:Episode.request"),
+    Hop("pipeline.rollouts:Rollouts._generate"),
+    Hop("serving.router:Router.generate"),
+    Hop("serving.router:Router._send"),
+    Hop("engine.native.engine:TorchEngine.generate"),
+    Hop("engine.native.host:ProcessHost.send"),
+    Hop("engine.native.host:ProcessHost._flush"),
+    Hop("rpc.call:Channel.send"),
+    Hop("engine.native.process:serve_engine", via="_send"),  # a process of its own, which reads the connection
+    Hop("engine.native.worker:DecodeWorker.run"),
+    Hop("engine.native.batching:Batcher.step"),
+    Hop("engine.native.batching:Batcher._launch"),
+    Hop("engine.native.slots:SlotRunner.launch"),
+    Hop("engine.native.slots:SlotRunner._forward"),
+)
+
+_AFTER_OPTIMIZER = (
+    *_AFTER_TO_LEARNER,
+    Hop("learner.torch:TorchLearner.step", via="awaitable"),
+    Hop("rpc.threads:DaemonThreads.call"),
+    Hop("rpc.threads:DaemonThreads._work"),  # the learner's thread
+    Hop("learner.torch:TorchLearner._step", via="function"),
+    Hop("learner.rank:Rank.step"),
+    Hop("learner.optimizer:Optimizer.step"),
+)
+
+_AFTER_OPTIMIZER_ON_RAY = (
+    *_AFTER_TO_LEARNER,
+    Hop("run.replay:Replayed.step", via="awaitable"),
+    Hop("run.replay:Replayed._call"),
+    Hop("learner.fsdp:FsdpLearner.step", via="work"),
+    Hop("rpc.threads:DaemonThreads.call"),
+    Hop("rpc.threads:DaemonThreads._work"),  # the learner's thread
+    Hop("learner.fsdp:FsdpLearner._step", via="function"),
+    Hop("rpc.group:WorkerGroup.call"),
+    Hop("rpc.call:Channel.call"),
+    Hop("cluster.actor:RayProcess.run", via="_send"),  # a process of its own, started as a Ray actor
+    Hop("cluster.actor:serve_connection"),
+    Hop("learner.rank_worker:serve_rank", via="connection"),  # imported by name
+    Hop("rpc.serve:serve_calls"),
+    Hop("rpc.serve:_handle_all"),
+    Hop("rpc.serve:_handle"),
+    Hop("learner.rank_worker:RankServer.handle", via="handler"),
+    Hop("learner.rank:Rank.step"),
+    Hop("learner.optimizer:Optimizer.step"),
+)
+
+AFTER = Layout(
+    "after",
+    "pipeline/pipeline.py",
+    {
+        TO_DECODE: _AFTER_DECODE,
+        TO_OPTIMIZER: _AFTER_OPTIMIZER,
+        TO_OPTIMIZER_ON_RAY: _AFTER_OPTIMIZER_ON_RAY,
+    },
+)
 
 LAYOUTS = (BEFORE, AFTER)
