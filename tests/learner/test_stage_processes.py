@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
-from test_replay import checkpoints_in, standing
 from transformers import PreTrainedModel
 
 from millstream.clock import RealClock
@@ -48,6 +47,7 @@ from millstream.types import Floats, TrainRow
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher
 from millstream.weights.transfer.remote_weights import RemoteWeights
+from support.checkpoints import checkpoints_in, standing
 from support.processes import is_alive
 from support.tiny import CONFIGS, VOCABULARY, make
 

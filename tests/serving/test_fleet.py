@@ -21,7 +21,6 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from test_fsdp import children
 from typer.testing import CliRunner
 
 from millstream import RunConfig, resume, train
@@ -46,6 +45,7 @@ from millstream.sim.engine import SimEngine
 from millstream.types import RequestKey, Weights
 from millstream.weights import NOTHING, Publication
 from millstream.weights.local import LocalChannel
+from support.processes import children
 from support.runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
 from support.sim_requests import request
 from support.simulated import OnFleet, World, check, fleet_of, simulate

@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_faults import children_of
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
@@ -19,6 +18,7 @@ from millstream.run.build import build_engine
 from millstream.serving.fleet import Fleet
 from millstream.serving.router import Router
 from millstream.types import Completion, Request
+from support.processes import children
 from support.runs import assert_clean, command, start, steps_of, until
 from support.tiny import make, prompts, request
 
@@ -108,7 +108,7 @@ def test_a_run_survives_the_death_of_one_of_its_replicas(tmp_path: Path) -> None
     run_dir = tmp_path / "run"
     process = start(command(run_dir, {"engine.process": "true", "engine.replicas": 2, "pipeline.steps": 40}))
     until(lambda: steps_of(run_dir) >= 3, process)
-    first, second = children_of(process.pid)
+    first, second = children(process.pid)
     subprocess.run(["kill", "-KILL", str(first)], check=True)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
