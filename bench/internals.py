@@ -18,14 +18,14 @@ from unittest.mock import patch
 from millstream import PipelineConfig, RolloutConfig, RunConfig
 from millstream.algo.advantages import ADVANTAGES, Advantage, grpo, has_signal
 from millstream.algo.credit import Estimator, gae
-from millstream.audit import Report, audit, report_lines
+from millstream.audit import AuditReport, audit, report_lines
 from millstream.clock import VirtualClock
 from millstream.config import load
 from millstream.engine import Engine
 from millstream.env import Environment
 from millstream.env.data import in_order, read
 from millstream.env.games.frozen_lake import FrozenLake
-from millstream.env.rewards import RewardConfig, Scorer, exact_match, prepare_rewards
+from millstream.env.rewards import CompletionScorer, RewardConfig, exact_match, prepare_rewards
 from millstream.env.sandbox.sandbox import WALLS, Sandbox, SandboxBroken, what_is_contained
 from millstream.events import EventSink
 from millstream.events.bias import BiasReport, bias_report
@@ -76,7 +76,7 @@ def first_epoch(config: RunConfig) -> list[Task]:
     return [task for _, task in islice(in_order(tasks, seed=config.seed, shuffle=config.data.shuffle), len(tasks))]
 
 
-def must_be_clean(report: Report) -> None:
+def must_be_clean(report: AuditReport) -> None:
     """Raises `SystemExit` with the findings of an audit, where it has any."""
     if not report.is_clean:
         raise SystemExit("\n".join(report_lines(report)))

@@ -24,7 +24,7 @@ from millstream.env.isolated import NotMade
 from millstream.env.multi_turn import NothingToShow
 from millstream.env.registry import Hosted, name_of
 from millstream.env.resolve import EnvironmentKind, find_environment
-from millstream.env.rewards import RewardConfig, Scorer, prepare_rewards
+from millstream.env.rewards import CompletionScorer, RewardConfig, prepare_rewards
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, EnvironmentFailed
 from millstream.pipeline.episode import Player
@@ -133,7 +133,7 @@ class _Checker:
         self.num_episodes = 0
 
     def _single_turn(self, rewards: Sequence[RewardConfig]) -> SingleTurn:
-        scorer = Scorer(prepare_rewards(rewards))
+        scorer = CompletionScorer(prepare_rewards(rewards))
         return SingleTurn(encode=lambda task: self._text.opening(task.prompt), decode=self._text.decode, scorer=scorer)
 
     def _find(self, name: str, what: str) -> None:
