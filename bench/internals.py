@@ -40,8 +40,9 @@ from millstream.run.folder import RunResult
 from millstream.run.garbage import seldom_collected
 from millstream.seeds import derive_seed
 from millstream.serving.router import Router
+from millstream.sim.costs import H200, H200_KV_TOKENS, Costs
 from millstream.sim.draws import Draw, at_most, constant, lognormal, mixture, pareto, truncated_normal, uniform
-from millstream.sim.engine import H200, H200_KV_TOKENS, Costs, SimEngine
+from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment, Success, by_prompt, longer_is_harder
 from millstream.sim.learner import SimLearner
 from millstream.store import Reads, Want

@@ -857,6 +857,15 @@ def test_a_run_can_be_asked_through_a_socket_that_is_its_owners_alone_however_lo
     assert not (folder / "control.sock").exists()
 
 
+def test_the_types_in_json_output_do_not_change_with_the_names_of_classes() -> None:
+    replies = [
+        ScaleResult(joined=[], left=[], engines=["a"]),
+        ControlError(message="no"),
+        RunStatus(version=1, engines=[], requests_waiting=0, groups_in_flight=0, budget=0, rows_in_store=0, waits=[]),
+    ]
+    assert [msgspec.to_builtins(reply)["type"] for reply in replies] == ["Scaled", "Refused", "Now"]
+
+
 @pytest.mark.parametrize(
     "said", [b"", b"GET / HTTP/1.1\r\n\r\n", frame({"type": "Scale", "engines": "many"}), frame(["x"]), b"\xff" * 9]
 )
