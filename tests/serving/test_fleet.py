@@ -747,7 +747,7 @@ def test_a_new_engine_that_never_serves_is_the_end_of_that_scale_and_the_next_on
 
     error, seconds, made, said = run_virtual(play())
     assert error == (
-        "engine-2 could not be started: engine-2 broke: no room. It is not tried again, and the run goes on with engine-0, "
+        "engine-2 could not be started: engine-2 broke: no room. It is not tried again, and the run continues with engine-0, "
         "engine-1: ask for fewer engines, or make room for more and ask again"
     )
     assert seconds == pytest.approx(300), "nor is another one tried, which would fail as well"

@@ -158,11 +158,11 @@ class WeightSync:
             self._give_up(engine, error)
         if not self._has_warned:
             self._has_warned = True
-            message = f"{owner}: {error}; it tries again, and so does whoever is next"
+            message = f"{owner}: {error}; it is retried, and later failures are retried without a warning"
             self._context.emit(Warned(at=self._context.now(), message=message))
         if isinstance(error, WeightsUnreachable):
             staging = self._channel.restage()
-            is_staged = await self._context.waits.on(owner, "weights to be staged anew", staging) is not None
+            is_staged = await self._context.waits.on(owner, "weights to be staged again", staging) is not None
             if is_staged and num_failed == 1:  # later ones: the weights are there, and the way to them needs time
                 return
         version = self._channel.version

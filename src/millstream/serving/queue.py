@@ -17,7 +17,7 @@ from millstream.serving.request import RoutedRequest
 
 RequestRank = tuple[int, int]  # (deadline, members left): smaller is more urgent
 ChooseReplica = Callable[[RoutedRequest], Replica | None]
-TURNS = 4  # one turn in so many is for requests without a rank
+TURNS = 4  # one turn in this number is for requests without a rank
 
 
 class WaitingRequest(NamedTuple):
