@@ -4,7 +4,7 @@ place, which shows that the benchmark runs.
 
     python bench/vllm_check.py                       # a small model in float32: everything is compared with transformers
     python bench/vllm_check.py --size 0.5b           # the shape of a real one in bfloat16
-    python bench/vllm_check.py --process false --weights file --no-prefix-cache
+    python bench/vllm_check.py --weights file --no-prefix-cache
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
         vllm = VllmConfig(
             weights=options.weights, prefix_cache=options.prefix_cache, enforce_eager=options.eager or device == "cpu"
         )
-        config = EngineConfig(kind="vllm", slots=options.slots, process=options.process == "true", vllm=vllm)
+        config = EngineConfig(kind="vllm", slots=options.slots, vllm=vllm)
     engine = engine_of(config, make(options.size, 0, device))
     try:
         return await measure(engine, name, device, options)
@@ -145,7 +145,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add("--slots", 64, smoke=4)
     parser.add("--tokens", 128, smoke=16, help="of an answer; twelve times as many where weights are swapped")
-    parser.add_argument("--process", choices=["true", "false"], default="true")
     parser.add_argument("--weights", choices=["shared", "file"], default="shared")
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--eager", action="store_true", help="no compiling, no CUDA graphs: starts faster")

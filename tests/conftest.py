@@ -37,3 +37,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         process, folder = config.stash[WARM]
         process.communicate()
         folder.cleanup()
+
+
+@pytest.fixture
+def own_warm_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs start their own: their workers are found below them."""
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)

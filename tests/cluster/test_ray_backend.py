@@ -82,27 +82,27 @@ def test_with_max_lag_0_a_run_on_ray_has_the_weights_of_a_local_one_bit_for_bit(
     assert (local / "model/model.safetensors").read_bytes() == (ray / "model/model.safetensors").read_bytes()
 
 
-def test_whoever_calls_without_a_ticket_is_hung_up_on_and_a_ticket_is_good_once() -> None:
-    from millstream.cluster.actor import Hello
+def test_a_connection_without_a_ticket_is_closed_and_a_ticket_is_valid_once() -> None:
+    from millstream.cluster.actor import RayHello
     from millstream.cluster.driver import ConnectionListener
 
-    board = ConnectionListener("127.0.0.1")
-    coming = board.expect("secret")
+    listener = ConnectionListener("127.0.0.1")
+    coming = listener.expect("secret")
 
     def call(message: bytes) -> socket.socket:
-        line = socket.create_connection(("127.0.0.1", board.port), timeout=10)
+        line = socket.create_connection(("127.0.0.1", listener.port), timeout=10)
         line.sendall(message)
         return line
 
-    strangers = [call(frame(Hello("guess", os.getpid(), "n"))), call(b"GET / HTTP/1.1\r\n\r\n"), call(frame(["x"]))]
+    strangers = [call(frame(RayHello("guess", os.getpid(), "n"))), call(b"GET / HTTP/1.1\r\n\r\n"), call(frame(["x"]))]
     strangers[1].shutdown(socket.SHUT_WR)
     assert [Frames(line).first() for line in strangers] == [None, None, None]
     assert not coming.done()
-    call(frame(Hello("secret", 7, "n")))
+    call(frame(RayHello("secret", 7, "n")))
     _, hello = coming.result(10)
     assert hello.pid == 7
-    assert Frames(call(frame(Hello("secret", 8, "n")))).first() is None
-    board.close()
+    assert Frames(call(frame(RayHello("secret", 8, "n")))).first() is None
+    listener.close()
 
 
 class Tired:
@@ -121,23 +121,23 @@ class Tired:
         return getattr(self._server, name)
 
 
-def test_a_switchboard_that_could_not_answer_one_call_answers_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    from millstream.cluster.actor import Hello
+def test_a_listener_that_could_not_accept_one_connection_accepts_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    from millstream.cluster.actor import RayHello
     from millstream.cluster.driver import ConnectionListener
 
     create = socket.create_server
     monkeypatch.setattr(socket, "create_server", lambda *address, **options: Tired(create(*address, **options)))
-    board = ConnectionListener("127.0.0.1")
-    coming = board.expect("secret")
-    with socket.create_connection(("127.0.0.1", board.port), timeout=10) as line:
-        line.sendall(frame(Hello("secret", 7, "n")))
+    listener = ConnectionListener("127.0.0.1")
+    coming = listener.expect("secret")
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as line:
+        line.sendall(frame(RayHello("secret", 7, "n")))
         assert coming.result(10)[1].pid == 7
-    board.close()
+    listener.close()
 
 
 def test_a_process_whose_work_raises_is_gone_at_once_and_its_log_says_why() -> None:
     ours, theirs = socket.socketpair()
-    program = "import socket, sys; from millstream.cluster.actor import carry_out; carry_out('no.such.module', socket.socket(fileno=int(sys.argv[1])))"
+    program = "import socket, sys; from millstream.cluster.actor import serve_connection; serve_connection('no.such.module:work', socket.socket(fileno=int(sys.argv[1])))"
     with (
         theirs,
         subprocess.Popen(
@@ -156,11 +156,11 @@ def test_a_process_whose_work_raises_is_gone_at_once_and_its_log_says_why() -> N
 def test_of_a_cluster_that_is_closed_nothing_is_ended_and_none_is_started_to_look_for_it() -> None:
     import ray
 
-    from millstream.cluster.actor import Hello
+    from millstream.cluster.actor import RayHello
     from millstream.cluster.driver import RayWorker
 
     line, _ = socket.socketpair()
-    RayWorker(object(), Future(), line, Hello(ticket="", pid=7, node="there")).kill()
+    RayWorker(object(), Future(), line, RayHello(ticket="", pid=7, node="there")).kill()
     assert not ray.is_initialized()
 
 

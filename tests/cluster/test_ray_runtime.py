@@ -50,22 +50,22 @@ def test_a_node_that_is_killed_with_all_that_is_on_it_does_not_end_the_run(tmp_p
     assert "engine joined" in done["node:training"].how
 
 
-def test_a_worker_that_hangs_up_has_died_unless_ray_knows_that_its_work_was_done() -> None:
-    from millstream.cluster.actor import Hello
+def test_a_worker_that_closed_its_connection_has_died_unless_ray_knows_that_it_finished() -> None:
+    from millstream.cluster.actor import RayHello
     from millstream.cluster.driver import RayWorker
 
     def worker(ended: str | None) -> RayWorker:
-        sitting: Future[None] = Future()
+        exited: Future[None] = Future()
         if ended is not None:
-            sitting.set_exception(RuntimeError(ended))
-        return RayWorker(None, sitting, line, Hello(ticket="", pid=7, node="there"))
+            exited.set_exception(RuntimeError(ended))
+        return RayWorker(None, exited, line, RayHello(ticket="", pid=7, node="there"))
 
     with socket.socket() as line:
         unknown, lost = worker(None), worker("The actor died because its node has died. Node Id: 12")
         crashed, done = worker("The actor died unexpectedly on node 12"), worker("The actor exited by exit_actor()")
         assert unknown.exit_reason(0) is None and unknown.has_died
-        assert lost.exit_reason(0) == "its process 7 ended: its node is gone" and lost.has_died
-        assert crashed.exit_reason(0) == "its process 7 ended: killed or crashed" and crashed.has_died
+        assert lost.exit_reason(0) == "its process ended: its node is gone" and lost.has_died
+        assert crashed.exit_reason(0) == "its process ended: killed or crashed" and crashed.has_died
         assert not done.has_died
 
 

@@ -1,5 +1,5 @@
-"""What listens, and to whom: a run on this machine alone is heard by nobody else, whoever has no ticket gets nothing, and no
-secret is written anywhere. `make test-ray`."""
+"""What listens: a run on this machine listens on loopback only, a connection without a ticket gets nothing, and no secret is
+written to any file. `make test-ray`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.runs import ROOT, assert_clean, steps_of, until
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
-from millstream.cluster.actor import Hello  # noqa: E402
+from millstream.cluster.actor import RayHello  # noqa: E402
 from millstream.cluster.driver import HELLO_BYTES, ConnectionListener  # noqa: E402
 
 LISTENING = "0A"
@@ -51,7 +51,7 @@ def listening(pids: Sequence[int]) -> dict[tuple[int, str, int], None]:
 
 
 def heard(port: int, said: bytes) -> bytes:
-    """All that comes back until the line is closed, or for two seconds."""
+    """All that comes back until the connection is closed, or for two seconds."""
     answer = b""
     with socket.create_connection(("127.0.0.1", port), timeout=2) as line, suppress(OSError):
         line.sendall(said)
@@ -61,7 +61,7 @@ def heard(port: int, said: bytes) -> bytes:
 
 
 @pytest.fixture
-def switchboard() -> Iterator[ConnectionListener]:
+def listener() -> Iterator[ConnectionListener]:
     made = ConnectionListener("127.0.0.1")
     yield made
     made.close()
@@ -70,7 +70,7 @@ def switchboard() -> Iterator[ConnectionListener]:
 @pytest.mark.parametrize(
     "said",
     [
-        frame(Hello("0" * 32, 1, "a node")),
+        frame(RayHello("0" * 32, 1, "a node")),
         frame({"ticket": "", "pid": 1, "node": ""}),
         frame(["no hello"]),
         b"GET / HTTP/1.1\r\n\r\n",
@@ -79,30 +79,30 @@ def switchboard() -> Iterator[ConnectionListener]:
     ],
     ids=["a wrong ticket", "none", "another message", "HTTP", "no message", "one without end"],
 )
-def test_whoever_calls_without_a_ticket_hears_nothing_and_disturbs_nobody(
-    switchboard: ConnectionListener, said: bytes
+def test_a_connection_without_a_ticket_gets_nothing_and_disturbs_no_other(
+    listener: ConnectionListener, said: bytes
 ) -> None:
-    calling = switchboard.expect("1" * 32)
-    assert heard(switchboard.port, said) == b""
-    assert not calling.done()
-    with socket.create_connection(("127.0.0.1", switchboard.port)) as line:
-        line.sendall(frame(Hello("1" * 32, 7, "a node")))
-        ours, hello = calling.result(timeout=10)
+    connected = listener.expect("1" * 32)
+    assert heard(listener.port, said) == b""
+    assert not connected.done()
+    with socket.create_connection(("127.0.0.1", listener.port)) as line:
+        line.sendall(frame(RayHello("1" * 32, 7, "a node")))
+        ours, hello = connected.result(timeout=10)
         ours.sendall(b"welcome")
         assert hello.pid == 7 and line.recv(16) == b"welcome"
         ours.close()
 
 
-def test_a_ticket_is_good_once(switchboard: ConnectionListener) -> None:
-    calling, said = switchboard.expect("1" * 32), frame(Hello("1" * 32, 7, "a node"))
-    with socket.create_connection(("127.0.0.1", switchboard.port)) as line:
+def test_a_ticket_is_valid_once(listener: ConnectionListener) -> None:
+    connected, said = listener.expect("1" * 32), frame(RayHello("1" * 32, 7, "a node"))
+    with socket.create_connection(("127.0.0.1", listener.port)) as line:
         line.sendall(said)
-        calling.result(timeout=10)[0].close()
-    assert heard(switchboard.port, said) == b""
+        connected.result(timeout=10)[0].close()
+    assert heard(listener.port, said) == b""
 
 
-def test_a_run_on_this_machine_is_heard_by_nobody_else_and_writes_no_secret(tmp_path: Path) -> None:
-    """Also: whoever tries every door of a run at work with a wrong ticket or token gets nothing, and the run goes on."""
+def test_a_run_on_this_machine_listens_on_loopback_only_and_writes_no_secret(tmp_path: Path) -> None:
+    """Also: a wrong ticket or token gets nothing on any port of an active run, and the run continues."""
     run_dir = tmp_path / "run"
     with running(command(run_dir, {"pipeline.steps": 100_000})) as process:
         until(lambda: steps_of(run_dir) >= 2, process, START_S)
@@ -117,7 +117,7 @@ def test_a_run_on_this_machine_is_heard_by_nobody_else_and_writes_no_secret(tmp_
             stranger = StoreHello("a stranger", "0" * 32, "a node", None, [])
             for said in (
                 frame(StoreRequest(0, [], stranger)),
-                frame(Hello("0" * 32, 1, "a node")),
+                frame(RayHello("0" * 32, 1, "a node")),
                 b"0" * 32 + b" 1-1\n",
             ):
                 answer = heard(port, said)

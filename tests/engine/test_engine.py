@@ -19,11 +19,11 @@ from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.native.batching import Batcher
 from millstream.engine.native.engine import TorchEngine
+from millstream.engine.native.host import ProcessHost
 from millstream.engine.native.paged import PagedRunner
-from millstream.engine.native.process import ProcessHost
 from millstream.engine.native.sampling import sample, uniforms
 from millstream.engine.native.strings import ends_with_one
-from millstream.engine.native.worker import Command, Load, Report
+from millstream.engine.native.worker import Command, Load, WorkerReport
 from millstream.errors import EngineError, ModelError, RequestRefused
 from millstream.events import Span
 from millstream.events.sinks import MemorySink
@@ -395,24 +395,24 @@ def test_what_is_reported_of_a_key_that_is_used_again_has_no_gap(engine: MakeEng
 
 
 class SlowHost:
-    """A worker that carries out commands when it is told to."""
+    """A worker that executes a command when the test says so."""
 
     def __init__(self) -> None:
         self.said: list[object] = []
 
-    def start(self, on_report: Callable[[Report], None]) -> None:
+    def start(self, on_report: Callable[[WorkerReport], None]) -> None:
         self.on_report = on_report
 
-    def offer(self, weights: Weights) -> None:
+    def offer(self, version: int, weights: Weights) -> None:
         self.said.append(dict(weights))
 
     def send(self, command: Command) -> None:
         self.said.append(command)
 
-    def obey(self, number: int) -> None:
-        self.on_report(Report([], [(number, None)]))
+    def execute(self, number: int) -> None:
+        self.on_report(WorkerReport([], [(number, None)]))
 
-    def join(self) -> None:
+    async def close(self) -> None:
         pass
 
 
@@ -429,11 +429,11 @@ def test_weights_are_not_offered_before_those_of_a_load_that_was_cancelled_are_t
         second = asyncio.create_task(e.load(2, {"a": 2}))
         await asyncio.sleep(0.05)
         assert host.said == [{"a": 1}, Load(0, 1)], "the worker has not read what was offered first"
-        host.obey(0)
+        host.execute(0)
         while len(host.said) < 4:
             await asyncio.sleep(0.001)
         assert e.version == 1 and host.said[2:] == [{"a": 2}, Load(1, 2)]
-        host.obey(1)
+        host.execute(1)
         await second
         assert e.version == 2
         await e.close()
@@ -444,7 +444,7 @@ def test_weights_are_not_offered_before_those_of_a_load_that_was_cancelled_are_t
 def break_it(engine: TorchEngine) -> str:
     """A model that raises, or a process that is killed; what the error then says."""
     if isinstance(engine._host, ProcessHost):
-        engine._host._child.kill()
+        engine._host.remote.kill()
         return "engine broke: its process ended with exit code -9"
     engine._host._batcher._model.forward = None  # type: ignore[attr-defined]
     return "engine broke: TypeError"
@@ -500,9 +500,12 @@ import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from support.tiny import make
 from millstream.engine import EngineConfig
-from millstream.engine.native.process import ProcessHost
-host = ProcessHost(make("llama"), EngineConfig())
-print(host._child.pid, flush=True)
+from millstream.engine.native.process import local_process
+host = local_process(make("llama"), EngineConfig())
+host.start(lambda report: None)
+host._is_launched.wait()
+while host.remote.process is None: pass
+print(host.remote.process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     )

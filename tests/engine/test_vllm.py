@@ -1,8 +1,8 @@
 """A real vLLM behind the seam: the same tokens and log-probabilities as transformers, and the right version for every token.
 
-Two engines, each started once: one in a process of its own, with weights in shared memory and a prefix cache; one on a thread, with
-weights in files, without a prefix cache, and (on a CPU) split over two workers. vLLM's starts take long, so that what ends an engine
-stands at the end of this file."""
+Two engines, each started once: one with weights in shared memory and a prefix cache; one with weights in files, without a prefix
+cache, and (on a CPU) split over two workers. vLLM takes long to start, so that tests that end an engine are at the end of this
+file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
@@ -41,13 +41,13 @@ CLOSE = 1e-4 if DEVICE == "cpu" else 2e-3
 STARTED: dict[str, Started] = {}
 
 
-def start(kind: str) -> Started:
+def start(kind: Literal["shared", "file"]) -> Started:
     if kind not in STARTED:
         STARTED[kind] = Started(kind)
     return STARTED[kind]
 
 
-@pytest.fixture(params=["process", "thread"])
+@pytest.fixture(params=["shared", "file"])
 def started(request: pytest.FixtureRequest) -> Started:
     one = start(request.param)
     run(one.load(0))
@@ -61,9 +61,9 @@ def closed_at_the_end() -> Iterator[None]:
         asyncio.run(one.engine.close())
 
 
-class TestVllmInAProcess(EngineSuite):
+class TestVllmWithSharedMemory(EngineSuite):
     vocabulary, context, longest = VOCABULARY, SHAPE["max_position_embeddings"], 230
-    kind = "process"
+    kind: Literal["shared", "file"] = "shared"
     is_shared = True
     limit_s = 300.0
     continues_requests = False  # with new randomness: see below
@@ -89,8 +89,8 @@ class TestVllmInAProcess(EngineSuite):
         cls._runner = cls._engine = None
 
 
-class TestVllmOnAThread(TestVllmInAProcess):
-    kind = "thread"
+class TestVllmWithFiles(TestVllmWithSharedMemory):
+    kind = "file"
     cache_after_load = "kept"
 
 
@@ -289,9 +289,9 @@ def are_gone(pids: list[int], seconds: float = 60) -> bool:
 
 
 def test_a_killed_core_is_an_error_for_everybody_who_waits_and_everybody_who_comes_later(started: Started) -> None:
-    """On a thread. In a process of its own the engine is closed instead: what is in flight then ends as aborted."""
+    """The engine with files. That with shared memory is closed instead: what is in flight then ends as aborted."""
     children = descendants(os.getpid())
-    ours = os.getpid() if started.kind == "thread" else started.engine._host._child.pid  # type: ignore[attr-defined]
+    ours = started.engine._host.remote.process.pid  # type: ignore[attr-defined]
     cores = [pid for pid in children if "EngineCore" in name_of(pid) and parent_of(pid) == ours]
 
     async def killed() -> None:
@@ -317,7 +317,7 @@ def test_a_killed_core_is_an_error_for_everybody_who_waits_and_everybody_who_com
 
     assert len(cores) == 1
     workers = descendants(cores[0])
-    run(killed() if started.kind == "thread" else closed())
+    run(killed() if started.kind == "file" else closed())
     vllms = [*cores, *workers]
     assert are_gone(vllms), [name_of(pid) for pid in vllms]
 
@@ -334,7 +334,7 @@ from support.tiny import request
 from support.vllm_engines import Started
 
 async def program():
-    one = Started("process")
+    one = Started("shared")
     await one.engine.generate(request(0, (4, 5, 6)))
     print("ready", flush=True)
     await asyncio.sleep(600)
@@ -345,11 +345,11 @@ asyncio.run(program())
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
     (child,) = (
-        pid for pid in descendants(parent.pid) if "millstream.engine.vllm.engine" in name_of(pid).split("multiproc")[0]
+        pid for pid in descendants(parent.pid) if "vllm.worker:serve_vllm" in name_of(pid).split("multiproc")[0]
     )
     below = descendants(parent.pid)
     assert any("EngineCore" in name_of(pid) for pid in below)
-    os.kill(child, signal.SIGKILL)  # the worst case: nobody is left who could tell vLLM
+    os.kill(child, signal.SIGKILL)  # the worst case: no process is left that could stop vLLM
     parent.kill()
     parent.wait()
     assert are_gone(below), [name_of(pid) for pid in below]

@@ -1,44 +1,63 @@
-"""What can be said of `engine.kind = "vllm"` without vLLM."""
+"""`engine.kind = "vllm"` as far as it can be tested without vLLM."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
-import threading
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
-from millstream.engine.native.worker import Report
-from millstream.engine.vllm.arguments import Plan, engine_arguments, environment
+from millstream.engine.vllm.arguments import VllmSetup, engine_arguments, set_environment
 from millstream.engine.vllm.config import VllmConfig
-from millstream.engine.vllm.extension import Inside
-from millstream.engine.vllm.worker import Flight, VllmWorker
+from millstream.engine.vllm.extension import WorkerExtension
+from millstream.engine.vllm.worker import VllmRequest, VllmWorker, serve_vllm
 from millstream.env.data import DataConfig
 from millstream.errors import ConfigError, EngineError, WeightsError
 from millstream.events.sinks import MemorySink
 from millstream.learner import LearnerConfig
 from millstream.model.lora import LoraConfig
 from millstream.model.shared_memory import Layout
+from millstream.rpc.call import Packet, PacketKind
+from millstream.rpc.frames import Frames, frame
 from millstream.run.build import build_engine
 from millstream.run.check import check_combinations, check_config
 from millstream.run.config import ModelConfig, RunConfig, TinyConfig
+from millstream.weights.transfer import WeightsRef
+from millstream.weights.transfer.publisher import WeightsPublisher
 from support.tiny import make, request
 
 VLLM = EngineConfig(kind="vllm")
 
 
-def plan(*, is_cpu: bool = True, memory: str | None = "somewhere", **vllm: object) -> Plan:
-    return Plan(
+def ref(*shapes: tuple[str, tuple[int, ...]]) -> WeightsRef:
+    return WeightsRef(
+        version=0,
+        serial=0,
+        layout=Layout(tensors=[(name, "float32", shape) for name, shape in shapes]),
+        digests=[],
+        bucket_bytes=64,
+        node="",
+        path="/nowhere",
+        is_shared=True,
+        ipc=None,
+        sender=None,
+        token="",
+        folder=None,
+    )
+
+
+def setup(*, is_cpu: bool = True, **vllm: object) -> VllmSetup:
+    return VllmSetup(
         folder="folder",
-        memory=memory,
-        layout=Layout(tensors=[]),
+        first=ref(("bias", (2,)), ("weight", (2, 2))),
         slots=6000,
         prefill_tokens=4096,
         max_length=256,
@@ -79,55 +98,30 @@ def test_adapters_are_refused() -> None:
 
 
 def test_every_option_reaches_vllm() -> None:
-    given = engine_arguments(plan(is_cpu=False, memory=None, tensor_parallel=2, cache_gib=2.5, prefix_cache=False))
+    given = engine_arguments(setup(is_cpu=False, tensor_parallel=2, cache_gib=2.5, prefix_cache=False))
     assert given["tensor_parallel_size"] == 2 and given["gpu_memory_utilization"] == 0.4
     assert given["kv_cache_memory_bytes"] == int(2.5 * 2**30) and given["enable_prefix_caching"] is False
-    assert given["load_format"] == "auto" and given["enforce_eager"] is False
+    assert given["load_format"] == "dummy" and given["enforce_eager"] is False
     assert given["max_num_batched_tokens"] == given["max_num_seqs"] == 6000, "vLLM wants room for a token of each"
-    assert engine_arguments(plan(is_cpu=False))["kv_cache_memory_bytes"] is None
-    assert given["enable_chunked_prefill"] and not engine_arguments(plan())["enable_chunked_prefill"]
-    assert engine_arguments(plan())["kv_cache_memory_bytes"] == 2**30 and engine_arguments(plan())["enforce_eager"]
+    assert engine_arguments(setup(is_cpu=False))["kv_cache_memory_bytes"] is None
+    assert given["enable_chunked_prefill"] and not engine_arguments(setup())["enable_chunked_prefill"]
+    assert engine_arguments(setup())["kv_cache_memory_bytes"] == 2**30 and engine_arguments(setup())["enforce_eager"]
 
 
-def test_the_environment_is_as_it_was_once_vllm_has_started_and_the_users_own_comes_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
-    before = dict(os.environ)
-    with environment(plan()):
-        assert os.environ["VLLM_NO_USAGE_STATS"] == "1" and os.environ["OMP_NUM_THREADS"] == "7"
-    assert dict(os.environ) == before
+def test_what_the_user_has_set_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
+    set_environment(setup())
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1" and os.environ["OMP_NUM_THREADS"] == "7"
 
 
-def test_engines_that_start_at_once_in_one_process_do_not_take_the_environment_from_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
-    is_in, may_leave, seen = threading.Event(), threading.Event(), list[str | None]()
-
-    def first() -> None:
-        with environment(plan()):
-            is_in.set()
-            may_leave.wait(5)
-
-    def second() -> None:
-        is_in.wait(5)
-        threading.Timer(0.05, may_leave.set).start()
-        with environment(plan()):
-            threads[0].join(5)
-            seen.append(os.environ.get("VLLM_NO_USAGE_STATS"))
-
-    threads = [threading.Thread(target=work) for work in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert seen == ["1"] and "VLLM_NO_USAGE_STATS" not in os.environ
+def test_vllm_on_a_thread_of_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'process = false with kind = "vllm".*leave it out'):
+        EngineConfig(kind="vllm", process=False)
+    assert EngineConfig(kind="vllm", process=True).process
 
 
-class Worker(Inside):
-    """Of vLLM, as far as a reload of weights goes: a model that takes some of them and says which."""
+class Worker(WorkerExtension):
+    """A worker of vLLM, as far as a reload of weights needs it: its model takes some of them and returns which."""
 
     def __init__(self, taken: set[str]) -> None:
         self.device = "cpu"
@@ -141,26 +135,49 @@ class Worker(Inside):
 
 def test_a_layer_that_no_weights_came_for_is_an_error_and_not_a_warning() -> None:
     with pytest.raises(WeightsError, match="no weights for bias"):
-        Worker({"weight"}).millstream_load_file("folder")
+        Worker({"weight"})._millstream_reload()
 
 
 def test_a_token_that_was_sampled_before_the_weights_it_would_be_recorded_for_breaks_the_engine() -> None:
-    worker = VllmWorker(plan(), lambda report: None)
+    worker = VllmWorker(setup(), lambda report: None)
     worker._version, worker._loaded_at = 3, 100.0
-    flight = Flight(request(0, (4, 5)), None, is_watched=False)
+    asked = VllmRequest(request(0, (4, 5)), None, is_watched=False)
 
     def sampled_at(seconds: float) -> Any:
         part = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=-1.0)}], finish_reason=None)
         return SimpleNamespace(outputs=[part], finished=False, metrics=SimpleNamespace(last_token_ts=seconds))
 
-    worker._take(flight, sampled_at(100.5))
-    assert flight.versions == [3]
+    worker._take(asked, sampled_at(100.5))
+    assert asked.versions == [3]
     with pytest.raises(EngineError, match="before version 3 came late"):
-        worker._take(flight, sampled_at(99.5))
+        worker._take(asked, sampled_at(99.5))
 
 
+def test_weights_of_another_shape_or_name_are_refused_when_they_are_offered() -> None:
+    worker = VllmWorker(setup(), lambda report: None)
+    worker.offer(ref(("bias", (2,)), ("weight", (2, 2))))
+    for wrong in (ref(("bias", (3,)), ("weight", (2, 2))), ref(("weight", (2, 2)))):
+        with pytest.raises(EngineError, match=r"do not fit: \['bias'\]"):
+            worker.offer(wrong)
+
+
+def test_weights_come_out_of_the_memory_that_they_were_published_in(tmp_path: Path) -> None:
+    publisher = WeightsPublisher(tmp_path / "staged", node="", ways=["shared"])
+    worker = Worker({"weight", "bias"})
+    found = dict[str, torch.Tensor]()
+    worker.model.load_weights = lambda weights: found.update((n, t.clone()) for n, t in weights) or found.keys()
+    worker.reload_weights = lambda weights_iterator: worker.model.load_weights(weights_iterator)
+    sent = {"weight": torch.randn(2, 2), "bias": torch.randn(2)}
+    with pytest.raises(ImportError):  # after the reload: the packing of heads needs vLLM
+        worker.millstream_load(msgspec.json.encode(publisher.put(1, sent.items())).decode())
+    publisher.close()
+    assert all(torch.equal(found[name], sent[name]) for name in sent)
+
+
+@pytest.mark.timeout(120)
 def test_a_vllm_that_does_not_start_is_reported_with_the_reason() -> None:
-    told = list[Report]()
-    worker = VllmWorker(plan(), told.append)
-    asyncio.run(worker.run(asyncio.Queue()))  # there is no such folder, or no vLLM
-    assert [report.broken is None for report in told] == [False] and "Error: " in str(told[0].broken)
+    ours, theirs = socket.socketpair()
+    ours.sendall(frame((PacketKind.CALL, 1, setup())))
+    serve_vllm(theirs)  # there is no such folder, or no vLLM
+    packet = msgspec.msgpack.decode(Frames(ours).first() or b"", type=Packet)
+    assert packet.kind is PacketKind.FAILURE and b"Error: " in bytes(packet.body)

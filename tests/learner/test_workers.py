@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-import msgspec
 import pytest
-import torch
-from msgspec import structs
 
-from millstream.engine import EngineConfig
-from millstream.engine.native import remote
-from millstream.engine.native.process import plan_of
-from millstream.engine.native.remote import RemoteHost, Setup, work
-from millstream.engine.native.worker import Close, Command, Offer, Report
-from millstream.errors import LearnerError, LearnerGone, WeightsError, WeightsSuperseded, WeightsUnreachable
+from millstream.errors import LearnerError, LearnerGone
 from millstream.learner.messages import ScoreRows, TakeSnapshot
 from millstream.learner.processes import LearnerProcesses
-from millstream.model.load import model_weights
 from millstream.rpc import group as rpc_group
 from millstream.rpc.call import Channel, Remote
-from millstream.rpc.frames import Frames, frame
 from millstream.rpc.process import Kind
-from millstream.types import Weights
-from millstream.weights.transfer import WeightsRef
-from millstream.weights.transfer.fetcher import WeightsFetcher
-from millstream.weights.transfer.publisher import WeightsPublisher
-from millstream.weights.transfer.remote_weights import RemoteWeights
-from support.tiny import CONFIGS, make
 
 
 class NearWorker:
@@ -103,176 +84,3 @@ def test_a_process_that_stopped_reading_in_the_middle_of_a_call_is_ended(
     closing.join(5.0)
     asking.join(5.0)
     assert not closing.is_alive() and not asking.is_alive() and worker.is_killed.is_set()
-
-
-# ---- engines -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def outbox(tmp_path: Path) -> Iterator[WeightsPublisher]:
-    outbox = WeightsPublisher(tmp_path / "staged", node="", ways=["shared"])
-    yield outbox
-    outbox.close()
-
-
-def setup_of(outbox: WeightsPublisher) -> Setup:
-    model = make(next(iter(CONFIGS)))
-    plan = plan_of(model, EngineConfig(slots=2), None, "cpu")
-    return Setup(plan=plan, parcel=outbox.put(0, model_weights(model).items()))
-
-
-class RemoteEngine:
-    """A host; the test holds the other end of its connection."""
-
-    def __init__(self, outbox: WeightsPublisher, answer_s: float, *, comes_after_s: float = 0.0) -> None:
-        self.worker, self.reports = NearWorker(), queue.SimpleQueue[Report]()
-        self._outbox, self._comes_after_s = outbox, comes_after_s
-        self.host = RemoteHost(self._launch, setup_of(outbox), self._stage, answer_s=answer_s)
-        self.host.start(self.reports.put)
-        self._frames = Frames(self.worker.theirs)
-        assert comes_after_s or self.hears_its_setup()
-
-    def _launch(self) -> NearWorker:
-        time.sleep(self._comes_after_s)
-        return self.worker
-
-    def hears_its_setup(self) -> bool:
-        return self._frames.first() is not None
-
-    def _stage(self, weights: Weights) -> WeightsRef:
-        return self._outbox.put(1, [("w", torch.zeros(4))])
-
-    def begin(self) -> RemoteEngine:
-        """Its first word: it is ready."""
-        self.say(Report([], []))
-        self.reports.get(timeout=5.0)
-        return self
-
-    def next_offer(self) -> Offer:
-        said = self._frames.first()
-        command = msgspec.msgpack.decode(said or b"", type=Command)
-        assert isinstance(command, Offer)
-        return command
-
-    def say(self, report: Report) -> None:
-        self.worker.theirs.sendall(frame(report))
-
-
-@pytest.mark.timeout(20)
-def test_an_answer_to_an_offer_that_comes_after_the_timeout_costs_the_engine_nothing(
-    outbox: WeightsPublisher,
-) -> None:
-    engine = RemoteEngine(outbox, answer_s=0.1).begin()
-    with pytest.raises(WeightsError, match=r"not taken within 0\.1 s"):
-        engine.host.offer({})
-    engine.say(Report([], [(engine.next_offer().number, None)], is_aside=True))
-    engine.say(Report([], [], running=7))
-    assert [engine.reports.get(timeout=5.0).running for _ in range(2)] == [0, 7]
-    engine.worker.kill()
-
-
-@pytest.mark.timeout(20)
-def test_a_caller_that_waits_for_weights_to_be_taken_gets_an_error_when_the_engine_is_closed(
-    outbox: WeightsPublisher,
-) -> None:
-    engine, errors = RemoteEngine(outbox, answer_s=600.0).begin(), queue.SimpleQueue[str]()
-
-    def offer() -> None:
-        try:
-            engine.host.offer({})
-        except WeightsError as error:
-            errors.put(str(error))
-
-    async def close() -> None:
-        engine.host.send(Close())
-        await asyncio.to_thread(engine.host.join)
-
-    threading.Thread(target=offer, daemon=True).start()
-    engine.next_offer()
-    engine.worker.kill()
-    asyncio.run(close())
-    assert errors.get(timeout=5.0)
-    with pytest.raises(WeightsError):  # nor is one that comes later kept waiting
-        engine.host.offer({})
-
-
-@pytest.mark.timeout(20)
-def test_an_engine_that_the_machine_refuses_to_start_says_so(outbox: WeightsPublisher) -> None:
-    reports = queue.SimpleQueue[Report]()
-    host = RemoteHost(no_more_processes, setup_of(outbox), lambda weights: outbox.put(1, []), answer_s=1.0)
-    host.start(reports.put)
-    assert "Resource temporarily unavailable" in (reports.get(timeout=5.0).broken or "")
-
-
-@pytest.mark.timeout(20)
-def test_how_long_an_engine_takes_to_come_and_to_begin_is_not_held_against_what_it_is_offered(
-    outbox: WeightsPublisher,
-) -> None:
-    engine = RemoteEngine(outbox, answer_s=0.2, comes_after_s=0.5)
-    offering = threading.Thread(target=engine.host.offer, args=({},), daemon=True)
-    offering.start()
-    assert engine.hears_its_setup()
-    time.sleep(0.5)  # it builds its model
-    assert offering.is_alive()
-    engine.begin()
-    engine.say(Report([], [(engine.next_offer().number, None)], is_aside=True))
-    offering.join(5.0)
-    assert not offering.is_alive()
-    engine.worker.kill()
-
-
-@pytest.mark.timeout(20)
-def test_an_engine_that_comes_and_never_begins_is_given_up(
-    outbox: WeightsPublisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "START_S", 0.3)
-    engine = RemoteEngine(outbox, answer_s=0.1)
-    with pytest.raises(WeightsError, match=r"it has said nothing in the 0\.3 s since its process was started"):
-        engine.host.offer({})
-    assert "since its process was started" in (engine.reports.get(timeout=5.0).broken or "")
-    engine.worker.kill()
-
-
-@pytest.mark.timeout(20)
-def test_weights_that_are_offered_to_an_engine_that_cannot_be_started_are_not_waited_for(
-    outbox: WeightsPublisher,
-) -> None:
-    def refuse() -> NearWorker:
-        time.sleep(0.3)
-        raise OSError(11, "Resource temporarily unavailable")
-
-    host = RemoteHost(refuse, setup_of(outbox), lambda weights: outbox.put(1, []), answer_s=600.0)
-    host.start(lambda report: None)
-    with pytest.raises(WeightsError, match="Resource temporarily unavailable"):
-        host.offer({})
-
-
-@pytest.mark.timeout(60)
-def test_weights_that_died_with_their_publisher_are_distinguished_from_superseded_ones(
-    outbox: WeightsPublisher, tmp_path: Path
-) -> None:
-    worker = NearWorker()
-    threading.Thread(target=work, args=(worker.theirs,), daemon=True).start()
-    host = RemoteHost(lambda: worker, setup_of(outbox), lambda weights: outbox.put(1, []), answer_s=30.0)
-    host.start(lambda report: None)
-    rank = WeightsPublisher(tmp_path / "rank", node="", ways=["shared"])
-    parcels = [rank.put(version, [("w", torch.zeros(4))]) for version in range(3)]
-    with pytest.raises(WeightsSuperseded, match="version 0 is superseded by version 2"):
-        host.offer(RemoteWeights(parcels[0], WeightsFetcher("")))
-    rank.close()
-    with pytest.raises(WeightsUnreachable, match="was closed"):
-        host.offer(RemoteWeights(parcels[2], WeightsFetcher("")))
-    worker.kill()
-
-
-@pytest.mark.timeout(60)
-def test_an_engine_whose_first_weights_are_not_to_be_had_says_why_before_it_goes(outbox: WeightsPublisher) -> None:
-    ours, theirs = socket.socketpair()
-    setup = setup_of(outbox)
-    ours.sendall(frame(structs.replace(setup, parcel=structs.replace(setup.parcel, path="/nowhere"))))
-    work(theirs)
-    report = msgspec.msgpack.decode(Frames(ours).first() or b"", type=Report)
-    assert "it could not begin: WeightsUnreachable" in (report.broken or "")
-
-
-# ---- environments ------------------------------------------------------------------------------------------------------

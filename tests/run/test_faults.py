@@ -18,16 +18,17 @@ from millstream.events import Event, RolloutFailed, RunEnded, Stalled
 from millstream.events.sinks import JsonlSink, LineFile, MemorySink, Tee, read_events
 from millstream.pipeline.pipeline import Pipeline
 from millstream.store.memory import MemoryStore
-from support.processes import children
+from support.processes import workers
 from support.runs import assert_clean, command, resume, start, steps_of, until
 from support.simulated import Diary, World, simulate
 
 
+@pytest.mark.usefixtures("own_warm_process")
 def test_an_engine_that_stops_answering_is_replaced_by_name_and_the_run_continues(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(command(run_dir, {"engine.process": "true", "engine.answer_s": 4, "pipeline.steps": 12}))
     until(lambda: steps_of(run_dir) >= 3, process)
-    (engine,) = children(process.pid)
+    (engine,) = workers(process.pid)
     subprocess.run(["kill", "-STOP", str(engine)], check=True)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output

@@ -572,12 +572,6 @@ def test_while_the_log_is_complete_a_checkpoint_that_was_moved_is_not_needed(tmp
 # ---- for real --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own_warm_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs start their own: their workers are found below them."""
-    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
-
-
 def two_ranks() -> FsdpLearner:
     learner = build.build_learner(
         load(ROOT / "recipes/demo.toml", RunConfig, [f"rollout.temperature={CASE.temperature}"]),

@@ -45,7 +45,7 @@ from millstream.sim.engine import SimEngine
 from millstream.types import RequestKey, Weights
 from millstream.weights import NOTHING, Publication
 from millstream.weights.local import LocalChannel
-from support.processes import children
+from support.processes import workers
 from support.runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
 from support.sim_requests import request
 from support.simulated import OnFleet, World, check, fleet_of, simulate
@@ -992,15 +992,17 @@ def test_an_engine_that_is_lost_while_the_model_of_a_resumed_run_is_saved_comes_
     assert {event.name: event.version for event in sink.of(Evaluated)} == {"sampled after": 2, "greedy after": 2}
 
 
+@pytest.mark.usefixtures("own_warm_process")
 def test_a_run_whose_only_engine_is_killed_continues_with_another(tmp_path: Path) -> None:
     """Twice: before anything is published, while rollouts are far from their end, and later."""
     run_dir = tmp_path / "run"
     process = start(command(run_dir, {"engine.process": "true", "pipeline.steps": 25}))
     events_file = run_dir / "events.jsonl"
     until(lambda: events_file.exists() and b"rollout_started" in events_file.read_bytes(), process)
-    os.kill(children(process.pid)[0], signal.SIGKILL)
+    until(lambda: bool(workers(process.pid)), process)
+    os.kill(workers(process.pid)[0], signal.SIGKILL)
     until(lambda: steps_of(run_dir) >= 5, process)
-    os.kill(children(process.pid)[0], signal.SIGKILL)
+    os.kill(workers(process.pid)[0], signal.SIGKILL)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     events = list(read_events(run_dir / "events.jsonl"))

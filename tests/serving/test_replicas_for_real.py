@@ -11,14 +11,14 @@ import pytest
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.native.engine import TorchEngine
-from millstream.engine.native.process import ProcessHost
+from millstream.engine.native.host import ProcessHost
 from millstream.events import ReplicaLeft, RunEnded, WeightsLoaded
 from millstream.events.sinks import MemorySink, read_events
 from millstream.run.build import build_engine
 from millstream.serving.fleet import Fleet
 from millstream.serving.router import Router
 from millstream.types import Completion, Request
-from support.processes import children
+from support.processes import workers
 from support.runs import assert_clean, command, start, steps_of, until
 from support.tiny import make, prompts, request
 
@@ -64,7 +64,7 @@ async def killed(router: Router) -> list[Completion]:
     await asyncio.sleep(0)
     first = await at_work(router)
     assert isinstance(first._host, ProcessHost)
-    first._host._child.kill()
+    first._host.remote.kill()
     return await turns
 
 
@@ -103,12 +103,13 @@ def test_a_replica_that_is_drained_or_killed_in_the_middle_changes_no_answer() -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_warm_process")
 def test_a_run_survives_the_death_of_one_of_its_replicas(tmp_path: Path) -> None:
-    """A whole run, in processes: most of its time is that of three interpreters that import torch."""
+    """A whole run, in processes: most of its time is that of interpreters that import torch."""
     run_dir = tmp_path / "run"
     process = start(command(run_dir, {"engine.process": "true", "engine.replicas": 2, "pipeline.steps": 40}))
     until(lambda: steps_of(run_dir) >= 3, process)
-    first, second = children(process.pid)
+    first, second = workers(process.pid)
     subprocess.run(["kill", "-KILL", str(first)], check=True)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output

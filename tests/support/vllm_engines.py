@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -29,17 +31,18 @@ def model(seed: int = 0, *, ties: bool = True) -> PreTrainedModel:
 class Started:
     """An engine, and how to give it other weights."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind, self.sink = kind, MemorySink()
-        self.keeps_cache = kind == "thread"
+    def __init__(self, kind: Literal["shared", "file"]) -> None:
+        self.kind = kind
+        self.sink = MemorySink()
+        self.keeps_cache = kind == "file"
         vllm = VllmConfig(
-            tensor_parallel=2 if kind == "thread" and DEVICE == "cpu" else 1,
+            tensor_parallel=2 if kind == "file" and DEVICE == "cpu" else 1,
             prefix_cache=not self.keeps_cache,
-            weights="file" if kind == "thread" else "shared",
+            weights=kind,
             cache_gib=1.0,
             enforce_eager=True,
         )
-        config = EngineConfig(kind="vllm", slots=SLOTS, prefill_tokens=64, process=kind == "process", vllm=vllm)
+        config = EngineConfig(kind="vllm", slots=SLOTS, prefill_tokens=64, vllm=vllm)
         # so few tokens of prompts at a time that what is computed again after a swap takes several steps
         self.engine: TorchEngine = build_engine(config, model().to(DEVICE), clock=RealClock(), sink=self.sink)
 

@@ -1,7 +1,7 @@
-"""A process of a Ray cluster that works for a run: it calls the run, and does from then on what the run says over that line.
+"""A worker process on a node of a Ray cluster: it connects to the run, and serves that connection as a local worker does.
 
-Ray places it and watches over it. It says who it is with a ticket that is good for one call. It ends with the line, at once and
-whatever it is doing, with every process that it started.
+Ray places it and reports its death. It identifies itself with a ticket that is valid for one connection. It exits when the
+connection closes, at once and whatever it is doing, with every process that it started.
 """
 
 from __future__ import annotations
@@ -19,80 +19,63 @@ from contextlib import suppress
 import ray
 from msgspec import Struct
 
-from millstream.rpc.frames import frame
+from millstream.rpc.frames import frame, keep_alive
 from millstream.rpc.process import HOST, NODE
+from millstream.rpc.serve import end_process
 from millstream.rpc.worker import load_target
 
-CALL_S = 30.0
+CONNECT_S = 30.0
 EXIT_S = 5.0
-LOST_MS = 20_000
-"""A line on which nothing is acknowledged for so long is lost: the other node may be unreachable, and say nothing."""
 
 
-class Hello(Struct, frozen=True):
+class RayHello(Struct, frozen=True):
+    """The first message on a connection, from the worker."""
+
     ticket: str
     pid: int
     node: str
 
 
 class RayProcess:
-    """A Ray actor. `run` never returns: when the work is over, so is the process."""
+    """A Ray actor. `run` never returns: the process exits when the worker has finished."""
 
-    def run(self, module: str, host: str, port: int, ticket: str, is_on_loopback: bool) -> None:
+    def run(self, target: str, host: str, port: int, ticket: str, is_on_loopback: bool) -> None:
         node = ray.get_runtime_context().get_node_id()
         os.environ[NODE] = node
         os.environ[HOST] = "127.0.0.1" if is_on_loopback else ray.util.get_node_ip_address()
-        faulthandler.register(
-            signal.SIGUSR1, all_threads=True
-        )  # `kill -USR1`: what hangs is in Ray's log of this process
-        with suppress(PermissionError):  # it leads a group already
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # `kill -USR1` writes its stacks to Ray's log
+        with suppress(PermissionError):  # it leads a process group already
             os.setpgid(0, 0)
-        line = socket.create_connection((host, port), timeout=CALL_S)
-        line.settimeout(None)
-        keep_alive(line)
-        line.sendall(frame(Hello(ticket, os.getpid(), node)))
-        threading.Thread(target=_end_with, args=(line,), name="the line to the run", daemon=True).start()
-        carry_out(module, line)
-        last_resort = threading.Timer(EXIT_S, os._exit, (0,))  # a library may hold on to what it has
+        connection = socket.create_connection((host, port), timeout=CONNECT_S)
+        connection.settimeout(None)
+        keep_alive(connection)
+        connection.sendall(frame(RayHello(ticket, os.getpid(), node)))
+        threading.Thread(target=_exit_with, args=(connection,), name="connection watch", daemon=True).start()
+        serve_connection(target, connection)
+        last_resort = threading.Timer(EXIT_S, os._exit, (0,))  # a library may keep the interpreter from exiting
         last_resort.daemon = True
         last_resort.start()
         ray.actor.exit_actor()
 
 
-def carry_out(module: str, line: socket.socket) -> None:
-    """Returns when the work is over. Where it raises, the process ends at once: the actor would stay, with its place and with
-    an open line on which nobody says anything."""
+def serve_connection(target: str, connection: socket.socket) -> None:
+    """Returns when the worker has finished. If it raises, the process is killed at once: otherwise the actor would keep its
+    resources, and an open connection on which nothing is sent."""
     try:
-        load_target(module)(line)
-    except BaseException:  # the border of the process: it ends, and its line with it
-        traceback.print_exc()  # in Ray's log of this process
-        _end()
+        load_target(target)(connection)
+    except BaseException:  # process boundary: Ray's log has the traceback, the run sees the connection close
+        traceback.print_exc()
+        _kill_group()
 
 
-def keep_alive(line: socket.socket) -> None:
-    """Notice that the other end is gone, be it that its machine is and nobody can say so."""
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 5),
-        ("TCP_KEEPINTVL", 5),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", LOST_MS),
-    ):
-        if hasattr(socket, name):
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+def _exit_with(connection: socket.socket) -> None:
+    """Also while the worker does not read."""
+    closed = select.poll()
+    closed.register(connection, getattr(select, "POLLRDHUP", 0x2000) | select.POLLHUP | select.POLLERR)
+    closed.poll()
+    _kill_group()
 
 
-def _end_with(line: socket.socket) -> None:
-    hung_up = select.poll()
-    hung_up.register(line, getattr(select, "POLLRDHUP", 0x2000) | select.POLLHUP | select.POLLERR)
-    hung_up.poll()
-    _end()
-
-
-def _end() -> None:
-    """At once, with every process that it started."""
+def _kill_group() -> None:
     sys.stderr.flush()
-    if os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+    end_process()

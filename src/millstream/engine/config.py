@@ -32,7 +32,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
     process: bool | None = None
     """Whether the engine has a process of its own. None: on a CPU with several cores, where the interpreter's lock would
-    slow both sides down; and for vLLM, whose core has one in any case: this is about the rest of it."""
+    slow both sides down. vLLM always has one."""
 
     cache: Literal["slots", "pages"] | None = None
     """How keys and values are kept. pages: in a pool of a fixed size that requests share; slots: one for every request, as long
@@ -60,6 +60,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             )
         if self.kind == "http" and self.replicas > 1:
             raise ValueError('replicas with kind = "http": name several servers in engine.http.urls instead')
+        if self.kind == "vllm" and self.process is False:
+            raise ValueError('process = false with kind = "vllm", which always has a process of its own: leave it out')
         if self.kind == "http" and (self.process, self.prefill_tokens) != (None, PREFILL_TOKENS):
             raise ValueError(
                 'process and prefill_tokens are not of kind = "http", whose servers decide: leave them out'

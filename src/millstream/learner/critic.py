@@ -7,7 +7,7 @@ Shapes: N tokens to compute, M of them trained; D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -82,12 +82,8 @@ class TorchCritic:
         self._suspects: list[str] = []  # labels of the rows whose loss was not finite
         self._sums = torch.zeros(5, dtype=torch.float64)  # loss, error, squared error, returns, squared returns
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        result: T = await self._thread.call(work)
-        return result
-
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        return await self._run(lambda: self._score(rows))
+        return await self._thread.call(lambda: self._score(rows))
 
     @torch.no_grad()
     def _score(self, rows: Sequence[TrainRow]) -> list[Floats]:
@@ -97,7 +93,7 @@ class TorchCritic:
         return spread(batch.per_row(self._values(batch.tokens_N, batch.packed, batch.before_M)), rows)
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
-        await self._run(lambda: self._accumulate(rows))
+        await self._thread.call(lambda: self._accumulate(rows))
 
     def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         sound = [row for row in rows if is_finite(row)]  # the learner reports the others
@@ -117,7 +113,7 @@ class TorchCritic:
         self._num_tokens += batch.num_trained
 
     async def step(self) -> Metrics:
-        return await self._run(self._step)
+        return await self._thread.call(self._step)
 
     def _step(self) -> Metrics:
         if not self._num_tokens:
@@ -136,7 +132,7 @@ class TorchCritic:
         return {"loss": loss, "explained": explained, "value": mean - error, "return": mean}
 
     async def snapshot(self) -> TorchSnapshot:
-        return await self._run(lambda: TorchSnapshot(on_host(self._optimizer.state())))
+        return await self._thread.call(lambda: TorchSnapshot(on_host(self._optimizer.state())))
 
     def restore(self, folder: Path) -> None:
         self._optimizer.restore(read_state(folder))

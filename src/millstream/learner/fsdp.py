@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -120,20 +120,16 @@ class FsdpLearner:
         finally:
             os.close(memory)
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        result: T = await self._thread.call(work)
-        return result
-
     async def ready(self) -> None:
         """Returns when all ranks are ready, which takes seconds."""
-        await self._run(self.ranks.wait)
+        await self._thread.call(self.ranks.wait)
 
     async def begin_batch(self) -> None:
-        await self._run(lambda: self.ranks.call(BeginBatch()))
+        await self._thread.call(lambda: self.ranks.call(BeginBatch()))
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
         if rows:
-            await self._run(lambda: self._accumulate(rows))
+            await self._thread.call(lambda: self._accumulate(rows))
 
     def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         dealt = self._dealt(rows)
@@ -146,7 +142,7 @@ class FsdpLearner:
         return deal(rows, self._config.ranks, max_tokens=self._config.micro_batch_tokens)
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        return await self._run(lambda: self._logprobs(rows)) if rows else []
+        return await self._thread.call(lambda: self._logprobs(rows)) if rows else []
 
     def _logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         dealt = self._dealt(rows)
@@ -160,7 +156,7 @@ class FsdpLearner:
         return [found[id(row)] for row in rows]
 
     async def step(self) -> Metrics:
-        return await self._run(self._step)
+        return await self._thread.call(self._step)
 
     def _step(self) -> Metrics:
         counted = total_tally(self.ranks.call(TakeTally(), StepTally))
@@ -170,7 +166,7 @@ class FsdpLearner:
         return counted.metrics(self.ranks.call(ApplyStep(counted), StepResult)[0])
 
     async def weights(self) -> Weights:
-        return await self._run(self._weights)
+        return await self._thread.call(self._weights)
 
     def _weights(self) -> Weights:
         gathered = self._gathered()
@@ -186,7 +182,7 @@ class FsdpLearner:
 
     async def snapshot(self) -> GroupSnapshot:
         number = next(self._snapshots)
-        await self._run(lambda: self.ranks.call(TakeSnapshot(number)))
+        await self._thread.call(lambda: self.ranks.call(TakeSnapshot(number)))
         return GroupSnapshot(self.ranks, number)
 
     def restore(self, folder: Path) -> None:

@@ -5,7 +5,7 @@ On a GPU that thread only fills the device's queue: nothing waits for the device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,24 +52,20 @@ class TorchLearner:
     def optimizer(self) -> Optimizer:
         return self.rank.optimizer
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        result: T = await self._thread.call(work)
-        return result
-
     async def ready(self) -> None:
         """It is ready when it is made."""
 
     async def begin_batch(self) -> None:
-        await self._run(self.rank.begin_batch)
+        await self._thread.call(self.rank.begin_batch)
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
-        await self._run(lambda: self.rank.accumulate(rows))
+        await self._thread.call(lambda: self.rank.accumulate(rows))
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        return await self._run(lambda: self.rank.logprobs(rows))
+        return await self._thread.call(lambda: self.rank.logprobs(rows))
 
     async def step(self) -> Metrics:
-        return await self._run(self._step)
+        return await self._thread.call(self._step)
 
     def _step(self) -> Metrics:
         counted = self.rank.tally()
@@ -77,7 +73,7 @@ class TorchLearner:
         return counted.metrics(self.rank.step(counted)) if counted.units else counted.skipped_rows()
 
     async def weights(self) -> Weights:
-        return await self._run(self._weights)
+        return await self._thread.call(self._weights)
 
     def _weights(self) -> Weights:
         weights = {name: tensor.detach().clone() for name, tensor in trained_weights(self.model).items()}
@@ -86,7 +82,7 @@ class TorchLearner:
         return weights
 
     async def snapshot(self) -> TorchSnapshot:
-        return await self._run(lambda: TorchSnapshot(on_host(self.rank.state())))
+        return await self._thread.call(lambda: TorchSnapshot(on_host(self.rank.state())))
 
     def restore(self, folder: Path) -> None:
         self.rank.restore(read_state(folder))

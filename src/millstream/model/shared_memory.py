@@ -5,10 +5,10 @@ It has no name in any file system, so that nothing is left behind however a proc
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import tempfile
-from collections.abc import Collection
 
 import torch
 from msgspec import Struct
@@ -52,11 +52,10 @@ class SharedWeights:
         flat = torch.from_file(f"/dev/fd/{descriptor}", shared=True, size=layout.ends[-1], dtype=torch.uint8)
         self.views = views_of(flat, layout)
 
-    def write(self, weights: Weights, *, only: Collection[str] | None = None) -> None:
-        """All of them, or these and no others. Raises `WeightsError` if they are not those that there is room for."""
-        expected = set(self.views if only is None else only)
-        if weights.keys() != expected:
-            raise WeightsError(f"the weights do not fit: {sorted(weights.keys() ^ expected)[:4]}")
+    def write(self, weights: Weights) -> None:
+        """All of them. Raises `WeightsError` if their names are not those of the layout."""
+        if weights.keys() != self.views.keys():
+            raise WeightsError(f"the weights do not fit: {sorted(weights.keys() ^ self.views.keys())[:4]}")
         for name, value in weights.items():
             self.views[name].copy_(value.detach())
 
@@ -76,6 +75,7 @@ def anonymous_memory(num_bytes: int) -> int:
     return descriptor
 
 
+@functools.cache
 def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     size: int = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
     return size

@@ -90,7 +90,8 @@ class GroupTaker:
     async def _take_ahead(self) -> None:
         """Consumes settled groups. Produces the groups of one batch, in a queue. Waits as `next` does."""
         while (claim := self._claim()) is not None:
-            taken = await self._take(self._context.waits.idle("train, ahead", "a complete group", claim))
+            with self._context.waits.idle("train, ahead", "a complete group"):
+                taken = await self._take(claim)
             if taken is None:
                 break
             self._ahead.put_nowait(taken)

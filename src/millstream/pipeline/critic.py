@@ -46,7 +46,8 @@ class CriticUpdates:
     async def run(self) -> None:
         """Consumes groups that were taken. Produces critic updates. Waits for a group to be taken. Ended by: `train`."""
         while True:
-            taken = await self._context.waits.idle(CRITIC, "a group to learn from", self._taken.get())
+            with self._context.waits.idle(CRITIC, "a group to learn from"):
+                taken = await self._taken.get()
             if isinstance(taken, int):
                 await self._learn_from(taken)
                 continue

@@ -80,12 +80,11 @@ class Player(NamedTuple):
         """Play one episode to its end. A failed episode is a result, not an exception: whatever the environment raises, its
         own cancellation, and `limit` running out. Raises only what ends the run (`EngineError`, `InvariantError`,
         `StallError`) and the cancellation of the current task, unless `is_aborted` says that this episode alone was meant."""
-        waiting = self._named_wait(owner)
         episode = Episode(
             task,
             key,
             generate=generate,
-            waiting=waiting,
+            waiting=self._named_wait(owner),
             sampling=self.sampling,
             run_seed=self.run_seed,
             role=self.role,
@@ -96,7 +95,8 @@ class Player(NamedTuple):
         failure: Exception | None = None
         try:
             async with limit or nullcontext():
-                reward: EpisodeReward = await waiting("its environment", self.environment.rollout(episode))
+                with nullcontext() if self.waits is None else self.waits.idle(owner, "its environment"):
+                    reward = await self.environment.rollout(episode)
             parts = episode.finish(reward)
         except EndOfScript:
             parts = episode.finish(0.0)
@@ -123,7 +123,12 @@ class Player(NamedTuple):
         waits = self.waits
         if waits is None:
             return lambda what, work: work
-        return lambda what, work: waits.idle(owner, what, work)
+
+        async def named(what: str, work: Awaitable[T]) -> T:
+            with waits.idle(owner, what):
+                return await work
+
+        return named
 
     def _too_late(self, error: TimeoutError, limit: Limit) -> RolloutTimeout:
         """Names what the episode was waiting for when its time was up."""

@@ -194,7 +194,8 @@ class Pipeline:
                 self._resumption.take_up(group_id, task)
                 continue
             room = self._context.notifier.until(self._policy.may_start)
-            start = await self.waits.idle("feed", "room under the lag bound", room)
+            with self.waits.idle("feed", "room under the lag bound"):
+                start = await room
             place = self.admission.admit(group_id, start)
             self._context.next_group = group_id + 1
             self._context.groups[group_id] = GroupInFlight(task.id, epoch, task)

@@ -72,7 +72,9 @@ class Proximal:
     async def run(self) -> None:
         """Consumes groups that were taken. Produces their columns. Waits for a group to be taken. Ended by: `train`."""
         while True:
-            await self._pass(await self._context.waits.idle(OWNER, "a group to score", self._taken.get()))
+            with self._context.waits.idle(OWNER, "a group to score"):
+                taken = await self._taken.get()
+            await self._pass(taken)
 
     async def _pass(self, taken: _Taken) -> None:
         claim = self._context.store.claim(PROXIMAL, choose=partial(this_one, taken.group_id))

@@ -171,10 +171,12 @@ class Rollouts:
         environment. Ended by: the environment's reward, `timeout_s` per attempt, or `abort`."""
         last = member.attempt + self._config.retries
         try:
-            while not await self._try(
-                RequestKey(group_id=group_id, member=number, attempt=member.attempt), member, task, place, last
-            ):
-                if member.attempt == last:
+            while True:
+                key = RequestKey(group_id=group_id, member=number, attempt=member.attempt)
+                parts, seconds = await self._attempt(key, member, task, place, last)
+                if parts:
+                    await self._put(group_id, parts, seconds)
+                if parts or member.attempt == last:
                     break
                 member.attempt += 1
         except _Aborted:
@@ -200,22 +202,17 @@ class Rollouts:
         if is_complete and not self._is_ending:
             self.abort(group_id, "its group is complete")
 
-    async def _try(self, key: RequestKey, member: _Member, task: Task, place: Place, last: int) -> bool:
-        """One attempt, and its rows in the store. False if it failed, which is data and not a crash."""
-        parts, seconds = await self._attempt(key, member, task, place, last)
-        if not parts:
-            return False
-        self._num_ended[key.group_id] += (
-            1  # before its rows are stored, which may take a while: no member too many may end
-        )
-        self._abort_if_complete(key.group_id)
+    async def _put(self, group_id: int, parts: tuple[Rollout, ...], seconds: float) -> None:
+        """Put a rollout's rows into the store. It counts as ended before that, since a full store may take a while: no member
+        too many may end meanwhile."""
+        self._num_ended[group_id] += 1
+        self._abort_if_complete(group_id)
         columns = zip(*map(structs.astuple, parts), strict=True)
         rows = {name: list(values) for name, values in zip(Rollout.__struct_fields__, columns, strict=True)}
         async with self._context.quiesce:
             self._record_rollout(parts, seconds)
-            put = self._context.store.put(key.group_id, rows, versions=min(part.start_version for part in parts))
-            await self._context.waits.on(f"group {key.group_id}", "room in the store", put)
-        return True
+            put = self._context.store.put(group_id, rows, versions=min(part.start_version for part in parts))
+            await self._context.waits.on(f"group {group_id}", "room in the store", put)
 
     async def _attempt(
         self, key: RequestKey, member: _Member, task: Task, place: Place, last: int
@@ -251,10 +248,9 @@ class Rollouts:
         if member.why or self._is_ending:  # an environment that does not let itself be cancelled
             raise asyncio.CancelledError
         member.request = request.key
-        turn = self._router.generate(request, floor=place.start)
         try:
-            # rollout.timeout_s is its deadline
-            completion = await self._context.waits.idle(owner, "an engine", turn)
+            with self._context.waits.idle(owner, "an engine"):  # rollout.timeout_s is its deadline
+                completion = await self._router.generate(request, floor=place.start)
         finally:
             member.request = None
         if member.why:
@@ -266,8 +262,8 @@ class Rollouts:
     async def _pass_gate(self, gate: Gate, key: RequestKey, limit: Limit) -> None:
         """In lockstep: wait for the other rollouts. That time does not count against the rollout's limit."""
         what = "the other rollouts of the step"  # which have their timeouts
-        with limit.paused():
-            await self._context.waits.idle(owner_of(key), what, gate.pass_through(key))
+        with limit.paused(), self._context.waits.idle(owner_of(key), what):
+            await gate.pass_through(key)
 
     # ---- aborts ------------------------------------------------------------------------------------------------------
 

@@ -85,7 +85,8 @@ class GroupFinalizer:
             while True:
                 claim = self._store.claim(SETTLE)
                 try:
-                    lease = await self._context.waits.idle("settle", "a finished group", claim)
+                    with self._context.waits.idle("settle", "a finished group"):
+                        lease = await claim
                 except StreamEnded:
                     return
                 group_reward = self._algorithm.group_reward

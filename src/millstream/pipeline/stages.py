@@ -40,7 +40,8 @@ async def run_stage(stage: Stage, context: RunContext, *, is_in_lockstep: bool) 
     while True:
         claim = context.store.claim(stage.name, want)
         try:
-            lease = await context.waits.idle(f"stage {stage.name}", "rows to score", claim)
+            with context.waits.idle(f"stage {stage.name}", "rows to score"):
+                lease = await claim
         except StreamEnded:
             return
         rows = by_member(lease)

@@ -67,7 +67,8 @@ class WeightSync:
         try:
             while True:
                 newer = until(lambda: self._channel.version > engine.version or not self._serves(engine))
-                await waits.idle(owner, "a newer version", newer)
+                with waits.idle(owner, "a newer version"):
+                    await newer
                 if not self._serves(engine):
                     return
                 await waits.on(owner, "its turn to load", until(self._may_load))

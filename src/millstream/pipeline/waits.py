@@ -41,20 +41,13 @@ class Waits:
     def now(self) -> float:
         return self._clock.now()
 
-    async def idle(self, owner: str, what: str, awaitable: Awaitable[T]) -> T:
-        """Await under a name, without a warning and without a deadline: for a wait that may be long by its nature, or whose
-        time is limited elsewhere (`rollout.timeout_s`)."""
+    def idle(self, owner: str, what: str) -> IdleWait:
+        """`with waits.idle(owner, what): await ...` is a wait without a warning and without a deadline: one that may be long by
+        its nature, or whose time is limited elsewhere (`rollout.timeout_s`)."""
         number = self._next
         self._next += 1
         self._active[number] = wait = (owner, what, self._clock.now())
-        try:
-            return await awaitable
-        except asyncio.CancelledError as error:
-            if not hasattr(error, CUT):
-                setattr(error, CUT, Wait(*wait))
-            raise
-        finally:
-            del self._active[number]
+        return IdleWait(self._active, number, wait)
 
     async def on(self, owner: str, what: str, awaitable: Awaitable[T], *, deadline: bool = True) -> T:
         """Await under a name: a `Stalled` event after `stall_s`, a `StallError` after `deadline_s`. `deadline=False` where the
@@ -134,6 +127,25 @@ class Waits:
             seconds, count = (seen.seconds, seen.count + 1) if seen else (now - wait.since, 1)
             found[owner, wait.what] = WaitNow(owner=owner, what=wait.what, seconds=seconds, count=count)
         return list(found.values())
+
+
+class IdleWait:
+    """A registered wait, until the end of its `with` block. Not a coroutine: a wait costs no frame on the way to what is
+    awaited."""
+
+    __slots__ = ("_active", "_number", "_wait")
+
+    def __init__(self, active: dict[int, tuple[str, str, float]], number: int, wait: tuple[str, str, float]) -> None:
+        self._active = active
+        self._number = number
+        self._wait = wait
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        del self._active[self._number]
+        if isinstance(error, asyncio.CancelledError) and not hasattr(error, CUT):
+            setattr(error, CUT, Wait(*self._wait))
 
 
 @types.coroutine

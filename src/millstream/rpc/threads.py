@@ -30,11 +30,11 @@ class DaemonThreads:
         self._num_idle = 0
         self._lock = threading.Lock()
 
-    async def call(self, function: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
+    async def call(self, function: Callable[[], T], *, timeout_s: float | None = None) -> T:
         """Returns what the function returns, raises what it raises; `TimeoutError` if it takes longer, from its start."""
         async with self._free:
             loop = asyncio.get_running_loop()
-            done: asyncio.Future[Any] = loop.create_future()
+            done: asyncio.Future[T] = loop.create_future()
             with self._lock:
                 is_thread_needed = not self._num_idle
                 self._num_idle -= not is_thread_needed

@@ -16,7 +16,7 @@ from millstream.algo.recipe import Recipe
 from millstream.clock import Clock
 from millstream.cluster.resources import check_ray_installed
 from millstream.engine import Engine, EngineConfig
-from millstream.engine.native.engine import START_S
+from millstream.engine.native.host import ENGINE_START_S
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.pipeline.schema import Stage
@@ -141,7 +141,7 @@ def build_fleet(backend: Backend, config: EngineConfig, *, is_queueing: bool, cl
         backend.make_engine,
         config.num_engines,
         is_queueing=is_queueing,
-        patience_s=max(config.answer_s, START_S),
+        patience_s=max(config.answer_s, ENGINE_START_S),
         clock=clock,
         sink=sink,
         is_lone_replaced=backend.is_lone_engine_replaced,

@@ -19,8 +19,9 @@ from millstream.clock import Clock
 from millstream.engine import EngineConfig
 from millstream.engine.http.engine import HttpEngine
 from millstream.engine.http.weight_folder import WeightFolder
-from millstream.engine.native.engine import Host, ThreadHost, TorchEngine
-from millstream.engine.native.process import ProcessHost
+from millstream.engine.native.engine import TorchEngine
+from millstream.engine.native.host import EngineHost, ThreadHost
+from millstream.engine.native.process import local_process
 from millstream.engine.vllm.engine import build_vllm
 from millstream.env.registry import Environments, Hosted
 from millstream.env.resolve import EnvironmentKind
@@ -154,9 +155,9 @@ def _torch_engine(
         )
     if is_process and not is_cpu:
         raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
-    host: Host
+    host: EngineHost
     if is_process:
-        host = ProcessHost(model, config, tokenizer)
+        host = local_process(model, config, tokenizer, name)
     else:
         host = ThreadHost(copy_of(model), config, None if tokenizer is None else decoder_of(tokenizer))
     return TorchEngine(

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from millstream.errors import ConfigError, MillstreamError
 from millstream.events import Status, WaitNow
-from millstream.rpc.frames import HEADER, Frames, frame
+from millstream.rpc.frames import FrameError, Frames, frame, read_frame
 from millstream.run.folder import LOCK, RunFolder, resume_command
 from millstream.serving.router import Router
 
@@ -136,28 +136,22 @@ class Control:
         self._answering.add(task)
         try:
             async with asyncio.timeout(ASK_S):
-                request = await _receive(reader)
+                request = await read_frame(reader, MAX_BYTES)
             writer.write(frame(await self._reply_to(request)))
             await writer.drain()
+        except FrameError as error:
+            writer.write(frame(ControlError(message=str(error))))
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             pass  # the client is gone, or the run ends: there is no reply
         finally:
             self._answering.discard(task)
             writer.close()
 
-    async def _reply_to(self, request: bytes | None) -> ControlReply:
+    async def _reply_to(self, request: bytes) -> ControlReply:
         try:
-            if request is None:
-                raise ConfigError(f"a request of more than {MAX_BYTES} bytes")
             return await self._handler(msgspec.msgpack.decode(request, type=ControlRequest))
         except (MillstreamError, msgspec.DecodeError) as error:
             return ControlError(message=str(error))
-
-
-async def _receive(reader: asyncio.StreamReader) -> bytes | None:
-    """None: it is too long."""
-    size = int.from_bytes(await reader.readexactly(HEADER), "little")
-    return await reader.readexactly(size) if size <= MAX_BYTES else None
 
 
 def run_status(status: Status, router: Router, names: list[str], version: int) -> RunStatus:

@@ -114,8 +114,8 @@ class Evaluator:
         )
 
     async def _generate(self, request: Request, *, owner: str, versions: set[int]) -> Completion:
-        turn = self._router.generate(request, floor=0)
-        completion = await self._waits.idle(owner, "an engine", turn)
+        with self._waits.idle(owner, "an engine"):
+            completion = await self._router.generate(request, floor=0)
         versions.update(completion.versions)
         return completion
 

@@ -3,7 +3,7 @@ places.
 
     driver          the pipeline: admission, router, settling, checkpoints, events
     coordinator     the store's index (`cluster.store`), on the driver's node; payloads in shared memory on every node
-    engine-0 ...    `engine.native.remote`, each with its place in the run's placement group
+    engine-0 ...    `engine.native.process`, each with its place in the run's placement group
     rank 0 ...      `learner.rank_worker`, likewise; rank 0 publishes weights to engines (`weights.transfer`)
     reference ...   `learner.scorer_worker`: a reference, a critic, a proximal policy, where there is room
     others          environments and rewards that run in processes, where there is room
@@ -33,9 +33,8 @@ from millstream.cluster.resources import Placement, placement_of
 from millstream.cluster.store import RayStore
 from millstream.engine import Engine
 from millstream.engine.native.engine import TorchEngine
-from millstream.engine.native.process import plan_of
-from millstream.engine.native.remote import MODULE, RemoteHost
-from millstream.engine.native.remote import Setup as EngineSetup
+from millstream.engine.native.host import ProcessHost
+from millstream.engine.native.process import ENGINE_WORKER, engine_setup
 from millstream.errors import ClusterError
 from millstream.events import WorkerStarted
 from millstream.learner import LearnerConfig, RunLearner
@@ -52,11 +51,13 @@ from millstream.run.config import RunConfig, weight_ways
 from millstream.run.replay import ReplayedLearner
 from millstream.store import Store
 from millstream.store.client import StoreClient
+from millstream.types import Weights
 from millstream.weights import TransferWay, WeightChannel
 from millstream.weights.remote import RemoteChannel
 from millstream.weights.transfer import Delivery, WeightsRef
 from millstream.weights.transfer.cached_ref import CachedRef
 from millstream.weights.transfer.publisher import WeightsPublisher, open_publisher
+from millstream.weights.transfer.remote_weights import RemoteWeights
 
 logger = logging.getLogger(__name__)
 OPENING_S = 30.0  # for Ray to be reached or started, when the run is already closing
@@ -144,11 +145,11 @@ class RayBackend:
             assert self._engines is not None
             return self._engines.make(name)
         device = "cuda" if self._resources.engine_gpus else "cpu"
-        plan = plan_of(self._model, config, context.tokenizer, device)
-        host = RemoteHost(
-            lambda: self.launch("engine", MODULE, name=name),
-            EngineSetup(plan=plan, parcel=self._first),
-            self._offers.put,
+        host = ProcessHost(
+            lambda: self.launch("engine", ENGINE_WORKER, name=name),
+            engine_setup(self._model, config, context.tokenizer, device=device, first=self._first),
+            self._publish,
+            name=name,
             answer_s=config.answer_s,
         )
         return TorchEngine(
@@ -160,6 +161,10 @@ class RayBackend:
             answer_s=config.answer_s,
             name=name,
         )
+
+    def _publish(self, version: int, weights: Weights) -> WeightsRef:
+        """Weights of a rank are published already; those of this process are published here."""
+        return weights.ref if isinstance(weights, RemoteWeights) else self._offers.put(weights)
 
     def build_learner(
         self, tokenizer: PreTrainedTokenizerBase, *, learner: LearnerConfig, recipe: Recipe, num_steps: int | None

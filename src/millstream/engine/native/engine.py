@@ -12,102 +12,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, Protocol, TypeVar
-
-from transformers import PreTrainedModel
+from typing import Any, Generic, TypeVar
 
 from millstream.clock import Clock
-from millstream.engine import EngineConfig, EngineStats, OnSampled
-from millstream.engine.native.batching import batcher_of
-from millstream.engine.native.strings import DecodeTokens
-from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume, Worker
+from millstream.engine import EngineStats, OnSampled
+from millstream.engine.native.host import ENGINE_START_S, EngineHost
+from millstream.engine.native.worker import Abort, Add, Command, Load, Pause, Resume, WorkerReport
 from millstream.engine.request import check_request
-from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused, WeightsError
+from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused, WeightsError, WorkerExited
 from millstream.events import EventSink, Span
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 T = TypeVar("T")
-OnReport = Callable[[Report], None]
 CLOSED = "it was closed"
 CHECK_S = 1.0
-START_S = 180.0
-CLOSE_S = 10.0
-
-
-class Host(Protocol):
-    """The engine's end of the connection to a worker. Reports come on a thread of the host's choice."""
-
-    def start(self, on_report: OnReport) -> None: ...
-
-    def offer(self, weights: Weights) -> None:
-        """The weights of the next `Load`. May take as long as a copy."""
-        ...
-
-    def send(self, command: Command) -> None:
-        """Queue a command. If the worker is gone, a report with the reason comes, or has come."""
-        ...
-
-    def join(self) -> None:
-        """Wait until the worker has ended; after `CLOSE_S`, kill it."""
-        ...
-
-
-class ThreadHost:
-    """A worker on a thread of this process. The model is the worker's own from here on."""
-
-    def __init__(self, model: PreTrainedModel, config: EngineConfig, decode: DecodeTokens | None = None) -> None:
-        self._batcher = batcher_of(model, config, decode)
-        self._queue = _Queue()
-
-    def start(self, on_report: OnReport) -> None:
-        self._queue.on_report = on_report
-        self._thread = threading.Thread(target=Worker(self._batcher, self._queue).run, name="engine", daemon=True)
-        self._thread.start()
-
-    def offer(self, weights: Weights) -> None:
-        self._queue.offered = weights
-
-    def send(self, command: Command) -> None:
-        self._queue.put(command)
-
-    def join(self) -> None:
-        self._thread.join(CLOSE_S)
-
-
-class _Queue:
-    """A worker's link within one process: nothing is copied."""
-
-    on_report: OnReport
-    offered: Weights
-
-    def __init__(self) -> None:
-        self._commands: deque[Command] = deque()
-        self._changed = threading.Condition()
-
-    def put(self, command: Command) -> None:
-        with self._changed:
-            self._commands.append(command)
-            self._changed.notify()
-
-    def receive(self, *, block: bool) -> list[Command]:
-        with self._changed:
-            while block and not self._commands:
-                self._changed.wait()
-            commands = list(self._commands)
-            self._commands.clear()
-            return commands
-
-    def send(self, report: Report) -> None:
-        self.on_report(report)
-
-    def weights(self) -> Weights:
-        return self.offered
-
-    def loaded(self) -> None:
-        """They are the caller's: there is nothing to free."""
 
 
 class TorchEngine:
@@ -115,7 +36,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        host: Host,
+        host: EngineHost,
         *,
         slots: int,
         max_length: int | None,
@@ -194,7 +115,10 @@ class TorchEngine:
     async def _load(self, version: int, weights: Weights) -> None:
         self._raise_if_broken()
         try:
-            await asyncio.to_thread(self._host.offer, weights)
+            await asyncio.to_thread(self._host.offer, version, weights)
+        except WorkerExited as error:
+            self._break(str(error))
+            self._raise_if_broken()
         except WeightsError:
             self._raise_if_broken()  # that is the reason, and a retry would not help
             raise
@@ -210,8 +134,7 @@ class TorchEngine:
         return self._stats
 
     async def close(self) -> None:
-        self._host.send(Close())
-        await asyncio.to_thread(self._host.join)
+        await self._host.close()
         self._break(CLOSED)
         if self._watching is not None:
             self._watching.cancel()
@@ -242,7 +165,7 @@ class TorchEngine:
             is_due = bool(self._orders) or not self._is_paused
             silent_s = silent_s + check_s if is_due and num_reports == self._num_reports else 0.0
             num_reports = self._num_reports
-            if silent_s >= (self._answer_s if num_reports else max(self._answer_s, START_S)):
+            if silent_s >= (self._answer_s if num_reports else max(self._answer_s, ENGINE_START_S)):
                 waiting = f"{len(self._requests)} requests and {len(self._orders)} commands wait"
                 self._break(f"it has said nothing for {silent_s:.0f} s while {waiting}; engine.answer_s sets the limit")
                 return
@@ -253,10 +176,8 @@ class TorchEngine:
 
     # ---- called on the host's thread -----------------------------------------------------------------------------------
 
-    def _on_report(self, report: Report) -> None:
+    def _on_report(self, report: WorkerReport) -> None:
         self._num_reports += 1
-        if report.is_aside:
-            return
         with self._lock:
             self._stats = EngineStats(
                 running=report.running,

@@ -1,15 +1,21 @@
-"""A worker in a process of its own: commands and reports over a socket (`engine.native.child`), weights in shared memory."""
+"""Our engine's worker process: builds the model from its setup, fetches the first weights, and runs the decode loop.
+
+Weights are fetched and verified on a thread of their own; only then does the swap wait for its turn between two steps. Decoding
+stands still for as long as the copy takes, not for as long as the transfer does.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
+import queue
 import socket
-import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor
@@ -17,128 +23,205 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.engine import EngineConfig
 from millstream.engine.native.batching import Batcher, batcher_of
-from millstream.engine.native.child import ChildHost, SocketLink
-from millstream.engine.native.worker import Report, Worker
+from millstream.engine.native.host import ProcessHost
+from millstream.engine.native.worker import Close, Command, DecodeWorker, Offer, WorkerReport
 from millstream.errors import EngineError, WeightsError
-from millstream.model.adapters import add_adapters, lora_of, trained_weights
+from millstream.model.adapters import add_adapters, lora_of
 from millstream.model.load import decoder_of, load_tokenizer, model_weights, new_model, set_up_cpu
 from millstream.model.lora import LoraConfig
-from millstream.model.shared_memory import Layout, SharedWeights, anonymous_memory, layout_of
-from millstream.rpc.frames import Frames
-from millstream.rpc.process import LocalLauncher
+from millstream.rpc.call import CLOSE_S, Channel, Packet, PacketKind, typed_decoder
+from millstream.rpc.process import LocalLauncher, own_node
 from millstream.types import Weights
+from millstream.weights.transfer import Delivery, WeightsRef
+from millstream.weights.transfer.base import FetchedWeights
+from millstream.weights.transfer.fetcher import WeightsFetcher
+from millstream.weights.transfer.publisher import open_publisher
 
-MODULE = "millstream.engine.native.process"
+ENGINE_WORKER = "millstream.engine.native.process:serve_engine"
+T = TypeVar("T")
 
 
-class Plan(Struct, frozen=True, kw_only=True):
-    """What a worker needs to know to build the model and to begin."""
+class EngineSetup(Struct, frozen=True, kw_only=True):
+    """The first message: what a worker needs to build the model and to begin."""
 
     config: EngineConfig
     dtype: str
     device: str
     lora: LoraConfig | None
-    files: dict[str, bytes]
-    """The model's config and, where it must look for text, the tokenizer: as they are saved."""
+    files: dict[str, bytes]  # the model's config and, for stop strings, the tokenizer: as they are saved
     has_tokenizer: bool
+    first: WeightsRef  # the whole model
 
 
-class Setup(Struct, frozen=True, kw_only=True):
-    """The first message."""
-
-    plan: Plan
-    memory: int
-    """The descriptor of the shared memory."""
-    layout: Layout
-    loaded: list[str]
-    """Names of what a `Load` brings: with adapters, these; else everything."""
-
-
-def plan_of(
-    model: PreTrainedModel, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None, device: str
-) -> Plan:
+def engine_setup(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    device: str,
+    first: WeightsRef,
+) -> EngineSetup:
     with tempfile.TemporaryDirectory(prefix="millstream-") as name:
         folder = Path(name)
         model.config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    return Plan(
+    return EngineSetup(
         config=config,
         dtype=str(model.dtype).removeprefix("torch."),
         device=device,
         lora=lora_of(model),
         files=files,
         has_tokenizer=tokenizer is not None,
+        first=first,
     )
 
 
-def batcher_from(plan: Plan, weights: Mapping[str, Tensor]) -> Batcher:
-    """The model as the plan has it, with these weights, ready to decode."""
+def local_process(
+    model: PreTrainedModel, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "engine"
+) -> ProcessHost:
+    """A worker process on this machine's CPU, with weights through shared memory. The model is only read, here and now."""
+    publisher = open_publisher(Delivery(ways=("shared",)))
+    try:
+        first = publisher.put(0, model_weights(model).items())
+    except WeightsError as error:
+        publisher.close()
+        raise EngineError(f"{error}, or set engine.process = false") from error
+    return ProcessHost(
+        lambda: LocalLauncher(is_warm=True).launch("engine", ENGINE_WORKER, name=name),
+        engine_setup(model, config, tokenizer, device="cpu", first=first),
+        lambda version, weights: publisher.put(version, weights.items()),
+        name=name,
+        answer_s=config.answer_s,
+        on_close=publisher.close,
+    )
+
+
+# ---- in the worker's process -----------------------------------------------------------------------------------------------
+
+
+def serve_engine(connection: socket.socket) -> None:
+    """The life of a worker: until it is closed, or its connection is."""
+    set_up_cpu()
+    link = FetchingLink(connection)
+    setup = link.first(EngineSetup)
+    if setup is None:
+        return
+    try:
+        batcher = build_batcher(setup, link.fetch(setup.first))
+        link.release()
+    except Exception as error:  # process boundary: the engine gets the reason
+        link.refuse(error)
+    else:
+        link.begin(link.fetch)
+        DecodeWorker(batcher, link).run()
+    link.drain()
+
+
+def build_batcher(setup: EngineSetup, weights: Mapping[str, Tensor]) -> Batcher:
+    """The model of the setup, with these weights, ready to decode."""
     with tempfile.TemporaryDirectory(prefix="millstream-") as folder:
-        for name, data in plan.files.items():
+        for name, data in setup.files.items():
             (Path(folder) / name).write_bytes(data)
         config = AutoConfig.from_pretrained(folder)
-        decode = decoder_of(load_tokenizer(folder)) if plan.has_tokenizer else None
-    with torch.device(plan.device):  # at once where it will be: random numbers for all of it take long on a CPU
-        model = new_model(config, seed=0, dtype=getattr(torch, plan.dtype))
-    if plan.lora is not None:
-        add_adapters(model, plan.lora, seed=0)
+        decode = decoder_of(load_tokenizer(folder)) if setup.has_tokenizer else None
+    with torch.device(setup.device):  # built where it will be: random numbers for all of it take long on a CPU
+        model = new_model(config, seed=0, dtype=getattr(torch, setup.dtype))
+    if setup.lora is not None:
+        add_adapters(model, setup.lora, seed=0)
     with torch.no_grad():
         for name, own in model_weights(model).items():
             own.copy_(weights[name])
-    return batcher_of(model, plan.config, decode)
+    return batcher_of(model, setup.config, decode)
 
 
-class ProcessHost(ChildHost):
-    """Our end. See `millstream.engine.native.engine.Host`."""
+class ChannelLink:
+    """The worker's end of a connection: its setup, commands and offers in, reports out."""
 
-    def __init__(
-        self, model: PreTrainedModel, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> None:
-        weights = model_weights(model)
-        layout = layout_of(weights)
-        self._loaded = list(trained_weights(model))
-        memory = _memory_for(layout)
-        self._shared = SharedWeights(memory, layout)
-        self._shared.write(weights)
-        plan = plan_of(model, config, tokenizer, device="cpu")
-        child = LocalLauncher().launch("engine", MODULE, name="engine", descriptors=[memory])
-        super().__init__(lambda: child, Setup(plan=plan, memory=memory, layout=layout, loaded=self._loaded))
-        self._child = child
-        os.close(memory)
+    def __init__(self, connection: socket.socket) -> None:
+        self._channel = Channel(connection)
+        self._setup_call = 0
+        self._unread: list[Packet] = []  # commands that came with the setup
+        self._offers: queue.SimpleQueue[tuple[int, WeightsRef]] = queue.SimpleQueue()
 
-    def offer(self, weights: Weights) -> None:
-        try:
-            self._shared.write(weights, only=self._loaded)
-        except WeightsError as error:
-            raise EngineError(str(error)) from error
+    def first(self, kind: type[T]) -> T | None:
+        """The setup. None: the engine is gone."""
+        while not self._unread:
+            packets = self._channel.receive(block=True)
+            if packets is None:
+                return None
+            self._unread += packets
+        setup = self._unread.pop(0)
+        self._setup_call = setup.number
+        return None if setup.kind is PacketKind.CLOSE else msgspec.msgpack.decode(setup.body, type=kind)
+
+    def begin(self, take_offer: Callable[[WeightsRef], object]) -> None:
+        """Tell the engine that the worker is ready. Offers are taken on a thread of their own, one after the other; what
+        `take_offer` raises is the engine's answer."""
+        threading.Thread(target=self._take_offers, args=(take_offer,), name="weights", daemon=True).start()
+        self._channel.answer(self._setup_call, None)
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the engine why there will be no worker."""
+        traceback.print_exception(error)
+        self._channel.fail(self._setup_call, error)
+
+    def receive(self, *, block: bool) -> list[Command]:
+        while True:
+            packets: list[Packet] | None = self._unread
+            self._unread = []
+            packets = packets or self._channel.receive(block=block)
+            if packets is None:
+                return [Close()]
+            commands: list[Command] = []
+            for packet in packets:
+                if packet.kind is PacketKind.CALL:
+                    self._offers.put((packet.number, typed_decoder(Offer).decode(packet.body).ref))
+                else:
+                    is_close = packet.kind is PacketKind.CLOSE
+                    commands.append(Close() if is_close else typed_decoder(Command).decode(packet.body))
+            if commands or not block:
+                return commands
+
+    def _take_offers(self, take_offer: Callable[[WeightsRef], object]) -> None:
+        while True:
+            number, ref = self._offers.get()
+            try:
+                take_offer(ref)
+            except Exception as error:  # process boundary: the engine gets the reason
+                self._channel.fail(number, error)
+            else:
+                self._channel.answer(number, None)
+
+    def send(self, report: WorkerReport) -> None:
+        self._channel.send(report)
+
+    def drain(self) -> None:
+        self._channel.drain(CLOSE_S)
 
 
-def _memory_for(layout: Layout) -> int:
-    try:
-        return anonymous_memory(layout.ends[-1])
-    except OSError as error:
-        raise EngineError(
-            f"no room for {layout.ends[-1] / 2**20:.0f} MiB of shared weights ({error.strerror}): set engine.process = false"
-        ) from error
+class FetchingLink(ChannelLink):
+    """The link of our own decode loop (see `worker.Link`): holds the weights that were offered last until they are loaded."""
 
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self._fetcher = WeightsFetcher(own_node())
+        self._taken: FetchedWeights | None = None
 
-def work(line: socket.socket) -> None:
-    """The worker: until the socket closes."""
-    set_up_cpu()
-    frames = Frames(line)
-    setup = frames.first_as(Setup)
-    if setup is None:
-        return
-    shared = SharedWeights(setup.memory, setup.layout)
-    link = SocketLink(line, frames, {name: shared.views[name] for name in setup.loaded})
-    batcher = batcher_from(setup.plan, shared.views)
-    link.send(Report([], []))  # ready: from here on, silence with work to do is a fault
-    Worker(batcher, link).run()
+    def fetch(self, ref: WeightsRef) -> Weights:
+        self.release()  # of an offer that was never loaded
+        self._taken = self._fetcher.take(ref)
+        return self._taken.weights
 
+    def weights(self) -> Weights:
+        return {} if self._taken is None else self._taken.weights
 
-if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent's to handle; when it ends, the socket closes
-    work(socket.socket(fileno=int(sys.argv[1])))
+    def release(self) -> None:
+        """The weights are in use: their memory may be overwritten, once the device has read it."""
+        taken = self._taken
+        self._taken = None
+        if taken is not None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            taken.release()

@@ -37,7 +37,7 @@ class Resume(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Load(Struct, frozen=True, tag=True, array_like=True):
-    """The weights themselves come through the link: by reference, or in shared memory."""
+    """Use the weights that were offered last: they are there (`Link.weights`)."""
 
     number: int
     version: int
@@ -47,17 +47,16 @@ class Close(Struct, frozen=True, tag=True, array_like=True):
     """Requests in flight end as aborted, and the worker stops."""
 
 
-class Offer(Struct, frozen=True, tag=True, array_like=True):
-    """The weights of a `Load` to come, where they are in another process: the link fetches them while decoding continues."""
-
-    number: int
-    parcel: WeightsRef
+Command = Add | Abort | Pause | Resume | Load | Close
 
 
-Command = Add | Abort | Pause | Resume | Load | Close | Offer
+class Offer(Struct, frozen=True, array_like=True):
+    """A call: fetch the weights of the next `Load`, while decoding continues."""
+
+    ref: WeightsRef
 
 
-class Report(Struct, array_like=True):
+class WorkerReport(Struct, array_like=True):
     finished: list[tuple[RequestKey, Completion]]
     done: list[tuple[int, str | None]]  # numbers of the commands that were executed, each with an error or None
     running: int = 0
@@ -70,8 +69,6 @@ class Report(Struct, array_like=True):
     cache_used: float = 0.0  # this and the next two: as in `EngineStats`
     swap_s: float = 0.0
     num_preempted: int = 0
-    is_aside: bool = False  # whether it answers an `Offer` only, and has no state of the decode loop
-    kind: str = ""  # of an `Offer` whose weights could not be fetched: the name of the error's class
 
 
 class Link(Protocol):
@@ -81,18 +78,18 @@ class Link(Protocol):
         """The commands that have come; with `block`, at least one. `Close` if the other end is gone."""
         ...
 
-    def send(self, report: Report) -> None: ...
+    def send(self, report: WorkerReport) -> None: ...
 
     def weights(self) -> Weights:
         """Those of a `Load`."""
         ...
 
-    def loaded(self) -> None:
+    def release(self) -> None:
         """The `Load` is done: its weights may be freed."""
         ...
 
 
-class Worker:
+class DecodeWorker:
     def __init__(self, batcher: Batcher, link: Link) -> None:
         self._batcher = batcher
         self._link = link
@@ -100,34 +97,35 @@ class Worker:
         self._is_closed = False
         self._began: float | None = None
         self._tokens_at_begin = 0
-        self._report = Report([], [])
+        self._report = WorkerReport([], [])
 
     def run(self) -> None:
+        """Until `Close`. Each turn: execute the commands that have come, then one decode step, then report."""
         try:
             while not self._is_closed:
-                self._turn()
+                is_idle = self._is_paused or not self._batcher.has_work
+                if is_idle:
+                    self._end_span()
+                    self._send_if_any()
+                for command in self._link.receive(block=is_idle):
+                    self._execute(command)
+                if self._batcher.has_work and not self._is_paused and not self._is_closed:
+                    self._begin_span()
+                    self._report.finished += self._batcher.step()
+                    self._report.sampled += self._batcher.take_unreported()
+                    self._end_long_span()
+                self._send_if_any()
         except Exception as error:  # the border of the worker: the engine must fail what waits
             self._report.broken = f"{type(error).__name__}: {error}"
             self._send()
 
-    def _turn(self) -> None:
-        is_idle = self._is_paused or not self._batcher.has_work
-        if is_idle:
-            self._end_span()
-            self._send_if_any()
-        for command in self._link.receive(block=is_idle):
-            self._execute(command)
-        if self._batcher.has_work and not self._is_paused and not self._is_closed:
-            self._decode()
-        self._send_if_any()
-
-    def _decode(self) -> None:
+    def _begin_span(self) -> None:
         if self._began is None:
             self._began = time.monotonic()
             self._tokens_at_begin = self._batcher.tokens_generated
-        self._report.finished += self._batcher.step()
-        self._report.sampled += self._batcher.take_unreported()
-        if time.monotonic() - self._began >= SPAN_S:
+
+    def _end_long_span(self) -> None:
+        if self._began is not None and time.monotonic() - self._began >= SPAN_S:
             self._end_span()
 
     def _end_span(self) -> None:
@@ -168,7 +166,7 @@ class Worker:
         except EngineError as error:
             return str(error)
         finally:
-            self._link.loaded()
+            self._link.release()
         return None
 
     def _send_if_any(self) -> None:
@@ -178,7 +176,7 @@ class Worker:
 
     def _send(self) -> None:
         report = self._report
-        self._report = Report([], [])
+        self._report = WorkerReport([], [])
         report.running = self._batcher.running
         report.waiting = self._batcher.waiting
         report.tokens_generated = self._batcher.tokens_generated

@@ -12,24 +12,25 @@ from millstream.errors import ConfigError
 
 class VllmConfig(Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
-    """GPUs that one engine's model is split over."""
+    """GPUs that the model of one engine is split over."""
     memory: float = 0.4
     """The share of a GPU's memory that vLLM takes, for weights and cache together. The learner needs the rest. A CPU has no
     share: set `cache_gib`."""
     cache_gib: float | None = None
-    """Room for keys and values. None: what `memory` leaves beside the weights; on a CPU, 1 GiB."""
+    """Memory for keys and values. None: what `memory` leaves beside the weights; on a CPU, 1 GiB."""
     max_model_len: int | None = None
     """Tokens of a prompt and its answer together. None: the model's context."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """None: the learner's."""
     enforce_eager: bool | None = None
-    """Whether to go without compiling and CUDA graphs. None: on a CPU, where compiling takes longer than it saves."""
+    """Whether to run without compilation and CUDA graphs. None: on a CPU, where compilation takes longer than it saves."""
     prefix_cache: bool = True
-    """Prompts that begin alike are computed once. New weights then mean that what is in flight is computed anew, so that
-    every token is sampled under its version alone. False: each prompt is computed by itself, and requests in flight go on over
-    the keys and values of the weights before, as they do in our own engine."""
+    """Whether a prefix that prompts share is computed once. After new weights, requests in flight are then computed again, so
+    that every token is sampled under its version only. False: each prompt is computed by itself, and requests in flight keep
+    the keys and values of the weights before, as in our own engine."""
     weights: Literal["shared", "file"] = "shared"
-    """How weights reach vLLM's workers: through shared memory, or as safetensors in a folder for temporary files."""
+    """How weights reach vLLM's workers: through shared memory, or through a file in the folder for temporary files, for a
+    machine whose shared memory is too small."""
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or not 0 < self.memory <= 1:

@@ -1,6 +1,6 @@
-"""What runs inside vLLM's own worker processes: weights out of shared memory, and an end when nobody needs them any more.
+"""What runs inside vLLM's own worker processes: the fetch of weights, and an exit when the engine is gone.
 
-vLLM mixes `Inside` into its worker class. Its names begin with millstream, since vLLM refuses names that it has itself.
+vLLM mixes `WorkerExtension` into its worker class. Its names begin with millstream: vLLM refuses names that it has itself.
 """
 
 from __future__ import annotations
@@ -13,31 +13,26 @@ import msgspec
 import torch
 
 from millstream.errors import WeightsError
-from millstream.model.shared_memory import Layout, SharedWeights
+from millstream.rpc.process import own_node
+from millstream.weights.transfer import WeightsRef
+from millstream.weights.transfer.fetcher import WeightsFetcher
 
 
-class Inside:
-    device: Any
+class WorkerExtension:
+    device: Any  # this and the next two are the worker's own
     get_model: Any
     reload_weights: Any
-    """All three are the worker's own."""
 
-    def millstream_load_memory(self, memory: str, layout: str) -> None:
-        """All weights, in the names and shapes of a checkpoint, out of the memory behind this path. Every rank of several reads
-        all of it and keeps its part."""
-        shared = getattr(self, "_millstream_shared", None)
-        if shared is None:
-            descriptor = os.open(memory, os.O_RDWR)
-            shared = SharedWeights(descriptor, msgspec.json.decode(layout, type=Layout))
-            os.close(descriptor)
-            self._millstream_shared = shared
-        self._millstream_reload(weights_iterator=iter(shared.views.items()))
-
-    def millstream_load_file(self, folder: str) -> None:
-        self._millstream_reload(weights_path=folder)
+    def millstream_load(self, ref: str) -> None:
+        """All weights of this `WeightsRef` (JSON), in the names and shapes of a checkpoint. Every rank of several reads all of
+        them and keeps its part."""
+        with WeightsFetcher(own_node()).take(msgspec.json.decode(ref, type=WeightsRef)) as taken:
+            self._millstream_reload(weights_iterator=iter(taken.weights.items()))
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copies have read the memory
 
     def _millstream_reload(self, **source: Any) -> None:
-        """vLLM's own reload, and what it leaves: it keeps what no weights came for, with a warning. Here that is an error."""
+        """vLLM's own reload. Where vLLM keeps old weights with a warning, because none came for a layer, this raises."""
         model = self.get_model()
         expected = {name for name, _ in model.named_parameters()}
         load, loaded = model.load_weights, set[str]()
@@ -57,15 +52,15 @@ class Inside:
             raise WeightsError(f"vLLM took no weights for {', '.join(sorted(missing)[:4])}")
         _pack_tied_heads(model)
 
-    def millstream_stay_while(self, lifeline: str) -> None:
-        """End when the process that holds the other end of this pipe does, however it ended: vLLM's core follows."""
-        descriptor = os.open(lifeline, os.O_RDONLY)
-        threading.Thread(target=_end_after, args=(descriptor,), name="lifeline", daemon=True).start()
+    def millstream_exit_with(self, pipe: str) -> None:
+        """Exit when the process that holds the other end of this pipe does, however it ended: vLLM's core follows."""
+        descriptor = os.open(pipe, os.O_RDONLY)
+        threading.Thread(target=_exit_after, args=(descriptor,), name="exit with the engine", daemon=True).start()
 
 
 def _pack_tied_heads(model: Any) -> None:
     """A head that shares its weights with the embedding has the new ones; on a CPU vLLM computes with a packed copy of them,
-    which its reload forgets."""
+    which its reload does not update."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
@@ -75,6 +70,6 @@ def _pack_tied_heads(model: Any) -> None:
             head.quant_method.process_weights_after_loading(head)
 
 
-def _end_after(descriptor: int) -> None:
+def _exit_after(descriptor: int) -> None:
     os.read(descriptor, 1)  # nothing is ever written: this returns when the other end is closed
     os._exit(1)

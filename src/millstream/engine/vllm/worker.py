@@ -1,16 +1,16 @@
-"""vLLM's AsyncLLM behind the commands and reports of `engine.native.worker`, on an event loop of its own.
+"""The worker process of a vLLM engine: AsyncLLM behind the commands and reports of `engine.native.worker`, on an event loop.
 
-vLLM does not say which weights sampled a token. That every token has the right version is a matter of order, in five steps:
+vLLM does not report which weights sampled a token. That every token has the right version follows from the order of five steps:
 
-1. the core is paused. It says so after the last step that was on its way is out, and its messages keep their order;
-2. a marker goes into the queue behind everything that has come: when vLLM takes it out, all that was sampled has reached its
-   request;
-3. what is there is taken, under the old version: requests have nothing left that was sampled before;
-4. the weights are loaded, and what the prefix cache holds of the old ones is dropped;
-5. from here on it is the new version, and the core goes on.
+1. the core is paused. It confirms after the last step that was running is out, and its messages keep their order;
+2. a marker is put into vLLM's output queue behind everything that has come: when vLLM takes it out, all that was sampled has
+   reached its request;
+3. these outputs are recorded under the old version: no request has anything left that was sampled before;
+4. the weights are loaded, and keys and values of the old ones are dropped from the prefix cache;
+5. from here on it is the new version, and the core is resumed.
 
 vLLM stamps its outputs with the time at which they were sampled. A token that is older than the weights it is about to be
-recorded for breaks the engine: the order is not only argued, but checked.
+recorded for breaks the engine: the order is also checked.
 """
 
 from __future__ import annotations
@@ -18,40 +18,74 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from millstream.engine.base import SPAN_S
-from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Report, Resume
+from millstream.engine.native.process import ChannelLink
+from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Resume, WorkerReport
 from millstream.engine.request import PartialCompletion
-from millstream.engine.vllm.arguments import Plan, engine_arguments, environment, sampling_parameters
+from millstream.engine.vllm.arguments import VllmSetup, engine_arguments, sampling_parameters, set_environment
 from millstream.errors import EngineError
 from millstream.types import Finish, Request, RequestKey, Sampled
+from millstream.weights.transfer import WeightsRef
 
-Tell = Callable[[Report], None]
-FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
-DEAD = "vLLM's core ended: what it wrote last says why"
-END_S = 1.0
-"""What vLLM's core has to end by itself before it is killed."""
+_FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
+CORE_EXITED = "vLLM's core ended: its last lines on stderr say why"
+CORE_EXIT_S = 1.0  # for vLLM's core to exit by itself before it is killed
 
 
-class Flight(PartialCompletion):
-    """One request on its way."""
+def serve_vllm(connection: socket.socket) -> None:
+    """The life of a worker: until it is closed, or its connection is."""
+    link = ChannelLink(connection)
+    setup = link.first(VllmSetup)
+    if setup is not None:
+        asyncio.run(_serve(link, VllmWorker(setup, link.send)))
+        link.drain()
 
-    __slots__ = ("is_watched", "num_told", "outputs", "task")
+
+async def _serve(link: ChannelLink, worker: VllmWorker) -> None:
+    try:
+        await worker.start()
+    except Exception as error:  # process boundary: the engine gets the reason
+        link.refuse(error)
+        return
+    commands: asyncio.Queue[Command] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        is_open = True
+        while is_open:
+            for command in link.receive(block=True):
+                is_open = is_open and not isinstance(command, Close)
+                with suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(commands.put_nowait, command)
+
+    link.begin(worker.offer)
+    threading.Thread(target=read, name="commands", daemon=True).start()
+    await worker.run(commands)
+
+
+class VllmRequest(PartialCompletion):
+    """One request that vLLM is computing."""
+
+    __slots__ = ("is_watched", "num_reported", "outputs", "task")
 
     def __init__(self, request: Request, outputs: Any, *, is_watched: bool) -> None:
         super().__init__(request)
         self.outputs = outputs
         self.is_watched = is_watched
-        self.num_told = 0
+        self.num_reported = 0
         self.task: asyncio.Task[None] | None = None
 
     def extend(self, output: Any, version: int) -> int:
-        """The tokens that are new. An output without any may bring log-probabilities again: they are not looked at."""
+        """The number of new tokens. An output without any may repeat log-probabilities: they are not read."""
         tokens = output.token_ids
         if tokens:
             self.tokens += tokens
@@ -59,17 +93,20 @@ class Flight(PartialCompletion):
             self.versions += [version] * len(tokens)
         return len(tokens)
 
-    def news(self) -> Sampled:
-        begin = self.num_told
-        self.num_told = len(self.tokens)
+    def take_unreported(self) -> Sampled:
+        begin = self.num_reported
+        self.num_reported = len(self.tokens)
         return self.since(begin)
 
 
-class Marker:
-    """Stands in vLLM's queue of outputs, and says when it is looked at. It has what vLLM reads of an output."""
+class QueueMarker:
+    """An entry without outputs for vLLM's output queue: `seen` is done when vLLM reads it, after everything that was put
+    before. It has the attributes that vLLM reads of an entry."""
 
-    engine_index, timestamp = 0, 0.0
-    scheduler_stats = weight_version = None
+    engine_index = 0
+    timestamp = 0.0
+    scheduler_stats = None
+    weight_version = None
 
     def __init__(self) -> None:
         self.seen: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -82,16 +119,18 @@ class Marker:
 
 
 class VllmWorker:
-    """Carries commands out one after the other, in their order. Everything is on one event loop; reports are told on it."""
+    """Executes commands one after the other, in their order. Everything is on one event loop; `send` is called on it."""
 
-    def __init__(self, plan: Plan, tell: Tell) -> None:
-        self._plan = plan
-        self._tell = tell
+    def __init__(self, setup: VllmSetup, send: Callable[[WorkerReport], None]) -> None:
+        self._setup = setup
+        self._send_report = send
+        self._llm: Any = None
+        self._offered = setup.first
         self._version = 0
         self._is_paused = False
         self._loaded_at = 0.0
-        self._lifeline: tuple[int, ...] = ()
-        self._flights: dict[RequestKey, Flight] = {}
+        self._exit_pipe: tuple[int, ...] = ()
+        self._requests: dict[RequestKey, VllmRequest] = {}
         self._numbers = itertools.count()
         self._running = 0
         self._cache_used = 0.0
@@ -100,45 +139,43 @@ class VllmWorker:
         self._tokens_generated = 0
         self._tokens_at_begin = 0
         self._began: float | None = None
-        self._report = Report([], [])
+        self._report = WorkerReport([], [])
         self._is_due = False
 
-    async def run(self, commands: asyncio.Queue[Command]) -> None:
-        """Until `Close`. A report says that it is ready; the last one, if it broke, why."""
-        llm = None
+    async def start(self) -> None:
+        """Start vLLM with the first weights. Raises what went wrong."""
+        set_environment(self._setup)
+        self._llm = self._make()
         try:
-            llm = await self._start()
-            self._send()
+            self._exit_pipe = os.pipe()
+            path = f"/proc/{os.getpid()}/fd/{self._exit_pipe[0]}"
+            await self._llm.collective_rpc("millstream_exit_with", args=(path,))
+            await self._load_offered()
+        except BaseException:  # also a cancellation: its processes must not outlive it
+            await self._shut_down()
+            raise
+
+    async def run(self, commands: asyncio.Queue[Command]) -> None:
+        """Until `Close`. If it breaks, the last report has the reason."""
+        try:
             async with asyncio.TaskGroup() as self._group:
-                watching = self._group.create_task(self._watch(llm))
+                watching = self._group.create_task(self._watch())
                 while not isinstance(command := await commands.get(), Close):
-                    await self._obey(llm, command)
+                    await self._execute(command)
                 self._end(watching)
-        except Exception as error:  # the border of the worker: whoever waits must hear of it
+        except Exception as error:  # the border of the worker: the engine must fail what waits
             self._report.broken = _words(error)
         finally:
             self._send()
-            if llm is not None:
-                llm.output_handler.cancel()  # it would report the end as a failure
-                await asyncio.to_thread(llm.shutdown, END_S)
-                llm.shutdown = lambda: (
-                    None
-                )  # it calls it once more when it is forgotten, and the interpreter may be ending
-            for end in self._lifeline:  # whoever is left of vLLM's processes ends now
-                os.close(end)
+            await self._shut_down()
 
-    async def _start(self) -> Any:
-        with environment(self._plan):
-            llm = self._make()
-        self._lifeline = os.pipe()
-        try:
-            await llm.collective_rpc("millstream_stay_while", args=(f"/proc/{os.getpid()}/fd/{self._lifeline[0]}",))
-            if self._plan.memory is not None:
-                await self._deliver(llm)
-        except BaseException:  # whatever it is, cancelled too: its processes must not outlive it
-            llm.shutdown(END_S)
-            raise
-        return llm
+    async def _shut_down(self) -> None:
+        llm = self._llm
+        llm.output_handler.cancel()  # it would report the end as a failure
+        await asyncio.to_thread(llm.shutdown, CORE_EXIT_S)
+        llm.shutdown = lambda: None  # vLLM calls it again in its destructor, when the interpreter may be exiting
+        for end in self._exit_pipe:  # processes of vLLM that are left exit now
+            os.close(end)
 
     def _make(self) -> Any:
         """Blocks until vLLM's core is ready."""
@@ -156,133 +193,137 @@ class VllmWorker:
 
             def log_engine_initialized(self) -> None: ...
 
-        arguments = AsyncEngineArgs(**engine_arguments(self._plan))
+        arguments = AsyncEngineArgs(**engine_arguments(self._setup))
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[Statistics])
 
-    async def _watch(self, llm: Any) -> None:
-        """vLLM's own task ends when its core has died, whether anybody waits for it or not."""
-        await asyncio.wait({llm.output_handler})
-        raise EngineError(DEAD)
+    async def _watch(self) -> None:
+        """vLLM's own task ends when its core has died, whether a request waits for it or not."""
+        await asyncio.wait({self._llm.output_handler})
+        raise EngineError(CORE_EXITED)
 
     def _end(self, watching: asyncio.Task[None]) -> None:
         watching.cancel()
-        for flight in list(self._flights.values()):
-            self._finish(flight, Finish.ABORT)
+        for request in list(self._requests.values()):
+            self._finish(request, Finish.ABORT)
         self._end_span()
 
     # ---- commands ------------------------------------------------------------------------------------------------------
 
-    async def _obey(self, llm: Any, command: Command) -> None:
+    def offer(self, ref: WeightsRef) -> None:
+        """The weights of the next `Load`, which vLLM's workers fetch then. From any thread. Raises `EngineError` if they do not
+        fit."""
+        found, expected = ({(name, shape) for name, _, shape in one.layout.tensors} for one in (ref, self._setup.first))
+        if differing := found ^ expected:
+            raise EngineError(f"the weights do not fit: {sorted({name for name, _ in differing})[:4]}")
+        self._offered = ref
+
+    async def _execute(self, command: Command) -> None:
         match command:
             case Add():
-                await self._add(llm, command)
+                await self._add(command)
             case Abort():
-                if command.key in self._flights:
-                    await self._abort(llm, self._flights[command.key])
+                if command.key in self._requests:
+                    await self._abort(self._requests[command.key])
                 self._done(command.number)
             case Pause():
-                await self._hold(llm)
+                await self._pause_core()
                 self._is_paused = True
                 self._done(command.number)
             case Resume():
                 self._is_paused = False
-                await self._go_on(llm)
+                await self._resume_core()
                 self._done(command.number)
             case Load():
-                await self._load(llm, command.version)
+                await self._load(command.version)
                 self._done(command.number)
 
-    async def _add(self, llm: Any, command: Add) -> None:
+    async def _add(self, command: Add) -> None:
         from vllm.inputs import tokens_input
 
         request = command.request
         try:
             parameters, prompt = sampling_parameters(request), tokens_input(list(request.tokens))
-            outputs = await llm.add_request(str(next(self._numbers)), prompt, parameters)
+            outputs = await self._llm.add_request(str(next(self._numbers)), prompt, parameters)
         except _refusals() as error:
             self._report.refused.append((request.key, f"vLLM refuses it: {error}"))
             self._send_soon()
             return
-        flight = self._flights[request.key] = Flight(request, outputs, is_watched=command.is_watched)
-        flight.task = self._group.create_task(self._follow(flight))
+        added = self._requests[request.key] = VllmRequest(request, outputs, is_watched=command.is_watched)
+        added.task = self._group.create_task(self._follow(added))
         self._begin_span()
 
-    async def _abort(self, llm: Any, flight: Flight) -> None:
-        """vLLM gives out what it has; then it is a matter of taking it."""
-        await llm.abort(flight.outputs.request_id, internal=True)
-        self._take_all(flight)
-        if flight.finish is None:
-            self._finish(flight, Finish.ABORT)
+    async def _abort(self, request: VllmRequest) -> None:
+        """vLLM hands out what it has; then it is recorded."""
+        await self._llm.abort(request.outputs.request_id, internal=True)
+        self._take_all(request)
+        if request.finish is None:
+            self._finish(request, Finish.ABORT)
 
-    async def _hold(self, llm: Any) -> None:
+    async def _pause_core(self) -> None:
         """After this nothing is sampled, and all that was sampled is recorded. vLLM's `pause_generation` does the same and then
-        sleeps 20 ms, in the hope that outputs come through: the marker knows."""
-        await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        marker = Marker()
-        llm.engine_core.outputs_queue.put_nowait(marker)
-        await asyncio.wait({marker.seen, llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
+        sleeps 20 ms, in the hope that outputs have come through; the marker makes it certain."""
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        marker = QueueMarker()
+        self._llm.engine_core.outputs_queue.put_nowait(marker)
+        await asyncio.wait({marker.seen, self._llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
         if not marker.seen.done():
-            raise EngineError(DEAD)
-        for flight in list(self._flights.values()):
-            self._take_all(flight)
+            raise EngineError(CORE_EXITED)
+        for request in list(self._requests.values()):
+            self._take_all(request)
         self._end_span()
 
-    async def _go_on(self, llm: Any) -> None:
-        await llm.resume_generation()
+    async def _resume_core(self) -> None:
+        await self._llm.resume_generation()
         self._begin_span()
 
-    async def _load(self, llm: Any, version: int) -> None:
+    async def _load(self, version: int) -> None:
         began = time.monotonic()
-        await self._hold(llm)
+        await self._pause_core()
         self._loaded_at = time.monotonic()
-        await self._deliver(llm)
-        if self._plan.vllm.prefix_cache and not await llm.reset_prefix_cache(reset_running_requests=True):
-            raise EngineError("vLLM kept keys and values of weights that are no longer there")
+        await self._load_offered()
+        if self._setup.vllm.prefix_cache and not await self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError("vLLM kept keys and values of the weights before")
         self._version = version
         if not self._is_paused:
-            await self._go_on(llm)
+            await self._resume_core()
         self._swap_s = time.monotonic() - began
 
-    async def _deliver(self, llm: Any) -> None:
-        if self._plan.memory is None:
-            await llm.collective_rpc("millstream_load_file", args=(self._plan.folder,))
-        else:
-            layout = msgspec.json.encode(self._plan.layout).decode()
-            await llm.collective_rpc("millstream_load_memory", args=(self._plan.memory, layout))
+    async def _load_offered(self) -> None:
+        await self._llm.collective_rpc("millstream_load", args=(msgspec.json.encode(self._offered).decode(),))
 
     # ---- outputs -------------------------------------------------------------------------------------------------------
 
-    async def _follow(self, flight: Flight) -> None:
-        while flight.finish is None:
-            self._take(flight, await flight.outputs.get())
+    async def _follow(self, request: VllmRequest) -> None:
+        while request.finish is None:
+            self._take(request, await request.outputs.get())
 
-    def _take_all(self, flight: Flight) -> None:
-        while flight.finish is None and (output := flight.outputs.get_nowait()) is not None:
-            self._take(flight, output)
+    def _take_all(self, request: VllmRequest) -> None:
+        while request.finish is None and (output := request.outputs.get_nowait()) is not None:
+            self._take(request, output)
 
-    def _take(self, flight: Flight, output: Any) -> None:
+    def _take(self, request: VllmRequest, output: Any) -> None:
         (part,) = output.outputs
         if part.token_ids and output.metrics is not None and output.metrics.last_token_ts < self._loaded_at:
-            raise EngineError(f"{flight.request.key}: a token of weights before version {self._version} came late")
-        self._tokens_generated += flight.extend(part, self._version)
+            raise EngineError(f"{request.request.key}: a token of weights before version {self._version} came late")
+        self._tokens_generated += request.extend(part, self._version)
         if output.finished:
-            if part.finish_reason not in FINISHES:
-                raise EngineError(f"{flight.request.key}: vLLM ended it with {part.finish_reason!r}")
-            self._finish(flight, FINISHES[part.finish_reason])
-        elif flight.is_watched:
-            self._report.sampled.append((flight.request.key, flight.news()))
+            if part.finish_reason not in _FINISHES:
+                raise EngineError(f"{request.request.key}: vLLM ended it with {part.finish_reason!r}")
+            self._finish(request, _FINISHES[part.finish_reason])
+        elif request.is_watched:
+            self._report.sampled.append((request.request.key, request.take_unreported()))
             self._send_soon()
         if self._began is not None and time.monotonic() - self._began >= SPAN_S:
             self._end_span()
             self._begin_span()
 
-    def _finish(self, flight: Flight, finish: Finish) -> None:
-        flight.finish = finish
-        del self._flights[flight.request.key]
-        if flight.task is not None and flight.task is not asyncio.current_task():
-            flight.task.cancel()
-        self._report.finished.append((flight.request.key, flight.completion()))
-        if not self._flights:
+    def _finish(self, request: VllmRequest, finish: Finish) -> None:
+        request.finish = finish
+        del self._requests[request.request.key]
+        if request.task is not None and request.task is not asyncio.current_task():
+            request.task.cancel()
+        self._report.finished.append((request.request.key, request.completion()))
+        if not self._requests:
             self._end_span()
         self._send_soon()
 
@@ -296,7 +337,7 @@ class VllmWorker:
     # ---- reports -------------------------------------------------------------------------------------------------------
 
     def _begin_span(self) -> None:
-        if self._began is None and self._flights and not self._is_paused:
+        if self._began is None and self._requests and not self._is_paused:
             self._began = time.monotonic()
             self._tokens_at_begin = self._tokens_generated
 
@@ -312,36 +353,36 @@ class VllmWorker:
         self._send_soon()
 
     def _send_soon(self) -> None:
-        """What one turn of the event loop brings goes out together."""
+        """Everything of one turn of the event loop is one report."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._send)
 
     def _send(self) -> None:
         report = self._report
-        self._report = Report([], [])
+        self._report = WorkerReport([], [])
         self._is_due = False
-        in_flight = len(self._flights)
+        in_flight = len(self._requests)
         report.running = min(self._running, in_flight)
         report.waiting = in_flight - report.running
         report.cache_used = self._cache_used if in_flight else 0.0
         report.tokens_generated = self._tokens_generated
         report.num_preempted = self._num_preempted
         report.swap_s = self._swap_s
-        self._tell(report)
+        self._send_report(report)
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request that is wrong: a ValueError, and later an error of its own."""
+    """What vLLM raises for an invalid request: a ValueError, and in later versions an error of its own."""
     from vllm import exceptions
 
     return ValueError, getattr(exceptions, "VLLMClientError", ValueError)
 
 
 def _words(error: BaseException) -> str:
-    """The first of several that ended together: the others are what it caused."""
+    """Of the first of several: the others are its consequences."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if type(error).__name__ == "EngineDeadError":
-        return DEAD
+        return CORE_EXITED
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
