@@ -13,8 +13,6 @@ MAX_FUNCTION_LINES = 60
 MAX_METHODS = 30
 """Of a class outside `testing/`."""
 MAX_FILE_LINES = 500
-PENDING_DUPLICATES = frozenset(("Plan", "ProcessHost", "Setup", "Stage", "ThreadHost", "keep_alive", "work"))
-"""Names that engine/native/process, engine/native/remote, engine/vllm and cluster still define again."""
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +26,8 @@ def listed(rule: str, offenders: Iterable[object]) -> str:
 
 def test_no_public_top_level_name_is_defined_in_two_modules(tree: house.Tree) -> None:
     found = house.duplicate_names(tree, with_aliases=True)
-    names = [f"{name}: {', '.join(paths)}" for name, paths in found.items() if name not in PENDING_DUPLICATES]
+    names = [f"{name}: {', '.join(paths)}" for name, paths in found.items()]
     assert not names, listed(f"{len(names)} names are defined in several modules:", names)
-
-
-@pytest.mark.xfail(reason="the engine processes, vLLM and the cluster are being rewritten")
-def test_no_module_that_is_being_rewritten_defines_a_name_again(tree: house.Tree) -> None:
-    found = house.duplicate_names(tree, with_aliases=True)
-    assert not PENDING_DUPLICATES & set(found)
 
 
 def test_attributes_are_assigned_one_at_a_time(tree: house.Tree) -> None:
