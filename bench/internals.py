@@ -95,13 +95,14 @@ async def run_pipeline(
     micro_batch_tokens: int = 1 << 20,
 ) -> None:
     """The production pipeline on the virtual clock, with the production store, over these engines; tasks are numbered."""
-    clock = VirtualClock()
+    clock, channel = VirtualClock(), LocalChannel()
+    await channel.publish(0, {})
     parts = Parts(
         engines=tuple(engines),
         environment=environment,
         learner=learner,
         store=MemoryStore(store_tasks(), capacity_rows=config.most_groups * rollout.most_rows),
-        channel=LocalChannel(),
+        channel=channel,
         clock=clock,
         sink=sink,
         waits=Waits(clock=clock, sink=sink, stall_s=1e6, deadline_s=1e9),
