@@ -658,11 +658,11 @@ def test_where_no_other_engine_serves_weights_that_never_arrive_end_the_run_with
 
 
 def test_weights_that_cannot_be_reached_are_staged_again_and_loaded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead, anew = {3}, list[int]()
+    dead, restaged = {3}, list[int]()
     newest = [0]
 
     async def restage(channel: LocalChannel) -> Weights:
-        anew.append(channel.version)
+        restaged.append(channel.version)
         dead.clear()
         return {}
 
@@ -675,11 +675,11 @@ def test_weights_that_cannot_be_reached_are_staged_again_and_loaded_at_once(monk
 
     original = LocalChannel.fetch
     monkeypatch.setattr(LocalChannel, "fetch", fetch)
-    monkeypatch.setattr(LocalChannel, "anew", restage)
+    monkeypatch.setattr(LocalChannel, "restage", restage)
     plain = simulate(World(num_engines=1))
     unreachable(monkeypatch, is_cut_off)
     outcome = simulate(World(num_engines=1))
-    assert anew == [3] and outcome.seconds == plain.seconds
+    assert restaged == [3] and outcome.seconds == plain.seconds
 
 
 # ---- added and taken away ----------------------------------------------------------------------------------------------

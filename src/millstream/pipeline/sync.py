@@ -159,7 +159,7 @@ class WeightSync:
             self._give_up(engine, error)
         if not self._has_warned:
             self._has_warned = True
-            message = f"{owner}: {error}; it is retried, and later failures are retried without a warning"
+            message = f"{owner}: {error}; it tries again, and so does whoever is next"
             self._context.emit(Warned(at=self._context.now(), message=message))
         if isinstance(error, WeightsUnreachable):
             staging = self._channel.restage()
