@@ -18,14 +18,14 @@ from unittest.mock import patch
 from millstream import PipelineConfig, RolloutConfig, RunConfig
 from millstream.algo.advantages import ADVANTAGES, Advantage, grpo, has_signal
 from millstream.algo.credit import Estimator, gae
-from millstream.audit import Report, audit, report_lines
+from millstream.audit import AuditReport, audit, report_lines
 from millstream.clock import VirtualClock
 from millstream.config import load
 from millstream.engine import Engine
 from millstream.env import Environment
 from millstream.env.data import in_order, read
 from millstream.env.games.frozen_lake import FrozenLake
-from millstream.env.rewards import RewardConfig, Scorer, exact_match, prepare_rewards
+from millstream.env.rewards import CompletionScorer, RewardConfig, exact_match, prepare_rewards
 from millstream.env.sandbox.sandbox import WALLS, Sandbox, SandboxBroken, what_is_contained
 from millstream.events import EventSink
 from millstream.events.bias import BiasReport, bias_report
@@ -40,8 +40,9 @@ from millstream.run.folder import RunResult
 from millstream.run.garbage import seldom_collected
 from millstream.seeds import derive_seed
 from millstream.serving.router import Router
+from millstream.sim.costs import H200, H200_KV_TOKENS, Costs
 from millstream.sim.draws import Draw, at_most, constant, lognormal, mixture, pareto, truncated_normal, uniform
-from millstream.sim.engine import H200, H200_KV_TOKENS, Costs, SimEngine
+from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment, Success, by_prompt, longer_is_harder
 from millstream.sim.learner import SimLearner
 from millstream.store import Reads, Want
@@ -76,7 +77,7 @@ def first_epoch(config: RunConfig) -> list[Task]:
     return [task for _, task in islice(in_order(tasks, seed=config.seed, shuffle=config.data.shuffle), len(tasks))]
 
 
-def must_be_clean(report: Report) -> None:
+def must_be_clean(report: AuditReport) -> None:
     """Raises `SystemExit` with the findings of an audit, where it has any."""
     if not report.is_clean:
         raise SystemExit("\n".join(report_lines(report)))
@@ -94,13 +95,14 @@ async def run_pipeline(
     micro_batch_tokens: int = 1 << 20,
 ) -> None:
     """The production pipeline on the virtual clock, with the production store, over these engines; tasks are numbered."""
-    clock = VirtualClock()
+    clock, channel = VirtualClock(), LocalChannel()
+    await channel.publish(0, {})
     parts = Parts(
         engines=tuple(engines),
         environment=environment,
         learner=learner,
         store=MemoryStore(store_tasks(), capacity_rows=config.most_groups * rollout.most_rows),
-        channel=LocalChannel(),
+        channel=channel,
         clock=clock,
         sink=sink,
         waits=Waits(clock=clock, sink=sink, stall_s=1e6, deadline_s=1e9),

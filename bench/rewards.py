@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from internals import WALLS, RewardConfig, Sandbox, SandboxBroken, Scorer, prepare_rewards, what_is_contained
+from internals import WALLS, CompletionScorer, RewardConfig, Sandbox, SandboxBroken, prepare_rewards, what_is_contained
 from millstream.types import Task
 from report import Options, Row, alone, cost, not_measured, publish, say
 
@@ -48,7 +48,7 @@ async def measure(work: Work, num_alone: int, num_at_once: int) -> Milliseconds:
 
 
 def scoring(config: RewardConfig, task: Task, completion: str) -> Work:
-    scorer = Scorer(prepare_rewards([config]))
+    scorer = CompletionScorer(prepare_rewards([config]))
     return lambda: scorer.score(task, completion)
 
 

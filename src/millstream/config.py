@@ -1,6 +1,6 @@
 """Config files: TOML into frozen structs. An unknown key fails with the nearest name; a wrong type says where and what.
 
-A component's config is a struct beside the component; `run.config` puts them together.
+A component's config is a struct next to the component; `run.config` puts them together.
 """
 
 from __future__ import annotations

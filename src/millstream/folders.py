@@ -36,7 +36,7 @@ def make(prefix: str, on_removed: OnRemoved = lambda folder: None, *, name: str 
 
 
 def remove(folder: Path) -> None:
-    """By its owner, or by anybody who knows that it is not needed."""
+    """By its owner, or by any process that knows that it is not needed."""
     shutil.rmtree(folder, ignore_errors=True)
     descriptor = _locks.pop(folder, None)
     if descriptor is not None:

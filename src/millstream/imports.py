@@ -16,7 +16,7 @@ def is_own(name: str) -> bool:
     return ":" in name
 
 
-def load(name: str) -> Any:
+def load_function(name: str) -> Any:
     """Raises `ConfigError`, which says what was expected and where."""
     module_name, _, function_name = name.rpartition(":")
     module = _module_from(module_name)

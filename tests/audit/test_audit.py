@@ -24,7 +24,7 @@ import pytest
 from msgspec import structs
 
 import millstream.audit
-from millstream.audit import COUNTS, RULES, Report, audit, report_lines
+from millstream.audit import COUNTS, RULES, AuditReport, audit, report_lines
 from millstream.audit.checkpoints import CheckpointFolder
 from millstream.events import (
     CheckpointSealed,
@@ -910,7 +910,7 @@ def cases(crimes: dict[str, dict[str, Crime]]) -> list[Any]:
     return [pytest.param(rule, crime, id=name) for rule, some in crimes.items() for name, crime in some.items()]
 
 
-def rules_broken(report: Report) -> set[str]:
+def rules_broken(report: AuditReport) -> set[str]:
     rules = {finding.rule for finding in report.findings}
     assert rules <= RULES.keys()
     return rules

@@ -19,14 +19,13 @@ from msgspec.structs import replace
 import quality
 from millstream.events import GroupTaken, RolloutEnded
 from millstream.types import Finish
-from quality import Job, Runner, alone_in
+from quality import Job, alone_in
 from quality_cells import (
     LAGS,
     LOSSES,
     UNCORRECTED,
     WARM_UP,
     Cell,
-    Point,
     Result,
     Results,
     Settings,
@@ -36,21 +35,9 @@ from quality_cells import (
     read_results,
 )
 from quality_report import BEGIN, END, Difference, beside_synchronous, json_rows, paired, read_finished, write_report
+from support.quality_jobs import SMALL, Processes, made_up, runner
 
-SMALL = Settings(
-    num_tasks=200, held_out=8, hidden=16, warm_up_to=0.0, groups_per_step=2, group_size=2, steps=4, every_steps=4
-)
 BENCH = Path(quality.__file__)
-
-
-def made_up(cell: Cell, accuracy: float) -> Result:
-    """A cell whose last two points have this mean."""
-    heights = (0.25, 0.9, 0.9, accuracy - 0.01, accuracy + 0.01)
-    curve = [Point(step=n, samples=4 * n, seconds=1.0 * n, accuracy=a, greedy=a) for n, a in enumerate(heights)]
-    return Result(
-        loss=cell.loss, max_lag=cell.max_lag, seed=cell.seed, curve=curve, lags={str(cell.max_lag): 100}, oldest_token=cell.max_lag,
-        newest_token=cell.max_lag, metrics={"effective_sample_size": 0.9}, seconds=2.0,
-    )  # fmt: skip
 
 
 def accuracy_of(cell: Cell) -> float:
@@ -173,38 +160,6 @@ def test_lags_are_counted_after_the_first_batches_from_the_oldest_token() -> Non
 
 # ---- it may be stopped at any moment -------------------------------------------------------------------------------------
 
-WARM = "import sys, tarfile; tarfile.open(sys.argv[1] + '/warm.tar', 'w').close()"
-CELL = """
-import pathlib, sys, time
-scratch, slow, kind, result = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), *sys.argv[3:]
-if slow.exists():
-    slow.rename(slow.with_name("met"))
-    time.sleep(60)
-if kind == "fails":
-    sys.exit("no luck today")
-(scratch / "result.json").write_text(result)
-"""
-"""A cell that has its result at once, but for the first one to meet the file `slow`, and one that fails."""
-
-
-class Processes:
-    """Made-up ones for a `Runner`, and which were started."""
-
-    def __init__(self, slow: Path, fails: Cell | None = None) -> None:
-        self._slow, self._fails, self.started = slow, fails, list[str]()
-
-    def __call__(self, job: Job, model: Path, scratch: Path) -> list[str]:
-        self.started.append(str(job))
-        if job.cell is None:
-            return [sys.executable, "-c", WARM, str(scratch)]
-        kind = "fails" if job.cell == self._fails else "ends"
-        said = msgspec.json.encode(made_up(job.cell, 0.5)).decode()
-        return [sys.executable, "-c", CELL, str(scratch), str(self._slow), kind, said]
-
-
-def runner(folder: Path, processes: Processes, *, minutes: float = 1.0) -> Runner:
-    return Runner(folder, SMALL, jobs=2, minutes=minutes, seeds=1, command=processes)
-
 
 def test_a_cell_that_was_cut_short_starts_again_and_a_finished_one_does_not(tmp_path: Path) -> None:
     slow, met, folder = tmp_path / "slow", tmp_path / "met", tmp_path / "folder"
@@ -225,7 +180,7 @@ def test_a_cell_that_was_cut_short_starts_again_and_a_finished_one_does_not(tmp_
 
 def test_a_killed_run_leaves_complete_results(tmp_path: Path) -> None:
     words = [sys.executable, "-c", KILLED, str(tmp_path)]
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path})
     until = time.monotonic() + 30
     while not (tmp_path / "results.jsonl").exists() and time.monotonic() < until:
@@ -241,7 +196,7 @@ def test_a_killed_run_leaves_complete_results(tmp_path: Path) -> None:
 
 KILLED = """
 import pathlib, sys
-from test_quality import Processes, runner
+from support.quality_jobs import Processes, runner
 folder = pathlib.Path(sys.argv[1])
 runner(folder, Processes(folder / "slow")).run()
 """

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 import scheduling
 from millstream.events import GroupLeft, GroupTaken, RolloutAborted, RolloutEnded, Stepped
 from millstream.seeds import request_seed
+from millstream.sim.costs import Costs
 from millstream.sim.draws import Draw, at_most, constant, lognormal
-from millstream.sim.engine import Costs
 from millstream.types import Fate, RequestKey
 from scheduling import (
     HEAVY,

@@ -43,6 +43,7 @@ from millstream.events.trace import perfetto
 from millstream.run.config import RunConfig
 from millstream.run.folder import RunResult
 from support.simulated import World, simulate
+from support.views import drawn
 
 STATUS = Status(
     at=90.0,
@@ -80,12 +81,6 @@ def events() -> list[Event]:
     evaluated = Evaluated(at=0.0, name="sampled before", version=0, accuracy=0.125, num_tasks=64)
     stalled = Stalled(at=95.0, owner="sync of engine", what="engine to load version 3", seconds=31.0)
     return [warmed, evaluated, started, *found, STATUS, stalled]
-
-
-def drawn(view: View) -> str:
-    console = Console(file=io.StringIO(), width=110)
-    console.print(view)
-    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_view_shows_progress_reward_lag_speed_queues_and_waits_in_words() -> None:

@@ -121,7 +121,7 @@ def test_a_run_is_scaled_up_and_down_and_beyond_the_room_of_its_cluster_it_is_to
         assert said.exit_code == 0 and "engine-0 has joined\nengines: engine, engine-0\n" in said.output, said.output
         said = scale(3)
         assert said.exit_code == 1 and "waited 30 s for engine-1 (10 CPU, 0 GPU) to start" in said.output, said.output
-        assert "the run goes on with engine, engine-0: ask for fewer engines" in said.output
+        assert "the run continues with engine, engine-0: ask for fewer engines" in said.output
         said = scale(1)
         assert said.exit_code == 0 and "engine-0 has left\nengines: engine\n" in said.output, said.output
         num_steps = steps_of(run_dir)

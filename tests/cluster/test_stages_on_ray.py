@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from test_stages_for_real import config
 
 from millstream import train
 from millstream.env.rewards import Reward
@@ -19,6 +18,7 @@ from millstream.events.sinks import read_events
 from millstream.rpc.process import Kind
 from millstream.types import Task
 from support.runs import assert_clean
+from support.stage_runs import config
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.ray

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_store_faults import ProcessGroup, check_ledgers, drain
 
 from millstream.store import Reads, Store, Want
 from millstream.testing.store import StoreSuite
+from support.store_load import ProcessGroup, check_ledgers, drain
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray

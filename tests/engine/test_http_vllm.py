@@ -1,9 +1,9 @@
 """The http engine over a real vLLM, where one is given. It needs vLLM in an environment of its own, so it is not started here:
 
-    python -c "import sys; sys.path.insert(0, 'tests'); import test_http_vllm; test_http_vllm.model(7).save_pretrained('tiny-vllm')"
+    python -c "import sys; sys.path.insert(0, 'tests'); from support.vllm_engines import model; model(7, ties=False).save_pretrained('tiny-vllm')"
     VLLM_SERVER_DEV_MODE=1 vllm serve tiny-vllm --skip-tokenizer-init --dtype float32 --logprobs-mode processed_logprobs \
         --max-num-seqs 4 --enforce-eager --port 8399
-    MILLSTREAM_VLLM_URL=http://127.0.0.1:8399 pytest tests/test_http_vllm.py
+    MILLSTREAM_VLLM_URL=http://127.0.0.1:8399 pytest tests/engine/test_http_vllm.py
 """
 
 from __future__ import annotations
@@ -13,25 +13,18 @@ import tempfile
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PreTrainedModel
 
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig
 from millstream.engine.http.config import HttpConfig
 from millstream.events.sinks import MemorySink
-from millstream.model.load import new_model, set_up_cpu
 from millstream.run.build import build_engine
 from millstream.testing.engine import EngineSuite
 from support.tiny import SHAPE, VOCABULARY, plain
+from support.vllm_engines import model
 
 URL = os.environ.get("MILLSTREAM_VLLM_URL")
 TWINS: dict[int, Any] = {}
-
-
-def model(seed: int) -> PreTrainedModel:
-    """Heads of 32: vLLM has no smaller ones on a CPU."""
-    set_up_cpu()
-    return new_model(LlamaConfig(**{**SHAPE, "hidden_size": 128}), seed=seed)
 
 
 @pytest.mark.skipif(URL is None, reason="MILLSTREAM_VLLM_URL is not set")
@@ -45,8 +38,8 @@ class TestHttpEngineOverVllm(EngineSuite):
         assert URL is not None
         http = HttpConfig(urls=(URL,), flavour="vllm", folder=tempfile.gettempdir(), timeout_s=60.0)
         config = EngineConfig(kind="http", http=http, slots=4)
-        return build_engine(config, model(0), clock=RealClock(), sink=MemorySink())
+        return build_engine(config, model(0, ties=False), clock=RealClock(), sink=MemorySink())
 
     def make_reference(self, number: int) -> Any:
-        TWINS[number] = TWINS.get(number) or plain(model(number))
+        TWINS[number] = TWINS.get(number) or plain(model(number, ties=False))
         return TWINS[number]

@@ -20,61 +20,22 @@ from typing import Any, Literal, TypeVar
 import pytest
 import torch
 from msgspec import structs
-from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import DynamicCache
 
-from millstream.clock import RealClock
-from millstream.engine import Engine, EngineConfig
-from millstream.engine.native.engine import TorchEngine
-from millstream.engine.vllm.config import VllmConfig
+from millstream.engine import Engine
 from millstream.errors import EngineError, RequestRefused
 from millstream.events import Span
-from millstream.events.sinks import MemorySink
-from millstream.model.load import new_model, set_up_cpu
-from millstream.run.build import build_engine
 from millstream.testing.engine import EngineSuite
 from millstream.types import Completion, Finish, Sampling
 from support.tiny import SHAPE, VOCABULARY, plain, prompts, request
+from support.vllm_engines import DEVICE, SLOTS, Started, model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 pytest.importorskip("vllm")
 
 T = TypeVar("T")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SLOTS = 8
 CLOSE = 1e-4 if DEVICE == "cpu" else 2e-3
 """Of log-probabilities in float32. A GPU multiplies in TensorFloat-32 here and there, and adds in another order."""
-
-
-def model(seed: int = 0) -> PreTrainedModel:
-    """Heads of 32: vLLM has no smaller ones on a CPU. Its head shares its weights with its embedding, as many small models' do."""
-    set_up_cpu()
-    config = LlamaConfig(**{**SHAPE, "hidden_size": 128, "tie_word_embeddings": True})
-    return new_model(config, seed=seed).to(DEVICE)
-
-
-class Started:
-    """An engine, and how to give it other weights."""
-
-    def __init__(self, kind: Literal["shared", "file"]) -> None:
-        self.kind = kind
-        self.sink = MemorySink()
-        self.keeps_cache = kind == "file"
-        vllm = VllmConfig(
-            tensor_parallel=2 if kind == "file" and DEVICE == "cpu" else 1,
-            prefix_cache=not self.keeps_cache,
-            weights=kind,
-            cache_gib=1.0,
-            enforce_eager=True,
-        )
-        config = EngineConfig(kind="vllm", slots=SLOTS, prefill_tokens=64, vllm=vllm)
-        # so few tokens of prompts at a time that what is computed again after a swap takes several steps
-        self.engine: TorchEngine = build_engine(config, model(), clock=RealClock(), sink=self.sink)
-
-    async def load(self, seed: int) -> int:
-        """As the next version."""
-        weights = {name: p.detach().clone() for name, p in model(seed).named_parameters()}
-        await self.engine.load(self.engine.version + 1, weights)
-        return self.engine.version
 
 
 STARTED: dict[str, Started] = {}
@@ -157,7 +118,7 @@ def over_kept_cache(twins: dict[int, Any], prompt: tuple[int, ...], tokens: tupl
 
 @cache
 def twin_of(seed: int = 0) -> Any:
-    return plain(model(seed).cpu())
+    return plain(model(seed))
 
 
 async def some_tokens(started: Started, count: int) -> None:
@@ -261,7 +222,7 @@ def test_a_request_that_begins_after_a_swap_never_sees_a_cache_of_older_weights(
 
 def test_weights_of_another_shape_are_refused(started: Started) -> None:
     async def program() -> None:
-        fitting = {name: p.detach() for name, p in model().named_parameters()}
+        fitting = {name: p.detach() for name, p in model().to(DEVICE).named_parameters()}
         with pytest.raises(EngineError, match=r"do not fit.*norm"):
             await started.engine.load(started.engine.version + 1, {**fitting, "model.norm.weight": torch.zeros(1)})
 
@@ -368,12 +329,13 @@ def test_nothing_of_vllm_outlives_a_killed_parent(tmp_path: Path) -> None:
     script.write_text(
         f"""
 import asyncio, sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
-import test_vllm
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from support.tiny import request
+from support.vllm_engines import Started
 
 async def program():
-    one = test_vllm.Started("shared")
-    await one.engine.generate(test_vllm.request(0, (4, 5, 6)))
+    one = Started("shared")
+    await one.engine.generate(request(0, (4, 5, 6)))
     print("ready", flush=True)
     await asyncio.sleep(600)
 

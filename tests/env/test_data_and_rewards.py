@@ -14,7 +14,7 @@ import pytest
 
 from millstream.env.data import DataConfig, in_order, read
 from millstream.env.games import toy
-from millstream.env.rewards import RewardConfig, Scorer, exact_match, find_reward
+from millstream.env.rewards import CompletionScorer, RewardConfig, exact_match, find_reward
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, RewardFailed
 from millstream.rpc.threads import DaemonThreads
@@ -157,7 +157,7 @@ def test_an_unknown_toy_task_is_an_error_that_lists_them() -> None:
 
 def score(function: Any, *, timeout_s: float = 5.0, weight: float = 1.0) -> float:
     config = RewardConfig(function="mine", timeout_s=timeout_s, weight=weight)
-    return asyncio.run(Scorer([(function, config)]).score(TASK, "4"))
+    return asyncio.run(CompletionScorer([(function, config)]).score(TASK, "4"))
 
 
 def test_plain_and_async_functions_are_called_with_task_and_completion() -> None:
@@ -170,7 +170,7 @@ def test_plain_and_async_functions_are_called_with_task_and_completion() -> None
 
 
 def test_several_rewards_add_up_with_their_weights() -> None:
-    scorer = Scorer([(exact_match, RewardConfig(weight=2.0)), (lambda t, c: -1, RewardConfig(weight=0.5))])
+    scorer = CompletionScorer([(exact_match, RewardConfig(weight=2.0)), (lambda t, c: -1, RewardConfig(weight=0.5))])
     assert asyncio.run(scorer.score(TASK, " 4\n")) == 1.5
 
 
@@ -225,7 +225,7 @@ def test_the_time_limit_of_a_reward_does_not_count_the_queue_for_a_thread() -> N
         return 1.0
 
     async def program() -> list[float]:
-        scorer = Scorer([(slow, RewardConfig(timeout_s=1.0))])
+        scorer = CompletionScorer([(slow, RewardConfig(timeout_s=1.0))])
         before = threading.active_count()
         scores = await asyncio.gather(*(scorer.score(TASK, "4") for _ in range(400)))
         assert threading.active_count() - before <= 16
@@ -295,6 +295,6 @@ def test_the_single_turn_environment_shows_the_prompt_and_scores_the_answer() ->
     environment = SingleTurn(
         encode=lambda task: [1, 2, 3],
         decode=lambda tokens: str(tokens[0]),
-        scorer=Scorer([(exact_match, RewardConfig())]),
+        scorer=CompletionScorer([(exact_match, RewardConfig())]),
     )
     assert asyncio.run(environment.rollout(Context())) == 1.0

@@ -148,7 +148,7 @@ def test_a_reward_of_no_turn_or_that_is_no_number_is_the_environments_mistake() 
 
     with pytest.raises(EnvironmentFailed, match="before the first turn"):
         play(Early(), ["a"])
-    with pytest.raises(EnvironmentFailed, match="was told nan: expected a finite number"):
+    with pytest.raises(EnvironmentFailed, match="was called with nan: expected a finite number"):
         play(Odd(), ["a"])
 
 

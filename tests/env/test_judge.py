@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from millstream.env.rewards import RewardConfig, Scorer, group_scorer, prepare_rewards
+from millstream.env.rewards import CompletionScorer, RewardConfig, group_scorer, prepare_rewards
 from millstream.env.rewards.judge import Judge, RankingJudge
 from millstream.errors import RewardFailed
 from millstream.types import Message, Task
@@ -77,7 +77,7 @@ def config(server: Server, *, timeout_s: float = 10.0, **args: Any) -> RewardCon
 
 
 def score(server: Server, completion: str = "four", task: Task = TASK, **more: Any) -> float:
-    return asyncio.run(Scorer(prepare_rewards([config(server, **more)])).score(task, completion))
+    return asyncio.run(CompletionScorer(prepare_rewards([config(server, **more)])).score(task, completion))
 
 
 def test_the_judge_is_shown_prompt_answer_and_completion_and_its_score_is_scaled(server: Server) -> None:
@@ -174,7 +174,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
         port = line.getsockname()[1]
     args = {"url": f"http://127.0.0.1:{port}/v1", "model": "m", "retries": 0}
     with pytest.raises(RewardFailed, match=rf"127\.0\.0\.1:{port}/v1 cannot be asked \(ConnectError"):
-        asyncio.run(Scorer(prepare_rewards([RewardConfig(function="judge", args=args)])).score(TASK, ""))
+        asyncio.run(CompletionScorer(prepare_rewards([RewardConfig(function="judge", args=args)])).score(TASK, ""))
 
 
 def test_a_slow_judge_meets_the_time_limit(server: Server) -> None:
@@ -187,7 +187,7 @@ def test_calls_at_once_are_limited_and_the_wait_for_a_turn_does_not_count(server
     server.delay_s = 0.1
 
     async def program() -> list[float]:
-        judge = Scorer(prepare_rewards([config(server, timeout_s=0.5, most_at_once=2)]))
+        judge = CompletionScorer(prepare_rewards([config(server, timeout_s=0.5, most_at_once=2)]))
         return list(await asyncio.gather(*(judge.score(TASK, str(number)) for number in range(16))))
 
     assert asyncio.run(program()) == [0.5] * 16
@@ -226,7 +226,7 @@ def test_attempts_count_as_calls(server: Server) -> None:
 
 
 def test_a_judge_outlives_an_event_loop(server: Server) -> None:
-    scorer = Scorer(prepare_rewards([config(server)]))
+    scorer = CompletionScorer(prepare_rewards([config(server)]))
     assert [asyncio.run(scorer.score(TASK, "x")) for _ in range(2)] == [0.5, 0.5]
 
 

@@ -18,9 +18,9 @@ import pytest
 from millstream.config import convert, to_toml
 from millstream.env.rewards import (
     BUILT_IN_REWARDS,
+    CompletionScorer,
     GroupScorer,
     RewardConfig,
-    Scorer,
     check_reward,
     find_reward,
     group_scorer,
@@ -102,8 +102,8 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
-def scorer(*configs: RewardConfig) -> Scorer:
-    return Scorer(prepare_rewards(configs))
+def scorer(*configs: RewardConfig) -> CompletionScorer:
+    return CompletionScorer(prepare_rewards(configs))
 
 
 def score(config: RewardConfig, completion: str = "4", task: Task = TASK) -> float:
@@ -193,9 +193,9 @@ def test_a_busy_worker_ends_when_its_parent_is_killed(mine: Path, tmp_path: Path
     told = tmp_path / "worker"
     program = f"""
 import asyncio
-from millstream.env.rewards import RewardConfig, Scorer, prepare_rewards
+from millstream.env.rewards import RewardConfig, CompletionScorer, prepare_rewards
 from millstream.types import Task
-scorer = Scorer(prepare_rewards([RewardConfig(function="{mine}:strange", process=True, workers=1)]))
+scorer = CompletionScorer(prepare_rewards([RewardConfig(function="{mine}:strange", process=True, workers=1)]))
 asyncio.run(scorer.score(Task(id="1", prompt="", answer="{told}"), "tell and hang"))
 """
     with subprocess.Popen([sys.executable, "-c", program]) as parent:
@@ -235,7 +235,7 @@ def test_a_function_passed_from_python_has_no_name_for_another_process() -> None
 
     (config,) = passed(own, [RewardConfig(process=True)])
     with pytest.raises(ConfigError, match=r"Put it into a file, and set function = \"file\.py:function\""):
-        Scorer(prepare_rewards([config], own))
+        CompletionScorer(prepare_rewards([config], own))
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------------------
@@ -466,11 +466,14 @@ def test_rewards_of_groups_add_up_with_their_weights(mine: Path, process: bool) 
 
 def test_each_scorer_has_its_own_rewards_and_leaves_the_others(mine: Path) -> None:
     both = prepare_rewards([RewardConfig(), RewardConfig(function=f"{mine}:ranks", group=True)])
-    assert asyncio.run(Scorer(both).score(TASK, "4")) == 1.0 and Scorer(both).name == "reward exact_match"
+    assert (
+        asyncio.run(CompletionScorer(both).score(TASK, "4")) == 1.0
+        and CompletionScorer(both).name == "reward exact_match"
+    )
     group = group_scorer(both)
     assert group is not None and asyncio.run(group.score(TASK, ["4"])) == [0.0]
     assert group_scorer(both[:1]) is None
-    assert asyncio.run(Scorer(both[1:]).score(TASK, "4")) == 0.0
+    assert asyncio.run(CompletionScorer(both[1:]).score(TASK, "4")) == 0.0
 
 
 @pytest.mark.parametrize("process", [False, True])
@@ -510,7 +513,7 @@ def test_a_reward_is_written_in_under_ten_lines(tmp_path: Path, monkeypatch: pyt
         RunConfig,
         where="docs",
     )
-    own = Scorer(prepare_rewards(run.reward))
+    own = CompletionScorer(prepare_rewards(run.reward))
     assert asyncio.run(own.score(TASK, "The answer is 4")) > asyncio.run(own.score(TASK, "The answer is 5"))
 
 

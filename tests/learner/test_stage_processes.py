@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
-from test_replay import checkpoints_in, standing
 from transformers import PreTrainedModel
 
 from millstream.clock import RealClock
@@ -48,6 +47,7 @@ from millstream.types import Floats, TrainRow
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher
 from millstream.weights.transfer.remote_weights import RemoteWeights
+from support.checkpoints import checkpoints_in, standing
 from support.processes import is_alive
 from support.tiny import CONFIGS, VOCABULARY, make
 
@@ -147,7 +147,7 @@ def test_a_scorer_in_a_process_gives_the_numbers_of_a_local_one_bit_for_bit_and_
         assert await remote.score([]) == []
         weights = staged(outbox, second)
         await remote.load(weights)
-        assert not weights.is_taken, "they do not pass through here"
+        assert not weights.is_fetched, "they do not pass through here"
         await local.load(model_weights(second))
         expected = await local.score(rows)
         assert same(await remote.score(rows), expected)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from test_synchronous import LEARNER, SAMPLING, DelayedReward, tasks
 
 from millstream import resume, train
 from millstream.algo import AlgorithmConfig, credit_for, recipe
@@ -47,45 +46,17 @@ from millstream.store.memory import MemoryStore
 from millstream.testing.learner import make_rows
 from millstream.types import Floats, Task, TrainRow, Weights
 from millstream.weights.local import LocalChannel
+from support.delayed import LEARNER, SAMPLING, DelayedReward, tasks
 from support.runs import assert_clean
+from support.stage_runs import CONFIG, config
 from support.tiny import make
 
-CONFIG = """
-[model.tiny]
-hidden = 32
-layers = 1
-heads = 2
-[data]
-toy = "sort_digits"
-size = 500
-holdout = 16
-[rollout]
-group_size = 2
-max_tokens = 4
-[pipeline]
-steps = 24
-groups_per_step = 16
-filter_zero_signal = false
-[engine]
-slots = 64
-process = false
-[learner]
-learning_rate = 3e-3
-[checkpoint]
-every_s = 1000.0
-"""
 SHAPE = TinyShape(hidden=32, layers=1, heads=2, context=64)
 
 
 def ones(task: Task, completion: str) -> float:
     """To be learned without a warm-up: the share of ones."""
     return completion.count("1") / 4
-
-
-def config(folder: Path, *changes: str) -> RunConfig:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.toml").write_text(CONFIG)
-    return load(folder / "run.toml", RunConfig, [f"run_dir={folder / 'run'}", *changes])
 
 
 def metrics(folder: Path, *changes: str) -> list[dict[str, float]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,10 +18,8 @@ from millstream.algo.advantages import grpo, has_signal
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.native.engine import TorchEngine
-from millstream.env import Context
 from millstream.events import GroupLeft, GroupTaken, WeightsLoaded
 from millstream.events.sinks import MemorySink
-from millstream.learner import LearnerConfig
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
 from millstream.pipeline.pipeline import (
@@ -37,27 +34,12 @@ from millstream.pipeline.waits import Waits
 from millstream.run.build import build_engine
 from millstream.seeds import request_seed
 from millstream.store.memory import MemoryStore
-from millstream.types import Completion, Fate, Request, RequestKey, Sampling, Task, TrainRow, Weights
+from millstream.types import Completion, Fate, Request, RequestKey, Task, TrainRow, Weights
 from millstream.weights.local import LocalChannel
+from support.delayed import LEARNER, SAMPLING, DelayedReward, prompt, reward, tasks
 from support.tiny import make
 
 STEPS, GROUPS, MEMBERS, SLOTS, SEED = 10, 4, 4, 6, 5
-SAMPLING = Sampling(max_tokens=12, stop=(3, 4, 5))
-LEARNER = LearnerConfig(learning_rate=3e-3, micro_batch_tokens=64)
-
-
-def prompt(task: Task) -> list[int]:
-    rng = random.Random(int(task.id))
-    return [rng.randrange(6, 97) for _ in range(rng.randint(2, 9))]
-
-
-def reward(completion: Completion) -> float:
-    return float(sum(completion.tokens) % 3 == 0)
-
-
-def tasks() -> Iterator[Task]:
-    for number in range(10_000):
-        yield Task(id=str(number), prompt="")
 
 
 def make_engine(name: str = "engine", *, is_process: bool = False) -> TorchEngine:
@@ -131,18 +113,6 @@ async def plain_loop() -> Weights:
 
 
 # ---- the pipeline ------------------------------------------------------------------------------------------------------
-
-
-class DelayedReward:
-    """A judge that takes its time, differently in every run."""
-
-    def __init__(self, delays: random.Random) -> None:
-        self._delays = delays
-
-    async def rollout(self, context: Context) -> float:
-        completion = await context.generate(prompt(context.task))
-        await asyncio.sleep(self._delays.random() * 0.02)
-        return reward(completion)
 
 
 async def pipeline(

@@ -33,15 +33,15 @@ from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.messages import WriteSnapshot
 from millstream.learner.processes import GroupSnapshot
 from millstream.learner.snapshots import files_in
-from millstream.pipeline.state import LearnerAndCritic, Ledger, PipelineState
+from millstream.pipeline.state import LearnerAndCritic, PipelineState
 from millstream.rpc.forkserver import SOCKET_VARIABLE
 from millstream.run import build, replay
-from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, Sealed
+from millstream.run.checkpoint import CheckpointConfig, Checkpoints, Sealed
 from millstream.run.replay import MAX_LEARNER_RESTARTS, ReplayedCritic, ReplayedLearner
 from millstream.run.replay_log import LearnerCall, ReplayLog
 from millstream.sim.learner import SimCritic, SimLearner, SimSnapshot
-from millstream.store import Saved
 from millstream.types import Floats, Metrics, TrainRow, Weights
+from support.checkpoints import checkpoints_in, standing
 from support.processes import is_alive, workers
 from support.rank_cases import CASES, STEPS, batch, row, train
 from support.runs import ROOT, assert_clean, command, start, steps_of, until
@@ -567,24 +567,6 @@ def test_while_the_log_is_complete_a_checkpoint_that_was_moved_is_not_needed(tmp
 
     asyncio.run(program())
     assert made[1].heard == [("begin_batch", ()), ("accumulate", ("row 5",)), ("step", ())]
-
-
-def standing(version: int) -> PipelineState:
-    ledger = Ledger(version=version, next_group=0, groups={}, vacant=[], num_replaced=0, num_failed_in_a_row=0)
-    return PipelineState(ledger, Saved(rows=(), is_closed={}, acknowledged={}))
-
-
-def checkpoints_in(folder: Path, sink: MemorySink, config: CheckpointConfig) -> Checkpoints:
-    return Checkpoints(
-        folder / "checkpoints",
-        config,
-        last_step=1000,
-        clock=RealClock(),
-        sink=sink,
-        last_seq=lambda: 0,
-        sync=lambda: None,
-        run_state=lambda: RunState(run_id="run", data_digest="", generators={}),
-    )
 
 
 # ---- for real --------------------------------------------------------------------------------------------------------

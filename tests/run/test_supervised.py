@@ -21,7 +21,6 @@ import torch
 from msgspec import structs
 from rich.console import Console
 from safetensors.numpy import load_file
-from test_show import drawn
 from typer.testing import CliRunner
 
 from millstream.algo import recipe
@@ -47,6 +46,7 @@ from millstream.types import Floats, Metrics, Task, TrainRow, Weights
 from support.learners import rows
 from support.runs import start, until
 from support.tiny import make
+from support.views import drawn
 
 TASKS = [Task(id=str(number), prompt=f"{number}+{number}=", answer=str(2 * number)) for number in range(10)]
 

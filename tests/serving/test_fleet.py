@@ -658,11 +658,11 @@ def test_where_no_other_engine_serves_weights_that_never_arrive_end_the_run_with
 
 
 def test_weights_that_cannot_be_reached_are_staged_again_and_loaded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead, anew = {3}, list[int]()
+    dead, restaged = {3}, list[int]()
     newest = [0]
 
     async def restage(channel: LocalChannel) -> Weights:
-        anew.append(channel.version)
+        restaged.append(channel.version)
         dead.clear()
         return {}
 
@@ -675,11 +675,11 @@ def test_weights_that_cannot_be_reached_are_staged_again_and_loaded_at_once(monk
 
     original = LocalChannel.fetch
     monkeypatch.setattr(LocalChannel, "fetch", fetch)
-    monkeypatch.setattr(LocalChannel, "anew", restage)
+    monkeypatch.setattr(LocalChannel, "restage", restage)
     plain = simulate(World(num_engines=1))
     unreachable(monkeypatch, is_cut_off)
     outcome = simulate(World(num_engines=1))
-    assert anew == [3] and outcome.seconds == plain.seconds
+    assert restaged == [3] and outcome.seconds == plain.seconds
 
 
 # ---- added and taken away ----------------------------------------------------------------------------------------------
@@ -747,7 +747,7 @@ def test_a_new_engine_that_never_serves_is_the_end_of_that_scale_and_the_next_on
 
     error, seconds, made, said = run_virtual(play())
     assert error == (
-        "engine-2 could not be started: engine-2 broke: no room. It is not tried again, and the run goes on with engine-0, "
+        "engine-2 could not be started: engine-2 broke: no room. It is not tried again, and the run continues with engine-0, "
         "engine-1: ask for fewer engines, or make room for more and ask again"
     )
     assert seconds == pytest.approx(300), "nor is another one tried, which would fail as well"
@@ -855,6 +855,15 @@ def test_a_run_can_be_asked_through_a_socket_that_is_its_owners_alone_however_lo
     scaled, now = asyncio.run(served(folder, ask))
     assert scaled.joined == ["a"] and now.version == 1
     assert not (folder / "control.sock").exists()
+
+
+def test_the_types_in_json_output_do_not_change_with_the_names_of_classes() -> None:
+    replies = [
+        ScaleResult(joined=[], left=[], engines=["a"]),
+        ControlError(message="no"),
+        RunStatus(version=1, engines=[], requests_waiting=0, groups_in_flight=0, budget=0, rows_in_store=0, waits=[]),
+    ]
+    assert [msgspec.to_builtins(reply)["type"] for reply in replies] == ["Scaled", "Refused", "Now"]
 
 
 @pytest.mark.parametrize(

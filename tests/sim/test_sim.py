@@ -18,6 +18,7 @@ from msgspec import Struct
 from millstream.clock import run_virtual
 from millstream.errors import EngineError, EnvironmentFailed, RequestRefused
 from millstream.events import GroupTaken, RolloutFailed
+from millstream.sim.costs import H200, Costs
 from millstream.sim.draws import (
     Draw,
     at_most,
@@ -28,7 +29,7 @@ from millstream.sim.draws import (
     truncated_normal,
     uniform,
 )
-from millstream.sim.engine import H200, Costs, SimEngine
+from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment, SimFailure, by_prompt, longer_is_harder
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task
 from support.simulated import World, simulate

@@ -117,7 +117,7 @@ def advantage_of(config: AlgorithmConfig) -> Advantage:
         return Advantage(unchanged, compares_members=config.advantage == "turns")
     if not imports.is_own(config.advantage):
         return ADVANTAGES[config.advantage]
-    function = imports.load(config.advantage)
+    function = imports.load_function(config.advantage)
     own = partial(_of_group, config.advantage, function)
     return Advantage(own, getattr(function, "over_batch", None), compares_members=False)
 
@@ -162,4 +162,4 @@ def corrects(config: AlgorithmConfig) -> bool:
     """Whether the loss weighs by the behaviour policy itself. A user's loss declares it: `loss.corrects = True`."""
     if not imports.is_own(config.loss):
         return LOSSES[config.loss].corrects
-    return bool(getattr(imports.load(config.loss), "corrects", False))
+    return bool(getattr(imports.load_function(config.loss), "corrects", False))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millstream.audit.history import History, RunTerms, TrackedGroup
-from millstream.audit.report import MALFORMED, Fields, Report, reason_of
+from millstream.audit.report import MALFORMED, AuditReport, Fields, reason_of
 
 FORMATS = (1, 2)  # of checkpoints: what is read here is the same in both
 
@@ -20,7 +20,7 @@ class CheckpointFolder:
     """A folder whose manifest could be read. It is sound until a check fails."""
 
     path: Path
-    report: Report
+    report: AuditReport
     version: int
     covers_seq: int
     run_id: str
@@ -80,14 +80,14 @@ class CheckpointFolder:
             self.expect(not objection, "ledger", f"group {group_id}: {objection}")
 
 
-def read_checkpoints(folder: Path, report: Report) -> list[CheckpointFolder]:
+def read_checkpoints(folder: Path, report: AuditReport) -> list[CheckpointFolder]:
     """The folders named `step-N`. Other names (unfinished, being removed, set aside by a resume) get a note."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if re.fullmatch(r"step-\d+", path.name) is None:
             report.notes.append(f"checkpoints/{path.name} is not named like a checkpoint: not checked")
             continue
-        before, part = _read_manifest(path), Report(report.run_dir)
+        before, part = _read_manifest(path), AuditReport(report.run_dir)
         try:
             checkpoint = _read_checkpoint(path, part)
         except MALFORMED as error:
@@ -110,7 +110,7 @@ def _read_manifest(path: Path) -> bytes:
     return b""
 
 
-def _read_checkpoint(path: Path, report: Report) -> CheckpointFolder:
+def _read_checkpoint(path: Path, report: AuditReport) -> CheckpointFolder:
     raw = (path / "manifest.json").read_bytes()
     manifest = json.loads(raw)
     version, covers_seq, run_id = int(manifest["version"]), int(manifest["covers_seq"]), str(manifest["run_id"])

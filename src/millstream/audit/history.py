@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
-from millstream.audit.report import Fields, Report
+from millstream.audit.report import AuditReport, Fields
 
 
 class RunTerms(NamedTuple):
@@ -142,7 +142,7 @@ class History:
 class Cursor:
     """The position in the log, and the history up to there."""
 
-    report: Report
+    report: AuditReport
     now: History = field(default_factory=History)
     line: int = 0
     seq: int = -1

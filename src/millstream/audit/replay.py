@@ -11,7 +11,7 @@ from pathlib import Path
 from millstream.audit.checkpoints import CheckpointFolder
 from millstream.audit.group_rules import GroupRules
 from millstream.audit.history import Cursor, History
-from millstream.audit.report import MALFORMED, Fields, Report, reason_of
+from millstream.audit.report import MALFORMED, AuditReport, Fields, reason_of
 from millstream.audit.run_rules import RunRules
 
 HEAD = re.compile(rb'\{"seq":(\d+),"kind":"(\w+)"')
@@ -22,7 +22,7 @@ SKIPPED = frozenset(
 
 
 class Replay:
-    def __init__(self, path: Path, checkpoints: list[CheckpointFolder], report: Report) -> None:
+    def __init__(self, path: Path, checkpoints: list[CheckpointFolder], report: AuditReport) -> None:
         self._path = path
         self._report = report
         self._size = path.stat().st_size if path.exists() else 0  # a run that is still writing: what is there now

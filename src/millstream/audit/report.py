@@ -58,7 +58,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(slots=True)
-class Report:
+class AuditReport:
     """Counts describe the history behind the newest weights; `processes`, `events` and `checks` all that was read."""
 
     run_dir: Path
@@ -106,7 +106,7 @@ class Report:
         else:
             self.findings_left_out += 1
 
-    def merge(self, part: Report) -> None:
+    def merge(self, part: AuditReport) -> None:
         """Add the checks and findings of a part that was checked with a report of its own."""
         self.checks += part.checks
         self.findings_left_out += part.findings_left_out
@@ -118,7 +118,7 @@ def reason_of(error: Exception) -> str:
     return f"there is no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def report_lines(report: Report) -> list[str]:
+def report_lines(report: AuditReport) -> list[str]:
     """The report as text for a terminal."""
     num_findings = len(report.findings) + report.findings_left_out
     left_out = [f"  FOUND        and {report.findings_left_out:,} more"] if report.findings_left_out else []
@@ -139,7 +139,7 @@ def report_lines(report: Report) -> list[str]:
     ]
 
 
-def _declared_lines(report: Report) -> list[str]:
+def _declared_lines(report: AuditReport) -> list[str]:
     if not report.rollouts_aborted and not report.groups_restarted:
         return []
     return [f"  declared     {report.rollouts_aborted:,} rollouts aborted, {report.groups_restarted:,} group restarts"]

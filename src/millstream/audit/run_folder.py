@@ -8,12 +8,12 @@ from pathlib import Path
 from millstream.audit.checkpoints import read_checkpoints
 from millstream.audit.history import History
 from millstream.audit.replay import Replay
-from millstream.audit.report import COUNTS, MALFORMED, Report, reason_of
+from millstream.audit.report import COUNTS, MALFORMED, AuditReport, reason_of
 
 
-def audit(run_dir: Path) -> Report:
+def audit(run_dir: Path) -> AuditReport:
     """Read the folder of a run that has finished, was killed, or is still running. Never raises for what it finds there."""
-    report = Report(run_dir)
+    report = AuditReport(run_dir)
     checkpoints = read_checkpoints(run_dir / "checkpoints", report)
     now = Replay(run_dir / "events.jsonl", checkpoints, report).run()
     report.checkpoints_verified = sum(checkpoint.is_sound for checkpoint in checkpoints)
@@ -23,7 +23,7 @@ def audit(run_dir: Path) -> Report:
     return report
 
 
-def _count(now: History, report: Report) -> None:
+def _count(now: History, report: AuditReport) -> None:
     report.groups_admitted = now.num_admitted
     report.groups_in_flight = len(now.groups)
     report.groups_trained = now.fates["trained"]
@@ -43,7 +43,7 @@ def _count(now: History, report: Report) -> None:
         )
 
 
-def _check_metrics(path: Path, now: History, report: Report) -> None:
+def _check_metrics(path: Path, now: History, report: AuditReport) -> None:
     """The last lines of a run that was killed may be missing, torn, or ahead of the events."""
     is_killed, last, due = now.outcome is None, len(now.steps), 1
     rows = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -68,7 +68,7 @@ def _check_metrics(path: Path, now: History, report: Report) -> None:
     report.expect(is_complete, "metrics", f"metrics.jsonl ends with step {due - 1}, the events with {last}")
 
 
-def _check_summary(path: Path, report: Report) -> None:
+def _check_summary(path: Path, report: AuditReport) -> None:
     if report.outcome != "finished" or not path.exists():
         return
     try:

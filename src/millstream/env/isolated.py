@@ -52,7 +52,7 @@ class PlayEpisode(Struct, frozen=True):
     end_token: int
 
 
-class EpisodeResult(Struct, frozen=True):
+class EpisodeReply(Struct, frozen=True):
     reward: float | list[float] = 0.0
     failure: str = ""  # empty: the episode has ended, with this reward
 
@@ -155,7 +155,7 @@ class _EnvironmentWorker(Remote):
         failed: RolloutError | None = None
         self._calls = asyncio.Queue()
         begin = PlayEpisode(context.task, context.seed, context.text.has_chat, context.text.end_token)
-        ending = asyncio.wrap_future(self.call(begin, EpisodeResult))
+        ending = asyncio.wrap_future(self.call(begin, EpisodeReply))
         ending.add_done_callback(lambda _: self._calls.put_nowait(None))
         try:
             while (item := await self._calls.get()) is not None:
@@ -166,7 +166,7 @@ class _EnvironmentWorker(Remote):
                     failed = error
                     is_full = isinstance(error, RequestRefused)
                     self.fail(number, error if is_full else EnvironmentFailed(str(error)))
-            result: EpisodeResult = await ending
+            result: EpisodeReply = await ending
         finally:
             ending.cancel()
         if result.failure:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from millstream.env.base import Content, Environment
-from millstream.env.isolated import ContextCall, EnvironmentSetup, EpisodeResult, PlayEpisode
+from millstream.env.isolated import ContextCall, EnvironmentSetup, EpisodeReply, PlayEpisode
 from millstream.env.resolve import find_environment
 from millstream.errors import MillstreamError
 from millstream.rpc import threads
@@ -76,17 +76,17 @@ class _RemoteContext:
         return _RemoteContext(self._channel, self._episode, number)
 
 
-async def _play(environment: Environment, context: _RemoteContext, name: str) -> EpisodeResult:
+async def _play(environment: Environment, context: _RemoteContext, name: str) -> EpisodeReply:
     try:
         reward = await environment.rollout(context)
     except MillstreamError as error:
-        return EpisodeResult(failure=str(error))
+        return EpisodeReply(failure=str(error))
     except Exception as error:  # user code: any error fails this rollout only
-        return EpisodeResult(failure=f"{name} raised {type(error).__name__} at {_place(error)}: {error}")
+        return EpisodeReply(failure=f"{name} raised {type(error).__name__} at {_place(error)}: {error}")
     try:
-        return EpisodeResult([float(one) for one in reward] if isinstance(reward, Sequence) else float(reward))
+        return EpisodeReply([float(one) for one in reward] if isinstance(reward, Sequence) else float(reward))
     except (TypeError, ValueError):
-        return EpisodeResult(failure=f"the environment returned {reward!r}: expected a number, or one per agent")
+        return EpisodeReply(failure=f"the environment returned {reward!r}: expected a number, or one per agent")
 
 
 def _place(error: Exception) -> str:
@@ -102,7 +102,7 @@ def _place(error: Exception) -> str:
 def serve_environment(connection: socket.socket) -> None:
     channel = Channel(connection)
 
-    def begin(setup: EnvironmentSetup) -> Callable[[PlayEpisode], EpisodeResult]:
+    def begin(setup: EnvironmentSetup) -> Callable[[PlayEpisode], EpisodeReply]:
         exit_if_blocked(setup.limit_s)
         sys.path += [place for place in setup.path if place not in sys.path]
         environment, name = find_environment(setup.config).environment, setup.config.shown

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from millstream.env.base import Context
-from millstream.env.rewards import Scorer
+from millstream.env.rewards import CompletionScorer
 from millstream.types import Task
 
 
 class SingleTurn:
     def __init__(
-        self, *, encode: Callable[[Task], list[int]], decode: Callable[[Sequence[int]], str], scorer: Scorer
+        self, *, encode: Callable[[Task], list[int]], decode: Callable[[Sequence[int]], str], scorer: CompletionScorer
     ) -> None:
         self._encode = encode
         self._decode = decode

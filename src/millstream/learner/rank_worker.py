@@ -122,7 +122,7 @@ def build_rank(setup: RankSetup) -> Rank:
     elif setup.weights is not None:
         with WeightsFetcher(own_node()).take(setup.weights) as taken:
             load_weights(model, taken.weights)
-    objective = imports.load(plan.objective.function)(plan.objective.arguments)
+    objective = imports.load_function(plan.objective.function)(plan.objective.arguments)
     if plan.num_ranks == 1:
         on_device = model.to(plan.device)
         own = make_policies(on_device, plan.config, plan.temperature, is_proximal_given=plan.is_proximal_given)

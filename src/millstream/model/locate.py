@@ -49,7 +49,7 @@ def check_tokenizer(path: str) -> None:
 
 
 def no_tokenizer(path: str, why: str) -> str:
-    return f"no tokenizer in {path}: {why}. Save one beside the model with tokenizer.save_pretrained({path!r})"
+    return f"no tokenizer in {path}: {why}. Save one next to the model with tokenizer.save_pretrained({path!r})"
 
 
 def not_on_hub(path: str, why: str) -> str:

@@ -20,10 +20,9 @@ from millstream.store import Store
 from millstream.types import Sampling, Task
 from millstream.weights import WeightChannel
 
-Advantage = Callable[[Rewards], Rewards]
 AfterStep = Callable[[int], Coroutine[Any, Any, None]]
 """Called with every new version: concurrently with training or, in lockstep, between two steps."""
-GroupReward = Callable[[Task, Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
+TokenGroupReward = Callable[[Task, Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
 """The reward that each member gets in addition to its own, from the task and the tokens that each member sampled."""
 
 
@@ -50,11 +49,11 @@ class Parts(Struct, frozen=True, kw_only=True, eq=False):
 class Algorithm(Struct, frozen=True, kw_only=True, eq=False):
     """What the pipeline needs to know of the learning algorithm."""
 
-    advantage: Advantage
+    advantage: Callable[[Rewards], Rewards]
     sampling: Sampling
     micro_batch_tokens: int
     mini_batches: int = 1
-    group_reward: GroupReward | None = None
+    group_reward: TokenGroupReward | None = None
     """Scores a complete group as a whole. None: every rollout has only its own reward."""
     over_batch: OverBatch | None = None
     """Shift and scale of advantages over the whole batch: its rows wait until it is complete. None: trained as they come."""

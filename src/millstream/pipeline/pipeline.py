@@ -22,7 +22,7 @@ from millstream.pipeline.context import GroupInFlight, RunContext
 from millstream.pipeline.critic import CriticUpdates
 from millstream.pipeline.grouping import members_of, rewards_of
 from millstream.pipeline.lockstep import Gate
-from millstream.pipeline.parts import AfterStep, Algorithm, GroupReward, Parts
+from millstream.pipeline.parts import AfterStep, Algorithm, Parts, TokenGroupReward
 from millstream.pipeline.policy import SchedulingPolicy, admission_for, complete_with, gate_for
 from millstream.pipeline.proximal import Proximal
 from millstream.pipeline.resume import Resumption
@@ -35,7 +35,7 @@ from millstream.pipeline.sync import WeightSync
 from millstream.serving.router import Router
 from millstream.types import Fate, Metrics, Sampling, Task
 
-__all__ = ["AfterStep", "Algorithm", "GroupReward", "Parts", "Pipeline"]
+__all__ = ["AfterStep", "Algorithm", "Parts", "Pipeline", "TokenGroupReward"]
 
 
 class Pipeline:

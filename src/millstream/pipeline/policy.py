@@ -33,7 +33,7 @@ from millstream.pipeline.schedule import PipelineConfig
 from millstream.pipeline.schema import TRAIN, this_one
 from millstream.pipeline.settle import GroupFinalizer, OnCancelled
 from millstream.pipeline.sync import WeightSync
-from millstream.serving.router import Rank, Router
+from millstream.serving.router import RequestRank, Router
 from millstream.store import Lease
 
 
@@ -132,7 +132,7 @@ class SchedulingPolicy:
         self._is_held = False
         self._context.notifier.notify()
 
-    def rank(self, group_id: int) -> Rank | None:
+    def rank(self, group_id: int) -> RequestRank | None:
         """The earliest deadline first; of these, the group with the fewest members in flight."""
         if group_id not in self._admission:
             return None

@@ -39,9 +39,9 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
     """Tokens that one turn may sample."""
     temperature: float = 1.0
     stop: tuple[str, ...] = ()
-    """Text that ends a turn, beside the tokenizer's end token. It is part of what was sampled, and trained."""
+    """Text that ends a turn, in addition to the tokenizer's end token. It is part of what was sampled, and trained."""
     retries: int = 1
-    """How often a failed rollout is tried again before its group goes on without it."""
+    """How often a failed rollout is tried again before its group continues without it."""
     min_group_size: int = 2
     """A group with fewer survivors fails, by name. Groups of one need one."""
     timeout_s: float = 600.0
@@ -52,7 +52,7 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("stop has an empty string: expected text that ends a turn")
         if self.max_tokens < 1 or self.retries < 0 or self.timeout_s <= 0:
             raise ValueError("max_tokens must be at least 1, retries at least 0, timeout_s above 0")
-        if self.group_size == 1 and self.min_group_size == 2:  # which nobody has set
+        if self.group_size == 1 and self.min_group_size == 2:  # the default, not set by the user
             structs.force_setattr(self, "min_group_size", 1)
         if not 1 <= self.min_group_size <= self.group_size:
             raise ValueError("min_group_size must be between 1 and group_size")
@@ -122,7 +122,7 @@ class Rollouts:
         self._complete_with = complete_with
         self._groups: dict[int, dict[int, _Member]] = {}
         self._num_ended: dict[int, int] = {}
-        self._closing: set[asyncio.Task[None] | None] = set()  # of groups without members: the store is being told
+        self._closing: set[asyncio.Task[None] | None] = set()  # of groups without members: being closed in the store
         self._is_ending = False
 
     def __contains__(self, group_id: int) -> bool:

@@ -24,7 +24,7 @@ from millstream.pipeline.admission import Admission
 from millstream.pipeline.context import RunContext
 from millstream.pipeline.credit import columns_of, do_turns_differ
 from millstream.pipeline.grouping import by_agent, by_member, members_of, rewards_of, row_order
-from millstream.pipeline.parts import Algorithm, GroupReward
+from millstream.pipeline.parts import Algorithm, TokenGroupReward
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.pipeline.schema import SETTLE
 from millstream.store import Lease
@@ -116,7 +116,7 @@ class GroupFinalizer:
 
     # ---- the reward of a group as a whole ----------------------------------------------------------------------------
 
-    async def _score_and_settle(self, lease: Lease, group_reward: GroupReward) -> None:
+    async def _score_and_settle(self, lease: Lease, group_reward: TokenGroupReward) -> None:
         """A group whose reward fails has failed."""
         began, failure, group_id = self._context.now(), "", lease.group_id
         extra_G = np.zeros(len(rewards_of(lease)))
@@ -134,7 +134,7 @@ class GroupFinalizer:
         async with self._context.quiesce:
             await self._settle_scored(lease, extra_G, began, failure)
 
-    async def _score(self, lease: Lease, group_reward: GroupReward) -> Sequence[float]:
+    async def _score(self, lease: Lease, group_reward: TokenGroupReward) -> Sequence[float]:
         """Waits for the reward, which has time limits of its own; in a resumed run also for the prompt to be read again."""
         waits, group_id = self._context.waits, lease.group_id
         known = self._context.notifier.until(lambda: self._context.groups[group_id].task)

@@ -163,7 +163,7 @@ class WeightSync:
             self._context.emit(Warned(at=self._context.now(), message=message))
         if isinstance(error, WeightsUnreachable):
             staging = self._channel.restage()
-            is_staged = await self._context.waits.on(owner, "weights to be staged anew", staging) is not None
+            is_staged = await self._context.waits.on(owner, "weights to be staged again", staging) is not None
             if is_staged and num_failed == 1:  # later ones: the weights are there, and the way to them needs time
                 return
         version = self._channel.version

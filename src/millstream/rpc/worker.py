@@ -18,7 +18,7 @@ Work = Callable[[socket.socket], None]
 
 
 def load_target(target: str) -> Work:
-    found: Work = imports.load(target if ":" in target else f"{target}:work")
+    found: Work = imports.load_function(target if ":" in target else f"{target}:work")
     return found
 
 

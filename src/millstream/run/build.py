@@ -25,7 +25,7 @@ from millstream.engine.native.process import local_process
 from millstream.engine.vllm.engine import build_vllm
 from millstream.env.registry import Environments, Hosted
 from millstream.env.resolve import EnvironmentKind
-from millstream.env.rewards import ConfiguredRewards, Scorer, group_scorer
+from millstream.env.rewards import CompletionScorer, ConfiguredRewards, group_scorer
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, ModelError
 from millstream.events import EventSink
@@ -38,7 +38,7 @@ from millstream.model.load import context_length, decoder_of, load_model, load_t
 from millstream.model.locate import check_path
 from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
-from millstream.pipeline.pipeline import Algorithm, GroupReward
+from millstream.pipeline.pipeline import Algorithm, TokenGroupReward
 from millstream.pipeline.schema import Stage, store_tasks
 from millstream.rpc.process import Launcher, engine_names
 from millstream.run.config import ModelConfig, RunConfig, critic_of, server_token
@@ -103,7 +103,9 @@ def build_environment(
 
     def single_turn() -> SingleTurn:
         return SingleTurn(
-            encode=lambda task: text.opening(task.prompt), decode=text.decode, scorer=Scorer(rewards, launcher)
+            encode=lambda task: text.opening(task.prompt),
+            decode=text.decode,
+            scorer=CompletionScorer(rewards, launcher),
         )
 
     watched = structs.replace(text, is_watched=True)
@@ -279,7 +281,9 @@ def build_algorithm(
     )
 
 
-def _group_reward(text: TokenizerText, rewards: ConfiguredRewards, launcher: Launcher | None) -> GroupReward | None:
+def _group_reward(
+    text: TokenizerText, rewards: ConfiguredRewards, launcher: Launcher | None
+) -> TokenGroupReward | None:
     scorer = group_scorer(rewards, launcher)
     if scorer is None:
         return None
@@ -290,7 +294,7 @@ def _group_reward(text: TokenizerText, rewards: ConfiguredRewards, launcher: Lau
     return score
 
 
-def _with_overlong(reward: GroupReward | None, config: RunConfig) -> GroupReward | None:
+def _with_overlong(reward: TokenGroupReward | None, config: RunConfig) -> TokenGroupReward | None:
     """The reward of a group, minus the penalty of members that are too long."""
     buffer, max_tokens = config.algorithm.overlong_buffer, config.rollout.max_tokens
     if buffer is None:

@@ -28,7 +28,7 @@ from millstream.weights.transfer.publisher import WeightsPublisher
 
 
 class Scorers(NamedTuple):
-    """The models beside the learner; most runs have none."""
+    """The models in addition to the learner's; most runs have none."""
 
     stages: tuple[Stage, ...] = ()
     reference: TorchScorer | RemoteScorer | None = None

@@ -262,7 +262,7 @@ def _checked_functions(config: RunConfig) -> Iterator[str]:
     """The user's own advantage and loss. Loading a loss most likely imports torch, so only where there is one."""
     for what, name in (("advantage", config.algorithm.advantage), ("loss", config.algorithm.loss)):
         if imports.is_own(name):
-            imports.load(name)
+            imports.load_function(name)
             yield f"checked: the {what} {name} is there"
 
 

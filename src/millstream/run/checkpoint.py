@@ -1,4 +1,4 @@
-"""Checkpoints: written beside training, complete or not at all, verified before they are used.
+"""Checkpoints: written while training continues, complete or not at all, verified before they are used.
 
     RUN/checkpoints/step-000120/
         learner.pt        what the learner wrote: weights, optimizer, schedule; several ranks: .metadata, __0_0.distcp, ...
@@ -80,7 +80,7 @@ class CheckpointManifest(Struct, frozen=True, kw_only=True):
 
 
 class RunState(Struct, frozen=True, kw_only=True):
-    """What a resumed run needs beside the state of its pipeline and learner."""
+    """What a resumed run needs in addition to the state of its pipeline and learner."""
 
     run_id: str
     data_digest: str
@@ -171,7 +171,7 @@ class Checkpoints:
         return self._last_seq()
 
     async def keep(self, pipeline: PipelineState, mark: int, snapshot: Snapshot, held_s: float) -> None:
-        """Start writing a snapshot beside training; waits for the one before it to be written."""
+        """Start writing a snapshot while training continues; waits for the one before it to be written."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
         self._began_at = self._clock.now()

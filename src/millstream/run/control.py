@@ -33,13 +33,16 @@ ASK_S = 10.0
 """How long a request may take to arrive."""
 
 
-class ScaleRequest(Struct, frozen=True, kw_only=True, tag=True):
+# The tags are the `type` in the output of `status --json` and `scale --json`: scripts read them.
+
+
+class ScaleRequest(Struct, frozen=True, kw_only=True, tag="Scale"):
     """Change the number of engines. Answered when they have joined or left."""
 
     engines: int
 
 
-class StatusRequest(Struct, frozen=True, kw_only=True, tag=True):
+class StatusRequest(Struct, frozen=True, kw_only=True, tag="Look"):
     """Report what the run is doing."""
 
 
@@ -51,7 +54,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     slots: int = 0
 
 
-class RunStatus(Struct, frozen=True, kw_only=True, tag=True):
+class RunStatus(Struct, frozen=True, kw_only=True, tag="Now"):
     version: int
     engines: list[EngineStatus]
     requests_waiting: int  # for an engine with room
@@ -61,13 +64,13 @@ class RunStatus(Struct, frozen=True, kw_only=True, tag=True):
     waits: list[WaitNow]
 
 
-class ScaleResult(Struct, frozen=True, kw_only=True, tag=True):
+class ScaleResult(Struct, frozen=True, kw_only=True, tag="Scaled"):
     joined: list[str]
     left: list[str]
     engines: list[str]
 
 
-class ControlError(Struct, frozen=True, kw_only=True, tag=True):
+class ControlError(Struct, frozen=True, kw_only=True, tag="Refused"):
     message: str
 
 

@@ -24,7 +24,7 @@ from millstream.env.isolated import NotMade
 from millstream.env.multi_turn import NothingToShow
 from millstream.env.registry import Hosted, name_of
 from millstream.env.resolve import EnvironmentKind, find_environment
-from millstream.env.rewards import RewardConfig, Scorer, prepare_rewards
+from millstream.env.rewards import CompletionScorer, RewardConfig, prepare_rewards
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, EnvironmentFailed
 from millstream.pipeline.episode import Player
@@ -43,7 +43,7 @@ WHAT_TO_DO = {
     "no-tasks": "let tasks(num, seed) give at least one Task",
     "duplicate-ids": "give every task an id of its own",
     "task-without-id": "give every task an id that is not empty",
-    "not-in-a-process": "put what it needs where a fresh Python finds it: a package, or a file that imports nothing beside it",
+    "not-in-a-process": "put what it needs where a fresh Python finds it: a package, or a file that imports no file next to it",
     "raises": "catch what can go wrong and give a reward for it: a rollout that fails teaches nothing",
     "empty-observation": "show the model something: reset and step return a text, or Messages, that is not empty",
     "too-slow": "make the step faster, or set environment.step_timeout_s higher",
@@ -133,7 +133,7 @@ class _Checker:
         self.num_episodes = 0
 
     def _single_turn(self, rewards: Sequence[RewardConfig]) -> SingleTurn:
-        scorer = Scorer(prepare_rewards(rewards))
+        scorer = CompletionScorer(prepare_rewards(rewards))
         return SingleTurn(encode=lambda task: self._text.opening(task.prompt), decode=self._text.decode, scorer=scorer)
 
     def _find(self, name: str, what: str) -> None:
@@ -196,9 +196,9 @@ class _Checker:
             if alone != again:
                 self._find("not-repeatable", f"two plays of task {pair[0].id!r} with one seed and one policy differ")
                 return
-            beside = await asyncio.gather(*(self._play(task, "again", says) for task in pair))
-            if list(beside) != alone:
-                self._find("shared-state", "an episode goes differently when another runs beside it")
+            together = await asyncio.gather(*(self._play(task, "again", says) for task in pair))
+            if list(together) != alone:
+                self._find("shared-state", "an episode goes differently when another runs at the same time")
 
     def _gold_of(self, task: Task) -> Sequence[str]:
         return [] if self._kind.gold is None else self._kind.gold(task)
@@ -242,7 +242,7 @@ class _Checker:
             case NothingToShow() as error:
                 self._find("empty-observation", f"{where}: {error}")
             case _Endless():
-                self._find("never-ends", f"{where}: the model was asked {MAX_TURNS} times, and the episode went on")
+                self._find("never-ends", f"{where}: the model was asked {MAX_TURNS} times, and the episode did not end")
             case error:
                 self._find(_name_of(error), f"{where}: {type(error).__name__}: {error}")
         return None

@@ -1,6 +1,6 @@
 """Evaluation: the mean reward of a model on held-out tasks, of a run's model between its steps or of a model alone.
 
-An evaluation beside training takes no budget, pauses nothing, and reports which weights version it measured. Imports torch.
+An evaluation during training takes no budget, pauses nothing, and reports which weights version it measured. Imports torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 class Evaluator:
-    """Evaluations of one model through one router. One beside training at a time."""
+    """Evaluations of one model through one router. During training, one at a time."""
 
     def __init__(self, prepared: Prepared, router: Router, clock: Clock, sink: EventSink, waits: Waits) -> None:
         self._prepared = prepared
@@ -62,7 +62,7 @@ class Evaluator:
         return Measured(accuracy=sampled.accuracy, greedy=greedy.accuracy, samples=samples)
 
     async def after_step(self, version: int) -> None:
-        """Beside training, every `evaluation.every_steps` steps; skipped while another one is running."""
+        """While training continues, every `evaluation.every_steps` steps; skipped while another one is running."""
         config = self._prepared.config
         every = config.evaluation.every_steps
         is_due = every is not None and version % every == 0 and version < config.pipeline.steps

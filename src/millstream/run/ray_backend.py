@@ -211,7 +211,7 @@ class RayBackend:
         return self._client
 
     def new_channel(self, learner: RunLearner) -> WeightChannel:
-        """Weights that died with whoever had staged them are staged anew by the learner that took its place."""
+        """Weights that were lost with the process that had staged them are staged again by the learner that replaced it."""
         return RemoteChannel(learner.weights_of if isinstance(learner, ReplayedLearner) else None)
 
     async def close(self) -> None:

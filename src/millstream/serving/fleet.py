@@ -270,7 +270,7 @@ class Fleet:
             why = f"{name} could not be started: {said}"
             self._give_up(name, why)
             raise EngineError(
-                f"{why}. It is not tried again, and the run goes on with {', '.join(self._engines) or 'none'}: ask for fewer "
+                f"{why}. It is not tried again, and the run continues with {', '.join(self._engines) or 'none'}: ask for fewer "
                 "engines, or make room for more and ask again"
             ) from error
         finally:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from millstream.serving.replica import Replica
 from millstream.serving.request import RoutedRequest
 
-Rank = tuple[int, int]  # (deadline, members left): smaller is more urgent
+RequestRank = tuple[int, int]  # (deadline, members left): smaller is more urgent
 ChooseReplica = Callable[[RoutedRequest], Replica | None]
-TURNS = 4  # one turn in so many is for requests without a rank
+TURNS = 4  # one turn in this number is for requests without a rank
 
 
 class WaitingRequest(NamedTuple):
@@ -43,14 +43,14 @@ class RequestQueue:
         """Whether requests of this group wait."""
         return group_id in self._ranked
 
-    def push(self, waiting: WaitingRequest, rank: Rank | None) -> None:
+    def push(self, waiting: WaitingRequest, rank: RequestRank | None) -> None:
         if rank is None:
             self._unranked.push(waiting, (0, 0))
         else:
             self._ranked.push(waiting, rank)
         self._num_waiting += 1
 
-    def rerank(self, group_id: int, rank: Rank | None) -> None:
+    def rerank(self, group_id: int, rank: RequestRank | None) -> None:
         self._ranked.rerank(group_id, rank)
 
     def remove(self, waiting: WaitingRequest) -> None:
@@ -75,8 +75,8 @@ class _ByGroup:
 
     def __init__(self) -> None:
         self._waiting: dict[int, deque[WaitingRequest]] = {}
-        self._ranks: dict[int, Rank] = {}
-        self._heap: list[tuple[Rank, int]] = []
+        self._ranks: dict[int, RequestRank] = {}
+        self._heap: list[tuple[RequestRank, int]] = []
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._waiting
@@ -85,7 +85,7 @@ class _ByGroup:
         for group in self._waiting.values():
             yield from group
 
-    def push(self, waiting: WaitingRequest, rank: Rank) -> None:
+    def push(self, waiting: WaitingRequest, rank: RequestRank) -> None:
         """Last of its group; a request that has lost its replica had its turn before, and becomes the first."""
         group_id = waiting.routed.request.key.group_id
         group = self._waiting.setdefault(group_id, deque())
@@ -95,7 +95,7 @@ class _ByGroup:
             group.append(waiting)
         self.rerank(group_id, rank)
 
-    def rerank(self, group_id: int, rank: Rank | None) -> None:
+    def rerank(self, group_id: int, rank: RequestRank | None) -> None:
         if rank is not None and group_id in self._waiting and self._ranks.get(group_id) != rank:
             self._ranks[group_id] = rank
             heapq.heappush(self._heap, (rank, group_id))
@@ -109,7 +109,7 @@ class _ByGroup:
         return is_here
 
     def pop(self, choose: ChooseReplica, has_room: Callable[[], bool]) -> tuple[WaitingRequest, Replica] | None:
-        skipped, found = list[tuple[Rank, int]](), None
+        skipped, found = list[tuple[RequestRank, int]](), None
         while self._heap and found is None:
             rank, group_id = self._heap[0]
             if self._ranks.get(group_id) != rank:

@@ -21,12 +21,14 @@ from millstream.types import RequestKey, Sampled
 # Of 1/16, 1/4, 1 and 4 this one was chosen: see docs/decisions/15-router.md.
 PROMPT_TOKEN = 1.0
 CROWDED = 0.95  # a cache that is used to this share counts as full
-# One request in so many is sent before its slot is free, so that no slot is idle during the round trip. With the slots, the
+# One request in this number is sent before its slot is free, so that no slot is idle during the round trip. With the slots, the
 # upper bound of what a replica has.
 AHEAD = 4
-LEAST = 8  # the lower bound: one in so many of its slots
+LEAST = 8  # the lower bound: its slots divided by this
 DECREASE = 3 / 4  # what is left of the bound when the cache is too small for it
-RECOVERY = 16  # in the time in which all of its requests are replaced by others, the bound grows by one in so many of its slots
+RECOVERY = (
+    16  # in the time in which all of its requests are replaced by others, the bound grows by its slots divided by this
+)
 REST = BackOff(first_s=1.0)  # after a failure
 MAX_FAILURES = 3  # that no success forgives: then it is not used any more
 

@@ -29,14 +29,14 @@ from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.errors import EngineError, EngineGone, EngineMisconfigured
 from millstream.events import EventSink, ReplicaJoined, ReplicaLeft
-from millstream.serving.queue import Rank, RequestQueue, WaitingRequest
+from millstream.serving.queue import RequestQueue, RequestRank, WaitingRequest
 from millstream.serving.replica import MAX_FAILURES, Replica
 from millstream.serving.request import Lengths, PrefixMap, RoutedRequest
 from millstream.types import Completion, Finish, Request, RequestKey
 
-__all__ = ["Rank", "RankOf", "ReplicaChange", "Router"]
+__all__ = ["RankOf", "ReplicaChange", "RequestRank", "Router"]
 logger = logging.getLogger(__name__)
-RankOf = Callable[[int], Rank | None]  # by group; None for one that is not in training, such as an evaluation's
+RankOf = Callable[[int], RequestRank | None]  # by group; None for one that is not in training, such as an evaluation's
 
 
 class ReplicaChange(NamedTuple):

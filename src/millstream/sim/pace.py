@@ -50,7 +50,7 @@ class Pace:
         self._bend = bend
 
     def stall(self, now: float, seconds: float) -> None:
-        """Nobody moves for so long."""
+        """No request gets on for this long."""
         if seconds:
             self._anchor(now)
             self._time += seconds

@@ -5,7 +5,7 @@ come are kept when the connection breaks, and the request is continued after the
 by the router on another one. A token is taken once, in order, or not at all.
 
 Versions are exact by construction. A server that states the version of every token is believed, within what it was given. For
-the others a stream lives within one version: before an update all streams are ended, and they are continued after it. A server
+the others a stream stays within one version: before an update all streams are ended, and they are continued after it. A server
 that was restarted, and so has the weights it started with, is noticed by their label or by its absence, and is given its
 engine's weights again before it is used.
 
@@ -41,7 +41,7 @@ from millstream.types import Completion, Finish, Request, RequestKey, Weights
 
 DRAIN_S = 1.0  # for a stream to end by itself after its last token, so that its connection can be used again
 ABORT_S = 2.0  # for a server to take note of an aborted request
-HOLD_S = 10.0  # for streams to end after the server was told to end them; then they are cut
+HOLD_S = 10.0  # for streams to end after the server was asked to end them; then they are cut
 
 
 class StreamedRequest(PartialCompletion):

@@ -3,7 +3,7 @@
     FOLDER/millstream-NAME/version-000003.7/         the seventh that was written: whole, and checked before it is used
     FOLDER/millstream-NAME/engine-0.1/version-000003.7  ->  ../version-000003.7
 
-Each engine has a link of its own, and a server is given the path of that link. Before a server is told to load newer weights,
+Each engine has a link of its own, and a server is given the path of that link. Before a server is asked to load newer weights,
 its engine's link to the older ones is removed: an update that reaches the server late finds nothing to load. A version is
 deleted when no engine has a link to it and a newer one is written, all of them when the last user has closed.
 """
@@ -122,7 +122,7 @@ class WeightFolder:
 
 
 class WeightLink:
-    """One engine's link: to the weights that its server has, or is told to load."""
+    """One engine's link: to the weights that its server has, or is asked to load."""
 
     def __init__(self, weights: WeightFolder, folder: Path) -> None:
         self._weights = weights
@@ -131,7 +131,7 @@ class WeightLink:
 
     @property
     def path(self) -> str:
-        """What the server is told to load."""
+        """What the server is asked to load."""
         return str(self._folder / self.written.folder.name)
 
     def write(self, version: int, weights: Weights) -> None:

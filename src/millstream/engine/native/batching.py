@@ -37,7 +37,7 @@ from millstream.model.adapters import trained_weights
 from millstream.model.load import check_layers, context_length
 from millstream.types import Finish, Request, RequestKey, Sampled, Weights
 
-MIN_FREE = 8  # when one in so many slots is free, requests join at once
+MIN_FREE = 8  # when one slot in this number is free, requests join at once
 
 
 class _LaunchedStep(NamedTuple):

@@ -1,7 +1,7 @@
 """Environments of the verifiers library (0.4, its `v1`): tasks, turns and scoring are theirs, the model is ours.
 
 Everything that verifiers lets a model say goes through one client, which answers from the rollout's context: a request that
-goes on where the last one of its trace ended is a further turn of the same sequence, token by token; one whose history was
+continues where the last one of its trace ended is a further turn of the same sequence, token by token; one whose history was
 rewritten begins a new part. Several roles are several agents, in the order in which the environment declares them.
 
 Roles are played by a plain chat loop in this process, without tools, unless the config gives them a harness of verifiers' own.

@@ -21,19 +21,19 @@ from millstream.env.rewards.find import (
     find_reward,
     prepare_rewards,
 )
-from millstream.env.rewards.scorer import ConfiguredRewards, GroupScorer, Scorer, group_scorer
+from millstream.env.rewards.scorer import CompletionScorer, ConfiguredRewards, GroupScorer, group_scorer
 from millstream.env.rewards.text import exact_match, fuzzy_match
 
 __all__ = [
     "BUILT_IN_REWARDS",
     "PASSED",
     "PASS_IT",
+    "CompletionScorer",
     "ConfiguredRewards",
     "GroupReward",
     "GroupScorer",
     "Reward",
     "RewardConfig",
-    "Scorer",
     "check_reward",
     "exact_match",
     "find_reward",

@@ -39,7 +39,7 @@ from millstream.types import Task
 MAX_THREADS = 16
 PACKAGE = str(Path(__file__).parent)
 
-Completions = str | tuple[str, ...]  # a completion, or all completions of a group
+RewardInput = str | tuple[str, ...]  # a completion, or all completions of a group
 
 
 class RewardCall:
@@ -59,7 +59,7 @@ class RewardCall:
         is_async = is_coroutine(self._function)
         self._threads = None if is_async else DaemonThreads("reward", most=MAX_THREADS)
 
-    async def __call__(self, task: Task, completions: Completions) -> Any:
+    async def __call__(self, task: Task, completions: RewardInput) -> Any:
         name, limit_s = self._config.function, self._config.timeout_s
         try:
             if self._workers is not None:

@@ -51,8 +51,8 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
 def prepare_rewards(
     configs: Sequence[RewardConfig], reward: Reward | None = None
 ) -> list[tuple[Reward | GroupReward, RewardConfig]]:
-    """The functions that the configs name, or the one passed from Python, each with its config: the input of `Scorer` and
-    `group_scorer`. Raises `ConfigError`."""
+    """The functions that the configs name, or the one passed from Python, each with its config: the input of
+    `CompletionScorer` and `group_scorer`. Raises `ConfigError`."""
     return [(find_reward(config.function) if reward is None else reward, config) for config in configs]
 
 
@@ -65,7 +65,7 @@ def find_reward(name: str) -> Any:
             'reward=function); or name it in config.toml: function = "file.py:function"'
         )
     if imports.is_own(name):
-        return imports.load(name)
+        return imports.load_function(name)
     if name in BUILT_IN_REWARDS:
         return BUILT_IN_REWARDS[name].function
     raise ConfigError(

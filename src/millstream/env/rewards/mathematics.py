@@ -20,8 +20,8 @@ MARK = "####"
 
 def math_answer(task: Task, completion: str, *, boxed_only: bool = False, precision: int = 6) -> float:
     """1 if the completion's answer is the task's. The answer is what stands in the last \\boxed{}; without a box, what follows
-    the last ####; without that, the final expression (with boxed_only: nothing, and the score is 0). Numbers are compared to so
-    many decimal places."""
+    the last ####; without that, the final expression (with boxed_only: nothing, and the score is 0). Numbers are compared to
+    `precision` decimal places."""
     gold = _last_part(answer_of(task))
     boxed = last_boxed(completion)
     if boxed is None and boxed_only:

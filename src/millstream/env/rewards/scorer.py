@@ -1,4 +1,4 @@
-"""Several rewards with weights: of one completion (`Scorer`), and of all completions of a group (`GroupScorer`)."""
+"""Several rewards with weights: of one completion (`CompletionScorer`), and of all completions of a group (`GroupScorer`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millstream.types import Task
 ConfiguredRewards = Sequence[tuple[Reward | GroupReward, RewardConfig]]
 
 
-class Scorer:
+class CompletionScorer:
     """The weighted sum of the rewards of one completion. ConfiguredRewards of groups are left out: they are `GroupScorer`'s."""
 
     def __init__(self, rewards: ConfiguredRewards, launcher: Launcher | None = None) -> None:

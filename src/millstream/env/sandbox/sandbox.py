@@ -1,4 +1,4 @@
-"""A sandbox for programs that a model wrote. A program gets so much time, memory, disk, output and so many processes; it sees
+"""A sandbox for programs that a model wrote. A program has limits of time, memory, disk, output and processes; it sees
 neither the network, nor our files, nor our variables; and when it is over, nothing of it is left.
 
 What holds here depends on the kernel and on who we are. It is not assumed but tried, once: `what_is_contained` runs a program
@@ -32,7 +32,7 @@ Walls = Literal["root", "user", "none"]
 WALLS: tuple[Walls, ...] = ("root", "user", "none")
 HEADER = 4
 VERDICT_BYTES = 4096
-GRACE_S = 5.0  # past the time limit, until we no longer believe that the keeper lives
+GRACE_S = 5.0  # past the time limit, after which the keeper is taken for dead
 LAST_WORDS_S = 1.0
 BOOT = (
     "import sys, socket; sys.path.insert(0, sys.argv[1]); from inside import forkserver; del sys.path[0]; "

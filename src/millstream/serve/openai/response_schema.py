@@ -19,7 +19,7 @@ from millstream.serve.openai.detokenize import TextPiece
 from millstream.serve.openai.request_schema import CompletionRequest
 from millstream.types import Finish
 
-JsonObject = dict[str, Any]
+ResponseJson = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 
 
@@ -31,7 +31,7 @@ class ResponseWriter:
         self._prompts = prompts
         self._text = text
         kind, prefix = ("chat.completion", "chatcmpl") if request.is_chat else ("text_completion", "cmpl")
-        self._head: JsonObject = {
+        self._head: ResponseJson = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
             "object": kind,
             "created": int(time.time()),
@@ -40,16 +40,16 @@ class ResponseWriter:
         self._chunk_head = self._head | {"object": "chat.completion.chunk" if request.is_chat else kind}
         self._num_chunks = 0
 
-    def whole(self, answers: Iterable[tuple[TextPiece, Finish]]) -> JsonObject:
+    def whole(self, answers: Iterable[tuple[TextPiece, Finish]]) -> ResponseJson:
         """The answers in the order of their prompts, `n` to each."""
         found = list(answers)
         choices = [self._choice(index, piece, finish) for index, (piece, finish) in enumerate(found)]
         num_tokens = sum(len(piece.sampled.tokens) for piece, _ in found)
         return self._head | {"choices": choices, "usage": self.usage(num_tokens)} | self._prompt_ids()
 
-    def chunk(self, index: int, piece: TextPiece | None, finish: Finish | None) -> JsonObject:
+    def chunk(self, index: int, piece: TextPiece | None, finish: Finish | None) -> ResponseJson:
         """The next text of one answer; without a piece, its end."""
-        choice: JsonObject = {
+        choice: ResponseJson = {
             "index": index,
             "finish_reason": None if finish is None else finish.value,
             "logprobs": None,
@@ -60,7 +60,7 @@ class ResponseWriter:
             choice |= self._tokens(piece)
         return self._chunk({"choices": [choice]})
 
-    def first_chunks(self) -> list[JsonObject]:
+    def first_chunks(self) -> list[ResponseJson]:
         """The roles, with which a chat begins; the first chunk of all has the prompt's tokens."""
         if not self._request.is_chat:
             return []
@@ -69,11 +69,11 @@ class ResponseWriter:
         )
         return [self._chunk({"choices": [role]}) for role in roles]
 
-    def last_chunk(self, num_tokens: int) -> JsonObject | None:
+    def last_chunk(self, num_tokens: int) -> ResponseJson | None:
         """The usage, if it was requested."""
         return self._chunk({"choices": [], "usage": self.usage(num_tokens)}) if self._request.has_usage else None
 
-    def usage(self, num_tokens: int) -> JsonObject:
+    def usage(self, num_tokens: int) -> ResponseJson:
         num_prompt = sum(map(len, self._prompts))
         return {
             "prompt_tokens": num_prompt,
@@ -84,31 +84,31 @@ class ResponseWriter:
     def _indices(self) -> range:
         return range(len(self._prompts) * self._request.num_choices)
 
-    def _chunk(self, content: JsonObject) -> JsonObject:
+    def _chunk(self, content: ResponseJson) -> ResponseJson:
         extra = self._prompt_ids() if self._num_chunks == 0 else {}
         self._num_chunks += 1
         return self._chunk_head | content | extra
 
-    def _prompt_ids(self) -> JsonObject:
+    def _prompt_ids(self) -> ResponseJson:
         """In the shape of the prompt: ids, or a list of ids per prompt."""
         return {"prompt_token_ids": self._prompts if self._request.is_list else self._prompts[0]}
 
-    def _choice(self, index: int, piece: TextPiece, finish: Finish) -> JsonObject:
-        content: JsonObject = {"text": piece.text}
+    def _choice(self, index: int, piece: TextPiece, finish: Finish) -> ResponseJson:
+        content: ResponseJson = {"text": piece.text}
         if self._request.is_chat:
             content = {"message": {"role": "assistant", "content": piece.text}}
         return {"index": index, "finish_reason": finish.value, "logprobs": None} | content | self._tokens(piece)
 
-    def _tokens(self, piece: TextPiece) -> JsonObject:
+    def _tokens(self, piece: TextPiece) -> ResponseJson:
         sampled = piece.sampled
-        found: JsonObject = {
+        found: ResponseJson = {
             "token_ids": sampled.tokens,
             "token_logprobs": sampled.logprobs,
             "token_versions": sampled.versions,
         }
         return found | ({"logprobs": self._logprobs(piece)} if self._request.has_logprobs else {})
 
-    def _logprobs(self, piece: TextPiece) -> JsonObject:
+    def _logprobs(self, piece: TextPiece) -> ResponseJson:
         """`bytes` is None: the text of a token that is a part of a character does not have them."""
         names = [self._text.decode([token]) for token in piece.sampled.tokens]
         if not self._request.is_chat:
@@ -136,7 +136,7 @@ def error_json(
     return json_response({"error": error_object(status, message, param=param, code=code)}, status, headers)
 
 
-def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> JsonObject:
+def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ResponseJson:
     kinds = {401: ("authentication_error", "invalid_api_key"), 429: ("rate_limit_error", "rate_limit_exceeded")}
     kind, usual = kinds.get(status, ("invalid_request_error" if status < 500 else "server_error", None))
     return {"message": message, "type": kind, "param": param, "code": code or usual}
@@ -146,6 +146,6 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(encode_json(value), status, headers, media_type="application/json")
 
 
-def stream_event(value: JsonObject) -> bytes:
+def stream_event(value: ResponseJson) -> bytes:
     """One server-sent event of a stream."""
     return b"data: " + encode_json(value) + b"\n\n"

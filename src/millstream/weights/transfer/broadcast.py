@@ -1,6 +1,6 @@
 """The transport "broadcast", fetching side and protocol: a publisher sends one version to several receivers in one round.
 
-A round is a process group of the sender and the receivers that asked for the same version; it lives as long as the round. The
+A round is a process group of the sender and the receivers that asked for the same version; it exists as long as the round. The
 messages around it go over a socket to the sender: `FetchRequest` with the publisher's token, then `RoundStart` or
 `FetchRefused`, then the buckets within the group, then `Received` from each receiver that has all of them, then `RoundOver`: no
 process leaves while others still receive through it. A process that dies closes its sockets, its neighbours fail and close

@@ -1,7 +1,7 @@
 """The transport "ipc": a staged copy in a GPU's memory, which other processes of the node open by its CUDA IPC handle.
 
 Device to device, without the host. The handle is torch's own, as `torch.multiprocessing` passes it around
-(`torch/multiprocessing/reductions.py`), but sent without pickle. It is valid while the buffer lives. The lock of the slot says
+(`torch/multiprocessing/reductions.py`), but sent without pickle. It is valid while the buffer exists. The lock of the slot says
 when the buffer may be written again.
 """
 

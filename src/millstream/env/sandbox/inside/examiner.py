@@ -214,7 +214,7 @@ class CandidateError(Exception):
 
 
 class RemoteObject:
-    """Something that lives with the candidate."""
+    """An object in the candidate's process, used by its handle."""
 
     def __init__(self, handle: int, talk: Talk) -> None:
         object.__setattr__(self, "_handle", handle)

@@ -70,7 +70,7 @@ def furnish(scratch_bytes: int) -> None:
     with contextlib.suppress(OSError):  # where it is refused (in some containers), there is none
         syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
     os.mkdir(SCRATCH)
-    if not os.path.lexists("/tmp"):  # Python itself may live below it
+    if not os.path.lexists("/tmp"):  # Python itself may be installed below it
         os.symlink(SCRATCH, "/tmp")
     options = f"size={scratch_bytes},nr_inodes={MAX_FILES},mode=777"
     syscalls.unmount(OLD)
@@ -100,7 +100,7 @@ def _bring(path: str, *, attributes: int = syscalls.ATTR_RDONLY | syscalls.ATTR_
 
 def become_nobody(number: int) -> bool:
     """From root to an identity that no other process has while `number`, a process id, is taken: it can neither signal nor read
-    anything of anybody, and its processes are counted by themselves. False where that cannot be: root without its rights."""
+    anything of other users, and its processes are counted by themselves. False where root lacks its rights."""
     for first, most in ((FIRST_IDENTITY, MAX_IDENTITIES), (FIRST_SMALL_IDENTITY, MAX_SMALL_IDENTITIES)):
         identity = first + number % most
         try:

@@ -1,0 +1,178 @@
+"""The requests that a simulated engine decodes at the same time, and the tokens that they hold in its cache."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+import random
+from bisect import bisect_right
+
+from millstream.engine import OnSampled
+from millstream.sim.costs import Costs
+from millstream.types import Completion, Finish, Request, Sampled
+
+ROUNDING = 1e-3  # of a token: so close to full is full
+LOGPROBS = tuple(-(1 + byte) / 64 for byte in range(256))
+
+
+class SimRequest:
+    """A request on its way. While it runs: `begin` is the position where it was admitted, `before` what it had by then."""
+
+    __slots__ = (
+        "before",
+        "begin",
+        "done",
+        "finish",
+        "length",
+        "num_reported",
+        "on_sampled",
+        "request",
+        "ticket",
+        "versions",
+    )
+
+    def __init__(self, request: Request, wanted: int, on_sampled: OnSampled | None) -> None:
+        self.request = request
+        self.on_sampled = on_sampled
+        self.num_reported = 0
+        self.length = min(wanted, request.sampling.max_tokens)
+        self.finish = Finish.STOP if wanted <= request.sampling.max_tokens else Finish.LENGTH
+        self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.versions: list[int] = []
+        self.before = 0
+        self.begin = 0.0
+        self.ticket = -1
+
+    @property
+    def size(self) -> int:
+        """Tokens of cache that it needs to begin or to continue."""
+        return len(self.request.tokens) + len(self.versions)
+
+    def complete(self) -> None:
+        if self.done.done():
+            return
+        tokens, logprobs, versions = self.sampled(0, self.versions)
+        self.done.set_result(Completion(tokens=tokens, logprobs=logprobs, versions=versions, finish=self.finish))
+
+    def report(self, versions: list[int]) -> None:
+        """All that it has sampled has these versions."""
+        if self.on_sampled is not None and len(versions) > self.num_reported and not self.done.done():
+            news = self.sampled(self.num_reported, versions)
+            self.num_reported = len(versions)
+            self.on_sampled(Sampled(*news))
+
+    def sampled(self, begin: int, versions: list[int]) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
+        """Token i and its log-probability are functions of the seed and of i: a request that was cut has a prefix, and one that
+        was interrupted continues after it."""
+        first, last = self.request.num_sampled + begin, self.request.num_sampled + len(versions)
+        raw = random.Random(self.request.seed + 1).randbytes(4 * math.ceil(last / 2))[2 * first : 2 * last]
+        return tuple(raw[0::2]), tuple(map(LOGPROBS.__getitem__, raw[1::2])), tuple(versions[begin:])
+
+
+class SimBatch:
+    """Running requests, in the order of admission. Every position is one of `sim.pace`."""
+
+    def __init__(self, costs: Costs, *, kv_tokens: float, version: int) -> None:
+        self._costs = costs
+        self._kv_tokens = kv_tokens
+        self._loaded_at: list[float] = [-math.inf]
+        self._versions: list[int] = [version]
+        self._running: dict[int, SimRequest] = {}  # by ticket
+        # A heap of (position, ticket); tickets that no longer run are passed over.
+        self._ends: list[tuple[float, int]] = []
+        self._tickets = itertools.count()
+        self._sizes = 0.0  # of the running requests: tokens when admitted, summed
+        self._begins = 0.0  # and the positions where they were admitted
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __contains__(self, job: SimRequest) -> bool:
+        return job.ticket in self._running
+
+    @property
+    def version(self) -> int:
+        return self._versions[-1]
+
+    @property
+    def jobs(self) -> list[SimRequest]:
+        return list(self._running.values())
+
+    @property
+    def newest(self) -> SimRequest:
+        return self._running[next(reversed(self._running))]
+
+    def load(self, position: float, version: int) -> None:
+        """Steps that begin from here on sample with this version."""
+        self._loaded_at.append(position)
+        self._versions.append(version)
+
+    def add(self, job: SimRequest, position: float) -> None:
+        job.begin = position
+        job.before = len(job.versions)
+        job.ticket = next(self._tickets)
+        self._running[job.ticket] = job
+        self._sizes += job.size
+        self._begins += position
+        end = position + (job.length - job.before) * self._costs.step_s
+        heapq.heappush(self._ends, (end, job.ticket))
+
+    def remove(self, job: SimRequest, num_tokens: int) -> None:
+        """With the tokens that it has sampled since it was admitted. Its slot and its cache are free."""
+        del self._running[job.ticket]
+        self._sizes -= job.size
+        self._begins -= job.begin
+        if not self._running:
+            self._sizes = 0.0
+            self._begins = 0.0  # without what rounding has left
+        job.versions += self.versions_from(job.begin, num_tokens)
+
+    def pop_done(self, position: float) -> SimRequest | None:
+        """The next request that has all of its tokens, removed from the batch."""
+        while self._ends and self._ends[0][0] <= position:
+            _, ticket = heapq.heappop(self._ends)
+            if ticket in self._running:
+                job = self._running[ticket]
+                self.remove(job, job.length - job.before)
+                return job
+        return None
+
+    def next_end(self) -> float:
+        while self._ends and self._ends[0][1] not in self._running:
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else math.inf
+
+    def progress(self, job: SimRequest, position: float) -> int:
+        """Whole tokens since it was admitted."""
+        return min(job.length - job.before, int((position - job.begin) / self._costs.step_s))
+
+    def sampled_versions(self, job: SimRequest, position: float) -> list[int]:
+        """Of all tokens that a running request has."""
+        return job.versions + self.versions_from(job.begin, self.progress(job, position))
+
+    def versions_from(self, begin: float, num_tokens: int) -> list[int]:
+        """A token is of the version that was there when its step began."""
+        found: list[int] = []
+        while len(found) < num_tokens:
+            loaded = bisect_right(self._loaded_at, begin + len(found) * self._costs.step_s)
+            until = self._loaded_at[loaded] if loaded < len(self._loaded_at) else math.inf
+            steps = min((until - begin) / self._costs.step_s, num_tokens)
+            found += [self._versions[loaded - 1]] * max(1, math.ceil(steps) - len(found))
+        return found
+
+    def held(self, position: float) -> float:
+        """Tokens in the cache."""
+        return self._sizes + (len(self._running) * position - self._begins) / self._costs.step_s
+
+    def fits(self, job: SimRequest, position: float) -> bool:
+        """Whether there is room for it, and for the next token of every request."""
+        return self.held(position) + job.size + (len(self._running) + 1) <= self._kv_tokens
+
+    def until_full(self, position: float) -> float:
+        """Stretches of position until the cache runs over: every running request adds a token a step."""
+        if self._kv_tokens == math.inf or not self._running:
+            return math.inf
+        room = self._kv_tokens - self.held(position)
+        return 0.0 if room < ROUNDING else room * self._costs.step_s / len(self._running)

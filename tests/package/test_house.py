@@ -1,0 +1,59 @@
+"""The structure of the package may get better, not worse: see `bench/house.py` for what exactly is counted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import pytest
+
+import house
+
+MAX_FUNCTION_LINES = 60
+MAX_METHODS = 30
+"""Of a class outside `testing/`."""
+MAX_FILE_LINES = 500
+
+
+@pytest.fixture(scope="module")
+def tree() -> house.Tree:
+    return house.read_tree(house.SOURCE)
+
+
+def listed(rule: str, offenders: Iterable[object]) -> str:
+    return rule + "".join(f"\n  {one}" for one in offenders)
+
+
+def test_no_public_top_level_name_is_defined_in_two_modules(tree: house.Tree) -> None:
+    found = house.duplicate_names(tree, with_aliases=True)
+    names = [f"{name}: {', '.join(paths)}" for name, paths in found.items()]
+    assert not names, listed(f"{len(names)} names are defined in several modules:", names)
+
+
+def test_attributes_are_assigned_one_at_a_time(tree: house.Tree) -> None:
+    found = house.parallel_assignments(tree, of_attributes=True)
+    assert not found, listed(f"{len(found)} statements assign to attributes in parallel:", found)
+
+
+def test_no_function_is_longer_than_the_limit(tree: house.Tree) -> None:
+    found = house.functions_over(tree, MAX_FUNCTION_LINES)
+    assert not found, listed(f"{len(found)} functions have more than {MAX_FUNCTION_LINES} lines:", found)
+
+
+def test_no_class_outside_testing_has_more_methods_than_the_limit(tree: house.Tree) -> None:
+    found = house.classes_over(tree, MAX_METHODS, outside_testing=True)
+    assert not found, listed(f"{len(found)} classes have more than {MAX_METHODS} methods:", found)
+
+
+def test_no_file_is_longer_than_the_limit(tree: house.Tree) -> None:
+    found = house.files_over(tree, MAX_FILE_LINES)
+    assert not found, listed(f"{len(found)} files have more than {MAX_FILE_LINES} lines:", found)
+
+
+def test_no_test_imports_from_a_test(tree: house.Tree) -> None:
+    """What tests share is in `tests/support`; that holds for the programs in strings that tests start, too."""
+    found = house.tests_that_import_tests(tree)
+    assert not found, listed(f"{len(found)} files import from a test file:", found)
+    texts = {path.name: path.read_text() for path in sorted((house.ROOT / "tests").rglob("*.py"))}
+    programs = [name for name, text in texts.items() if re.search(r"^\s*(?:from|import) test_", text, flags=re.M)]
+    assert not programs, listed(f"{len(programs)} files have a program that imports from a test file:", programs)

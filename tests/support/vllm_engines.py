@@ -1,0 +1,53 @@
+"""Engines with a real vLLM, and how to give them other weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+from millstream.clock import RealClock
+from millstream.engine import EngineConfig
+from millstream.engine.native.engine import TorchEngine
+from millstream.engine.vllm.config import VllmConfig
+from millstream.events.sinks import MemorySink
+from millstream.model.load import new_model, set_up_cpu
+from millstream.run.build import build_engine
+from support.tiny import SHAPE
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SLOTS = 8
+
+
+def model(seed: int = 0, *, ties: bool = True) -> PreTrainedModel:
+    """Heads of 32: vLLM has no smaller ones on a CPU. `ties`: its head shares its weights with its embedding, as in many small
+    models."""
+    set_up_cpu()
+    config = LlamaConfig(**{**SHAPE, "hidden_size": 128, "tie_word_embeddings": ties})
+    return new_model(config, seed=seed)
+
+
+class Started:
+    """An engine, and how to give it other weights."""
+
+    def __init__(self, kind: Literal["shared", "file"]) -> None:
+        self.kind = kind
+        self.sink = MemorySink()
+        self.keeps_cache = kind == "file"
+        vllm = VllmConfig(
+            tensor_parallel=2 if kind == "file" and DEVICE == "cpu" else 1,
+            prefix_cache=not self.keeps_cache,
+            weights=kind,
+            cache_gib=1.0,
+            enforce_eager=True,
+        )
+        config = EngineConfig(kind="vllm", slots=SLOTS, prefill_tokens=64, vllm=vllm)
+        # so few tokens of prompts at a time that what is computed again after a swap takes several steps
+        self.engine: TorchEngine = build_engine(config, model().to(DEVICE), clock=RealClock(), sink=self.sink)
+
+    async def load(self, seed: int) -> int:
+        """As the next version."""
+        weights = {name: p.detach().clone() for name, p in model(seed).to(DEVICE).named_parameters()}
+        await self.engine.load(self.engine.version + 1, weights)
+        return self.engine.version
