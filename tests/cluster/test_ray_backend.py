@@ -228,7 +228,7 @@ def test_a_run_waits_for_nodes_that_are_still_joining_but_not_longer_than_its_pa
             opening.result(60).close()
         stopping = threading.Event()
         threading.Timer(1.0, stopping.set).start()
-        with pytest.raises(ClusterError, match="told to stop while waiting for all of 9 CPU"):
+        with pytest.raises(ClusterError, match="stopped while waiting for all of 9 CPU"):
             Cluster(ResourcesConfig(address=nodes.address), placement_of(impatient, replicas=1, ranks=8), stopping)
     finally:
         ray.shutdown()

@@ -145,7 +145,7 @@ class Cluster:
         while not futures.wait(pending, timeout=ROOM_CHECK_S, return_when=futures.FIRST_COMPLETED).done:
             now = time.monotonic()
             if self._stopping.is_set():
-                raise ClusterError(f"told to stop while waiting for {what}")
+                raise ClusterError(f"stopped while waiting for {what}")
             if now - began >= self._config.patience_s:
                 raise NoRoom(
                     f"waited {now - began:.0f} s for {what}, and the cluster has {_words(ray.available_resources())} free; "

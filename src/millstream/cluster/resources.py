@@ -2,7 +2,7 @@
 
 Every engine replica and every learner rank is a process with a share of CPUs and GPUs. Together they are one placement group: a
 run gets all of it or waits, so that two runs never hold half of what each needs. Environments, rewards and scorers take what is
-free beside it.
+free outside of the group.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     """The share of a GPU's memory that vLLM takes, for weights and cache together. The learner needs the rest. A CPU has no
     share: set `cache_gib`."""
     cache_gib: float | None = None
-    """Memory for keys and values. None: what `memory` leaves beside the weights; on a CPU, 1 GiB."""
+    """Memory for keys and values. None: what `memory` leaves after the weights; on a CPU, 1 GiB."""
     max_model_len: int | None = None
     """Tokens of a prompt and its answer together. None: the model's context."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
