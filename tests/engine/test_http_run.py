@@ -149,7 +149,7 @@ def test_weights_that_are_not_what_was_written_are_refused_and_change_nothing(
             write_weights(folder, 1, {"nonsense": torch.zeros(3)}, make("llama").config)
     before = httpx.get(f"{url}/health", trust_env=False).json()["version"]
     answer = tell(url, folder, 60)
-    assert answer.status_code == 409 and "was not taken" in answer.json()["error"]["message"]
+    assert answer.status_code == 409 and "was not loaded" in answer.json()["error"]["message"]
     assert httpx.get(f"{url}/health", trust_env=False).json()["version"] == before
 
 

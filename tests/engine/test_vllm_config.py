@@ -46,11 +46,7 @@ def ref(*shapes: tuple[str, tuple[int, ...]]) -> WeightsRef:
         bucket_bytes=64,
         node="",
         path="/nowhere",
-        is_shared=True,
-        ipc=None,
-        sender=None,
-        token="",
-        folder=None,
+        offers={"shared": b""},
     )
 
 

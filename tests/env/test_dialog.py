@@ -95,7 +95,7 @@ def test_a_template_that_refuses_system_messages_says_so_by_name() -> None:
 
 def test_a_template_that_does_not_show_what_was_said_is_refused() -> None:
     silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(EnvironmentFailed, match="does not show what the assistant said exactly once"):
+    with pytest.raises(EnvironmentFailed, match="does not render the assistant's turn exactly once"):
         play(Scripted(text_with(silent), ["b", "c"]), user("a"), user("b"))
 
 

@@ -485,7 +485,7 @@ def test_a_row_that_was_scored_under_another_version_is_scored_anew_and_what_was
 
     async def haunted(store: MemoryStore, row_ids: Sequence[int], columns: Columns, *, overwrite: bool = False) -> None:
         nonlocal num_stale
-        rows = store._catalog.partition("train").rows
+        rows = store._table.partition("train").rows
         if "proximal" in columns and all(rows[row_id].group.id % 3 == 0 for row_id in row_ids):
             num_stale += sum(cell is not None for cell in columns["proximal"])
             wrong = [None if cell is None else cell + 1 for cell in columns["proximal"]]

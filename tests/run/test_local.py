@@ -107,7 +107,7 @@ def test_eval_of_a_run_folder_takes_its_model_says_so_and_gets_the_figure_of_the
 @pytest.mark.parametrize(
     "engine",
     [
-        {"kind": "vllm", "vllm.memory": 0.5},
+        {"kind": "vllm", "vllm.memory": 0.5, "process": ""},
         {
             "kind": "http",
             "http.urls": '["http://127.0.0.1:1"]',
