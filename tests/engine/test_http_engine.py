@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from msgspec import structs
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from millstream.clock import RealClock
@@ -473,6 +474,30 @@ def test_a_server_of_another_kind_ends_it_at_once_with_what_to_set(tmp_path: Pat
 
     with contract() as (url, _):
         asyncio.run(program(url))
+
+
+def test_a_server_of_another_kind_is_left_out_while_another_serves_and_used_when_it_is_the_right_one(
+    tmp_path: Path,
+) -> None:
+    async def nothing() -> None: ...
+
+    async def program(urls: list[str], replace_wrong: Callable[[], None]) -> None:
+        async with fleet_of(urls, tmp_path) as fleet:
+            check_all_at(0, await answers(fleet, 12))
+            await fleet.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
+            assert [engine.name for engine in fleet.router.engines] == ["engine-1"]
+            await asyncio.to_thread(replace_wrong)
+            await until(lambda: len(fleet.router.engines) == 2)
+            check_all_at(1, await answers(fleet, 12))
+
+    with contract() as (right, _), ExitStack() as stack:
+        wrong = stack.enter_context(serving(lambda: (Starlette(), nothing)))
+
+        def replace_wrong() -> None:
+            stack.pop_all().close()
+            stack.enter_context(contract(port=int(wrong.rsplit(":", 1)[1])))
+
+        asyncio.run(program([wrong, right], replace_wrong))
 
 
 def test_a_load_that_is_cancelled_halfway_breaks_the_engine_and_hangs_nobody(tmp_path: Path) -> None:

@@ -13,7 +13,14 @@ from contextlib import suppress
 from typing import NoReturn
 
 from millstream.engine import Engine
-from millstream.errors import EngineGone, InvariantError, StallError, WeightsError, WeightsUnreachable
+from millstream.errors import (
+    EngineGone,
+    EngineMisconfigured,
+    InvariantError,
+    StallError,
+    WeightsError,
+    WeightsUnreachable,
+)
 from millstream.events import Warned, WeightsLoaded, WeightsPublished
 from millstream.pipeline.context import RunContext
 from millstream.serving.router import Router
@@ -84,7 +91,7 @@ class WeightSync:
                     self._context.notifier.notify()
                 if num_failed:
                     await self._back_off(engine, owner, failure, num_failed)
-        except EngineGone as error:
+        except (EngineGone, EngineMisconfigured) as error:
             self._router.lose(engine, error)
 
     def is_everywhere(self) -> bool:
@@ -119,12 +126,13 @@ class WeightSync:
         """Until it has joined the router it gets no request, and does not count among the engines that load."""
         try:
             await self._load_until_it_has(engine, f"sync of {engine.name}")
-        except EngineGone as error:
+        except (EngineGone, EngineMisconfigured) as error:
+            self._router.raise_if_final(engine, error)
             self._context.emit(
                 Warned(at=self._context.now(), message=f"{engine.name} broke before it could join: {error}")
             )
             self._joining.remove(engine)
-            self._router.report_lost(engine)
+            self._router.report_lost(engine, str(error))
             return
         self._joining.remove(engine)
         self._router.join(engine)
