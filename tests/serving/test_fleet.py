@@ -56,7 +56,7 @@ from millstream.weights.local import LocalChannel
 from support.processes import workers
 from support.runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
 from support.sim_requests import request
-from support.simulated import OnFleet, World, check, fleet_of, simulate
+from support.simulated import Diary, OnFleet, World, check, fleet_of, simulate
 from support.tiny import make
 from support.worlds import worlds
 
@@ -742,6 +742,25 @@ def test_an_engine_that_is_set_up_wrong_is_lost_and_tried_again_while_the_run_co
     assert refused and [event.engine for event in outcome.sink.of(ReplicaJoined)] == ["engine-1"]
     said = [event.message for event in outcome.sink.of(Warned)] + [event.why for event in outcome.sink.of(ReplicaLeft)]
     assert any("http://b/v1/models answered 404" in one for one in said)
+
+
+class SlowDiary(Diary):
+    async def keep(self, *arguments: Any) -> None:
+        await asyncio.sleep(10)
+        await super().keep(*arguments)
+
+
+def test_an_engine_that_is_adopted_during_the_first_checkpoint_loads_every_version_once() -> None:
+    async def play(fleet: Fleet) -> None:
+        await asyncio.sleep(1)
+        fleet.router.lose(fleet.router.engines[1], EngineError("found dead"))
+
+    world = World(num_engines=2)
+    outcome = simulate(world, on_fleet=play, keeper=SlowDiary())
+    check(world, outcome)
+    assert [event.engine for event in outcome.sink.of(ReplicaJoined)] == ["engine-1"]
+    loaded = [event.version for event in outcome.sink.of(WeightsLoaded) if event.engine == "engine-1"]
+    assert loaded == sorted(set(loaded))
 
 
 # ---- added and taken away ----------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ that died. An engine that starts during the run loads the newest version before 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from millstream.engine import Engine
 from millstream.errors import (
@@ -44,18 +45,20 @@ class WeightSync:
         self._is_in_lockstep = is_in_lockstep
         self._num_loading = 0
         self._has_warned = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[Engine, asyncio.Task[None]] = {}  # one for each engine, until it ends
         self._joining: list[Engine] = []
         self._is_stopped = False
 
     def start(self, version: int) -> None:
-        """One task per engine. `version`: what the engines serve now."""
+        """One task per engine; one that was adopted before has its own. `version`: what the engines serve now."""
         if self._channel.version < version:
             raise InvariantError(
                 f"the engines start with version {version}, which has not been published (the channel is at version "
                 f"{self._channel.version}): publish it before the pipeline runs"
             )
-        self._tasks += [self._context.spawn(self.sync(engine)) for engine in self._router.engines]
+        for engine in self._router.engines:
+            if engine not in self._tasks:
+                self._start_task(engine, self.sync)
 
     async def publish(self, version: int, weights: Weights, began: float) -> None:
         """Produces a version that engines can fetch. `began`: when copying the weights began."""
@@ -106,9 +109,14 @@ class WeightSync:
         take it, because it has not begun or is over."""
         if self._context.tasks is None or self._is_stopped:
             return False
-        self._joining.append(engine)
-        self._tasks.append(self._context.spawn(self._join(engine)))
+        if engine not in self._tasks:
+            self._joining.append(engine)
+            self._start_task(engine, self._join)
         return True
+
+    def _start_task(self, engine: Engine, work: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+        task = self._tasks[engine] = self._context.spawn(work(engine))
+        task.add_done_callback(lambda _: self._tasks.pop(engine))
 
     def stop(self) -> None:
         """No engine is adopted any more."""
@@ -117,7 +125,7 @@ class WeightSync:
     def finish(self, *, are_joining_lost: bool) -> None:
         """Training is over: the tasks end. `are_joining_lost`: engines that were adopted and have not joined are replaced."""
         self.stop()
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
         for engine in self._joining if are_joining_lost else ():
             self._router.report_lost(engine, "training was over before it could join")
