@@ -187,8 +187,7 @@ class HttpEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        for key in list(self._requests):
-            await self.abort(key)
+        await asyncio.gather(*map(self.abort, list(self._requests)))
         if self._is_paused:
             with suppress(EngineError):
                 await self.resume()
@@ -248,7 +247,7 @@ class HttpEngine:
         finally:
             await _cancel(stream)
             streamed.stream = None
-            if stream.cancelled():
+            if stream.cancelled() and self._broken is None:  # a broken server may not answer
                 await self._abort_at_server(streamed.name)
         if not stream.cancelled():
             stream.result()
