@@ -4,9 +4,8 @@ One engine is called "engine", several "engine-0", "engine-1" and so on. An engi
 free, and a new one of the same name takes its place: after a back-off, within a budget, and as soon as it has the weights that
 it should have. Its requests continue on other engines, or wait for it. Servers, which others restart, are tried again whatever
 the budget, at last every `REPLACE_BACK_OFF.longest_s`: the run ends only when requests have waited `patience_s` without any
-engine. Where an engine is the only one and runs on a thread of this process, it cannot
-die by itself: the run ends with its error. An engine that is added and never comes to serve is not replaced: the caller of
-`scale` gets the reason.
+engine. Where an engine is the only one and runs on a thread of this process, it cannot die by itself: the run ends with its
+error. An engine that is added and never comes to serve is not replaced: the caller of `scale` gets the reason.
 
 While a run trains it adopts new engines (`Adopt`). Otherwise a new engine joins with the newest weights (`Fleet.weights`): what
 was loaded last, or a channel's; where there are none, it serves as it was made.

@@ -101,8 +101,9 @@ class WeightFolder:
             with self._lock:
                 if self._latest is write:
                     self._source = None  # the next attempt writes them again
-            hint = "Set engine.http.folder to one that can be written"
-            write.done.set_exception(EngineError(f"{error}. {hint}") if isinstance(error, WeightsError) else error)
+            if isinstance(error, WeightsError):
+                error = EngineError(f"{error}. Set engine.http.folder to one that can be written")
+            write.done.set_exception(error)
             return
         label = f"millstream-{self._name}-{write.number}"
         with self._lock:
