@@ -6,7 +6,7 @@ MillstreamError
 ├── ModelError             a checkpoint or an architecture that the engine or the learner cannot use
 ├── EngineError            an engine failed a request or a command; without any engine the run cannot continue
 │   ├── EngineGone             it broke for good: its requests continue on other engines
-│   └── EngineMisconfigured    it can never work as it is set up: no retry and no replacement helps, and the run ends
+│   └── EngineMisconfigured    it cannot work as it is set up: the run ends, unless another engine serves or one has
 ├── RolloutError           one rollout failed: recorded as data, retried, never a crash
 │   ├── RequestRefused         a request that can never run: an empty prompt, or one beyond the model's context
 │   ├── EnvironmentFailed      the environment raised

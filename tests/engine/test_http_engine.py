@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,17 @@ from typing import Any
 import httpx
 import pytest
 from msgspec import structs
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from millstream.clock import RealClock
 from millstream.engine import Engine, EngineConfig
+from millstream.engine.http import engine as http_engine_module
+from millstream.engine.http import weight_folder
 from millstream.engine.http.config import HttpConfig
 from millstream.engine.http.dialects import OpenAi, SgLang, Vllm
-from millstream.engine.http.weight_folder import WeightFolder
-from millstream.errors import EngineError, EngineGone, EngineMisconfigured, RequestRefused
+from millstream.engine.http.weight_folder import WeightFolder, WeightWrite
+from millstream.errors import EngineError, EngineGone, EngineMisconfigured, RequestRefused, WeightsError
 from millstream.events.sinks import MemorySink
 from millstream.run.build import HttpServers, build_engine
 from millstream.serving.fleet import Fleet
@@ -300,9 +306,9 @@ def test_weights_are_written_once_for_all_servers_and_each_has_a_path_of_its_own
 ) -> None:
     written, write = list[int](), WeightFolder._write
 
-    def count(self: WeightFolder, version: int, weights: Any) -> Any:
-        written.append(version)
-        return write(self, version, weights)
+    def count(self: WeightFolder, one: WeightWrite, weights: Any) -> None:
+        written.append(one.version)
+        write(self, one, weights)
 
     monkeypatch.setattr(WeightFolder, "_write", count)
     suite = TestHttpEngineOverTheContractOfSgLang()
@@ -475,6 +481,30 @@ def test_a_server_of_another_kind_ends_it_at_once_with_what_to_set(tmp_path: Pat
         asyncio.run(program(url))
 
 
+def test_a_server_of_another_kind_is_left_out_while_another_serves_and_used_when_it_is_the_right_one(
+    tmp_path: Path,
+) -> None:
+    async def nothing() -> None: ...
+
+    async def program(urls: list[str], replace_wrong: Callable[[], None]) -> None:
+        async with fleet_of(urls, tmp_path) as fleet:
+            check_all_at(0, await answers(fleet, 12))
+            await fleet.load(1, TestHttpEngineOverTheContractOfSgLang().make_weights(1))
+            assert [engine.name for engine in fleet.router.engines] == ["engine-1"]
+            await asyncio.to_thread(replace_wrong)
+            await until(lambda: len(fleet.router.engines) == 2)
+            check_all_at(1, await answers(fleet, 12))
+
+    with contract() as (right, _), ExitStack() as stack:
+        wrong = stack.enter_context(serving(lambda: (Starlette(), nothing)))
+
+        def replace_wrong() -> None:
+            stack.pop_all().close()
+            stack.enter_context(contract(port=int(wrong.rsplit(":", 1)[1])))
+
+        asyncio.run(program([wrong, right], replace_wrong))
+
+
 def test_a_load_that_is_cancelled_halfway_breaks_the_engine_and_hangs_nobody(tmp_path: Path) -> None:
     async def program(url: str, server: Contract) -> None:
         engine = http_engine(url, tmp_path)
@@ -547,6 +577,83 @@ def test_weights_in_the_folder_are_the_newest_alone_and_gone_at_the_end(tmp_path
     with contract() as (url, _):
         asyncio.run(program(url))
     assert not list(tmp_path.iterdir())
+
+
+def test_while_one_engine_writes_newer_weights_another_moves_its_link_and_then_shares_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_writing, may_end, written = threading.Event(), threading.Event(), list[int]()
+    original = weight_folder.write_weights
+
+    def write(folder: Path, version: int, *arguments: Any) -> Any:
+        written.append(version)
+        if version == 2:
+            is_writing.set()
+            assert may_end.wait(30)
+            if written.count(2) == 1:
+                raise WeightsError("the disk is full")
+        return original(folder, version, *arguments)
+
+    monkeypatch.setattr(weight_folder, "write_weights", write)
+    weights = [TestHttpEngineOverTheContractOfSgLang().make_weights(number) for number in (0, 1, 2)]
+    folder = WeightFolder(tmp_path, make("llama"))
+    one, other = folder.new_link("engine-0"), folder.new_link("engine-1")
+    for link in (one, other):
+        link.write(1, weights[1])
+    one.move()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(one.write, 2, weights[2])
+        assert is_writing.wait(30)
+        pool.submit(other.move).result(timeout=10)
+        second = pool.submit(other.write, 2, weights[2])
+        late = folder.new_link("engine-2")
+        assert late.written.version == other.written.version == 1 and Path(late.path).is_dir()
+        may_end.set()
+        errors = [future.exception(timeout=30) for future in (first, second)]
+        assert any(
+            isinstance(error, EngineError) and "disk is full. Set engine.http.folder" in str(error) for error in errors
+        )
+        for future in [pool.submit(link.write, 2, weights[2]) for link in (one, other)]:
+            future.result(timeout=30)
+    for link in (one, other):
+        link.move()
+        assert link.written.version == 2 and Path(link.path).is_dir()
+    assert one.written == other.written and written == [0, 1, 2, 2]
+    for link in (one, other, late):
+        link.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_closing_the_engine_of_a_hung_server_takes_one_timeout_at_most_however_many_streams_it_has(
+    is_broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_engine_module, "ABORT_S", 1.0)
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            pass
+        writer.close()
+
+    async def program() -> float:
+        server = await asyncio.start_server(hang, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        http = HttpConfig(urls=(url,), flavour="sglang", weights="none")
+        config = EngineConfig(kind="http", http=http, slots=8)
+        engine: Any = build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
+        turns = [asyncio.create_task(engine.generate(request(number, (4, 5, 6)))) for number in range(6)]
+        await until(lambda: engine.stats().running == 6)
+        await asyncio.sleep(0.2)
+        if is_broken:
+            engine._break("on purpose")
+        began = time.monotonic()
+        await engine.close()
+        seconds = time.monotonic() - began
+        await asyncio.gather(*turns, return_exceptions=True)
+        server.close()
+        return seconds
+
+    assert asyncio.run(program()) < (0.8 if is_broken else 4.0)
 
 
 def test_what_a_server_cannot_sample_is_refused_by_name(tmp_path: Path) -> None:

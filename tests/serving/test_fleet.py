@@ -29,7 +29,15 @@ from millstream.clock import VirtualClock, run_virtual
 from millstream.config import load
 from millstream.engine import EngineConfig
 from millstream.engine.http.config import HttpConfig
-from millstream.errors import ConfigError, EngineError, MillstreamError, StallError, WeightsError, WeightsUnreachable
+from millstream.errors import (
+    ConfigError,
+    EngineError,
+    EngineMisconfigured,
+    MillstreamError,
+    StallError,
+    WeightsError,
+    WeightsUnreachable,
+)
 from millstream.events import Evaluated, ReplicaJoined, ReplicaLeft, RunEnded, Warned, WeightsLoaded
 from millstream.events.sinks import MemorySink, read_events
 from millstream.pipeline.sync import MAX_WEIGHTS_FAILED
@@ -48,7 +56,7 @@ from millstream.weights.local import LocalChannel
 from support.processes import workers
 from support.runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
 from support.sim_requests import request
-from support.simulated import OnFleet, World, check, fleet_of, simulate
+from support.simulated import Diary, OnFleet, World, check, fleet_of, simulate
 from support.tiny import make
 from support.worlds import worlds
 
@@ -108,7 +116,7 @@ def test_one_that_has_served_for_a_while_is_replaced_at_once_and_the_budget_is_f
     assert delays == pytest.approx([BACK_OFF_S] * 3 * MAX_REPLACED) and not said and num_left == 2
 
 
-def test_a_server_is_tried_again_beyond_the_budget_while_another_serves_and_given_up_when_none_does() -> None:
+def test_a_server_is_tried_again_beyond_the_budget_until_requests_have_waited_for_any_long_enough() -> None:
     async def play() -> tuple[list[float], list[str], list[str]]:
         sink, made = MemorySink(), list[SimEngine]()
         at = list[float]()
@@ -124,18 +132,43 @@ def test_a_server_is_tried_again_beyond_the_budget_while_another_serves_and_give
         replacing = asyncio.create_task(fleet.replace(lambda engine: False))
         fleet.router.lose(made[0], EngineError("found dead"))
         await asyncio.sleep(300)
-        names = fleet.names
         fleet.router.lose(made[1], EngineError("found dead, too"))
-        with pytest.raises(EngineError, match="engine-1 is not replaced: 5 were"):
+        lost_at = asyncio.get_running_loop().time()
+        with pytest.raises(
+            EngineError, match=r"no engine for 1000 s; the last one was engine-.: .*nothing listens there"
+        ):
             await fleet.router.generate(request(1), floor=0)
+        assert asyncio.get_running_loop().time() - lost_at == pytest.approx(1000)
         replacing.cancel()
-        return at, names, [event.message for event in sink.of(Warned)]
+        return at, fleet.names, [event.message for event in sink.of(Warned)]
 
     at, names, said = run_virtual(play())
     waits = [later - earlier for earlier, later in pairwise(at[1:])]
     longest = REPLACE_BACK_OFF.longest_s
-    assert waits[:8] == pytest.approx([1, 2, 4, 8, 16, longest, longest, longest]) and "engine-0" in names
-    assert [message for message in said if "is not replaced" in message]
+    assert waits[:8] == pytest.approx([1, 2, 4, 8, 16, longest, longest, longest])
+    assert names == ["engine-0", "engine-1"] and not [message for message in said if "is not replaced" in message]
+
+
+@pytest.mark.parametrize("down_s", [200, 7200])
+def test_after_an_outage_of_any_length_a_server_is_used_again_and_the_same_service_restores_its_budget(
+    down_s: float,
+) -> None:
+    async def play() -> list[float]:
+        sink, yard = MemorySink(), Yard(fails=lambda number: number > 1 and asyncio.get_running_loop().time() < down_s)
+        fleet = fleet_of(yard.make, 1, sink, is_given_up=False, patience_s=10_000)
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+        fleet.router.lose(yard.made[0], EngineError("found dead"))
+        await fleet.router.generate(request(1), floor=0)
+        waits = [asyncio.get_running_loop().time() - down_s]
+        await asyncio.sleep(MAX_REPLACED * SERVED_S)
+        lost_at = asyncio.get_running_loop().time()
+        fleet.router.lose(yard.made[-1], EngineError("found dead again"))
+        await fleet.router.generate(request(2), floor=0)
+        replacing.cancel()
+        return [*waits, asyncio.get_running_loop().time() - lost_at]
+
+    after_outage, after_service = run_virtual(play())
+    assert after_outage <= REPLACE_BACK_OFF.longest_s + 1 and after_service == pytest.approx(BACK_OFF_S, abs=1)
 
 
 def test_an_engine_that_cannot_be_made_is_tried_again_and_the_others_do_not_wait_for_it() -> None:
@@ -680,6 +713,54 @@ def test_weights_that_cannot_be_reached_are_staged_again_and_loaded_at_once(monk
     unreachable(monkeypatch, is_cut_off)
     outcome = simulate(World(num_engines=1))
     assert restaged == [3] and outcome.seconds == plain.seconds
+
+
+@pytest.mark.parametrize("when", ["it serves", "it joins"])
+def test_an_engine_that_is_set_up_wrong_is_lost_and_tried_again_while_the_run_continues_with_the_others(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, first, refused = SimEngine.load, set[SimEngine](), list[float]()
+
+    async def load(self: SimEngine, version: int, weights: Weights) -> None:
+        is_joining = self not in first
+        if self.name == "engine-1" and is_joining == (when == "it joins") and not refused:
+            refused.append(version)
+            raise EngineMisconfigured("http://b/v1/models answered 404")
+        await original(self, version, weights)
+
+    async def play(fleet: Fleet) -> None:
+        engines: list[Any] = list(fleet._engines.values())
+        first.update(engines)
+        await asyncio.sleep(0.5)
+        if when == "it joins":
+            engines[1].crash("the server was restarted")
+
+    monkeypatch.setattr(SimEngine, "load", load)
+    world = World(num_engines=2, **SLOW)  # type: ignore[arg-type]
+    outcome = simulate(world, on_fleet=play)
+    check(world, outcome)
+    assert refused and [event.engine for event in outcome.sink.of(ReplicaJoined)] == ["engine-1"]
+    said = [event.message for event in outcome.sink.of(Warned)] + [event.why for event in outcome.sink.of(ReplicaLeft)]
+    assert any("http://b/v1/models answered 404" in one for one in said)
+
+
+class SlowDiary(Diary):
+    async def keep(self, *arguments: Any) -> None:
+        await asyncio.sleep(10)
+        await super().keep(*arguments)
+
+
+def test_an_engine_that_is_adopted_during_the_first_checkpoint_loads_every_version_once() -> None:
+    async def play(fleet: Fleet) -> None:
+        await asyncio.sleep(1)
+        fleet.router.lose(fleet.router.engines[1], EngineError("found dead"))
+
+    world = World(num_engines=2)
+    outcome = simulate(world, on_fleet=play, keeper=SlowDiary())
+    check(world, outcome)
+    assert [event.engine for event in outcome.sink.of(ReplicaJoined)] == ["engine-1"]
+    loaded = [event.version for event in outcome.sink.of(WeightsLoaded) if event.engine == "engine-1"]
+    assert loaded == sorted(set(loaded))
 
 
 # ---- added and taken away ----------------------------------------------------------------------------------------------

@@ -359,7 +359,7 @@ def test_a_replica_that_fails_rests_and_after_three_failures_in_a_row_is_not_use
     first, second, third = run_virtual(play())
     assert 1.0 <= second - first < 1.5 and 2.0 <= third - second < 2.5
     (left,) = sink.of(ReplicaLeft)
-    assert left.engine == "bad" and "3 failures in a row" in left.why
+    assert left.engine == "bad" and "that is 3 failures that no success has made up for" in left.why
 
 
 def test_what_a_replica_still_had_when_it_was_given_up_continues_elsewhere_once_it_is_closed() -> None:
@@ -378,19 +378,48 @@ def test_what_a_replica_still_had_when_it_was_given_up_continues_elsewhere_once_
     assert same_words(run_virtual(play()), alone(request(1), constant(100)))
 
 
-def test_an_engine_that_can_never_work_as_it_is_set_up_fails_its_request_at_once() -> None:
+def misconfigured() -> Any:
+    bad = engine("bad", slots=64)
+
+    async def refuse(asked: Request, on_sampled: Any = None) -> Completion:
+        raise EngineMisconfigured("bad answered 401: set the token")
+
+    bad.generate = refuse  # type: ignore[method-assign]
+    return bad
+
+
+def test_where_no_engine_can_work_as_it_is_set_up_requests_fail_at_once() -> None:
     async def play() -> float:
-        bad, good = engine("bad", slots=64), engine("good", slots=1)
-
-        async def refuse(asked: Request, on_sampled: Any = None) -> Completion:
-            raise EngineMisconfigured("bad answered 401: set the token")
-
-        bad.generate = refuse  # type: ignore[method-assign]
-        with pytest.raises(EngineMisconfigured, match="set the token"):
-            await Router([bad, good], patience_s=60.0).generate(request(1), floor=0)
+        router = Router([misconfigured()], patience_s=60.0)
+        for _ in range(2):
+            with pytest.raises(EngineMisconfigured, match="set the token"):
+                await router.generate(request(1), floor=0)
         return asyncio.get_running_loop().time()
 
     assert run_virtual(play()) == 0
+
+
+@pytest.mark.parametrize("is_other_there", [True, False])
+def test_an_engine_that_is_set_up_wrong_is_lost_if_another_serves_or_has_served(is_other_there: bool) -> None:
+    sink = MemorySink()
+
+    async def play() -> list[Completion]:
+        bad, good = misconfigured(), engine("good", slots=64)
+        router = Router([good], patience_s=60.0, clock=VirtualClock(), sink=sink)
+        found = [await router.generate(request(1), floor=0)]
+        if not is_other_there:
+            router.lose(good, EngineError("found dead"))
+        router.join(bad)
+        turns = asyncio.gather(*(router.generate(request(2, member), floor=0) for member in range(8)))
+        await asyncio.sleep(5)
+        assert "bad" not in {one.name for one in router.engines}
+        if not is_other_there:
+            router.join(engine("another", slots=64))
+        return found + await turns
+
+    assert len(run_virtual(play())) == 9
+    left = sink.of(ReplicaLeft)[-1]
+    assert left.engine == "bad" and left.why == "bad answered 401: set the token"
 
 
 def test_draining_an_engine_that_is_not_there_says_which_are() -> None:

@@ -10,6 +10,8 @@ import math
 
 from millstream.retry import BackOff, Retry
 
+NOT_FORGIVEN = "failures that no success has made up for (a success makes up for one)"  # in messages
+
 
 class SharedFailures:
     """Time is passed in, on any one clock. `max_failures`: more that no success forgives, and the budget is used up."""

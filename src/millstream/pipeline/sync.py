@@ -9,11 +9,19 @@ that died. An engine that starts during the run loads the newest version before 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from millstream.engine import Engine
-from millstream.errors import EngineGone, InvariantError, StallError, WeightsError, WeightsUnreachable
+from millstream.errors import (
+    EngineGone,
+    EngineMisconfigured,
+    InvariantError,
+    StallError,
+    WeightsError,
+    WeightsUnreachable,
+)
 from millstream.events import Warned, WeightsLoaded, WeightsPublished
 from millstream.pipeline.context import RunContext
 from millstream.serving.router import Router
@@ -37,18 +45,20 @@ class WeightSync:
         self._is_in_lockstep = is_in_lockstep
         self._num_loading = 0
         self._has_warned = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[Engine, asyncio.Task[None]] = {}  # one for each engine, until it ends
         self._joining: list[Engine] = []
         self._is_stopped = False
 
     def start(self, version: int) -> None:
-        """One task per engine. `version`: what the engines serve now."""
+        """One task per engine; one that was adopted before has its own. `version`: what the engines serve now."""
         if self._channel.version < version:
             raise InvariantError(
                 f"the engines start with version {version}, which has not been published (the channel is at version "
                 f"{self._channel.version}): publish it before the pipeline runs"
             )
-        self._tasks += [self._context.spawn(self.sync(engine)) for engine in self._router.engines]
+        for engine in self._router.engines:
+            if engine not in self._tasks:
+                self._start_task(engine, self.sync)
 
     async def publish(self, version: int, weights: Weights, began: float) -> None:
         """Produces a version that engines can fetch. `began`: when copying the weights began."""
@@ -84,7 +94,7 @@ class WeightSync:
                     self._context.notifier.notify()
                 if num_failed:
                     await self._back_off(engine, owner, failure, num_failed)
-        except EngineGone as error:
+        except (EngineGone, EngineMisconfigured) as error:
             self._router.lose(engine, error)
 
     def is_everywhere(self) -> bool:
@@ -99,9 +109,14 @@ class WeightSync:
         take it, because it has not begun or is over."""
         if self._context.tasks is None or self._is_stopped:
             return False
-        self._joining.append(engine)
-        self._tasks.append(self._context.spawn(self._join(engine)))
+        if engine not in self._tasks:
+            self._joining.append(engine)
+            self._start_task(engine, self._join)
         return True
+
+    def _start_task(self, engine: Engine, work: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+        task = self._tasks[engine] = self._context.spawn(work(engine))
+        task.add_done_callback(lambda _: self._tasks.pop(engine))
 
     def stop(self) -> None:
         """No engine is adopted any more."""
@@ -110,7 +125,7 @@ class WeightSync:
     def finish(self, *, are_joining_lost: bool) -> None:
         """Training is over: the tasks end. `are_joining_lost`: engines that were adopted and have not joined are replaced."""
         self.stop()
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
         for engine in self._joining if are_joining_lost else ():
             self._router.report_lost(engine, "training was over before it could join")
@@ -119,12 +134,13 @@ class WeightSync:
         """Until it has joined the router it gets no request, and does not count among the engines that load."""
         try:
             await self._load_until_it_has(engine, f"sync of {engine.name}")
-        except EngineGone as error:
+        except (EngineGone, EngineMisconfigured) as error:
+            self._router.raise_if_final(engine, error)
             self._context.emit(
                 Warned(at=self._context.now(), message=f"{engine.name} broke before it could join: {error}")
             )
             self._joining.remove(engine)
-            self._router.report_lost(engine)
+            self._router.report_lost(engine, str(error))
             return
         self._joining.remove(engine)
         self._router.join(engine)

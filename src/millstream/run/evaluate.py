@@ -16,10 +16,10 @@ from millstream.clock import Clock, RealClock
 from millstream.cluster.resources import ResourcesConfig
 from millstream.engine import EngineConfig
 from millstream.env.rewards import Reward
-from millstream.errors import ConfigError, MillstreamError
+from millstream.errors import ConfigError, MillstreamError, StallError
 from millstream.events import Evaluated, EventSink, Sample
 from millstream.events.sinks import Tee
-from millstream.pipeline.episode import Player
+from millstream.pipeline.episode import EpisodeResult, Player
 from millstream.pipeline.limit import Limit
 from millstream.pipeline.waits import Waits
 from millstream.run import build
@@ -103,7 +103,10 @@ class Evaluator:
     async def _play(self, player: Player, index: int, task: Task, owner: str, versions: set[int]) -> Sample:
         key, limit = RequestKey(group_id=-1 - index, member=0), Limit(self._prepared.config.rollout.timeout_s)
         generate = partial(self._generate, owner=owner, versions=versions)
-        result = await player.play(task, key, generate, owner=owner, limit=limit)
+        try:
+            result = await player.play(task, key, generate, owner=owner, limit=limit)
+        except StallError as stall:  # it ends a run from a rollout in training, but not from one of an evaluation
+            result = EpisodeResult((), stall, [])
         error, decode = result.failure, self._prepared.text.decode
         return Sample(
             prompt=_as_text(task),

@@ -2,10 +2,10 @@
 
 One engine is called "engine", several "engine-0", "engine-1" and so on. An engine that breaks is closed, so that its memory is
 free, and a new one of the same name takes its place: after a back-off, within a budget, and as soon as it has the weights that
-it should have. Its requests continue on other engines, or wait for it. Servers that others restart are tried again for as long
-as another engine serves, whatever the budget. Where an engine is the only one and runs on a thread of this process, it cannot
-die by itself: the run ends with its error. An engine that is added and never comes to serve is not replaced: the caller of
-`scale` gets the reason.
+it should have. Its requests continue on other engines, or wait for it. Servers, which others restart, are tried again whatever
+the budget, at last every `REPLACE_BACK_OFF.longest_s`: the run ends only when requests have waited `patience_s` without any
+engine. Where an engine is the only one and runs on a thread of this process, it cannot die by itself: the run ends with its
+error. An engine that is added and never comes to serve is not replaced: the caller of `scale` gets the reason.
 
 While a run trains it adopts new engines (`Adopt`). Otherwise a new engine joins with the newest weights (`Fleet.weights`): what
 was loaded last, or a channel's; where there are none, it serves as it was made.
@@ -19,7 +19,7 @@ from typing import Any
 
 from millstream.clock import Clock
 from millstream.engine import Engine
-from millstream.errors import ConfigError, EngineError, EngineGone, MillstreamError
+from millstream.errors import ConfigError, EngineError, EngineGone, EngineMisconfigured, MillstreamError
 from millstream.events import EventSink, Warned
 from millstream.retry import BackOff, Retry
 from millstream.rpc.process import engine_names
@@ -61,14 +61,18 @@ class Replacements:
         self._joined_at = None
 
     def next_wait_s(self) -> float | None:
-        """Before another is made; None: the budget is used up."""
-        return self._retry.failed(self._clock.now())
+        """Before another is made; None: the budget is used up. No more failures than the budget are remembered, so that as much
+        service restores it after a long outage as after a short one."""
+        wait_s = self._retry.failed(self._clock.now())
+        if wait_s is None:
+            self._retry.succeeded()
+        return wait_s
 
 
 class Fleet:
     """Must be made on the event loop. `patience_s`: how long requests wait where no engine is left, but one is to come.
-    `is_lone_replaced`: whether the only engine is replaced. `is_given_up` False: beyond the budget a name is still tried again
-    while another engine serves. `why_fixed`: why `scale` is refused, if it is."""
+    `is_lone_replaced`: whether the only engine is replaced. `is_given_up` False: a name is tried again beyond the budget, too.
+    `why_fixed`: why `scale` is refused, if it is."""
 
     def __init__(
         self,
@@ -144,13 +148,13 @@ class Fleet:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     async def load(self, version: int, weights: Weights) -> None:
-        """Into all of them. One that is gone is left out, unless it is the last and not replaced."""
+        """Into all of them. One that is gone, or is set up wrong, is left out, unless `Router.lose` raises its error."""
         self.weights = Publication(version, weights)
 
         async def one(engine: Engine) -> None:
             try:
                 await engine.load(version, weights)
-            except EngineGone as error:
+            except (EngineGone, EngineMisconfigured) as error:
                 self.router.lose(engine, error)
 
         await asyncio.gather(*map(one, self.router.engines))
@@ -169,7 +173,7 @@ class Fleet:
         await self._close(lost)
         while self._engines.get(name) is lost:  # else it was removed, or has been replaced
             wait_s = replacements.next_wait_s()
-            if wait_s is None and (self._is_given_up or not self.router.engines):
+            if wait_s is None and self._is_given_up:
                 served = f"served for less than {MAX_REPLACED * SERVED_S / 60:.0f} minutes in all"
                 self._give_up(name, f"{name} is not replaced: {MAX_REPLACED} were, and {served}")
                 return
@@ -213,9 +217,9 @@ class Fleet:
             return
         try:
             await self._catch_up(engine)
-        except EngineGone as error:
+        except (EngineGone, EngineMisconfigured) as error:
             self._warn(f"{name} broke before it could join: {error}")
-            self._lose(engine, str(error))
+            self.router.report_lost(engine, str(error))
             return
         except Exception:  # it runs, and cannot get its weights: the caller decides
             self._engines[name] = before

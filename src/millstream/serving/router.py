@@ -13,7 +13,8 @@ computing the prompt again is the smaller loss. Ties: the fewest requests, then 
 Every request is answered once. If its replica breaks or is drained, it continues on another one after the tokens that were
 reported, still at its floor or later; the answer is the tokens in a row. A replica that fails is left alone for a back-off; one
 that fails again and again, or is gone, is not used any more. Without any replica, requests wait `patience_s` for one to join,
-and fail. An engine that can never work as it is set up fails its request at once.
+and fail. An engine that cannot work as it is set up (`EngineMisconfigured`) is lost like any other. Only where no other engine
+is there, and none has ever answered a request, its error is raised at once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import NamedTuple
 
 from millstream.clock import Clock
 from millstream.engine import Engine
+from millstream.engine.failures import NOT_FORGIVEN
 from millstream.errors import EngineError, EngineGone, EngineMisconfigured
 from millstream.events import EventSink, ReplicaJoined, ReplicaLeft
 from millstream.serving.queue import RequestQueue, RequestRank, WaitingRequest
@@ -79,6 +81,7 @@ class Router:
         self._giving_up: asyncio.TimerHandle | None = None
         self._replicas: dict[str, Replica] = {}
         self._is_many = False  # whether there was more than one at some time
+        self._has_answered = False  # whether a replica has, at some time
         for engine in engines:
             self._add(engine)
 
@@ -151,6 +154,7 @@ class Router:
         except EngineError as error:
             self._on_failure(replica, routed, error)
         else:
+            self._has_answered = True
             replica.failures.succeeded(routed.failure_mark)
             routed.complete(completion)
             if self._is_many:
@@ -246,7 +250,9 @@ class Router:
         self._remove(replica, "it was drained", len(moving))
 
     def lose(self, engine: Engine, error: EngineError) -> None:
-        """It is gone: its requests continue elsewhere. Raises `EngineError` if it was the last and none is waited for."""
+        """It is gone: its requests continue elsewhere. Raises `EngineError` if it was the last and none is waited for, and what
+        `raise_if_final` does."""
+        self.raise_if_final(engine, error)
         replica = self._replicas.get(engine.name)
         if replica is not None and replica.engine is engine:
             self._remove(replica, str(error), len(replica.requests))
@@ -254,9 +260,18 @@ class Router:
         if not self._replicas and not self.patience_s:
             raise EngineError(str(error)) from error
 
+    def raise_if_final(self, engine: Engine, error: EngineError) -> None:
+        """Raise `EngineMisconfigured` if there is no other engine and none has ever answered: the run cannot work as it is set
+        up. Otherwise the engine may work later, or the others suffice."""
+        is_alone = all(one is engine for one in self.engines)
+        if isinstance(error, EngineMisconfigured) and is_alone and not self._has_answered:
+            raise error
+
     def report_lost(self, engine: Engine, why: str = "") -> None:
         """The engine broke or was given up, perhaps before it joined: the owner of the engines is to replace it. `why`: empty
         if the engine itself says so when it is called."""
+        if why and not self._replicas:
+            self._why_none = f"the last one was {engine.name}: {why}"
         self._announce(ReplicaChange(engine, is_lost=True, why=why))
 
     def _announce(self, change: ReplicaChange) -> None:
@@ -265,16 +280,14 @@ class Router:
 
     def _on_failure(self, replica: Replica, routed: RoutedRequest, error: EngineError) -> None:
         """The request continues elsewhere; the replica is left alone for a back-off, or lost."""
-        if isinstance(error, EngineMisconfigured):
-            raise error
         routed.lose_replica()
-        if isinstance(error, EngineGone):
+        if isinstance(error, EngineGone | EngineMisconfigured):
             self.lose(replica.engine, error)
             return
         loop, failures = asyncio.get_running_loop(), replica.failures
         is_new = failures.failed(routed.failure_mark, loop.time())
         if failures.is_used_up:
-            self.lose(replica.engine, EngineError(f"{error}; that is {MAX_FAILURES} failures in a row"))
+            self.lose(replica.engine, EngineError(f"{error}; that is {MAX_FAILURES} {NOT_FORGIVEN}"))
         elif is_new:
             rest_s = failures.retry_at - loop.time()
             logger.warning("%s failed and is left alone for %g s: %s", replica.name, rest_s, error)

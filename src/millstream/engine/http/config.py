@@ -26,8 +26,9 @@ class HttpConfig(Struct, frozen=True, kw_only=True):
     weights_timeout_s: float = 900.0
     """The same for an update of weights. The server may still carry it out: it is not used until it confirms the newest."""
     retries: int = 6
-    """Failures in a row, of one request without a new token or of the server, after which a server counts as gone: its requests
-    continue elsewhere, and it is used again when it has loaded the newest weights."""
+    """Failures of one request without a new token, or of the server without a success that makes up for them (each makes up for
+    one), after which a server counts as gone: its requests continue elsewhere, and it is used again when it has loaded the
+    newest weights."""
     token_variable: str | None = None
     """The NAME of the environment variable that has the servers' token; the token itself does not belong into a config."""
 

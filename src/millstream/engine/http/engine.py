@@ -14,8 +14,9 @@ answered, none that started before it is left; and one that starts later finds n
 
 Waits: a request waits for a slot, in the order of the calls; for the gate, which `pause` and `load` close and `resume` and the
 end of `load` open; and, while the server fails, for its next attempt: attempts are one back-off apart, however many requests
-wait, until a token comes. After more than `retries` failures in a row, of one request or of the server, or after a failed
-update, the engine is gone: the router moves its requests, and a new engine uses the server when it answers again.
+wait, until a token comes. After more than `retries` failures, of one request without a new token or of the server without
+a success that makes up for them, or after a failed update, the engine is gone: the router moves its requests, and a new engine
+uses the server when it answers again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 from millstream.clock import Clock
 from millstream.engine.base import SPAN_S, EngineStats, OnSampled
-from millstream.engine.failures import SharedFailures
+from millstream.engine.failures import NOT_FORGIVEN, SharedFailures
 from millstream.engine.http.config import HttpConfig
 from millstream.engine.http.control import ATTEMPT_BACK_OFF, HINT, ServerControl
 from millstream.engine.http.dialects import StreamedTokens, dialect_of
@@ -186,8 +187,7 @@ class HttpEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        for key in list(self._requests):
-            await self.abort(key)
+        await asyncio.gather(*map(self.abort, list(self._requests)))
         if self._is_paused:
             with suppress(EngineError):
                 await self.resume()
@@ -247,7 +247,7 @@ class HttpEngine:
         finally:
             await _cancel(stream)
             streamed.stream = None
-            if stream.cancelled():
+            if stream.cancelled() and self._broken is None:  # a broken server may not answer
                 await self._abort_at_server(streamed.name)
         if not stream.cancelled():
             stream.result()
@@ -260,7 +260,7 @@ class HttpEngine:
             self._control.has_weights = self._link is None
         if self._failures.is_used_up or streamed.num_failures > self._config.retries:
             num_failures = max(streamed.num_failures, self._failures.num_failures)
-            why = f"{streamed.request.key} failed: {failure}. That is {num_failures} failures in a row: {HINT}"
+            why = f"{streamed.request.key} failed: {failure}. That is {num_failures} {NOT_FORGIVEN}: {HINT}"
             raise self._break(why) from failure
 
     def _succeed(self, mark: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,8 +34,18 @@ class WrittenWeights(NamedTuple):
     manifest: Manifest
 
 
+class WeightWrite(NamedTuple):
+    """One version on its way to disk. `done` has the result."""
+
+    number: int
+    version: int
+    folder: Path
+    done: Future[WrittenWeights]
+
+
 class WeightFolder:
-    """Shared by the engines of one run; starts with the model's weights as version 0. May be called on any thread."""
+    """Shared by the engines of one run; starts with the model's weights as version 0. May be called on any thread: while one
+    thread writes, others wait for it only if they need what it writes."""
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
         if lora_of(model) is not None:
@@ -49,31 +60,55 @@ class WeightFolder:
         self._num_links = 0
         self._num_users = 0
         self._links: dict[Path, WrittenWeights] = {}  # by the folder of an engine's link
-        self._reserved: dict[Path, WrittenWeights] = {}  # what that engine's link will lead to next
-        self._source: Weights | None = None  # what `_newest` was written from
-        self._newest = self._write(0, weights)
+        self._reserved: dict[Path, WeightWrite] = {}  # what that engine's link will lead to next
+        self._source: Weights | None = None  # what `_latest` is written from
+        self._latest = self._begin(0, weights)  # the last write that was begun
+        self._newest = self._latest  # the last one that is whole
+        self._write(self._latest, weights)
+        self._latest.done.result()
 
     def write(self, link: Path, version: int, weights: Weights) -> None:
         """Written unless another engine has brought the same weights already, and kept for this link, which `move` then moves
         to it. Raises `EngineError` for weights that are not the model's; they then change nothing."""
         with self._lock:
-            if self._source is not weights or self._newest.version != version:
-                self._newest = self._write(version, weights)
+            is_new = self._source is not weights or self._latest.version != version
+            if is_new:
+                self._latest = self._begin(version, weights)
                 self._source = weights
-            self._reserved[link] = self._newest
+            write = self._reserved[link] = self._latest
+            self._num_users += 1  # the folder stays while a thread writes
+        try:
+            if is_new:
+                self._write(write, weights)
+            write.done.result()
+        finally:
+            self.close()
 
-    def _write(self, version: int, weights: Weights) -> WrittenWeights:
+    def _begin(self, version: int, weights: Weights) -> WeightWrite:
         unknown = sorted(self._shapes.keys() ^ weights.keys())
         unknown += [name for name in self._shapes.keys() & weights.keys() if self._shapes[name] != weights[name].shape]
         if unknown:
             raise EngineError(f"the weights of version {version} do not fit the model: {unknown[:4]}")
         self._num_written += 1
         folder = self._root / f"version-{version:06d}.{self._num_written}"
+        return WeightWrite(self._num_written, version, folder, Future())
+
+    def _write(self, write: WeightWrite, weights: Weights) -> None:
+        """Sets `write.done`. The lock is not held: other engines move their links meanwhile."""
         try:
-            manifest = write_weights(folder, version, weights, self._config)
-        except WeightsError as error:
-            raise EngineError(f"{error}. Set engine.http.folder to one that can be written") from error
-        return WrittenWeights(version, folder, f"millstream-{self._name}-{self._num_written}", manifest)
+            manifest = write_weights(write.folder, write.version, weights, self._config)
+        except BaseException as error:
+            with self._lock:
+                if self._latest is write:
+                    self._source = None  # the next attempt writes them again
+            if isinstance(error, WeightsError):
+                error = EngineError(f"{error}. Set engine.http.folder to one that can be written")
+            write.done.set_exception(error)
+            return
+        label = f"millstream-{self._name}-{write.number}"
+        with self._lock:
+            write.done.set_result(WrittenWeights(write.version, write.folder, label, manifest))
+            self._newest = max(self._newest, write, key=lambda one: one.number)
 
     # ---- users -------------------------------------------------------------------------------------------------------
 
@@ -101,7 +136,7 @@ class WeightFolder:
         """The link leads to what was written for it last, and to nothing else."""
         with self._lock:
             shutil.rmtree(link, ignore_errors=True)
-            written = self._links[link] = self._reserved.pop(link)
+            written = self._links[link] = self._reserved.pop(link).done.result()
             link.mkdir()
             (link / written.folder.name).symlink_to(Path("..") / written.folder.name)
             self._delete_unused()
@@ -116,7 +151,8 @@ class WeightFolder:
         self.close()
 
     def _delete_unused(self) -> None:
-        used = {one.folder for one in (self._newest, *self._links.values(), *self._reserved.values())}
+        used = {write.folder for write in (self._newest, self._latest, *self._reserved.values())}
+        used |= {written.folder for written in self._links.values()}
         for old in set(self._root.glob("version-*")) - used:
             shutil.rmtree(old, ignore_errors=True)
 
