@@ -6,9 +6,11 @@ import asyncio
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 from millstream.errors import ClusterError, ConfigError, WeightsSuperseded, WorkerError, WorkerExited
+from millstream.rpc import call
 from millstream.rpc.call import Remote
 from millstream.rpc.process import WorkerProcess
 from support.processes import eventually, is_alive, launch_worker
@@ -79,9 +82,9 @@ def test_a_death_ends_every_call_with_one_reason_that_has_the_last_words(make: M
     remote = make(on_exit=told.put)
     child = remote.call(Do("spawn"), int).result(20.0)
     calls = [remote.call(Do("die", "out of memory, say")), remote.call(Do("echo", 1), int)]
-    for call in calls:
+    for one in calls:
         with pytest.raises(WorkerExited, match=r"exit code -9 .*stderr: out of memory, say") as found:
-            call.result(20.0)
+            one.result(20.0)
         assert found.value.is_death
     assert not is_alive(child), "what it had started went with it"
     assert remote.exited.result(5.0) == str(told.get(timeout=5.0)) == str(remote.error)
@@ -148,10 +151,10 @@ def test_sending_never_blocks_and_a_worker_that_stopped_reading_can_be_closed(ma
     assert remote.process is not None
     os.kill(remote.process.pid, signal.SIGSTOP)
     began = time.monotonic()
-    call = remote.call(Do("echo", bytes(32 << 20)), bytes)
+    unread = remote.call(Do("echo", bytes(32 << 20)), bytes)
     assert time.monotonic() - began < 1.0
     remote.close(0.2)
-    assert isinstance(call.exception(5.0), WorkerExited)
+    assert isinstance(unread.exception(5.0), WorkerExited)
 
 
 def test_a_worker_that_is_closed_while_it_is_started_is_killed_when_it_comes(make: Make) -> None:
@@ -182,6 +185,38 @@ def test_on_an_event_loop_answers_and_the_end_are_delivered_on_it(make: Make) ->
         assert await asyncio.wrap_future(remote.call(Do("echo", 3), int)) == 3 and remote.is_idle
         with pytest.raises(WorkerExited, match="exit code 5"):
             await asyncio.wait_for(asyncio.wrap_future(remote.call(Do("orphan"))), 10.0)
+
+    asyncio.run(program())
+
+
+class LostWorker:
+    """A worker on a node that is lost: its connection ends, and its exit is never reported. The test has the other end."""
+
+    pid, node, has_died = 0, "lost", True
+
+    def __init__(self) -> None:
+        self.connection, self.theirs = socket.socketpair()
+
+    def kill(self) -> None: ...
+
+    def exit_reason(self, timeout_s: float | None = None) -> str | None:
+        threading.Event().wait(timeout_s)
+        return None
+
+
+def test_on_an_event_loop_every_call_ends_when_the_connection_does_although_no_exit_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call, "EXIT_S", 0.01)
+
+    async def program() -> None:
+        worker = LostWorker()
+        remote = Remote(lambda: worker, WorkerSetup(), name="the worker", loop=asyncio.get_running_loop())
+        answer = remote.call(Do("echo", 1), int)
+        worker.theirs.close()
+        for future in (remote.ready, answer):
+            with pytest.raises(WorkerExited, match="its process closed its connection"):
+                await asyncio.wait_for(asyncio.wrap_future(future), 10.0)
 
     asyncio.run(program())
 

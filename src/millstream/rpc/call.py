@@ -261,7 +261,7 @@ class Remote:
         self._on_exit = on_exit
         self._loop = loop
         self._lock = threading.Lock()
-        self._reason: str | None = None
+        self._reason: str | None = None  # why this end gave it up
         self._is_killed = False
         self._is_closing = False
         self._channel = Channel(max_bytes=max_bytes)
@@ -284,8 +284,8 @@ class Remote:
             process = self._launch()
         except Exception as error:  # thread boundary: the callers that wait get the reason
             is_ours = isinstance(error, MillstreamError)
-            self._reason = str(error) if is_ours else f"it could not be started: {type(error).__name__}: {error}"
-            self._deliver(self._conclude, None)
+            reason = str(error) if is_ours else f"it could not be started: {type(error).__name__}: {error}"
+            self._deliver(self._conclude, None, reason)
             return
         with self._lock:
             self.process = process
@@ -302,8 +302,7 @@ class Remote:
             found = process.exit_reason()
         if found is None:  # without its connection it is of no use
             process.kill()
-        self._reason = self._reason or found or "its process closed its connection"
-        self._deliver(self._conclude, process)
+        self._deliver(self._conclude, process, found)
 
     def _deliver(self, function: Callable[..., Any], *arguments: Any) -> None:
         if self._loop is None:
@@ -315,7 +314,8 @@ class Remote:
     def _on_readable(self, loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
         if not self._read(process, block=False):
             loop.remove_reader(process.connection)
-            loop.call_later(EXIT_S, process.kill)  # without its connection it is of no use: the exit must follow
+            loop.call_later(EXIT_S, process.kill)  # without its connection it is of no use: the exit should follow
+            loop.call_later(2 * EXIT_S, self._conclude, process)  # a cluster may never report it
 
     def _read(self, process: WorkerProcess, *, block: bool) -> bool:
         """False: the connection is over."""
@@ -331,13 +331,15 @@ class Remote:
             return False
         return packets is not None
 
-    def _conclude(self, process: WorkerProcess | None) -> None:
-        """The one place where a worker's end becomes known."""
+    def _conclude(self, process: WorkerProcess | None, reason: str | None = None) -> None:
+        """The one place where a worker's end becomes known. A second call does nothing."""
+        if self.exited.done():
+            return
         if process is not None and self._loop is not None:
             is_open = self._loop.remove_reader(process.connection)
             while is_open and _is_readable(process.connection):  # what it wrote before its exit
                 is_open = self._read(process, block=False)
-        reason = self._reason or ""
+        reason = self._reason or reason or "its process closed its connection"
         refused = self.ready.exception() if self.ready.done() and not self.ready.cancelled() else None
         if isinstance(refused, Exception):  # it said itself why it could not be built
             self.error = refused
