@@ -202,15 +202,17 @@ class Channel:
         return [packet for packet in packets if packet.kind not in (PacketKind.ANSWER, PacketKind.FAILURE)]
 
     def _settle(self, packet: Packet) -> None:
+        """A call whose answer cannot be decoded still waits: it ends with the connection, and for the same reason."""
+        is_failure = packet.kind is PacketKind.FAILURE
+        kind = ErrorInfo if is_failure else self._waiting.get(packet.number, (None, None))[1]
+        value = None if kind is None else typed_decoder(kind).decode(packet.body)
         with self._lock:
-            future, kind = self._waiting.pop(packet.number, (None, None))
+            future, _ = self._waiting.pop(packet.number, (None, None))
         if future is None:
             raise msgspec.ValidationError(f"an answer to call {packet.number}, which does not wait for one")
-        if packet.kind is PacketKind.FAILURE:
-            _fail(future, error_from(typed_decoder(ErrorInfo).decode(packet.body)))
-            return
-        value = None if kind is None else typed_decoder(kind).decode(packet.body)
-        if future.set_running_or_notify_cancel():
+        if is_failure:
+            _fail(future, error_from(value))
+        elif future.set_running_or_notify_cancel():
             future.set_result(value)
 
     @property
