@@ -21,6 +21,7 @@ import pytest
 from millstream.errors import ClusterError, ConfigError, WeightsSuperseded, WorkerError, WorkerExited
 from millstream.rpc import call
 from millstream.rpc.call import Remote
+from millstream.rpc.frames import frame
 from millstream.rpc.process import WorkerProcess
 from support.processes import eventually, is_alive, launch_worker
 from support.rpc_worker import CountUp, Do, WorkerSetup
@@ -116,6 +117,23 @@ def test_an_answer_of_another_type_ends_its_own_call_too(make: Make) -> None:
     for answer in [remote.call(Do("echo", "one"), int), remote.call(Do("echo", 2), int)]:
         with pytest.raises(WorkerExited, match="it sent something that is not a message: .*`int`, got `str`"):
             answer.result(20.0)
+
+
+def test_a_message_above_the_bound_is_refused_where_it_is_sent(make: Make) -> None:
+    remote = make(max_bytes=1000)
+    for send in (remote.call, remote.send):
+        with pytest.raises(ValueError, match=r"a message of 10\d\d bytes .*at most 1000"):
+            send(Do("echo", bytes(1000)))
+    assert remote.call(Do("echo", 1), int).result(20.0) == 1 and remote.is_idle
+
+
+@pytest.mark.parametrize("sent", [(1 << 31).to_bytes(4, "little"), frame("not a packet"), frame((1, 9, None))])
+def test_a_worker_that_is_sent_something_else_than_a_message_ends(sent: bytes) -> None:
+    worker = launch_worker()
+    worker.connection.sendall(sent)
+    found = worker.exit_reason(20.0)
+    worker.kill()
+    assert found is not None and found.startswith("its process ended with exit code -9")
 
 
 def test_the_worker_sends_events_and_calls_back(make: Make) -> None:

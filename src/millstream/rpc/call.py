@@ -91,8 +91,8 @@ def typed_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 class Channel:
-    """One end of a connection; both ends are alike. What is sent before `connect` waits for it. May be used from any thread;
-    one thread at a time calls `receive`."""
+    """One end of a connection; both ends are alike, with the same bound on a message. What is sent before `connect` waits for
+    it. May be used from any thread; one thread at a time calls `receive`. What sends raises as `frame` does, in the caller."""
 
     def __init__(self, connection: socket.socket | None = None, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -116,11 +116,10 @@ class Channel:
     # ---- out ---------------------------------------------------------------------------------------------------------
 
     def call(self, message: Any, answer: Any = None) -> Future[Any]:
-        """`answer`: the type of the value that comes back. Await it by `asyncio.wrap_future`. Raises `TypeError` for a message
-        that cannot be encoded."""
+        """`answer`: the type of the value that comes back. Await it by `asyncio.wrap_future`."""
         future: Future[Any] = Future()
         number = next(self._numbers)
-        data = frame((PacketKind.CALL, number, message))
+        data = self._frame(PacketKind.CALL, number, message)
         with self._lock:
             error = self._error
             if error is None:
@@ -132,21 +131,25 @@ class Channel:
 
     def send(self, *messages: Any) -> None:
         """One-way, and in one system call. Ignored when the other end is gone: the reader reports that."""
-        data = b"".join(frame((PacketKind.MESSAGE, 0, message)) for message in messages)
+        data = b"".join(self._frame(PacketKind.MESSAGE, 0, message) for message in messages)
         with self._lock:
             self._send(data)
 
     def answer(self, number: int, value: Any) -> None:
+        data = self._frame(PacketKind.ANSWER, number, value)
         with self._lock:
-            self._send(frame((PacketKind.ANSWER, number, value)))
+            self._send(data)
 
     def fail(self, number: int, error: BaseException) -> None:
         with self._lock:
-            self._send(frame((PacketKind.FAILURE, number, describe_error(error))))
+            self._send(self._frame(PacketKind.FAILURE, number, describe_error(error)))
 
     def send_close(self) -> None:
         with self._lock:
-            self._send(frame((PacketKind.CLOSE, 0, None)))
+            self._send(self._frame(PacketKind.CLOSE, 0, None))
+
+    def _frame(self, *packet: Any) -> bytes:
+        return frame(packet, self._max_bytes)
 
     def _send(self, data: bytes) -> None:
         """With the lock. What the socket does not take at once is left to a thread, so that no sender ever blocks."""

@@ -68,11 +68,16 @@ def serve_calls(
 
 
 def _listen(channel: Channel, jobs: Jobs, on_disconnect: Callable[[], None]) -> None:
-    while (packets := channel.receive(block=True)) is not None:
-        for packet in packets:
-            jobs.put(packet)
-    on_disconnect()
-    jobs.put(CLOSE)
+    """Until the connection ends, or brings something that is not a packet: the worker ends with it either way."""
+    try:
+        while (packets := channel.receive(block=True)) is not None:
+            for packet in packets:
+                jobs.put(packet)
+    except Exception:  # thread boundary: stderr has the reason
+        traceback.print_exc()
+    finally:
+        on_disconnect()
+        jobs.put(CLOSE)
 
 
 def _handle_all(
