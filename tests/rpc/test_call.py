@@ -161,6 +161,14 @@ def test_background_calls_do_not_hold_up_the_others_and_are_finished_before_the_
         remote.call(Do("echo", 1)).result(1.0)
 
 
+def test_a_value_that_cannot_be_sent_is_an_error_of_its_call(make: Make) -> None:
+    remote = make()
+    for what in ("object", "write object"):  # the second one in the background
+        with pytest.raises(WorkerError, match="TypeError: Encoding objects of type object is unsupported"):
+            remote.call(Do(what)).result(20.0)
+    assert remote.call(Do("echo", 1), int).result(5.0) == 1
+
+
 def test_close_kills_a_worker_that_does_not_finish_and_what_it_started(make: Make) -> None:
     remote = make()
     child = remote.call(Do("spawn"), int).result(20.0)

@@ -85,6 +85,8 @@ def begin_with(channel: Channel) -> Callable[[WorkerSetup], Callable[[Do], Any]]
                 return done
             case "sleep" | "write":
                 time.sleep(argument)
+            case "object" | "write object":
+                return object()
             case "superseded":
                 raise WeightsSuperseded(argument)
             case "full disk":
@@ -114,4 +116,4 @@ def begin_with(channel: Channel) -> Callable[[WorkerSetup], Callable[[Do], Any]]
 
 def serve_test(connection: socket.socket) -> None:
     channel = Channel(connection)
-    serve_calls(channel, WorkerSetup, begin_with(channel), Do, is_background=lambda message: message.what == "write")
+    serve_calls(channel, WorkerSetup, begin_with(channel), Do, is_background=lambda message: message.what.startswith("write"))

@@ -100,11 +100,10 @@ def _handle_all(
 def _handle(channel: Channel, packet: Packet, message: Any, handler: Handler) -> None:
     try:
         value = handler(message)
-    except Exception as error:  # process boundary: the caller gets the error
-        _fail(channel, packet, error)
-    else:
         if packet.number:
             channel.answer(packet.number, value)
+    except Exception as error:  # process boundary: the caller gets the error
+        _fail(channel, packet, error)
 
 
 def _fail(channel: Channel, packet: Packet, error: Exception) -> None:
