@@ -178,6 +178,16 @@ def test_close_kills_a_worker_that_does_not_finish_and_what_it_started(make: Mak
     assert eventually(lambda: not is_alive(child))
 
 
+def test_a_worker_ignores_interrupts_and_what_it_starts_does_not(make: Make) -> None:
+    remote = make()
+    remote.ready.result(20.0)
+    assert remote.process is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(remote.process.pid, number)
+        codes = [remote.call(Do(what, int(number)), int).result(10.0) for what in ("end child", "end fork")]
+        assert codes == [-number, -number]
+
+
 def test_sending_never_blocks_and_a_worker_that_stopped_reading_can_be_closed(make: Make) -> None:
     remote = make()
     remote.ready.result(20.0)

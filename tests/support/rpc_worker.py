@@ -105,6 +105,17 @@ def begin_with(channel: Channel) -> Callable[[WorkerSetup], Callable[[Do], Any]]
                 time.sleep(60)
             case "spawn":
                 return subprocess.Popen(["sleep", "600"]).pid
+            case "end child":
+                with subprocess.Popen(["sleep", "600"]) as child:
+                    child.send_signal(argument)
+                    return child.wait()
+            case "end fork":
+                pid = os.fork()
+                if pid == 0:
+                    time.sleep(600)
+                    os._exit(0)
+                os.kill(pid, argument)
+                return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             case "orphan":  # a child that keeps the connection open
                 if os.fork() == 0:
                     time.sleep(600)
