@@ -258,6 +258,7 @@ class Remote:
         delivered on `loop`; without one, on a reader thread. `on_exit(error)` is called once, on that thread or loop."""
         self.name = name
         self.process: WorkerProcess | None = None
+        self.launched: Future[None] = Future()  # when the process exists, or cannot be started
         self.error: Exception | None = None  # why it is over; None while it may still answer
         self.exited: Future[str] = Future()  # the reason, when the process is gone
         self._launch = launch
@@ -290,6 +291,7 @@ class Remote:
         except Exception as error:  # thread boundary: the callers that wait get the reason
             is_ours = isinstance(error, MillstreamError)
             reason = str(error) if is_ours else f"it could not be started: {type(error).__name__}: {error}"
+            self.launched.set_result(None)
             self._deliver(self._conclude, None, reason)
             return
         with self._lock:
@@ -297,6 +299,7 @@ class Remote:
             is_killed = self._is_killed
         if is_killed:
             process.kill()
+        self.launched.set_result(None)
         self._channel.connect(process.connection)
         if self._loop is None:
             while self._read(process, block=True):
