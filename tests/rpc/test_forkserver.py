@@ -70,8 +70,9 @@ def test_a_forked_worker_is_as_if_freshly_started(
     forked, fresh = start(), start(lambda: LocalWorker(TARGET, "a warm worker"))
     assert isinstance(forked.process, ForkedWorker) and isinstance(fresh.process, LocalWorker)
     found, expected, other = ask(forked, "self"), ask(fresh, "self"), ask(first, "self")
-    for same in ("group", "folder", "variable", "stdin", "handlers"):
+    for same in ("group", "folder", "environment", "stdin", "handlers"):
         assert found[same] == expected[same], same
+    assert found["environment"] == dict(os.environ), "what it starts gets no other import path"
     assert found["path"] == sys.path and found["name"] == "a warm worker"
     assert len(found["descriptors"]) <= len(expected["descriptors"]), (
         "none of the warm process's or of another worker's"

@@ -44,7 +44,7 @@ def about_itself() -> dict[str, Any]:
     return {
         "group": os.getpgid(0) == os.getpid(),
         "folder": os.getcwd(),  # noqa: PTH109
-        "variable": os.environ.get("MILLSTREAM_TEST"),
+        "environment": dict(os.environ),
         "path": sys.path,
         "stdin": os.read(0, 1),
         "random": [random.random(), float(np.random.random())],

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 
 from millstream import imports
+from millstream.rpc.process import restore_environment
 
 Work = Callable[[socket.socket], None]
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
@@ -51,4 +52,5 @@ def run_worker(target: str, descriptor: int) -> None:
 
 
 if __name__ == "__main__":
+    restore_environment()
     run_worker(sys.argv[1], int(sys.argv[2]))
