@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from millstream.errors import ClusterError, ConfigError, WeightsSuperseded, WorkerError, WorkerExited
+from millstream import errors
+from millstream.errors import ClusterError, ConfigError, MillstreamError, WeightsSuperseded, WorkerError, WorkerExited
 from millstream.rpc import call
 from millstream.rpc.call import Remote
 from millstream.rpc.frames import frame
@@ -66,6 +67,19 @@ def test_an_error_arrives_with_its_class_and_leaves_the_worker_at_work(make: Mak
     with pytest.raises(WorkerError, match="ZeroDivisionError: by nothing"):
         remote.call(Do("bug", "by nothing")).result(5.0)
     assert remote.call(Do("echo", "still there"), str).result(5.0) == "still there" and remote.is_idle
+
+
+def test_an_error_of_another_class_does_not_arrive_as_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NeedsTwo(MillstreamError):
+        def __init__(self, first: str, second: str) -> None:
+            super().__init__(first + second)
+
+    foreign = type("ConfigError", (Exception,), {})("of a library")
+    NeedsTwo.__module__ = errors.__name__
+    monkeypatch.setattr(errors, "NeedsTwo", NeedsTwo, raising=False)
+    for error, words in ((foreign, "ConfigError: of a library"), (NeedsTwo("a", "b"), "ab")):
+        found = call.error_from(call.describe_error(error))
+        assert type(found) is WorkerError and str(found) == words
 
 
 def test_a_worker_that_cannot_be_built_says_why_to_everyone_who_waits(make: Make) -> None:

@@ -63,25 +63,26 @@ class Packet(Struct, frozen=True, array_like=True):
 class ErrorInfo(Struct, frozen=True, array_like=True):
     """An error as data."""
 
-    name: str
+    name: str  # of its class in `millstream.errors`; "": it has none
     text: str
     errno: int | None = None
 
 
 def describe_error(error: BaseException) -> ErrorInfo:
-    """By its nearest class in `millstream.errors`; any other by the name of its own class."""
+    """By its nearest class in `millstream.errors`; any other in words, with the name of its own class."""
     own = next((kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__), None)
     if own is not None:
         return ErrorInfo(own.__name__, str(error))
     if isinstance(error, OSError) and error.errno is not None:
-        return ErrorInfo("OSError", error.strerror or str(error), error.errno)
-    return ErrorInfo(type(error).__name__, f"{type(error).__name__}: {error}")
+        return ErrorInfo("", error.strerror or str(error), error.errno)
+    return ErrorInfo("", f"{type(error).__name__}: {error}")
 
 
 def error_from(info: ErrorInfo) -> Exception:
     kind = getattr(errors, info.name, None)
     if isinstance(kind, type) and issubclass(kind, MillstreamError):
-        return kind(info.text)
+        with suppress(TypeError):  # it takes other arguments
+            return kind(info.text)
     return WorkerError(info.text) if info.errno is None else OSError(info.errno, info.text)
 
 
