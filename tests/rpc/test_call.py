@@ -129,7 +129,7 @@ def test_what_is_not_a_message_ends_the_worker_by_name(make: Make) -> None:
 def test_an_answer_of_another_type_ends_its_own_call_too(make: Make) -> None:
     remote = make()
     for answer in [remote.call(Do("echo", "one"), int), remote.call(Do("echo", 2), int)]:
-        with pytest.raises(WorkerExited, match="it sent something that is not a message: .*`int`, got `str`"):
+        with pytest.raises(WorkerExited, match=r"it sent something that is not a message: .*`int`, got `str`"):
             answer.result(20.0)
 
 

@@ -127,4 +127,6 @@ def begin_with(channel: Channel) -> Callable[[WorkerSetup], Callable[[Do], Any]]
 
 def serve_test(connection: socket.socket) -> None:
     channel = Channel(connection)
-    serve_calls(channel, WorkerSetup, begin_with(channel), Do, is_background=lambda message: message.what.startswith("write"))
+    serve_calls(
+        channel, WorkerSetup, begin_with(channel), Do, is_background=lambda message: message.what.startswith("write")
+    )

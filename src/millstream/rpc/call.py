@@ -209,7 +209,7 @@ class Channel:
         """A call whose answer cannot be decoded still waits: it ends with the connection, and for the same reason."""
         is_failure = packet.kind is PacketKind.FAILURE
         kind = ErrorInfo if is_failure else self._waiting.get(packet.number, (None, None))[1]
-        value = None if kind is None else typed_decoder(kind).decode(packet.body)
+        value: Any = None if kind is None else typed_decoder(kind).decode(packet.body)
         with self._lock:
             future, _ = self._waiting.pop(packet.number, (None, None))
         if future is None:

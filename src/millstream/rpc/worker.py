@@ -25,8 +25,8 @@ def load_target(target: str) -> Work:
 
 
 def _ignore_interrupts() -> None:
-    """In this process alone. What it starts can be ended by them: an exec drops the handlers, a fork restores the defaults, with
-    interrupts blocked until then."""
+    """In this process alone. What it starts can be ended by them: an exec drops the handlers, a fork restores the defaults, and
+    interrupts are blocked until then."""
 
     def in_child() -> None:
         for number in INTERRUPTS:
