@@ -217,11 +217,11 @@ def _request(
         package=own_package(),
     )
     control.settimeout(FORK_S)
+    lines = LastLines(reading, name) if keeps_stderr else None  # it closes `reading` when no process can write any more
     try:
         send_descriptors(control, request, [theirs.fileno(), writing, *descriptors])
     finally:
         os.close(writing)
-    lines = LastLines(reading, name) if keeps_stderr else None
     reply, received = receive_descriptors(control, ForkReply)
     if isinstance(reply, Forked):
         return ForkedWorker(reply.pid, received[0], control, connection, lines)
