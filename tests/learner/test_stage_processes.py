@@ -147,7 +147,7 @@ def test_a_scorer_in_a_process_gives_the_numbers_of_a_local_one_bit_for_bit_and_
         assert await remote.score([]) == []
         weights = staged(outbox, second)
         await remote.load(weights)
-        assert not weights.is_taken, "they do not pass through here"
+        assert not weights.is_fetched, "they do not pass through here"
         await local.load(model_weights(second))
         expected = await local.score(rows)
         assert same(await remote.score(rows), expected)
