@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
 from millstream.errors import LearnerError, LearnerGone
 from millstream.learner.messages import ScoreRows, TakeSnapshot
 from millstream.learner.processes import LearnerProcesses
+from millstream.learner.remote_scorer import RemoteScorer
 from millstream.rpc import group as rpc_group
 from millstream.rpc.call import Channel, Remote
 from millstream.rpc.process import Kind
+from millstream.run.build_scorers import Scorers
 
 
 class NearWorker:
@@ -58,6 +63,25 @@ def group_of(launch: Callable[[], NearWorker]) -> LearnerProcesses:
 def test_a_caller_gets_the_reason_when_the_machine_refuses_to_start_a_process() -> None:
     with pytest.raises(LearnerGone, match=r"rank 0 of 1: it could not be started: .*temporarily unavailable"):
         group_of(no_more_processes).wait()
+
+
+@pytest.mark.timeout(20)
+def test_the_processes_of_all_scorers_start_in_parallel() -> None:
+    both = threading.Barrier(2)
+    workers = [NearWorker(), NearWorker()]
+
+    def launch() -> NearWorker:
+        worker = workers[both.wait(10.0)]
+        Channel(worker.theirs).answer(1, None)  # its setup is the first call
+        return worker
+
+    setup: Any = None  # the test's other end does not read it
+    made = [RemoteScorer(lambda: nullcontext(setup), NearLauncher(launch)) for _ in range(2)]
+    asyncio.run(Scorers(reference=made[0], proximal=made[1]).ready())
+    for worker in workers:
+        worker.kill()
+    for scorer in made:
+        scorer.end()
 
 
 @pytest.mark.timeout(20)

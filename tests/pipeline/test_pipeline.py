@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,7 +33,7 @@ from millstream.sim.draws import constant, uniform
 from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment
 from millstream.sim.learner import SimLearner
-from millstream.types import Completion, Fate, Request
+from millstream.types import Completion, Fate, Floats, Request, TrainRow, Weights
 from support.simulated import World, check, simulate
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -283,6 +286,29 @@ def test_micro_batches_are_trained_while_the_rest_of_the_batch_is_generated() ->
     accumulated = [span.at for span in outcome.sink.of(Span) if span.what == "accumulate" and span.at < first_step]
     last_rollout = max(e.at for e in outcome.sink.of(RolloutEnded) if e.at < first_step)
     assert sum(at < last_rollout for at in accumulated) >= 3
+
+
+@pytest.mark.parametrize("has_proximal", [False, True])
+def test_no_row_of_a_batch_is_in_memory_when_its_weights_are_published(has_proximal: bool) -> None:
+    class Learner(SimLearner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: list[weakref.ref[Floats]] = []
+            self.num_left: list[int] = []
+
+        async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+            self.rows += [weakref.ref(row.advantages) for row in rows]
+            await super().accumulate(rows)
+
+        async def weights(self) -> Weights:
+            gc.collect()
+            if self.rows:
+                self.num_left.append(sum(row() is not None for row in self.rows))
+            return await super().weights()
+
+    learner = Learner()
+    simulate(World(steps=3, has_proximal=has_proximal), learner=learner)
+    assert learner.num_left == [0, 0, 0]
 
 
 def test_members_of_a_group_are_spread_over_the_replicas() -> None:

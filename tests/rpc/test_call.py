@@ -6,9 +6,11 @@ import asyncio
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +18,11 @@ from typing import Any
 
 import pytest
 
-from millstream.errors import ClusterError, ConfigError, WeightsSuperseded, WorkerError, WorkerExited
+from millstream import errors
+from millstream.errors import ClusterError, ConfigError, MillstreamError, WeightsSuperseded, WorkerError, WorkerExited
+from millstream.rpc import call
 from millstream.rpc.call import Remote
+from millstream.rpc.frames import frame
 from millstream.rpc.process import WorkerProcess
 from support.processes import eventually, is_alive, launch_worker
 from support.rpc_worker import CountUp, Do, WorkerSetup
@@ -64,6 +69,19 @@ def test_an_error_arrives_with_its_class_and_leaves_the_worker_at_work(make: Mak
     assert remote.call(Do("echo", "still there"), str).result(5.0) == "still there" and remote.is_idle
 
 
+def test_an_error_of_another_class_does_not_arrive_as_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NeedsTwo(MillstreamError):
+        def __init__(self, first: str, second: str) -> None:
+            super().__init__(first + second)
+
+    foreign = type("ConfigError", (Exception,), {})("of a library")
+    NeedsTwo.__module__ = errors.__name__
+    monkeypatch.setattr(errors, "NeedsTwo", NeedsTwo, raising=False)
+    for error, words in ((foreign, "ConfigError: of a library"), (NeedsTwo("a", "b"), "ab")):
+        found = call.error_from(call.describe_error(error))
+        assert type(found) is WorkerError and str(found) == words
+
+
 def test_a_worker_that_cannot_be_built_says_why_to_everyone_who_waits(make: Make) -> None:
     remote = make(WorkerSetup(refuses="model.path = nothing"))
     early = remote.call(Do("echo", 1), int)
@@ -79,9 +97,9 @@ def test_a_death_ends_every_call_with_one_reason_that_has_the_last_words(make: M
     remote = make(on_exit=told.put)
     child = remote.call(Do("spawn"), int).result(20.0)
     calls = [remote.call(Do("die", "out of memory, say")), remote.call(Do("echo", 1), int)]
-    for call in calls:
+    for one in calls:
         with pytest.raises(WorkerExited, match=r"exit code -9 .*stderr: out of memory, say") as found:
-            call.result(20.0)
+            one.result(20.0)
         assert found.value.is_death
     assert not is_alive(child), "what it had started went with it"
     assert remote.exited.result(5.0) == str(told.get(timeout=5.0)) == str(remote.error)
@@ -106,6 +124,30 @@ def test_what_is_not_a_message_ends_the_worker_by_name(make: Make) -> None:
     for remote in (make(), make(max_bytes=1000)):
         with pytest.raises(WorkerExited, match="it sent something that is not a message: "):
             remote.call(Do("garbage")).result(20.0)
+
+
+def test_an_answer_of_another_type_ends_its_own_call_too(make: Make) -> None:
+    remote = make()
+    for answer in [remote.call(Do("echo", "one"), int), remote.call(Do("echo", 2), int)]:
+        with pytest.raises(WorkerExited, match=r"it sent something that is not a message: .*`int`, got `str`"):
+            answer.result(20.0)
+
+
+def test_a_message_above_the_bound_is_refused_where_it_is_sent(make: Make) -> None:
+    remote = make(max_bytes=1000)
+    for send in (remote.call, remote.send):
+        with pytest.raises(ValueError, match=r"a message of 10\d\d bytes .*at most 1000"):
+            send(Do("echo", bytes(1000)))
+    assert remote.call(Do("echo", 1), int).result(20.0) == 1 and remote.is_idle
+
+
+@pytest.mark.parametrize("sent", [(1 << 31).to_bytes(4, "little"), frame("not a packet"), frame((1, 9, None))])
+def test_a_worker_that_is_sent_something_else_than_a_message_ends(sent: bytes) -> None:
+    worker = launch_worker()
+    worker.connection.sendall(sent)
+    found = worker.exit_reason(20.0)
+    worker.kill()
+    assert found is not None and found.startswith("its process ended with exit code -9")
 
 
 def test_the_worker_sends_events_and_calls_back(make: Make) -> None:
@@ -133,6 +175,14 @@ def test_background_calls_do_not_hold_up_the_others_and_are_finished_before_the_
         remote.call(Do("echo", 1)).result(1.0)
 
 
+def test_a_value_that_cannot_be_sent_is_an_error_of_its_call(make: Make) -> None:
+    remote = make()
+    for what in ("object", "write object"):  # the second one in the background
+        with pytest.raises(WorkerError, match="TypeError: Encoding objects of type object is unsupported"):
+            remote.call(Do(what)).result(20.0)
+    assert remote.call(Do("echo", 1), int).result(5.0) == 1
+
+
 def test_close_kills_a_worker_that_does_not_finish_and_what_it_started(make: Make) -> None:
     remote = make()
     child = remote.call(Do("spawn"), int).result(20.0)
@@ -142,16 +192,26 @@ def test_close_kills_a_worker_that_does_not_finish_and_what_it_started(make: Mak
     assert eventually(lambda: not is_alive(child))
 
 
+def test_a_worker_ignores_interrupts_and_what_it_starts_does_not(make: Make) -> None:
+    remote = make()
+    remote.ready.result(20.0)
+    assert remote.process is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(remote.process.pid, number)
+        codes = [remote.call(Do(what, int(number)), int).result(10.0) for what in ("end child", "end fork")]
+        assert codes == [-number, -number]
+
+
 def test_sending_never_blocks_and_a_worker_that_stopped_reading_can_be_closed(make: Make) -> None:
     remote = make()
     remote.ready.result(20.0)
     assert remote.process is not None
     os.kill(remote.process.pid, signal.SIGSTOP)
     began = time.monotonic()
-    call = remote.call(Do("echo", bytes(32 << 20)), bytes)
+    unread = remote.call(Do("echo", bytes(32 << 20)), bytes)
     assert time.monotonic() - began < 1.0
     remote.close(0.2)
-    assert isinstance(call.exception(5.0), WorkerExited)
+    assert isinstance(unread.exception(5.0), WorkerExited)
 
 
 def test_a_worker_that_is_closed_while_it_is_started_is_killed_when_it_comes(make: Make) -> None:
@@ -182,6 +242,38 @@ def test_on_an_event_loop_answers_and_the_end_are_delivered_on_it(make: Make) ->
         assert await asyncio.wrap_future(remote.call(Do("echo", 3), int)) == 3 and remote.is_idle
         with pytest.raises(WorkerExited, match="exit code 5"):
             await asyncio.wait_for(asyncio.wrap_future(remote.call(Do("orphan"))), 10.0)
+
+    asyncio.run(program())
+
+
+class LostWorker:
+    """A worker on a node that is lost: its connection ends, and its exit is never reported. The test has the other end."""
+
+    pid, node, has_died = 0, "lost", True
+
+    def __init__(self) -> None:
+        self.connection, self.theirs = socket.socketpair()
+
+    def kill(self) -> None: ...
+
+    def exit_reason(self, timeout_s: float | None = None) -> str | None:
+        threading.Event().wait(timeout_s)
+        return None
+
+
+def test_on_an_event_loop_every_call_ends_when_the_connection_does_although_no_exit_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call, "EXIT_S", 0.01)
+
+    async def program() -> None:
+        worker = LostWorker()
+        remote = Remote(lambda: worker, WorkerSetup(), name="the worker", loop=asyncio.get_running_loop())
+        answer = remote.call(Do("echo", 1), int)
+        worker.theirs.close()
+        for future in (remote.ready, answer):
+            with pytest.raises(WorkerExited, match="its process closed its connection"):
+                await asyncio.wait_for(asyncio.wrap_future(future), 10.0)
 
     asyncio.run(program())
 

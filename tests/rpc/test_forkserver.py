@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,7 +20,7 @@ import pytest
 from millstream.errors import WorkerExited
 from millstream.rpc import warm
 from millstream.rpc.call import Remote
-from millstream.rpc.forkserver import SOCKET_VARIABLE
+from millstream.rpc.forkserver import SOCKET_VARIABLE, ForkRequest, _place
 from millstream.rpc.process import LocalLauncher, LocalWorker, WorkerProcess
 from millstream.rpc.warm import ForkedWorker, WarmProcess
 from support.processes import children, eventually, is_alive
@@ -70,8 +71,9 @@ def test_a_forked_worker_is_as_if_freshly_started(
     forked, fresh = start(), start(lambda: LocalWorker(TARGET, "a warm worker"))
     assert isinstance(forked.process, ForkedWorker) and isinstance(fresh.process, LocalWorker)
     found, expected, other = ask(forked, "self"), ask(fresh, "self"), ask(first, "self")
-    for same in ("group", "folder", "variable", "stdin", "handlers"):
+    for same in ("group", "folder", "environment", "stdin", "handlers"):
         assert found[same] == expected[same], same
+    assert found["environment"] == dict(os.environ), "what it starts gets no other import path"
     assert found["path"] == sys.path and found["name"] == "a warm worker"
     assert len(found["descriptors"]) <= len(expected["descriptors"]), (
         "none of the warm process's or of another worker's"
@@ -93,6 +95,38 @@ def test_descriptors_arrive_under_their_numbers(process: WarmProcess) -> None:
     remote.close()
     os.close(memory)
     os.close(high)
+
+
+def test_a_worker_has_no_descriptor_but_its_own() -> None:
+    """Also when one of the warm process's is between those that it gets."""
+    request = ForkRequest(
+        target="", name="", connection=300, numbers=[], environment={}, folder="", path=[], package=""
+    )
+    reading, writing = os.pipe()
+    between = os.dup2(reading, 302)  # the worker's are moved to 301 and 303
+    pid = os.fork()
+    if pid == 0:
+        _place([writing, writing], request)
+        os.write(300, repr(sorted(map(int, os.listdir("/proc/self/fd")))).encode())  # noqa: PTH208
+        os._exit(0)
+    os.close(writing)
+    os.close(between)
+    with os.fdopen(reading) as file:
+        assert file.read() == "[0, 1, 2, 3, 300]", "3: of the folder that was listed"
+    os.waitpid(pid, 0)
+
+
+def test_a_request_that_cannot_be_sent_leaves_no_descriptor_open(
+    process: WarmProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(process, "_connected", lambda: socket.socket(socket.AF_UNIX))
+    monkeypatch.setattr(warm, "send_descriptors", refuse)
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    assert process.fork(TARGET, "a worker", keeps_stderr=True) is None
+    assert eventually(lambda: os.listdir("/proc/self/fd") == before)  # noqa: PTH208
 
 
 def test_a_worker_that_is_killed_says_so_and_takes_what_it_started_with_it(process: WarmProcess) -> None:

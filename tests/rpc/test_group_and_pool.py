@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -13,6 +14,7 @@ from millstream.errors import ConfigError, LearnerError, LearnerGone, Millstream
 from millstream.rpc.call import Remote
 from millstream.rpc.group import WorkerGroup
 from millstream.rpc.pool import WorkerPool
+from millstream.rpc.process import WorkerProcess
 from support.processes import eventually, is_alive, launch_worker
 from support.rpc_worker import Do, WorkerSetup
 
@@ -74,9 +76,19 @@ def test_a_member_that_cannot_be_built_will_not_heal(groups: Groups) -> None:
     assert not isinstance(found.value, LearnerGone)
 
 
-def pool_of(setup: WorkerSetup | None = None, *, size: int = 2, start_s: float = 20.0) -> WorkerPool:
+def launch_reward() -> WorkerProcess:
+    return launch_worker("reward")
+
+
+def pool_of(
+    setup: WorkerSetup | None = None,
+    *,
+    size: int = 2,
+    start_s: float = 20.0,
+    launch: Callable[[], WorkerProcess] = launch_reward,
+) -> WorkerPool:
     def start(loop: asyncio.AbstractEventLoop) -> Remote:
-        return Remote(lambda: launch_worker("reward"), setup or WorkerSetup(), name="r", loop=loop)
+        return Remote(launch, setup or WorkerSetup(), name="r", loop=loop)
 
     return WorkerPool(start, size=size, start_s=start_s)
 
@@ -118,6 +130,29 @@ def test_a_worker_that_hangs_dies_or_is_left_by_its_caller_is_killed_and_replace
         os.kill(await ask(pool, Do("pid")), signal.SIGKILL)  # between two jobs
         await asyncio.sleep(0.2)
         assert await ask(pool, Do("echo", 5)) == 5
+        await pool.close()
+
+    asyncio.run(program())
+
+
+def test_the_time_that_a_cluster_needs_for_a_process_is_not_part_of_the_start_limit() -> None:
+    async def program() -> None:
+        allowed = threading.Event()
+
+        def launch() -> WorkerProcess:
+            allowed.wait()
+            return launch_reward()
+
+        pool = pool_of(launch=launch)
+        clock = asyncio.get_running_loop()
+        job = asyncio.create_task(ask(pool, Do("echo", 5)))
+        await asyncio.sleep(0)
+        later = clock.time() + 1000.0
+        clock.time = lambda: later  # type: ignore[method-assign]
+        done, _ = await asyncio.wait([job], timeout=0.0)
+        assert not done
+        allowed.set()
+        assert await job == 5
         await pool.close()
 
     asyncio.run(program())

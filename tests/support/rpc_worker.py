@@ -44,7 +44,7 @@ def about_itself() -> dict[str, Any]:
     return {
         "group": os.getpgid(0) == os.getpid(),
         "folder": os.getcwd(),  # noqa: PTH109
-        "variable": os.environ.get("MILLSTREAM_TEST"),
+        "environment": dict(os.environ),
         "path": sys.path,
         "stdin": os.read(0, 1),
         "random": [random.random(), float(np.random.random())],
@@ -85,6 +85,8 @@ def begin_with(channel: Channel) -> Callable[[WorkerSetup], Callable[[Do], Any]]
                 return done
             case "sleep" | "write":
                 time.sleep(argument)
+            case "object" | "write object":
+                return object()
             case "superseded":
                 raise WeightsSuperseded(argument)
             case "full disk":
@@ -103,6 +105,17 @@ def begin_with(channel: Channel) -> Callable[[WorkerSetup], Callable[[Do], Any]]
                 time.sleep(60)
             case "spawn":
                 return subprocess.Popen(["sleep", "600"]).pid
+            case "end child":
+                with subprocess.Popen(["sleep", "600"]) as child:
+                    child.send_signal(argument)
+                    return child.wait()
+            case "end fork":
+                pid = os.fork()
+                if pid == 0:
+                    time.sleep(600)
+                    os._exit(0)
+                os.kill(pid, argument)
+                return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             case "orphan":  # a child that keeps the connection open
                 if os.fork() == 0:
                     time.sleep(600)
@@ -114,4 +127,6 @@ def begin_with(channel: Channel) -> Callable[[WorkerSetup], Callable[[Do], Any]]
 
 def serve_test(connection: socket.socket) -> None:
     channel = Channel(connection)
-    serve_calls(channel, WorkerSetup, begin_with(channel), Do, is_background=lambda message: message.what == "write")
+    serve_calls(
+        channel, WorkerSetup, begin_with(channel), Do, is_background=lambda message: message.what.startswith("write")
+    )

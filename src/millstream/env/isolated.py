@@ -92,8 +92,8 @@ class Isolated:
                 return await worker.play(context)
             except WorkerExited as error:
                 raise EnvironmentFailed(f"{self._name}: {error}, in the middle of an episode") from error
-            except TypeError as error:
-                what = "the fields of a task that is sent to a process must be plain data"
+            except (TypeError, ValueError) as error:
+                what = "what is sent to a process must be plain data within its bound"
                 raise EnvironmentFailed(f"{self._name}: {what}: {error}") from error
 
     @asynccontextmanager

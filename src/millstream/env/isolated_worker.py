@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from millstream.env.base import Content, Environment
-from millstream.env.isolated import ContextCall, EnvironmentSetup, EpisodeReply, PlayEpisode
+from millstream.env.isolated import MAX_BYTES, ContextCall, EnvironmentSetup, EpisodeReply, PlayEpisode
 from millstream.env.resolve import find_environment
 from millstream.errors import MillstreamError
 from millstream.rpc import threads
@@ -100,7 +100,7 @@ def _place(error: Exception) -> str:
 
 
 def serve_environment(connection: socket.socket) -> None:
-    channel = Channel(connection)
+    channel = Channel(connection, max_bytes=MAX_BYTES)
 
     def begin(setup: EnvironmentSetup) -> Callable[[PlayEpisode], EpisodeReply]:
         exit_if_blocked(setup.limit_s)

@@ -272,6 +272,7 @@ class Pipeline:
             await self._parts.store.acknowledge(lease)
         groups = self._context.groups
         self._context.groups = {group_id: group for group_id, group in groups.items() if group_id in self.admission}
+        self._batch.groups = []  # its memory is free while weights are published and checkpoints written
         self._policy.on_stepped()
 
     # ---- 5. publish and sync: `WeightSync.sync`, one task per engine -----------------------------------------------------

@@ -63,25 +63,26 @@ class Packet(Struct, frozen=True, array_like=True):
 class ErrorInfo(Struct, frozen=True, array_like=True):
     """An error as data."""
 
-    name: str
+    name: str  # of its class in `millstream.errors`; "": it has none
     text: str
     errno: int | None = None
 
 
 def describe_error(error: BaseException) -> ErrorInfo:
-    """By its nearest class in `millstream.errors`; any other by the name of its own class."""
+    """By its nearest class in `millstream.errors`; any other in words, with the name of its own class."""
     own = next((kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__), None)
     if own is not None:
         return ErrorInfo(own.__name__, str(error))
     if isinstance(error, OSError) and error.errno is not None:
-        return ErrorInfo("OSError", error.strerror or str(error), error.errno)
-    return ErrorInfo(type(error).__name__, f"{type(error).__name__}: {error}")
+        return ErrorInfo("", error.strerror or str(error), error.errno)
+    return ErrorInfo("", f"{type(error).__name__}: {error}")
 
 
 def error_from(info: ErrorInfo) -> Exception:
     kind = getattr(errors, info.name, None)
     if isinstance(kind, type) and issubclass(kind, MillstreamError):
-        return kind(info.text)
+        with suppress(TypeError):  # it takes other arguments
+            return kind(info.text)
     return WorkerError(info.text) if info.errno is None else OSError(info.errno, info.text)
 
 
@@ -91,8 +92,8 @@ def typed_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 class Channel:
-    """One end of a connection; both ends are alike. What is sent before `connect` waits for it. May be used from any thread;
-    one thread at a time calls `receive`."""
+    """One end of a connection; both ends are alike, with the same bound on a message. What is sent before `connect` waits for
+    it. May be used from any thread; one thread at a time calls `receive`. What sends raises as `frame` does, in the caller."""
 
     def __init__(self, connection: socket.socket | None = None, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -116,11 +117,10 @@ class Channel:
     # ---- out ---------------------------------------------------------------------------------------------------------
 
     def call(self, message: Any, answer: Any = None) -> Future[Any]:
-        """`answer`: the type of the value that comes back. Await it by `asyncio.wrap_future`. Raises `TypeError` for a message
-        that cannot be encoded."""
+        """`answer`: the type of the value that comes back. Await it by `asyncio.wrap_future`."""
         future: Future[Any] = Future()
         number = next(self._numbers)
-        data = frame((PacketKind.CALL, number, message))
+        data = self._frame(PacketKind.CALL, number, message)
         with self._lock:
             error = self._error
             if error is None:
@@ -132,21 +132,25 @@ class Channel:
 
     def send(self, *messages: Any) -> None:
         """One-way, and in one system call. Ignored when the other end is gone: the reader reports that."""
-        data = b"".join(frame((PacketKind.MESSAGE, 0, message)) for message in messages)
+        data = b"".join(self._frame(PacketKind.MESSAGE, 0, message) for message in messages)
         with self._lock:
             self._send(data)
 
     def answer(self, number: int, value: Any) -> None:
+        data = self._frame(PacketKind.ANSWER, number, value)
         with self._lock:
-            self._send(frame((PacketKind.ANSWER, number, value)))
+            self._send(data)
 
     def fail(self, number: int, error: BaseException) -> None:
         with self._lock:
-            self._send(frame((PacketKind.FAILURE, number, describe_error(error))))
+            self._send(self._frame(PacketKind.FAILURE, number, describe_error(error)))
 
     def send_close(self) -> None:
         with self._lock:
-            self._send(frame((PacketKind.CLOSE, 0, None)))
+            self._send(self._frame(PacketKind.CLOSE, 0, None))
+
+    def _frame(self, *packet: Any) -> bytes:
+        return frame(packet, self._max_bytes)
 
     def _send(self, data: bytes) -> None:
         """With the lock. What the socket does not take at once is left to a thread, so that no sender ever blocks."""
@@ -202,15 +206,17 @@ class Channel:
         return [packet for packet in packets if packet.kind not in (PacketKind.ANSWER, PacketKind.FAILURE)]
 
     def _settle(self, packet: Packet) -> None:
+        """A call whose answer cannot be decoded still waits: it ends with the connection, and for the same reason."""
+        is_failure = packet.kind is PacketKind.FAILURE
+        kind = ErrorInfo if is_failure else self._waiting.get(packet.number, (None, None))[1]
+        value: Any = None if kind is None else typed_decoder(kind).decode(packet.body)
         with self._lock:
-            future, kind = self._waiting.pop(packet.number, (None, None))
+            future, _ = self._waiting.pop(packet.number, (None, None))
         if future is None:
             raise msgspec.ValidationError(f"an answer to call {packet.number}, which does not wait for one")
-        if packet.kind is PacketKind.FAILURE:
-            _fail(future, error_from(typed_decoder(ErrorInfo).decode(packet.body)))
-            return
-        value = None if kind is None else typed_decoder(kind).decode(packet.body)
-        if future.set_running_or_notify_cancel():
+        if is_failure:
+            _fail(future, error_from(value))
+        elif future.set_running_or_notify_cancel():
             future.set_result(value)
 
     @property
@@ -253,6 +259,7 @@ class Remote:
         delivered on `loop`; without one, on a reader thread. `on_exit(error)` is called once, on that thread or loop."""
         self.name = name
         self.process: WorkerProcess | None = None
+        self.launched: Future[None] = Future()  # when the process exists, or cannot be started
         self.error: Exception | None = None  # why it is over; None while it may still answer
         self.exited: Future[str] = Future()  # the reason, when the process is gone
         self._launch = launch
@@ -261,7 +268,7 @@ class Remote:
         self._on_exit = on_exit
         self._loop = loop
         self._lock = threading.Lock()
-        self._reason: str | None = None
+        self._reason: str | None = None  # why this end gave it up
         self._is_killed = False
         self._is_closing = False
         self._channel = Channel(max_bytes=max_bytes)
@@ -284,14 +291,16 @@ class Remote:
             process = self._launch()
         except Exception as error:  # thread boundary: the callers that wait get the reason
             is_ours = isinstance(error, MillstreamError)
-            self._reason = str(error) if is_ours else f"it could not be started: {type(error).__name__}: {error}"
-            self._deliver(self._conclude, None)
+            reason = str(error) if is_ours else f"it could not be started: {type(error).__name__}: {error}"
+            self.launched.set_result(None)
+            self._deliver(self._conclude, None, reason)
             return
         with self._lock:
             self.process = process
             is_killed = self._is_killed
         if is_killed:
             process.kill()
+        self.launched.set_result(None)
         self._channel.connect(process.connection)
         if self._loop is None:
             while self._read(process, block=True):
@@ -302,8 +311,7 @@ class Remote:
             found = process.exit_reason()
         if found is None:  # without its connection it is of no use
             process.kill()
-        self._reason = self._reason or found or "its process closed its connection"
-        self._deliver(self._conclude, process)
+        self._deliver(self._conclude, process, found)
 
     def _deliver(self, function: Callable[..., Any], *arguments: Any) -> None:
         if self._loop is None:
@@ -315,7 +323,8 @@ class Remote:
     def _on_readable(self, loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
         if not self._read(process, block=False):
             loop.remove_reader(process.connection)
-            loop.call_later(EXIT_S, process.kill)  # without its connection it is of no use: the exit must follow
+            loop.call_later(EXIT_S, process.kill)  # without its connection it is of no use: the exit should follow
+            loop.call_later(2 * EXIT_S, self._conclude, process)  # a cluster may never report it
 
     def _read(self, process: WorkerProcess, *, block: bool) -> bool:
         """False: the connection is over."""
@@ -331,13 +340,15 @@ class Remote:
             return False
         return packets is not None
 
-    def _conclude(self, process: WorkerProcess | None) -> None:
-        """The one place where a worker's end becomes known."""
+    def _conclude(self, process: WorkerProcess | None, reason: str | None = None) -> None:
+        """The one place where a worker's end becomes known. A second call does nothing."""
+        if self.exited.done():
+            return
         if process is not None and self._loop is not None:
             is_open = self._loop.remove_reader(process.connection)
             while is_open and _is_readable(process.connection):  # what it wrote before its exit
                 is_open = self._read(process, block=False)
-        reason = self._reason or ""
+        reason = self._reason or reason or "its process closed its connection"
         refused = self.ready.exception() if self.ready.done() and not self.ready.cancelled() else None
         if isinstance(refused, Exception):  # it said itself why it could not be built
             self.error = refused

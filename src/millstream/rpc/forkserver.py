@@ -19,6 +19,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import itertools
 import os
 import random
 import select
@@ -212,8 +213,8 @@ def _place(descriptors: list[int], request: ForkRequest) -> None:
     numbers = [request.connection, *request.numbers]
     beyond = 1 + max(*numbers, *descriptors)
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, beyond) for descriptor in descriptors]
-    os.closerange(3, min(moved))
-    os.closerange(max(moved) + 1, os.sysconf("SC_OPEN_MAX"))
+    for kept, next_kept in itertools.pairwise([2, *moved, os.sysconf("SC_OPEN_MAX")]):  # ascending
+        os.closerange(kept + 1, next_kept)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

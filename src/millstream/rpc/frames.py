@@ -29,8 +29,11 @@ class FrameError(ConnectionError):
     """The other end sent a frame above the size bound."""
 
 
-def frame(message: Any) -> bytes:
+def frame(message: Any, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """Raises `TypeError` for a message that cannot be encoded, `ValueError` for one above the reader's bound."""
     payload = msgspec.msgpack.encode(message)
+    if len(payload) > max_bytes:
+        raise ValueError(f"a message of {len(payload)} bytes is too large to be sent: expected at most {max_bytes}")
     return len(payload).to_bytes(HEADER, "little") + payload
 
 

@@ -20,8 +20,9 @@ class WorkerPool:
     """Workers are started when first needed. They belong to the event loop that needs them: another loop has others."""
 
     def __init__(self, start: Start, *, size: int, start_s: float, is_eager: bool = False) -> None:
-        """`size`: workers at most. `start_s`: limit until a worker is ready. `is_eager`: whether the successor of a killed
-        worker is started at once, and not when it is needed."""
+        """`size`: workers at most. `start_s`: limit from the existence of a worker's process until it is ready; the launcher
+        bounds the time before (a cluster may need minutes). `is_eager`: whether the successor of a killed worker is started at
+        once, and not when it is needed."""
         self._start = start
         self._size = size
         self._start_s = start_s
@@ -58,6 +59,7 @@ class WorkerPool:
         else:
             remote = self._started()
         try:
+            await asyncio.shield(asyncio.wrap_future(remote.launched))
             async with asyncio.timeout(self._start_s):
                 await asyncio.shield(asyncio.wrap_future(remote.ready))
         except asyncio.CancelledError:

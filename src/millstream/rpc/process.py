@@ -26,6 +26,7 @@ Kind = Literal["engine", "learner", "stage", "environment", "reward"]  # which r
 KEPT_LINES = 20
 STDERR_S = 1.0  # for the last lines of stderr to arrive after the exit
 NODE = "MILLSTREAM_NODE"  # environment variable of a cluster's worker: the name of its node
+OWN_PATH = "MILLSTREAM_PYTHONPATH"  # the PYTHONPATH of the starter, while an interpreter starts with another one
 HOST = "MILLSTREAM_HOST"  # the same: the address under which other nodes reach it
 
 
@@ -116,7 +117,7 @@ class LocalWorker:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
                 stderr=subprocess.PIPE if keeps_stderr else None,
-                env={**os.environ, "PYTHONPATH": import_path()},
+                env=child_environment(),
                 process_group=0,
             )
         self.pid = self.process.pid
@@ -189,6 +190,21 @@ def exit_words(code: int) -> str:
     return f"its process ended with exit code {code}{signal_name}"
 
 
-def import_path() -> str:
-    """This process's `sys.path` as PYTHONPATH, so that a worker imports what its starter could import."""
-    return os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109
+def import_path() -> list[str]:
+    """This process's `sys.path`, in full: a worker imports what its starter could import."""
+    return [entry or os.getcwd() for entry in sys.path]  # noqa: PTH109
+
+
+def child_environment() -> dict[str, str]:
+    """This process's, and its `sys.path` as PYTHONPATH, which `restore_environment` undoes in the started interpreter."""
+    own = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(import_path()), OWN_PATH: own}
+
+
+def restore_environment() -> None:
+    """In an interpreter that has started: what it starts itself gets the PYTHONPATH that its starter had."""
+    own = os.environ.pop(OWN_PATH, None)
+    if own is not None:
+        os.environ["PYTHONPATH"] = own
+    if own == "":
+        del os.environ["PYTHONPATH"]

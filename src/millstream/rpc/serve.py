@@ -68,11 +68,16 @@ def serve_calls(
 
 
 def _listen(channel: Channel, jobs: Jobs, on_disconnect: Callable[[], None]) -> None:
-    while (packets := channel.receive(block=True)) is not None:
-        for packet in packets:
-            jobs.put(packet)
-    on_disconnect()
-    jobs.put(CLOSE)
+    """Until the connection ends, or brings something that is not a packet: the worker ends with it either way."""
+    try:
+        while (packets := channel.receive(block=True)) is not None:
+            for packet in packets:
+                jobs.put(packet)
+    except Exception:  # thread boundary: stderr has the reason
+        traceback.print_exc()
+    finally:
+        on_disconnect()
+        jobs.put(CLOSE)
 
 
 def _handle_all(
@@ -95,11 +100,10 @@ def _handle_all(
 def _handle(channel: Channel, packet: Packet, message: Any, handler: Handler) -> None:
     try:
         value = handler(message)
-    except Exception as error:  # process boundary: the caller gets the error
-        _fail(channel, packet, error)
-    else:
         if packet.number:
             channel.answer(packet.number, value)
+    except Exception as error:  # process boundary: the caller gets the error
+        _fail(channel, packet, error)
 
 
 def _fail(channel: Channel, packet: Packet, error: Exception) -> None:

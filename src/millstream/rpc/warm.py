@@ -33,7 +33,7 @@ from millstream.rpc.forkserver import (
     own_package,
 )
 from millstream.rpc.frames import Frames, receive_descriptors, send_descriptors
-from millstream.rpc.process import LastLines, exit_words, import_path
+from millstream.rpc.process import LastLines, child_environment, exit_words, import_path
 
 logger = logging.getLogger(__name__)
 START_S = 60.0
@@ -171,7 +171,7 @@ def start_forkserver(path: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "millstream.rpc.forkserver", str(path)],
         stdin=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": import_path()},
+        env=child_environment(),
         process_group=0,
     )
 
@@ -211,17 +211,17 @@ def _request(
         name=name,
         connection=theirs.fileno(),
         numbers=list(descriptors),
-        environment={**os.environ, "PYTHONPATH": import_path()},
+        environment=dict(os.environ),
         folder=os.getcwd(),  # noqa: PTH109
-        path=[entry or os.getcwd() for entry in sys.path],  # noqa: PTH109
+        path=import_path(),
         package=own_package(),
     )
     control.settimeout(FORK_S)
+    lines = LastLines(reading, name) if keeps_stderr else None  # it closes `reading` when no process can write any more
     try:
         send_descriptors(control, request, [theirs.fileno(), writing, *descriptors])
     finally:
         os.close(writing)
-    lines = LastLines(reading, name) if keeps_stderr else None
     reply, received = receive_descriptors(control, ForkReply)
     if isinstance(reply, Forked):
         return ForkedWorker(reply.pid, received[0], control, connection, lines)

@@ -13,8 +13,10 @@ import sys
 from collections.abc import Callable
 
 from millstream import imports
+from millstream.rpc.process import restore_environment
 
 Work = Callable[[socket.socket], None]
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 def load_target(target: str) -> Work:
@@ -22,10 +24,27 @@ def load_target(target: str) -> Work:
     return found
 
 
+def _ignore_interrupts() -> None:
+    """In this process alone. What it starts can be ended by them: an exec drops the handlers, a fork restores the defaults, and
+    interrupts are blocked until then."""
+
+    def in_child() -> None:
+        for number in INTERRUPTS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
+
+    for number in INTERRUPTS:
+        signal.signal(number, lambda number, frame: None)
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS),
+        after_in_child=in_child,
+    )
+
+
 def run_worker(target: str, descriptor: int) -> None:
     """Interrupts are the starter's to handle: when it ends, the connection closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    _ignore_interrupts()
     os.set_inheritable(descriptor, False)
     load_target(target)(socket.socket(fileno=descriptor))
     sys.stderr.flush()
@@ -33,4 +52,5 @@ def run_worker(target: str, descriptor: int) -> None:
 
 
 if __name__ == "__main__":
+    restore_environment()
     run_worker(sys.argv[1], int(sys.argv[2]))

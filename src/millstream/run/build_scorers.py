@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -36,10 +37,9 @@ class Scorers(NamedTuple):
     proximal: TorchScorer | RemoteScorer | None = None
 
     async def ready(self) -> None:
-        """Returns when all are ready. Those in this process are ready from the start."""
-        for one in (self.reference, self.critic, self.proximal):
-            if isinstance(one, RemoteScorer | ReplayedCritic):
-                await one.ready()
+        """Returns when all are ready. Their processes start in parallel; those in this process are ready from the start."""
+        scorers = (self.reference, self.critic, self.proximal)
+        await asyncio.gather(*(one.ready() for one in scorers if isinstance(one, RemoteScorer | ReplayedCritic)))
 
     async def close(self) -> None:
         for one in (self.reference, self.critic, self.proximal):

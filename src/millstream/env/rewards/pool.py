@@ -87,6 +87,6 @@ class RewardWorkers:
             is_memory = "(SIGKILL)" in str(error)
             hint = " (out of memory?)" if is_memory else ""
             raise RewardFailed(f"{who}: {error}{hint} during the call; another worker takes its place") from error
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             what = f"task {call.task.id} cannot be sent to a worker process ({error}): its fields must be plain data"
             raise RewardFailed(f"{who}: {what}") from error
