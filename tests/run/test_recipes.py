@@ -15,7 +15,7 @@ from millstream.audit import audit
 from millstream.cli.main import app
 from millstream.config import load
 from millstream.env.data import read
-from millstream.env.rewards import Scorer, prepare_rewards
+from millstream.env.rewards import CompletionScorer, prepare_rewards
 from millstream.model.load import save_model
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.run.config import RunConfig
@@ -102,7 +102,7 @@ def scores(name: str, tasks: Sequence[Task], says: Sequence[str]) -> list[float]
     """By the recipe's own rewards."""
 
     async def program() -> list[float]:
-        scorer = Scorer(prepare_rewards(load(RECIPES[name], RunConfig).reward))
+        scorer = CompletionScorer(prepare_rewards(load(RECIPES[name], RunConfig).reward))
         return list(await asyncio.gather(*map(scorer.score, tasks, says)))
 
     return asyncio.run(program())
