@@ -85,7 +85,7 @@ def rows(count: int) -> list[TrainRow]:
 def gradient(one: TorchLearner, batch: list[TrainRow]) -> torch.Tensor:
     asyncio.run(one.accumulate(batch))
     found = torch.cat([grad.flatten() for grad in one.optimizer.gradients().values()]).float().cpu()
-    one.optimizer.forget()
+    one.optimizer._adam.zero_grad()
     return found
 
 
