@@ -17,6 +17,14 @@ from millstream.rpc.process import Kind, engine_names, rank_name
 from millstream.weights import TransferWay
 
 
+TRANSFER_WORDS: dict[TransferWay, str] = {
+    "ipc": "on the GPU of rank 0",
+    "shared": "on its node",
+    "broadcast": "to other nodes",
+    "files": "through the run folder",
+}
+
+
 class ResourcesConfig(Struct, frozen=True, kw_only=True):
     address: str = "local"
     """local: Ray is started on this machine for this run, on loopback. auto: the cluster of this machine. Otherwise the
@@ -183,13 +191,7 @@ def placement_lines(config: ResourcesConfig, *, replicas: int, ranks: int, has_p
 def _ways_in_words(ways: tuple[TransferWay, ...]) -> str:
     if len(ways) == 1:
         return ways[0]
-    where = {
-        "ipc": "on the GPU of rank 0",
-        "shared": "on its node",
-        "broadcast": "to other nodes",
-        "files": "through the run folder",
-    }
-    return ", ".join(f"{way} {where[way]}" for way in ways)
+    return ", ".join(f"{way} {TRANSFER_WORDS[way]}" for way in ways)
 
 
 def _count(number: int, what: str) -> str:
