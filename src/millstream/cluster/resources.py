@@ -16,7 +16,6 @@ from millstream.errors import ConfigError
 from millstream.rpc.process import Kind, engine_names, rank_name
 from millstream.weights import TransferWay
 
-
 TRANSFER_WORDS: dict[TransferWay, str] = {
     "ipc": "on the GPU of rank 0",
     "shared": "on its node",
