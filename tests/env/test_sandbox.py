@@ -149,7 +149,7 @@ def test_a_fork_bomb_in_one_sandbox_does_not_touch_another(walls: Walls) -> None
 )
 def test_signal_games_hit_nobody_else(walls: Walls, game: str) -> None:
     need(walls, "signals")
-    box = Sandbox(Limits(wall_s=0.4), walls=walls)
+    box = Sandbox(Limits(wall_s=2.0), walls=walls)
 
     async def program() -> tuple[Ran, Ran]:
         neighbour = asyncio.create_task(box.run("import time\ntime.sleep(0.3)\nprint('well')"))
