@@ -138,14 +138,18 @@ def kill_at_random(pid: int, run_dir: Path, rng: random.Random, seconds: float) 
     return "while it started" if size_of(run_dir) == before or not has_checkpoint(run_dir) else "elsewhere"
 
 
-def run_killed(name: str, run_dir: Path, kills: int, start: Start, rng: random.Random) -> Counter[str]:
+def run_killed(
+    name: str, run_dir: Path, kills: int, start: Start, rng: random.Random, max_life_s: float = MAX_LIFE_S
+) -> Counter[str]:
     """Kill the run this many times, then let it finish. A run that finishes before is replaced by another one."""
     moments: Counter[str] = Counter()
+    num_finished = 0
     while moments.total() < kills:
-        moment = kill_at_random(start(run_dir), run_dir, rng, MAX_LIFE_S)
+        moment = kill_at_random(start(run_dir), run_dir, rng, max_life_s)
         if moment is None:
             say(f"{name}: finished after {moments.total()} kills; another one begins")
-            run_dir.rename(run_dir.with_name(f"{run_dir.name}-{moments.total()}"))
+            num_finished += 1
+            run_dir.rename(run_dir.with_name(f"{run_dir.name}-finished-{num_finished}"))
             continue
         moments[moment] += 1
         if (run_dir / "events.jsonl").exists():
@@ -173,7 +177,8 @@ def compare(name: str, kills: int, out: Path, rng: random.Random, steps: int | N
 
     calm, killed = (out / f"{name.replace(' ', '-')}-{kind}" for kind in ("calm", "killed"))
     run_killed(name, calm, 0, start, rng)
-    moments = run_killed(name, killed, kills, start, rng)
+    max_life_s = MAX_LIFE_S if steps is None else 0.3  # a run of few steps is over soon
+    moments = run_killed(name, killed, kills, start, rng, max_life_s)
     report = audit(killed)
     must_be_clean(report)
     found, expected = (json.loads((path / "summary.json").read_text()) for path in (killed, calm))
@@ -194,7 +199,7 @@ def run_all(options: argparse.Namespace, out: Path) -> list[Row]:
     out.mkdir(parents=True, exist_ok=True)
     rng, rows = random.Random(options.seed), list[Row]()
     for name, share in (SMOKE if options.smoke else SHARES).items():
-        steps = 6 if options.smoke else None
+        steps = 30 if options.smoke else None
         rows += compare(name, round(options.kills * share), out, rng, steps)
     return rows
 
