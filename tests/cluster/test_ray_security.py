@@ -121,7 +121,7 @@ def test_a_run_on_this_machine_listens_on_loopback_only_and_writes_no_secret(tmp
                 b"0" * 32 + b" 1-1\n",
             ):
                 answer = heard(port, said)
-                refusals += b"token is another one" in answer
+                refusals += b"token is not that of this store" in answer
                 assert len(answer) < 200, "more than a refusal"
         assert refusals == 1, "that of the store's coordinator"
         steps = steps_of(run_dir)
