@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,27 +19,7 @@ from millstream.rpc import group as rpc_group
 from millstream.rpc.call import Channel, Remote
 from millstream.rpc.process import Kind
 from millstream.run.build_scorers import Scorers
-
-
-class NearWorker:
-    """A worker without a process: the test holds the other end."""
-
-    pid, node = 0, ""
-
-    def __init__(self) -> None:
-        self.connection, self.theirs = socket.socketpair()
-        self.is_killed = threading.Event()
-
-    def kill(self) -> None:
-        self.is_killed.set()
-        self.theirs.close()
-
-    def exit_reason(self, timeout_s: float | None = None) -> str | None:
-        return "it was killed" if self.is_killed.wait(timeout_s) else None
-
-    @property
-    def has_died(self) -> bool:
-        return self.is_killed.is_set()
+from support.near_worker import NearWorker, no_more_processes
 
 
 class NearLauncher:
@@ -49,10 +28,6 @@ class NearLauncher:
 
     def launch(self, kind: Kind, module: str, *, name: str, descriptors: Sequence[int] = ()) -> NearWorker:
         return self._launch()
-
-
-def no_more_processes() -> NearWorker:
-    raise OSError(11, "Resource temporarily unavailable")
 
 
 def group_of(launch: Callable[[], NearWorker]) -> LearnerProcesses:

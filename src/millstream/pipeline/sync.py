@@ -24,11 +24,12 @@ from millstream.errors import (
 )
 from millstream.events import Warned, WeightsLoaded, WeightsPublished
 from millstream.pipeline.context import RunContext
+from millstream.retry import BackOff
 from millstream.serving.router import Router
 from millstream.types import Weights
 from millstream.weights import WeightChannel
 
-WEIGHTS_S = 1.0  # back-off after weights that did not arrive; doubled after each further failure
+WEIGHTS_BACK_OFF = BackOff(first_s=1.0)  # after weights that did not arrive
 MAX_WEIGHTS_FAILED = (
     5  # in a row, of one engine: then it is given up or, if no other serves, the run ends with the error
 )
@@ -185,7 +186,7 @@ class WeightSync:
         version = self._channel.version
         newer = self._context.notifier.until(lambda: self._channel.version > version)
         with suppress(TimeoutError):
-            async with asyncio.timeout(WEIGHTS_S * 2 ** (num_failed - 1)):
+            async with asyncio.timeout(WEIGHTS_BACK_OFF.wait_s(num_failed)):
                 await self._context.waits.on(owner, "weights that arrive", newer)
 
     def _give_up(self, engine: Engine, error: WeightsError | StallError) -> NoReturn:

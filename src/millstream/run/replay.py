@@ -25,6 +25,7 @@ from millstream.errors import LearnerError, LearnerGone
 from millstream.events import EventSink, LearnerRestarted, Warned
 from millstream.learner import RunCritic, RunLearner, Snapshot
 from millstream.pipeline.state import CRITIC_FOLDER
+from millstream.retry import BackOff, Retry
 from millstream.run.replay_log import CheckpointView, LearnerCall, ReplayLog
 from millstream.types import Floats, Metrics, TrainRow, Weights
 
@@ -32,7 +33,7 @@ T = TypeVar("T")
 MAX_LEARNER_RESTARTS = (
     5  # each sealed checkpoint gives one back; beyond them, the fault is not one that a new process repairs
 )
-LEARNER_BACK_OFF_S = 0.5  # before the first restart; doubled for each next one
+LEARNER_BACK_OFF = BackOff(first_s=0.5)
 MAX_LOG_BYTES = 256 << 20  # of rows in the log: beyond it the next checkpoint is made as soon as possible
 
 
@@ -82,7 +83,7 @@ class Replayed(Generic[InnerT]):
         self._log = ReplayLog(version)
         self._first_version = version
         self._first_checkpoint: Path | None = None  # None: the first state is what `make` builds
-        self._num_restarts = 0
+        self._retry = Retry(LEARNER_BACK_OFF, max_failures=MAX_LEARNER_RESTARTS)
         self._has_warned = False
         self._turn = asyncio.Lock()  # one call at a time; during a restart, all others wait
         self._making: asyncio.Future[InnerT] | None = None
@@ -177,7 +178,7 @@ class Replayed(Generic[InnerT]):
 
     def _truncate(self, version: int | None) -> None:
         if version is not None and self._log.truncate(version):
-            self._num_restarts = max(0, self._num_restarts - 1)
+            self._retry.succeeded()
             self._has_warned = False
 
     # ---- restarts ----------------------------------------------------------------------------------------------------
@@ -186,9 +187,14 @@ class Replayed(Generic[InnerT]):
         """Returns when a new one is in the state of the last one. Raises `LearnerError` when the budget is used up."""
         began, why = self._clock.now(), error
         while True:
-            self._count_restart(why)
+            wait_s = self._retry.failed(self._clock.now())
+            if wait_s is None:
+                raise LearnerError(
+                    f"{self.who} was restarted {MAX_LEARNER_RESTARTS} times, and died again: {why}. A restart does not repair "
+                    "this: look at the memory of the machine, and at the last output of its processes"
+                ) from why
             await self._inner.close()
-            await asyncio.sleep(LEARNER_BACK_OFF_S * 2 ** (self._num_restarts - 1))
+            await asyncio.sleep(wait_s)
             try:
                 await self._rebuild()
                 break
@@ -207,14 +213,6 @@ class Replayed(Generic[InnerT]):
                 seconds=self._clock.now() - began,
             )
         )
-
-    def _count_restart(self, why: LearnerGone) -> None:
-        if self._num_restarts >= MAX_LEARNER_RESTARTS:
-            raise LearnerError(
-                f"{self.who} was restarted {self._num_restarts} times, and died again: {why}. A restart does not repair "
-                "this: look at the memory of the machine, and at the last output of its processes"
-            ) from why
-        self._num_restarts += 1
 
     async def _rebuild(self) -> None:
         folder = await self._replay_from()
