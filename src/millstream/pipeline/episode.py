@@ -201,16 +201,15 @@ class EpisodePart:
         return completion
 
     def as_rollout(self, key: RequestKey, number: int, reward: float) -> Rollout:
-        num_tokens, end = len(self._tokens), 0
-        loss_mask = np.zeros(num_tokens, dtype=np.bool_)
-        logprobs = np.zeros(num_tokens, dtype=np.float32)
-        versions = np.full(num_tokens, -1, dtype=np.int32)
+        loss_mask: list[bool] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
         for num_shown, turn in zip(self._num_shown, self.turns, strict=True):
-            begin = end + num_shown
-            end = begin + len(turn.tokens)
-            loss_mask[begin:end] = True
-            logprobs[begin:end] = turn.logprobs
-            versions[begin:end] = turn.versions
+            loss_mask += [False] * num_shown + [True] * len(turn.tokens)
+            logprobs += [0.0] * num_shown
+            logprobs += turn.logprobs
+            versions += [-1] * num_shown
+            versions += turn.versions
         return Rollout(
             group_id=key.group_id,
             member=key.member,
@@ -222,9 +221,9 @@ class EpisodePart:
             turn_rewards=self._turn_rewards(),
             finish=self.turns[-1].finish,
             tokens=np.array(self._tokens, dtype=np.int32),
-            loss_mask=loss_mask,
-            logprobs=logprobs,
-            versions=versions,
+            loss_mask=np.array(loss_mask, dtype=np.bool_),
+            logprobs=np.array(logprobs, dtype=np.float32),
+            versions=np.array(versions, dtype=np.int32),
         )
 
     def _turn_rewards(self) -> NDArray[np.float64]:

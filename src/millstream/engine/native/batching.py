@@ -81,6 +81,8 @@ class Batcher:
         self._on_update = on_update
         self._decode = decode
         self._num_words = model.get_input_embeddings().weight.shape[0]
+        is_context = self._runner.max_length == context_length(model)
+        self._length_limit = CONTEXT_LIMIT if is_context else CACHE_LIMIT
         self._waiting: deque[TokenSequence] = deque()
         self._running: list[TokenSequence] = []
         self._pending: deque[_LaunchedStep] = deque()
@@ -118,9 +120,7 @@ class Batcher:
         return self._runner.max_length
 
     def add(self, request: Request, *, is_watched: bool = False) -> None:
-        longest = self._runner.max_length
-        is_context = longest == context_length(self._model)
-        check_request(request, longest, num_words=self._num_words, limit=CONTEXT_LIMIT if is_context else CACHE_LIMIT)
+        check_request(request, self._runner.max_length, num_words=self._num_words, limit=self._length_limit)
         if request.sampling.stop_strings and self._decode is None:
             raise RequestRefused(f"{request.key}: stop strings need a tokenizer, and this engine was built without one")
         self._waiting.append(TokenSequence(request, is_watched=is_watched))

@@ -8,10 +8,10 @@ Shapes: R requests running, V vocabulary, T tokens in the longest of them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ from millstream.engine.native.runner import Chunk, Drawn
 from millstream.engine.native.sampling import sample, uniforms
 from millstream.engine.native.sequence import TokenSequence
 from millstream.errors import ModelError
-from millstream.model.attention import Packed, Rule, rows_of, scores, within_window
+from millstream.model.attention import Packed, Rule, on_device, rows_of, scores, within_window
 from millstream.model.load import context_length
 
 
@@ -39,6 +39,7 @@ class SlotRunner:
         self._model = model
         self._device = next(model.parameters()).device
         self._cache = SlotCache(num_slots)
+        self._num_layers = model.config.get_text_config().num_hidden_layers
         self.max_length = context_length(model)
 
     def begin(self, sequence: TokenSequence) -> bool:
@@ -60,7 +61,7 @@ class SlotRunner:
         for source, target in zip(movers, gaps, strict=True):
             left[target] = running[source]
         if gaps:
-            self._cache.move(movers, gaps)
+            self._cache.move(movers, gaps, longest=max(running[slot].length for slot in movers))
         return left
 
     def forget(self) -> None:
@@ -75,9 +76,10 @@ class SlotRunner:
     def launch(self, decoding: Sequence[TokenSequence], chunks: Sequence[Chunk]) -> Drawn:
         joining = [chunk.sequence for chunk in chunks]
         sequences = [*decoding, *joining]
-        self._cache.reserve(max(sequence.length for sequence in sequences))
+        lengths = [sequence.length for sequence in sequences]
+        self._cache.reserve(max(lengths))
         prefill = _Prefill(self._cache, joining, first_slot=len(decoding), device=self._device) if joining else None
-        decode = _Decode(self._cache, decoding, device=self._device) if decoding else None
+        decode = _Decode(self._cache, decoding, lengths[: len(decoding)], device=self._device) if decoding else None
         logits_RV = self._forward(decode, prefill)
         positions = [sequence.request.num_sampled + len(sequence.tokens) for sequence in sequences]
         uniforms_R = uniforms([sequence.request.seed for sequence in sequences], positions)
@@ -97,59 +99,65 @@ class SlotRunner:
         )
         if prefill is None:
             return out.logits[0].float()  # type: ignore[no-any-return]
-        self._cache.check(self._model)
+        self._check_layers()
         num_decoding = 0 if decode is None else len(decode.tokens)
         rows = torch.cat([torch.arange(num_decoding, device=self._device), num_decoding + prefill.rows])
         return out.logits[0].float()[rows]  # type: ignore[no-any-return]
 
+    def _check_layers(self) -> None:
+        """Every layer must have used our attention: else the model has a state that is not in our cache."""
+        if self._cache.num_layers != self._num_layers:
+            raise ModelError(
+                f"{type(self._model).__name__} has {self._num_layers} layers and {self._cache.num_layers} use transformers' "
+                "attention interface: state-space, linear-attention and cross-attention layers are not supported"
+            )
+
 
 class SlotCache:
-    """Keys and values of the running requests: per layer [slots, heads, capacity, dim], grown as requests get longer.
+    """Keys and values of the running requests: per layer [slots, capacity, heads, dim], grown as requests get longer. All of a
+    token, and all tokens of a request, lie side by side.
 
     Heads and dimension are read off the first keys that a layer brings: nothing is assumed of the architecture.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
-        self._capacity = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.capacity = 0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
 
     def reserve(self, length: int) -> None:
-        if length <= self._capacity:
+        if length <= self.capacity:
             return
-        grown = max(32, 1 << (length - 1).bit_length())
+        self.capacity = max(32, 1 << (length - 1).bit_length())
         for layer, (key, value) in self._layers.items():
-            self._layers[layer] = (_grow(key, grown), _grow(value, grown))
-        self._capacity = grown
+            self._layers[layer] = (self._grown(key), self._grown(value))
 
-    def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The cache of a layer; `key` and `value` [1, K, N, D] show what its entries look like."""
+    def _grown(self, cache: Tensor) -> Tensor:
+        grown = cache.new_zeros(self._num_slots, self.capacity, *cache.shape[2:])
+        grown[:, : cache.shape[1]] = cache
+        return grown
+
+    def write(self, layer: int, place_N: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> tuple[Tensor, Tensor]:
+        """The cache of a layer, with these tokens in it: number p of request r has the place r * capacity + p."""
         if layer not in self._layers:
-            self._layers[layer] = (self._new(key), self._new(value))
-        return self._layers[layer]
+            like = (key_NKD, value_NKD)
+            new = [one.new_zeros(self._num_slots, self.capacity, *one.shape[1:]) for one in like]
+            self._layers[layer] = (new[0], new[1])
+        keys, values = self._layers[layer]
+        keys.flatten(0, 1).index_copy_(0, place_N, key_NKD)
+        values.flatten(0, 1).index_copy_(0, place_N, value_NKD)
+        return keys, values
 
-    def _new(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._num_slots, like.shape[1], self._capacity, like.shape[3])
-
-    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
-        for key, value in self._layers.values():
-            key[target] = key[source]
-            value[target] = value[source]
-
-    def check(self, model: PreTrainedModel) -> None:
-        """Every layer must have used our attention: else the model has a state that is not in our cache."""
-        expected = model.config.get_text_config().num_hidden_layers
-        if len(self._layers) != expected:
-            raise ModelError(
-                f"{type(model).__name__} has {expected} layers and {len(self._layers)} use transformers' attention "
-                "interface: state-space, linear-attention and cross-attention layers are not supported"
-            )
-
-
-def _grow(cache: Tensor, capacity: int) -> Tensor:
-    grown = cache.new_zeros(*cache.shape[:2], capacity, cache.shape[3])
-    grown[:, :, : cache.shape[2]] = cache
-    return grown
+    def move(self, source: Sequence[int], target: Sequence[int], *, longest: int) -> None:
+        """The first `longest` tokens of some slots, to others."""
+        for cache in (cache for layer in self._layers.values() for cache in layer):
+            device = cache.device
+            rows = cache.flatten(1)[:, : longest * cache[0, 0].numel()]
+            rows.index_copy_(0, torch.tensor(target, device=device), rows[torch.tensor(source, device=device)])
 
 
 class _Prefill(Packed):
@@ -163,36 +171,40 @@ class _Prefill(Packed):
         all_tokens = [sequence.all_tokens for sequence in joining]
         prompts = list(dict.fromkeys(all_tokens))
         row_of = {prompt: row for row, prompt in enumerate(prompts)}
-        self.lengths = [len(prompt) for prompt in prompts]
-        super().__init__(rows_of(self.lengths), device)
+        lengths_P = np.array([len(prompt) for prompt in prompts])
+        ends_P = lengths_P.cumsum()
+        super().__init__(rows_of(lengths_P.tolist()), device)
         self.tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        self.last = torch.tensor(self.lengths, device=device).cumsum(0) - 1
-        rows = [row_of[tokens] for tokens in all_tokens]
-        self.rows = torch.tensor(rows, device=device)
-        starts = [0, *itertools.accumulate(self.lengths)]
-        counts = torch.tensor([self.lengths[row] for row in rows])
-        self._source = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows]).to(device)
-        self._slots = (first_slot + torch.repeat_interleave(torch.arange(len(rows)), counts)).to(device)
-        self._at = torch.cat([torch.arange(self.lengths[row]) for row in rows]).to(device)
+        self.last = on_device(ends_P - 1, device)
+        rows_J = np.array([row_of[tokens] for tokens in all_tokens])
+        self.rows = on_device(rows_J, device)
+        lengths_J = lengths_P[rows_J]
+        begins_J = lengths_J.cumsum() - lengths_J
+        joining_T = np.repeat(np.arange(len(rows_J)), lengths_J)  # of each token to store: whose it is, and where
+        at_T = np.arange(len(joining_T)) - begins_J[joining_T]
+        self._source = on_device((ends_P - lengths_P)[rows_J][joining_T] + at_T, device)
+        self._place = on_device((first_slot + joining_T) * cache.capacity + at_T, device)
         self._cache = cache
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        keys, values = self._cache.layer(layer, key, value)
-        keys[self._slots, :, self._at] = key[0].transpose(0, 1)[self._source]
-        values[self._slots, :, self._at] = value[0].transpose(0, 1)[self._source]
+        stored = (packed[0].transpose(0, 1)[self._source] for packed in (key, value))
+        self._cache.write(layer, self._place, *stored)
         return super().attend(layer, query, key, value, rule)
 
 
 class _Decode:
     """One new token for each of the first R slots, which attends to all tokens before it in its slot."""
 
-    def __init__(self, cache: SlotCache, decoding: Sequence[TokenSequence], *, device: torch.device) -> None:
+    def __init__(
+        self, cache: SlotCache, decoding: Sequence[TokenSequence], lengths: Sequence[int], *, device: torch.device
+    ) -> None:
         self.tokens = torch.tensor([sequence.tokens[-1] for sequence in decoding], device=device)
         self.last = torch.arange(len(decoding), device=device)
-        self._at = torch.tensor([sequence.length - 1 for sequence in decoding], device=device)
+        self._at = torch.tensor(lengths, device=device) - 1
+        self._place = self.last * cache.capacity + self._at
         self.position_ids = self._at[None]
         self._cache = cache
-        self._longest = max(sequence.length for sequence in decoding)
+        self._longest = max(lengths)
         self._key_at = torch.arange(self._longest, device=device)
         self._masks: dict[int | None, Tensor] = {}
 
@@ -202,14 +214,12 @@ class _Decode:
         return self._masks[window]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        keys, values = self._cache.layer(layer, key, value)
-        keys[self.last, :, self._at] = key[0].transpose(0, 1)
-        values[self.last, :, self._at] = value[0].transpose(0, 1)
-        num = len(self.last)
+        caches = self._cache.write(layer, self._place, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        keys, values = (cache[: len(self.last), : self._longest].transpose(1, 2) for cache in caches)
         out = scores(
             query[0].transpose(0, 1)[:, :, None],
-            keys[:num, :, : self._longest],
-            values[:num, :, : self._longest],
+            keys,
+            values,
             self._mask(rule.window),
             rule,
         )
