@@ -29,12 +29,14 @@ from millstream.store import Row, Saved, codec
 from support.commands import start_command
 from support.runs import assert_clean, command, kill_at, resume, steps_of, until
 
+STEPS = 40
+
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run that was killed after twenty steps or so."""
+    """A run that was killed after ten steps or so."""
     run_dir = tmp_path_factory.mktemp("killed") / "run"
-    kill_at(run_dir, 20)
+    kill_at(run_dir, 10, {"pipeline.steps": STEPS})
     assert_clean(run_dir)
     yield run_dir
 
@@ -57,16 +59,22 @@ def test_a_killed_run_is_resumed_and_its_audit_is_clean(killed: Path, tmp_path: 
     resumes = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed)]
     assert len(resumes) == 1 and resumes[0].version > 0 and resumes[0].incarnation == 1
     steps = [event.version for event in read_history(run_dir / "events.jsonl") if isinstance(event, Stepped)]
-    assert steps == list(range(1, 61))
+    assert steps == list(range(1, STEPS + 1))
     metrics = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert metrics == steps
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["steps"] == 60 and summary["rollouts_trained"] == 60 * 16 and summary["accuracy_before"] is not None
+    assert (
+        summary["steps"] == STEPS
+        and summary["rollouts_trained"] == STEPS * 16
+        and summary["accuracy_before"] is not None
+    )
     assert "is finished" in resume(run_dir).stderr, "a finished run is not run again"
 
 
 def test_at_max_lag_zero_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(task, completion):\n    return float(len(completion) % 2)\n")
     changes: dict[str, object] = {"pipeline.max_lag": 0, "pipeline.steps": 12, "pipeline.filter_zero_signal": "true"}
+    changes["reward.0.function"] = f"{tmp_path / 'mine.py'}:reward"  # some groups are filtered, and not nearly all
     whole = start_command(command(tmp_path / "whole", changes))
     output = whole.communicate(timeout=200)[0]
     assert whole.returncode == 0, output

@@ -20,7 +20,8 @@ import typer  # noqa: F401
 import millstream.audit
 import millstream.events.bias
 import millstream.run.env_check
-import millstream.run.run  # noqa: F401
+import millstream.run.run
+import millstream.store.host  # noqa: F401
 from millstream.rpc.forkserver import ForkServer
 from millstream.rpc.frames import Frames
 from support.commands import CommandSetup
@@ -30,9 +31,11 @@ def serve_command(connection: socket.socket) -> None:
     setup = Frames(connection).first_as(CommandSetup)
     assert setup is not None
     connection.close()
+    if setup.stdin is not None:
+        os.dup2(setup.stdin, 0)
     os.dup2(setup.stdout, 1)
     os.dup2(setup.stderr, 2)
-    for descriptor in {setup.stdout, setup.stderr} - {1, 2}:
+    for descriptor in {setup.stdin, setup.stdout, setup.stderr} - {None, 0, 1, 2}:
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -2,7 +2,7 @@
 interpreter imports torch and transformers. It is forked from the tests' warm process (`support.command_worker`).
 
 A command is what `subprocess` would have started, with these differences: it is the leader of its own process group, its standard
-input is /dev/null, and libraries are imported already. Tests of what is imported, and of interpreters, use `subprocess`.
+input is /dev/null unless it is given one, and libraries are imported already. Tests of what is imported, and of interpreters, use `subprocess`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ TARGET = "support.command_worker:serve_command"
 
 class CommandSetup(Struct, frozen=True, kw_only=True):
     words: list[str]  # -m MODULE, -c PROGRAM or SCRIPT, and arguments
+    stdin: int | None  # None: /dev/null
     stdout: int
     stderr: int
     max_file_bytes: int | None
@@ -36,29 +37,46 @@ class CommandSetup(Struct, frozen=True, kw_only=True):
 class Command:
     """A started command, as a `subprocess.Popen` with text streams."""
 
-    def __init__(self, words: Sequence[str], stdout: int, stderr: int, max_file_bytes: int | None = None) -> None:
-        """`words`: those of `python`, which is the first. `stdout`, `stderr`: descriptors, which stay the caller's."""
+    def __init__(
+        self,
+        words: Sequence[str],
+        stdout: int,
+        stderr: int,
+        *,
+        has_stdin: bool = False,
+        max_file_bytes: int | None = None,
+    ) -> None:
+        """`words`: those of `python`, which is the first. `stdout`, `stderr`: descriptors, which stay the caller's. `has_stdin`:
+        its standard input is a pipe, which closes with this process or when the command has ended."""
         assert words[0] == sys.executable, words
-        setup = CommandSetup(words=list(words[1:]), stdout=stdout, stderr=stderr, max_file_bytes=max_file_bytes)
-        self._worker = LocalLauncher(is_warm=True).launch(
-            "environment", TARGET, name="command", descriptors=sorted({stdout, stderr})
+        reading, writing = os.pipe() if has_stdin else (None, None)
+        setup = CommandSetup(
+            words=list(words[1:]), stdin=reading, stdout=stdout, stderr=stderr, max_file_bytes=max_file_bytes
         )
-        self._worker.connection.sendall(frame(setup))
+        descriptors = sorted({stdout, stderr} if reading is None else {stdout, stderr, reading})
+        self._worker = LocalLauncher(is_warm=True).launch(
+            "environment", TARGET, name="command", descriptors=descriptors
+        )
+        if reading is not None:
+            os.close(reading)
+        with self._worker.connection as connection:
+            connection.sendall(frame(setup))
         self.args = words
         self.pid = self._worker.pid
         self.returncode: int | None = None
+        self.stdin = None if writing is None else os.fdopen(writing, "w")
         self.stdout: TextIO | None = None
         self._output: list[str] = []
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            reason = self._worker.exit_reason(timeout)
-            if reason is None:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            found = re.search(r"exit code (-?\d+)", reason)
-            assert found is not None, reason
-            self.returncode = int(found[1])
-            self._worker.connection.close()
+        reason = self._worker.exit_reason(timeout)
+        if reason is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        found = re.search(r"exit code (-?\d+)", reason)
+        assert found is not None, reason
+        if self.stdin is not None:
+            self.stdin.close()
+        self.returncode = int(found[1])
         return self.returncode
 
     def poll(self) -> int | None:
@@ -86,6 +104,9 @@ class Command:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
@@ -103,7 +124,7 @@ def start_command(words: Sequence[str], *, stderr: int | None = None, max_file_b
     that none of its files can exceed."""
     reading, writing = os.pipe()
     try:
-        command = Command(words, writing, writing if stderr is None else stderr, max_file_bytes)
+        command = Command(words, writing, writing if stderr is None else stderr, max_file_bytes=max_file_bytes)
     except BaseException:
         os.close(reading)
         raise
