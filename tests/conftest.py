@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time: threads of numpy and torch would spin for a core
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of numpy and torch spin while other tests have the cores
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import pydantic.main  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
@@ -64,7 +65,8 @@ def _run(words: list[str]) -> None:
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
         sys.path.insert(0, "")
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), main.__dict__)
     else:
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
