@@ -61,6 +61,7 @@ def _run(words: list[str]) -> None:
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path.insert(0, str(Path.cwd()))
+        sys.modules.pop(words[1], None)  # it is run, and not the one that is imported
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
