@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of numpy and torch spin while other tests have the cores
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,8 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     folder = tempfile.TemporaryDirectory(prefix="millstream-tests-")
     os.environ[SOCKET_VARIABLE] = str(Path(folder.name) / "socket")
-    words = [sys.executable, "-m", "millstream.rpc.forkserver", os.environ[SOCKET_VARIABLE]]
-    config.stash[WARM] = (subprocess.Popen(words, stdin=subprocess.PIPE, process_group=0), folder)
+    words = [sys.executable, "-m", "millstream.rpc.forkserver", os.environ[SOCKET_VARIABLE], "support"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, process_group=0, env=environment)
+    config.stash[WARM] = (process, folder)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -40,6 +44,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def own_warm_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs start their own: their workers are found below them."""
-    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+def own_warm_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For this test alone: its children are the command that the test starts and the workers of that command."""
+    from support import commands
+
+    with commands.own_warm_process() as socket:
+        monkeypatch.setenv(SOCKET_VARIABLE, socket)
+        yield

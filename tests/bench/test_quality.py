@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import tarfile
 import time
@@ -35,6 +33,7 @@ from quality_cells import (
     read_results,
 )
 from quality_report import BEGIN, END, Difference, beside_synchronous, json_rows, paired, read_finished, write_report
+from support.commands import run_command, start_command
 from support.quality_jobs import SMALL, Processes, made_up, runner
 
 BENCH = Path(quality.__file__)
@@ -102,9 +101,7 @@ def test_a_page_without_the_marks_is_left_alone(folder: Path) -> None:
 
 
 def test_only_rows_are_printed_as_json(folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(BENCH), "report", str(folder), "--json"], capture_output=True, check=True
-    )
+    done = run_command([sys.executable, str(BENCH), "report", str(folder), "--json"])
     rows = json.loads(done.stdout)
     assert len(rows) == len(LOSSES) * (len(LAGS) - 1)
     assert set(rows[0]) == {"workload", "metric", "ours", "peer", "theirs", "ratio"}
@@ -179,9 +176,7 @@ def test_a_cell_that_was_cut_short_starts_again_and_a_finished_one_does_not(tmp_
 
 
 def test_a_killed_run_leaves_complete_results(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", KILLED, str(tmp_path)]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path})
+    process = start_command([sys.executable, "-c", KILLED, str(tmp_path)])
     until = time.monotonic() + 30
     while not (tmp_path / "results.jsonl").exists() and time.monotonic() < until:
         time.sleep(0.02)

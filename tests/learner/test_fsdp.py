@@ -42,9 +42,9 @@ from millstream.rpc.forkserver import SOCKET_VARIABLE
 from millstream.run import build
 from millstream.testing.learner import LearnerSuite
 from millstream.types import Metrics, Sampling, TrainRow
-from support.processes import children, is_alive, workers
+from support.processes import children, is_alive
 from support.rank_cases import CASES, SETS, STEPS, WRITTEN_AFTER, Case, batch, mini_batches, row, train
-from support.runs import assert_clean, command, resume, start, steps_of, until
+from support.runs import assert_clean, command, resume, steps_of, until
 from support.tiny import VOCABULARY, make
 
 DEMO = Path(__file__).parents[2] / "recipes/demo.toml"
@@ -359,10 +359,12 @@ def test_a_killed_run_of_two_ranks_leaves_no_process_and_goes_on_with_one(
 ) -> None:
     monkeypatch.delenv(SOCKET_VARIABLE, raising=False)  # it has its own warm process, which must go, too
     run_dir = tmp_path / "run"
-    process = start(command(run_dir, {"learner.ranks": 2, "pipeline.steps": 120}))
+    words = command(run_dir, {"learner.ranks": 2, "pipeline.steps": 120})
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until(lambda: any(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")), process)
-    ranks = workers(process.pid)
-    started = [*ranks, *children(process.pid)]
+    (warm,) = children(process.pid)
+    ranks = children(warm)
+    started = [*ranks, warm]
     process.kill()
     process.wait()
     limit = time.monotonic() + 10

@@ -112,6 +112,11 @@ async def plain_loop() -> Weights:
     return await learner.weights()
 
 
+@pytest.fixture(scope="module")
+def plain() -> Weights:
+    return asyncio.run(plain_loop())
+
+
 # ---- the pipeline ------------------------------------------------------------------------------------------------------
 
 
@@ -148,10 +153,11 @@ async def pipeline(
 
 
 @pytest.mark.parametrize("delay_seed", [0, pytest.param(1, marks=pytest.mark.slow), 2])
-def test_ten_steps_at_max_lag_zero_give_the_weights_of_a_plain_loop_bit_for_bit(delay_seed: int) -> None:
+def test_ten_steps_at_max_lag_zero_give_the_weights_of_a_plain_loop_bit_for_bit(
+    delay_seed: int, plain: Weights
+) -> None:
     sink = MemorySink()
     ours = asyncio.run(pipeline(delay_seed, sink, is_process=delay_seed == 2))
-    plain = asyncio.run(plain_loop())
     assert len(sink.of(GroupTaken)) == STEPS * GROUPS
     assert Fate.FILTERED in {event.fate for event in sink.of(GroupLeft)}, "replacements are part of what is compared"
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
@@ -159,10 +165,9 @@ def test_ten_steps_at_max_lag_zero_give_the_weights_of_a_plain_loop_bit_for_bit(
     assert any(not torch.equal(ours[name], start[name]) for name in start), "it trained"
 
 
-def test_with_a_lag_the_weights_differ_so_the_comparison_can_fail() -> None:
-    synchronous = asyncio.run(pipeline(0, MemorySink()))
+def test_with_a_lag_the_weights_differ_so_the_comparison_can_fail(plain: Weights) -> None:
     asynchronous = asyncio.run(pipeline(0, MemorySink(), max_lag=1))
-    assert any(not torch.equal(synchronous[name], asynchronous[name]) for name in synchronous)
+    assert any(not torch.equal(plain[name], asynchronous[name]) for name in plain)
 
 
 @pytest.mark.slow

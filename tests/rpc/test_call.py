@@ -101,7 +101,7 @@ def test_a_death_ends_every_call_with_one_reason_that_has_the_last_words(make: M
         with pytest.raises(WorkerExited, match=r"exit code -9 .*stderr: out of memory, say") as found:
             one.result(20.0)
         assert found.value.is_death
-    assert not is_alive(child), "what it had started went with it"
+    assert eventually(lambda: not is_alive(child)), "what it had started went with it"
     assert remote.exited.result(5.0) == str(told.get(timeout=5.0)) == str(remote.error)
     with pytest.raises(WorkerExited):
         remote.call(Do("echo", 1)).result(5.0)

@@ -171,9 +171,9 @@ def test_what_the_warm_process_cannot_serve_is_started_without_it(
     process: WarmProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start().close()
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # a library that is imported has read it already
-    other = start()
-    monkeypatch.delenv("OMP_NUM_THREADS")
+    with monkeypatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "7")  # a library that is imported has read it already
+        other = start()
     monkeypatch.setattr(warm, "own_package", lambda: "/another/checkout")
     elsewhere = start()
     monkeypatch.setenv(SOCKET_VARIABLE, "off")

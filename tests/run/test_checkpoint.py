@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -27,14 +26,17 @@ from millstream.pipeline.state import Ledger, PipelineState
 from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, find_newest, verify
 from millstream.run.folder import RunFolder
 from millstream.store import Row, Saved, codec
-from support.runs import assert_clean, command, kill_at, resume, start, steps_of, until
+from support.commands import start_command
+from support.runs import assert_clean, command, kill_at, resume, steps_of, until
+
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run that was killed after twenty steps or so."""
+    """A run that was killed after ten steps or so."""
     run_dir = tmp_path_factory.mktemp("killed") / "run"
-    kill_at(run_dir, 20)
+    kill_at(run_dir, 10, {"pipeline.steps": STEPS})
     assert_clean(run_dir)
     yield run_dir
 
@@ -57,17 +59,23 @@ def test_a_killed_run_is_resumed_and_its_audit_is_clean(killed: Path, tmp_path: 
     resumes = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed)]
     assert len(resumes) == 1 and resumes[0].version > 0 and resumes[0].incarnation == 1
     steps = [event.version for event in read_history(run_dir / "events.jsonl") if isinstance(event, Stepped)]
-    assert steps == list(range(1, 61))
+    assert steps == list(range(1, STEPS + 1))
     metrics = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert metrics == steps
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["steps"] == 60 and summary["rollouts_trained"] == 60 * 16 and summary["accuracy_before"] is not None
+    assert (
+        summary["steps"] == STEPS
+        and summary["rollouts_trained"] == STEPS * 16
+        and summary["accuracy_before"] is not None
+    )
     assert "is finished" in resume(run_dir).stderr, "a finished run is not run again"
 
 
 def test_at_max_lag_zero_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(task, completion):\n    return float(len(completion) % 2)\n")
     changes: dict[str, object] = {"pipeline.max_lag": 0, "pipeline.steps": 12, "pipeline.filter_zero_signal": "true"}
-    whole = start(command(tmp_path / "whole", changes))
+    changes["reward.0.function"] = f"{tmp_path / 'mine.py'}:reward"  # some groups are filtered, and not nearly all
+    whole = start_command(command(tmp_path / "whole", changes))
     output = whole.communicate(timeout=200)[0]
     assert whole.returncode == 0, output
     kill_at(tmp_path / "cut", 5, changes)
@@ -161,7 +169,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(killed: 
 
 def test_sigterm_is_a_clean_stop_with_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(command(run_dir, {"pipeline.steps": 100000, "checkpoint.every_steps": 100000}))
+    process = start_command(command(run_dir, {"pipeline.steps": 100000, "checkpoint.every_steps": 100000}))
     until(lambda: steps_of(run_dir) >= 5, process)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
@@ -184,7 +192,7 @@ def test_a_stop_does_not_wait_longer_than_its_grace_for_a_batch(tmp_path: Path) 
         "checkpoint.grace_s": 1,
         "data.holdout": 0,
     }
-    process = start(command(tmp_path / "run", changes))
+    process = start_command(command(tmp_path / "run", changes))
     until(lambda: (tmp_path / "run/checkpoints/step-000000").is_dir(), process)
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
@@ -196,10 +204,7 @@ def test_a_stop_does_not_wait_longer_than_its_grace_for_a_batch(tmp_path: Path) 
 def test_a_full_disk_at_the_checkpoint_is_reported_and_the_run_continues(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     limit = 1 << 20  # bytes of a file: the learner's state is larger, everything else is smaller
-    process = start(
-        command(run_dir, {"pipeline.steps": 8}),
-        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
+    process = start_command(command(run_dir, {"pipeline.steps": 8}), max_file_bytes=limit)
     output = process.communicate(timeout=120)[0]
     failed = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, CheckpointFailed)]
     assert failed and {event.message for event in failed} == {"File too large"}

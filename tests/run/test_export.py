@@ -31,8 +31,9 @@ from millstream.learner.state import flat_state, read_state, read_trained, write
 from millstream.run import checkpoint
 from millstream.run.checkpoint import steps_in
 from millstream.run.config import RunConfig
+from support.commands import start_command
 from support.ray_runs import running, stop
-from support.runs import assert_clean, command, kill_at, resume_command, start, until
+from support.runs import assert_clean, command, kill_at, resume_command, until
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes["reward.0.function"] = (
         f"{run_dir.parent / 'mine.py'}:reward"  # what it earns differs from the first step on
     )
-    process = start(command(run_dir, changes))
+    process = start_command(command(run_dir, changes))
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     return run_dir
@@ -242,7 +243,7 @@ def test_a_run_is_resumed_with_other_numbers_of_parts_and_its_folder_says_so(tmp
     run_dir = tmp_path / "run"
     kill_at(run_dir, 2, {"pipeline.steps": 6, "checkpoint.every_steps": 1})
     changes = ["--set", "engine.replicas=2", "--set", "engine.process="]
-    process = start([*resume_command(run_dir), *changes])
+    process = start_command([*resume_command(run_dir), *changes])
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0 and ", with engine.replicas=2, engine.process=" in output, output
     config = load(run_dir / "config.toml", RunConfig)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import resource
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -18,18 +16,19 @@ from millstream.events import Event, RolloutFailed, RunEnded, Stalled
 from millstream.events.sinks import JsonlSink, LineFile, MemorySink, Tee, read_events
 from millstream.pipeline.pipeline import Pipeline
 from millstream.store.memory import MemoryStore
+from support.commands import Command, start_command
 from support.processes import workers
-from support.runs import assert_clean, command, resume, start, steps_of, until
+from support.runs import assert_clean, command, resume, steps_of, until
 from support.simulated import Diary, World, simulate
 
 
 @pytest.mark.usefixtures("own_warm_process")
 def test_an_engine_that_stops_answering_is_replaced_by_name_and_the_run_continues(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(command(run_dir, {"engine.process": "true", "engine.answer_s": 4, "pipeline.steps": 12}))
+    process = start_command(command(run_dir, {"engine.process": "true", "engine.answer_s": 4, "pipeline.steps": 12}))
     until(lambda: steps_of(run_dir) >= 3, process)
     (engine,) = workers(process.pid)
-    subprocess.run(["kill", "-STOP", str(engine)], check=True)
+    os.kill(engine, signal.SIGSTOP)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     assert "engine has left: engine broke: it has said nothing for 4 s while" in " ".join(output.split()), output
@@ -46,7 +45,7 @@ def test_a_reward_that_hangs_for_one_prompt_costs_its_groups_and_nothing_else(tm
     )
     reward = f"[{{function='{tmp_path / 'mine.py'}:reward',timeout_s=0.3}}]"
     run_dir = tmp_path / "run"
-    process = start(command(run_dir, {"reward": reward, "pipeline.steps": 12}))
+    process = start_command(command(run_dir, {"reward": reward, "pipeline.steps": 12}))
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     failures = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, RolloutFailed)]
@@ -61,7 +60,7 @@ def test_an_async_reward_that_blocks_the_event_loop_is_named_with_its_line(tmp_p
     reward = f"[{{function='{tmp_path / 'mine.py'}:reward'}}]"
     run_dir = tmp_path / "run"
     changes = {"reward": reward, "pipeline.stall_s": 1, "pipeline.deadline_s": 4, "data.holdout": 0}
-    process = start(command(run_dir, changes))
+    process = start_command(command(run_dir, changes))
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 1
     place = f"by reward ({tmp_path / 'mine.py'}, line 4: time.sleep(1e6))"
@@ -80,7 +79,7 @@ def test_on_sigusr1_a_run_writes_what_everything_is_doing_and_continues(tmp_path
     )
     run_dir = tmp_path / "run"
     reward = f"[{{function='{tmp_path / 'mine.py'}:reward'}}]"
-    process = start(command(run_dir, {"reward": reward, "pipeline.steps": 20}))
+    process = start_command(command(run_dir, {"reward": reward, "pipeline.steps": 20}))
     until(lambda: steps_of(run_dir) >= 2, process)
     process.send_signal(signal.SIGUSR1)
     stacks = run_dir / "stacks.txt"
@@ -104,9 +103,7 @@ def test_a_store_without_room_becomes_an_error_that_names_who_waits_for_it(monke
 def test_a_full_disk_ends_with_what_could_not_be_written_and_what_to_type(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     limit = 100_000  # bytes of a file: less than the events and the model need, enough for everything before
-    process = start(
-        command(run_dir, {"pipeline.steps": 12}), lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    )
+    process = start_command(command(run_dir, {"pipeline.steps": 12}), max_file_bytes=limit)
     output = " ".join(process.communicate(timeout=120)[0].split())
     assert process.returncode == 1 and "Traceback" not in output, output
     assert "OutputError: cannot write" in output and f"millstream train --resume {run_dir}" in output
@@ -130,7 +127,7 @@ def test_events_that_find_no_room_wait_in_memory_and_are_written_when_there_is_s
 def test_sigterm_to_the_whole_process_group_is_a_clean_stop_too(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     changes = {"engine.process": "true", "pipeline.steps": 100000, "checkpoint.every_steps": 100000}
-    process = start(command(run_dir, changes), os.setsid)
+    process = start_command(command(run_dir, changes))  # its own group: the process that a shell would have started
     until(lambda: steps_of(run_dir) >= 3, process)
     os.killpg(process.pid, signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
@@ -143,7 +140,7 @@ def test_sigterm_to_the_whole_process_group_is_a_clean_stop_too(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_run_that_was_suspended_with_the_machine_continues(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(command(run_dir, {"pipeline.steps": 60, "pipeline.stall_s": 1, "pipeline.deadline_s": 3}))
+    process = start_command(command(run_dir, {"pipeline.steps": 60, "pipeline.stall_s": 1, "pipeline.deadline_s": 3}))
     until(lambda: steps_of(run_dir) >= 2, process)
     process.send_signal(signal.SIGSTOP)
     time.sleep(5)
@@ -157,7 +154,8 @@ def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writer, b"x" * 4000)  # nearly full, and not read
-    process = subprocess.Popen(command(run_dir, {"pipeline.steps": 10}), stdout=writer, stderr=subprocess.DEVNULL)
+    with Path(os.devnull).open("w") as nowhere:
+        process = Command(command(run_dir, {"pipeline.steps": 10}), writer, nowhere.fileno())
     until(lambda: steps_of(run_dir) >= 10, process)
     process.kill()
     process.wait()

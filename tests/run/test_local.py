@@ -26,12 +26,15 @@ from millstream.run.config import RunConfig, with_absolute_paths
 from millstream.run.folder import RunFolder
 from millstream.run.prepare import prepare_run
 from millstream.types import Task
+from support.commands import start_command
 from support.runs import recipe_in
 from support.tiny import make
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "recipes/demo.toml")
 SHORT = ["--set", "pipeline.steps=6", "--set", "warmup.max_steps=40", "--set", "warmup.check_every=40", "--set", "data.holdout=32", "--set", "pipeline.groups_per_step=4", "--set", "engine.process=false"]  # fmt: skip
+COLD = ["--set", "pipeline.steps=2", "--set", "pipeline.filter_zero_signal=false", "--set", "data.holdout=32", "--set", "pipeline.groups_per_step=4", "--set", "engine.process=false"]  # fmt: skip
+"""For a run without warm-up (`recipe_in`)."""
 
 
 def run(tmp_path: Path, *arguments: str) -> str:
@@ -42,25 +45,26 @@ def run(tmp_path: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that came to its end."""
+    """The folder of a run that came to its end; beside it, what the run printed."""
     folder = tmp_path_factory.mktemp("finished")
-    run(folder, DEMO, *SHORT)
+    options = ["--set", "pipeline.max_lag=1", "--set", "evaluation.every_steps=3"]
+    (folder / "output").write_text(run(folder, DEMO, *SHORT, *options))
     return folder / "run"
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_a_short_run_leaves_a_folder_that_says_everything(tmp_path: Path, max_lag: int) -> None:
-    output = run(tmp_path, DEMO, *SHORT, "--set", f"pipeline.max_lag={max_lag}", "--set", "evaluation.every_steps=3")
+def test_a_short_run_leaves_a_folder_that_says_everything(finished: Path, tmp_path: Path, max_lag: int) -> None:
+    folder, output = finished, (finished.parent / "output").read_text()
+    if max_lag == 0:  # the config in a run's folder is that of another run
+        folder = tmp_path / "run"
+        output = run(tmp_path, str(finished / "config.toml"), "--set", "pipeline.max_lag=0")
     assert "accuracy, sampled" in output and "run folder" in output
-    folder = tmp_path / "run"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 6 and summary["groups_trained"] == 24 and summary["lag_max"] <= max_lag
     assert {"accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "overlap_share"} <= summary.keys()
     events = list(read_events(folder / "events.jsonl"))
     assert sum(isinstance(event, GroupTaken) for event in events) == 24
     assert {event.what for event in events if isinstance(event, Span)} >= {"generate", "accumulate", "step"}
-    again = run(tmp_path / "again", str(folder / "config.toml"), *SHORT)
-    assert "accuracy, sampled" in again
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,6 +87,8 @@ def test_a_turn_ends_with_a_stop_string_wherever_the_engine_runs(tmp_path: Path,
         "rollout.stop": '["4", "no such"]',
         "engine.process": process,
         "pipeline.steps": 2,
+        "pipeline.groups_per_step": 4,
+        "pipeline.filter_zero_signal": "false",
         "run_dir": tmp_path / "run",
     }
     overrides = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
@@ -159,8 +165,7 @@ def test_a_run_folder_in_place_of_a_config_is_answered_with_what_to_type(finishe
     assert result.exit_code == 1 and "expected a config" in result.output and "init mine.toml" in result.output
 
 
-def test_a_saved_model_can_be_trained_further_on_a_file_of_ones_own(tmp_path: Path) -> None:
-    run(tmp_path / "a", DEMO, *SHORT)
+def test_a_saved_model_can_be_trained_further_on_a_file_of_ones_own(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text(
         "\n".join(json.dumps({"prompt": f"{i:05d}>", "answer": "".join(sorted(f"{i:05d}"))}) for i in range(40))
     )
@@ -168,7 +173,7 @@ def test_a_saved_model_can_be_trained_further_on_a_file_of_ones_own(tmp_path: Pa
     (tmp_path / "mine.toml").write_text(
         f"""
 [model]
-path = "{tmp_path}/a/run/model"
+path = "{finished}/model"
 [data]
 path = "{tmp_path}/mine.jsonl"
 holdout = 8
@@ -187,8 +192,8 @@ max_lag = 2
 
 
 def test_json_output_is_json_and_nothing_else(tmp_path: Path) -> None:
-    result = json.loads(run(tmp_path, DEMO, *SHORT, "--json"))
-    assert result["summary"]["steps"] == 6 and Path(result["run_dir"]).is_dir()
+    result = json.loads(run(tmp_path, str(recipe_in(tmp_path)), *COLD, "--json"))
+    assert result["summary"]["steps"] == 2 and Path(result["run_dir"]).is_dir()
 
 
 def test_a_dry_run_prints_the_resolved_config_and_runs_nothing(tmp_path: Path) -> None:
@@ -297,7 +302,7 @@ def test_a_mistake_that_is_found_before_the_run_leaves_no_folder_behind(tmp_path
 def test_a_run_that_fails_says_so_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def reward(task, completion):\n    raise RuntimeError('no judge today')\n")
     reward = f"reward=[{{function='{tmp_path / 'mine.py'}:reward'}}]"
-    arguments = ["train", DEMO, *SHORT, "--set", reward, "--set", f"run_dir={tmp_path / 'run'}"]
+    arguments = ["train", str(recipe_in(tmp_path)), *COLD, "--set", reward, "--set", f"run_dir={tmp_path / 'run'}"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1 and "no judge today" in " ".join(result.output.split())
     *_, last = read_events(tmp_path / "run/events.jsonl")
@@ -306,13 +311,7 @@ def test_a_run_that_fails_says_so_in_its_folder(tmp_path: Path) -> None:
 
 def test_ctrl_c_is_a_clean_stop_with_an_exit_code_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "millstream.cli.main", "train", DEMO, "--set", f"run_dir={tmp_path / 'run'}"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it for background jobs
-    )
+    process = start_command(command)
     assert process.stdout is not None
     for line in process.stdout:
         if "step" in line:
@@ -348,9 +347,8 @@ train(msgspec.structs.replace(config, warmup=None, pipeline=msgspec.structs.repl
     assert out.returncode == 1 and "train has waited 5 s for the learner to step" in out.stderr
 
 
-def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
-    run(tmp_path, DEMO, *SHORT)
-    result = CliRunner().invoke(app, ["train", DEMO, *SHORT, "--set", f"run_dir={tmp_path / 'run'}"])
+def test_a_folder_that_holds_a_run_is_not_written_over(finished: Path) -> None:
+    result = CliRunner().invoke(app, ["train", DEMO, *SHORT, "--set", f"run_dir={finished}"])
     assert result.exit_code == 1 and "holds a run already" in " ".join(result.output.split())
 
 
@@ -367,12 +365,11 @@ def test_a_model_folder_without_a_tokenizer_is_refused_with_what_to_type(tmp_pat
     assert not (tmp_path / "run").exists(), "it costs nothing"
 
 
-def test_a_chat_without_a_template_is_refused_by_name(tmp_path: Path) -> None:
-    run(tmp_path / "a", DEMO, *SHORT)
+def test_a_chat_without_a_template_is_refused_by_name(finished: Path, tmp_path: Path) -> None:
     chat = '{"prompt": [{"role": "user", "content": "31254>"}], "answer": "12345"}\n'
     (tmp_path / "chat.jsonl").write_text(chat * 3)
     (tmp_path / "run.toml").write_text(
-        f"[model]\npath = '{tmp_path / 'a/run/model'}'\n[data]\npath = '{tmp_path / 'chat.jsonl'}'\nholdout = 1\n"
+        f"[model]\npath = '{finished / 'model'}'\n[data]\npath = '{tmp_path / 'chat.jsonl'}'\nholdout = 1\n"
         "[rollout]\nmax_tokens = 8\n"
     )
     result = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), "--set", f"run_dir={tmp_path / 'run'}"])
@@ -443,7 +440,8 @@ def test_in_python_one_reward_is_enough_and_a_function_in_a_config_is_refused_wi
 def test_a_reward_that_always_fails_is_found_before_anything_is_trained(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def reward(task, completion):\n    return task.data['hrd']\n")
     reward = f"reward=[{{function='{tmp_path / 'mine.py'}:reward'}}]"
-    result = CliRunner().invoke(app, ["train", DEMO, *SHORT, "--set", reward, "--set", f"run_dir={tmp_path / 'run'}"])
+    words = ["train", str(recipe_in(tmp_path)), *COLD, "--set", reward, "--set", f"run_dir={tmp_path / 'run'}"]
+    result = CliRunner().invoke(app, words)
     said = " ".join(result.output.split())
     assert result.exit_code == 1 and "every rollout of an evaluation failed, the last with RewardFailed" in said
     assert "hrd" in said and "--resume" in said and not (tmp_path / "run/checkpoints").exists()

@@ -42,9 +42,10 @@ from millstream.run.replay_log import LearnerCall, ReplayLog
 from millstream.sim.learner import SimCritic, SimLearner, SimSnapshot
 from millstream.types import Floats, Metrics, TrainRow, Weights
 from support.checkpoints import checkpoints_in, standing
+from support.commands import start_command
 from support.processes import is_alive, workers
 from support.rank_cases import CASES, STEPS, batch, row, train
-from support.runs import ROOT, assert_clean, command, start, steps_of, until
+from support.runs import ROOT, assert_clean, command, steps_of, until
 from support.simulated import Diary, Others, World, at_once, check, simulate
 from support.worlds import worlds
 
@@ -732,7 +733,7 @@ def test_ranks_that_do_not_answer_are_killed_and_replaced() -> None:
 def test_a_run_whose_rank_is_killed_goes_to_its_end_and_its_audit_is_clean(tmp_path: Path) -> None:
     """A whole run with two ranks, and two more after the kill: most of its time is that of interpreters that import torch."""
     run_dir = tmp_path / "run"
-    process = start(command(run_dir, {"learner.ranks": 2, "pipeline.steps": 12, "checkpoint.every_steps": 2}))
+    process = start_command(command(run_dir, {"learner.ranks": 2, "pipeline.steps": 12, "checkpoint.every_steps": 2}))
     until(lambda: steps_of(run_dir) >= 3, process)
     ranks = workers(process.pid)
     os.kill(ranks[1], signal.SIGKILL)
@@ -756,7 +757,7 @@ def test_at_max_lag_zero_the_model_of_a_run_whose_rank_was_killed_is_that_of_an_
     models = []
     for name in ("killed", "undisturbed"):
         run_dir = tmp_path / name / "run"
-        process = start(command(run_dir, changes))
+        process = start_command(command(run_dir, changes))
         until(lambda: steps_of(run_dir) >= 5, process)
         if name == "killed":
             os.kill(workers(process.pid)[0], signal.SIGKILL)
@@ -778,7 +779,9 @@ def test_supervised_training_whose_rank_is_killed_has_the_weights_of_an_undistur
                    "warmup.stop_at=", "learner.ranks=2", "checkpoint.every_steps=7", "engine.process=false",
                    f"run_dir={run_dir}"]  # fmt: skip
         words = [word for change in changes for word in ("--set", change)]
-        process = start([sys.executable, "-m", "millstream.cli.main", "train", str(ROOT / "recipes/demo.toml"), *words])
+        process = start_command(
+            [sys.executable, "-m", "millstream.cli.main", "train", str(ROOT / "recipes/demo.toml"), *words]
+        )
         log = run_dir / "events.jsonl"
         until(lambda: log.exists() and b'"step":20' in log.read_bytes(), process)
         if name == "killed":

@@ -43,8 +43,9 @@ from millstream.run.run import resume, train
 from millstream.run.sft import SupervisedTraining, learner_config, packed, sft_batches
 from millstream.seeds import derive_seed
 from millstream.types import Floats, Metrics, Task, TrainRow, Weights
+from support.commands import start_command
 from support.learners import rows
-from support.runs import start, until
+from support.runs import until
 from support.tiny import make
 from support.views import drawn
 
@@ -370,7 +371,7 @@ def test_a_run_killed_in_supervised_training_is_resumed_from_its_checkpoint_with
     run_config(tmp_path)
     text = (whole / "config.toml").read_text().replace(str(whole.parent), str(tmp_path))
     (tmp_path / "config.toml").write_text(text)
-    process = start([sys.executable, "-m", "millstream.cli.main", "train", str(tmp_path / "config.toml")])
+    process = start_command([sys.executable, "-m", "millstream.cli.main", "train", str(tmp_path / "config.toml")])
     until(lambda: any((run_dir / "warmup").glob("step-*")), process)
     process.kill()
     process.wait()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -42,6 +40,7 @@ from millstream.serve.openai.detokenize import TextStream
 from millstream.serve.openai.service import ModelServiceConfig, Served, host_model
 from millstream.serve.openai.sessions import SessionLimits
 from millstream.types import Completion, Finish, Message, Request, RequestKey, Sampled, Weights
+from support.commands import start_command
 from support.talk import CHATML, NO_SYSTEM, text_with
 from support.tiny import make, plain
 
@@ -773,15 +772,10 @@ def test_wherever_it_is_sent_and_by_whatever_name(url: str, method: str, path: s
 
 
 def test_a_checkpoint_is_served_by_one_command_until_it_is_stopped(model: PreTrainedModel, tmp_path: Path) -> None:
-    """Takes its seconds: two processes, the service and its engine, import torch."""
     save_model(model, TEXT.tokenizer, tmp_path / "model")
     command = [sys.executable, "-m", "millstream.cli.main", "serve", str(tmp_path / "model"), "--name", "mine"]
-    child = subprocess.Popen(
-        [*command, "--port", "0", "--max-length", "64", "--weights-from", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=dict(os.environ),
-    )
+    options = ["--port", "0", "--max-length", "64", "--weights-from", str(tmp_path)]
+    child = start_command([*command, *options], stderr=2)
     try:
         assert child.stdout is not None
         name, _, _, address = child.stdout.readline().split()

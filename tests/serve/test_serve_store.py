@@ -31,6 +31,7 @@ from millstream.store.blocking import BlockingClient
 from millstream.store.host import SharedStore, make_plan
 from millstream.store.loader import micro_batches
 from millstream.store.memory import MemoryStore
+from support.commands import run_command
 
 TASKS = {"score": Reads(("tokens",), by_group=False), "train": Reads(("tokens", "reward"))}
 TOKEN = "a token of the tests"
@@ -671,11 +672,11 @@ def test_the_command_serves_until_it_is_stopped_and_code_that_does_not_await_can
     ("options", "words"),
     [([], "needs a task"), (["--task", "train"], "expected NAME"), (["--host", "0.0.0.0"], "token")],
 )
-def test_the_command_says_what_is_missing(options: list[str], words: str) -> None:
+def test_the_command_says_what_is_missing(options: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = [] if "--task" in options or not options else ["--task", "train:tokens"]
     command = [sys.executable, "-m", "millstream.cli.main", "serve-store", *tasks, *options]
-    environment = {name: value for name, value in os.environ.items() if name != "MILLSTREAM_TOKEN"}
-    out = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    monkeypatch.delenv("MILLSTREAM_TOKEN", raising=False)
+    out = run_command(command, timeout=60)
     assert out.returncode == 1 and words in out.stderr, out.stderr
 
 
@@ -702,6 +703,6 @@ def test_the_examples_of_the_page_run() -> None:
     examples = re.findall(r"```python\n(.*?)```", page, re.S)
     assert len(examples) == 4
     for example in examples:
-        run_example = [sys.executable, "-W", "error::RuntimeWarning", "-c", example]
-        out = subprocess.run(run_example, capture_output=True, text=True, timeout=60)
+        strict = "import warnings\nwarnings.simplefilter('error', RuntimeWarning)\n"
+        out = run_command([sys.executable, "-c", strict + example], timeout=60)
         assert out.returncode == 0, out.stderr

@@ -53,8 +53,9 @@ from millstream.sim.engine import SimEngine
 from millstream.types import RequestKey, Weights
 from millstream.weights import NOTHING, Publication
 from millstream.weights.local import LocalChannel
+from support.commands import start_command
 from support.processes import workers
-from support.runs import SETTINGS, assert_clean, command, recipe_in, start, steps_of, until
+from support.runs import SETTINGS, assert_clean, command, recipe_in, steps_of, until
 from support.sim_requests import request
 from support.simulated import Diary, OnFleet, World, check, fleet_of, simulate
 from support.tiny import make
@@ -1012,7 +1013,7 @@ def asked(*words: str) -> str:
 
 def test_a_run_at_work_is_scaled_up_and_down_and_its_audit_is_clean(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(command(run_dir, {"pipeline.steps": 100000}))
+    process = start_command(command(run_dir, {"pipeline.steps": 100000}))
     until(lambda: steps_of(run_dir) >= 2, process)
     assert asked("scale", str(run_dir), "engines=3").splitlines() == [
         "engine-0 has joined",
@@ -1077,7 +1078,7 @@ def test_an_engine_that_is_lost_while_the_model_of_a_resumed_run_is_saved_comes_
 def test_a_run_whose_only_engine_is_killed_continues_with_another(tmp_path: Path) -> None:
     """Twice: before anything is published, while rollouts are far from their end, and later."""
     run_dir = tmp_path / "run"
-    process = start(command(run_dir, {"engine.process": "true", "pipeline.steps": 25}))
+    process = start_command(command(run_dir, {"engine.process": "true", "pipeline.steps": 25}))
     events_file = run_dir / "events.jsonl"
     until(lambda: events_file.exists() and b"rollout_started" in events_file.read_bytes(), process)
     until(lambda: bool(workers(process.pid)), process)

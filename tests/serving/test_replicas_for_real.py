@@ -18,8 +18,9 @@ from millstream.run.build import build_engine
 from millstream.serving.fleet import Fleet
 from millstream.serving.router import Router
 from millstream.types import Completion, Request
+from support.commands import start_command
 from support.processes import workers
-from support.runs import assert_clean, command, start, steps_of, until
+from support.runs import assert_clean, command, steps_of, until
 from support.tiny import make, prompts, request
 
 NUM_REQUESTS = 12
@@ -107,7 +108,7 @@ def test_a_replica_that_is_drained_or_killed_in_the_middle_changes_no_answer() -
 def test_a_run_survives_the_death_of_one_of_its_replicas(tmp_path: Path) -> None:
     """A whole run, in processes: most of its time is that of interpreters that import torch."""
     run_dir = tmp_path / "run"
-    process = start(command(run_dir, {"engine.process": "true", "engine.replicas": 2, "pipeline.steps": 40}))
+    process = start_command(command(run_dir, {"engine.process": "true", "engine.replicas": 2, "pipeline.steps": 40}))
     until(lambda: steps_of(run_dir) >= 3, process)
     first, second = workers(process.pid)
     subprocess.run(["kill", "-KILL", str(first)], check=True)

@@ -21,6 +21,7 @@ from millstream.store import Lease, Reads, Store, Want
 from millstream.store.host import SharedStore, make_plan
 from millstream.store.memory import MemoryStore
 from millstream.testing.store import GROUPS, MIXED, ROWS, StoreSuite, put_group, put_values, stop, values_now
+from support.store_load import ForkedStore
 
 
 class TestMemoryStore(StoreSuite):
@@ -38,7 +39,7 @@ class TestMemoryStore(StoreSuite):
 async def started(tasks: Mapping[str, Reads], **more: Any) -> AsyncIterator[SharedStore]:
     with (
         tempfile.TemporaryDirectory() as folder,
-        SharedStore(make_plan(tasks, folder=Path(folder), disconnect_s=0.2, **more)) as shared,
+        ForkedStore(make_plan(tasks, folder=Path(folder), disconnect_s=0.2, **more)) as shared,
     ):
         yield shared
 

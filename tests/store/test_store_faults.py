@@ -16,7 +16,7 @@ from millstream.errors import StoreError
 from millstream.store import Reads, Want
 from millstream.store.client import StoreClient
 from millstream.store.host import SharedStore, make_plan
-from support.store_load import ProcessGroup, check_ledgers, drain
+from support.store_load import ForkedStore, ProcessGroup, check_ledgers, drain
 from support.store_worker import cells
 
 TASKS = {"train": Reads(("tokens",), by_group=False)}
@@ -25,7 +25,7 @@ KILLS = 20
 
 @pytest.fixture
 def store() -> Iterator[SharedStore]:
-    with SharedStore(make_plan(TASKS, capacity_rows=400, disconnect_s=0.3)) as running:
+    with ForkedStore(make_plan(TASKS, capacity_rows=400, disconnect_s=0.3)) as running:
         yield running
 
 
@@ -40,16 +40,16 @@ def test_twenty_kills_under_load_lose_nothing_and_repeat_nothing(
     victim: str, store: SharedStore, tmp_path: Path
 ) -> None:
     crew, rng = ProcessGroup(store, tmp_path), random.Random(victim)
-    time.sleep(1.0)
+    time.sleep(0.3)
     for _ in range(KILLS):
         asyncio.run(until_it_serves(store))
-        time.sleep(rng.uniform(0.05, 0.4) if victim == "the coordinator" else rng.uniform(0.4, 0.8))
+        time.sleep(rng.uniform(0.05, 0.4) if victim == "the coordinator" else rng.uniform(0.1, 0.4))
         match victim:
             case "the coordinator":
                 store.process.kill()
             case _:
                 crew.replace(rng.choice(list(crew.members)))
-    time.sleep(1.5)
+    time.sleep(0.5)
     for name in crew.members:
         crew.kill(name)
     check_ledgers(tmp_path, *asyncio.run(drain(store)))

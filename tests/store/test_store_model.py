@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Coroutine
 from itertools import count
@@ -21,6 +19,7 @@ from millstream.errors import StoreError, StoreTimeout, StreamEnded
 from millstream.store import Lease, Saved, Store, Want
 from millstream.store.host import SharedStore, make_plan
 from millstream.store.memory import MemoryStore
+from support.store_load import ForkedStore
 from support.store_model import GROUP_TASKS, TASKS, Model, Refused, Row
 
 T = TypeVar("T")
@@ -301,15 +300,14 @@ class MemoryMachine(StoreMachine):
         self.model.settle()
 
 
-class ShortJournal(SharedStore):
+class ShortJournal(ForkedStore):
     """Its journal is written anew all the time: what comes after a death is read from a state, and from changes to it."""
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        program = (
-            "import sys; from pathlib import Path; from millstream.store import host, journal;"
-            "journal.MIN_BYTES = 1000; host.coordinator_main(Path(sys.argv[1]))"
-        )
-        return subprocess.Popen([sys.executable, "-c", program, str(self._file)], stdin=subprocess.PIPE)
+    program = (
+        "-c",
+        "import sys; from pathlib import Path; from millstream.store import host, journal;"
+        "journal.MIN_BYTES = 1000; host.coordinator_main(Path(sys.argv[1]))",
+    )
 
 
 class Running:
@@ -338,7 +336,7 @@ def teardown_module() -> None:
 
 
 class SharedMachine(StoreMachine):
-    kind = SharedStore
+    kind: type[SharedStore] = ForkedStore
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +383,7 @@ TestShortJournal = ShortJournalMachine.TestCase
 TestShortJournal.settings = settings(max_examples=5, stateful_step_count=80)
 
 
-@pytest.mark.parametrize("kind", [SharedStore, ShortJournal])
+@pytest.mark.parametrize("kind", [ForkedStore, ShortJournal])
 def test_whose_turn_it_is_does_not_change_when_the_coordinator_is_killed(kind: type[SharedStore]) -> None:
     here = Running(kind)
     store = here.client

@@ -24,10 +24,9 @@ def children(pid: int) -> list[int]:
 
 
 def workers(pid: int) -> list[int]:
-    """The worker processes of a run that has its own warm process, or none: in the order in which they were started."""
-    own = children(pid)
-    warm = [child for child in own if b"millstream.rpc.forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()]
-    return [child for child in own if child not in warm] + [worker for one in warm for worker in children(one)]
+    """The worker processes of a command, in the order in which they were started, in a test with `own_warm_process`."""
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return [child for child in children(parent) if child != pid]
 
 
 def eventually(holds: Callable[[], bool], timeout_s: float = 10.0) -> bool:

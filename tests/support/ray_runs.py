@@ -12,7 +12,8 @@ from pathlib import Path
 
 from millstream.events import Event
 from millstream.events.sinks import read_events
-from support.runs import SETTINGS, recipe_in, start
+from support.commands import Command, start_command
+from support.runs import SETTINGS, recipe_in
 
 PARTS = {"runtime": "ray", "engine.replicas": 1, "learner.ranks": 2, "data.holdout": 0, "engine.slots": 64}
 REWARD = """import asyncio
@@ -36,9 +37,9 @@ def command(run_dir: Path, changes: dict[str, object] | None = None) -> list[str
 
 
 @contextmanager
-def running(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+def running(words: list[str]) -> Iterator[Command]:
     """Whatever becomes of the test, the run does not outlive it."""
-    process = start(words)
+    process = start_command(words)
     try:
         yield process
     finally:
@@ -49,7 +50,7 @@ def running(words: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def stop(process: subprocess.Popen[str], seconds: float = 60) -> str:
+def stop(process: Command, seconds: float = 60) -> str:
     process.send_signal(signal.SIGTERM)
     output: str = process.communicate(timeout=seconds)[0]
     return output

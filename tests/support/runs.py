@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from millstream.audit import audit
+from support.commands import Command, run_command, start_command
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
@@ -45,15 +46,7 @@ def resume_command(run_dir: Path) -> list[str]:
 
 
 def resume(run_dir: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(resume_command(run_dir), capture_output=True, text=True, timeout=200)
-
-
-def start(words: list[str], prepare: Callable[[], None] = lambda: None) -> subprocess.Popen[str]:
-    def in_child() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell ignores it for background jobs
-        prepare()
-
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=in_child)
+    return run_command(resume_command(run_dir))
 
 
 def steps_of(run_dir: Path) -> int:
@@ -61,7 +54,7 @@ def steps_of(run_dir: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+def until(condition: Callable[[], bool], process: Command | subprocess.Popen[bytes], seconds: float = 120) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.stdout.read() if process.stdout else ""
@@ -70,7 +63,7 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds
 
 
 def kill_at(run_dir: Path, step: int, changes: dict[str, object] | None = None) -> None:
-    process = start(command(run_dir, changes))
+    process = start_command(command(run_dir, changes))
     until(lambda: steps_of(run_dir) >= step, process)
     process.kill()
     assert process.wait() == -signal.SIGKILL

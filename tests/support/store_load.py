@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,9 +15,19 @@ import numpy as np
 from millstream.errors import StoreError
 from millstream.store import Want
 from millstream.store.host import SharedStore
+from support.commands import Command
 from support.store_worker import cells
 
 WORKER = Path(__file__).parent / "store_worker.py"
+
+
+class ForkedStore(SharedStore):
+    """Its coordinator is forked from the tests' warm process: it is there at once, also after a kill."""
+
+    program: Sequence[str] = ("-m", "millstream.store.host")
+
+    def _start(self) -> Command:  # type: ignore[override]
+        return Command([sys.executable, *self.program, str(self._file)], 1, 2, has_stdin=True)
 
 
 class ProcessGroup:
@@ -29,15 +38,15 @@ class ProcessGroup:
         self._folder, self._epoch = folder, 0
         self.members = {name: self._start(name) for name in ("produce-1", "produce-2", "consume-1", "consume-2")}
 
-    def _start(self, name: str) -> subprocess.Popen[bytes]:
+    def _start(self, name: str) -> Command:
         self._epoch += 1
         role = name.partition("-")[0]
         ledger = self._folder / f"{name}-{self._epoch}.jsonl"
-        return subprocess.Popen([sys.executable, str(WORKER), role, self._address, str(ledger), str(self._epoch)])
+        return Command([sys.executable, str(WORKER), role, self._address, str(ledger), str(self._epoch)], 1, 2)
 
     def kill(self, name: str) -> None:
         assert self.members[name].poll() is None, f"{name} had ended by itself"
-        self.members[name].send_signal(signal.SIGKILL)
+        self.members[name].kill()
         self.members[name].wait()
 
     def replace(self, name: str) -> None:

@@ -4,12 +4,12 @@
      │                       └─ worker        forked: its own process group, streams, environment, random state
      └───── the worker's connection ──┘
 
-`python -m millstream.rpc.forkserver SOCKET` listens on that path and ends when its standard input closes, which its owner
-holds: it never outlives its owner, and it kills the process groups of its workers when it ends. The module of a target is
-imported before the first fork if it is ours, in the worker if it is not. Guarantees: a worker is as if freshly started (see
-`_become`). A request that cannot be served so is refused with the reason (CUDA or threads are in use in the warm process, or
-variables that libraries read at import differ), and the launcher starts an interpreter (`python -m`) instead. If the warm
-process is killed, its workers continue, and the next request starts another one.
+`python -m millstream.rpc.forkserver SOCKET [PACKAGE ...]` listens on that path and ends when its standard input closes, which
+its owner holds: it never outlives its owner, and it kills the process groups of its workers when it ends. The module of a
+target is imported before the first fork if it is ours or in one of the packages, otherwise in the worker. Guarantees: a worker
+is as if freshly started (see `_become`). A request that cannot be served so is refused with the reason (CUDA or threads are in
+use in the warm process, or variables that libraries read at import differ), and the launcher starts an interpreter
+(`python -m`) instead. If the warm process is killed, its workers continue, and the next request starts another one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,7 +42,7 @@ SOCKET_VARIABLE = "MILLSTREAM_FORKSERVER"  # the path of a warm process to use; 
 IMPORT_VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "TORCH_", "PYTORCH_", "HF_", "TRANSFORMERS_",
                     "TOKENIZERS_", "PYTHONHASHSEED")  # fmt: skip
 PR_SET_NAME = 15
-OWN_PACKAGE = "millstream."
+OWN_PACKAGE = "millstream"
 
 
 class ForkRequest(Struct, frozen=True, kw_only=True):
@@ -86,12 +87,13 @@ def import_variables(environment: dict[str, str]) -> dict[str, str]:
 class ForkServer:
     """The warm process. Single-threaded: everything that it waits for is in one `poll`."""
 
-    def __init__(self, path: str, owner: int) -> None:
-        """`owner`: a descriptor that closes when the owner is gone."""
+    def __init__(self, path: str, owner: int, packages: Sequence[str] = ()) -> None:
+        """`owner`: a descriptor that closes when the owner is gone. `packages`: other ones whose modules are imported here."""
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(path)
         self._listening.listen(128)
         self._owner = owner
+        self._packages = {OWN_PACKAGE, *packages}
         self._requests: dict[int, socket.socket] = {}  # by descriptor: connections without a request so far
         self._workers: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of a worker's exit: who and whose
         self._poll = select.poll()
@@ -146,7 +148,7 @@ class ForkServer:
         if import_variables(request.environment) != import_variables(dict(os.environ)):
             return "environment variables that libraries read at import differ"
         module = request.target.partition(":")[0]
-        if module.startswith(OWN_PACKAGE) and module not in sys.modules:
+        if module.partition(".")[0] in self._packages and module not in sys.modules:
             try:
                 importlib.import_module(module)
             except Exception as error:  # whatever it is, `python -m` will report it
@@ -245,4 +247,4 @@ def _set_name(name: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner's to handle
-    ForkServer(sys.argv[1], owner=0).run()
+    ForkServer(sys.argv[1], owner=0, packages=sys.argv[2:]).run()

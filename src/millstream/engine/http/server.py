@@ -6,6 +6,8 @@ what no retry repairs (it says what to set), `RequestRefused` where the server c
 
 from __future__ import annotations
 
+import functools
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -21,6 +23,12 @@ TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 CONNECT_S = 10.0
 MAX_RETRY_AFTER_S = 30.0
 MAX_SHOWN_CHARACTERS = 300  # of an answer in a message
+
+
+@functools.cache
+def _tls_context() -> ssl.SSLContext:
+    """One for all servers: to read the certificates takes 40 ms."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 class TransientFailure(Exception):
@@ -51,7 +59,12 @@ class ServerConnection:
         self._timeout = _timeout(config.timeout_s)
         self._weights_timeout = _timeout(config.weights_timeout_s)
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=headers, timeout=self._timeout, limits=limits, trust_env=False
+            base_url=self.url,
+            headers=headers,
+            timeout=self._timeout,
+            limits=limits,
+            trust_env=False,
+            verify=_tls_context(),
         )
         self._token_variable = config.token_variable
         self._flavour = config.flavour
