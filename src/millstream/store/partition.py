@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from millstream.errors import StoreError
 from millstream.store.ready import ReadyQueue
-from millstream.store.rows import GroupEntry, LeaseEntry, RowEntry, Unit, rows_in
-from millstream.store.tasks import StoreTask, TaskSet
+from millstream.store.rows import GroupEntry, LeaseEntry, RowEntry, StoreTask, TaskSet, Unit, rows_in
 
 
 class Partition:

@@ -216,6 +216,7 @@ class ReadyQueue:
 
     def recount(self, units: Iterable[Unit]) -> None:
         """Groups have lost rows: they keep their positions, with new counts and versions."""
+        self._back += 1  # a claim for a window of versions may be served now
         for position, unit, _, _ in self.remove(units):
             version = unit.version
             self._insert(version, (position, unit, unit.num_rows, unit.tokens))
