@@ -31,8 +31,7 @@ from millstream.store.rows import (
     saved_of,
     token_counts,
 )
-from millstream.store.segment_server import fetch_segment
-from millstream.store.segments import Segments
+from millstream.store.segments import Segments, fetch_segment
 
 GIVE_UP_S = 60.0
 """How long the coordinator may be unreachable."""

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from msgspec import Struct
 
+from millstream.clock import RealClock
 from millstream.errors import StoreError
 from millstream.store import wire
 from millstream.store.base import Reads
@@ -37,25 +38,16 @@ from millstream.store.journal import (
     replay_grant,
     state_of,
 )
-from millstream.store.ready_watch import ReadyWatch
 from millstream.store.rows import LeaseEntry, RowBlock, RowEntry, contiguous_runs
 from millstream.store.segment_pool import SegmentPool
-from millstream.store.segment_server import SegmentServer, server_name
-from millstream.store.segments import size_class
+from millstream.store.segments import SegmentServer, server_name, size_class
 from millstream.store.sessions import DISCONNECT_S, ClientSession, ClientSessions, decode_reply, failure_of
 from millstream.store.table import RowTable
-from millstream.store.waiting import ClaimQueues, PutQueue
+from millstream.store.waiting import ClaimQueues, PutQueue, ReadyWatch
 
 MAX_LOST = 100_000
 SWEEP_S = 60.0
 """How long a producer from before a restart may take to fill its segment."""
-
-
-class WallClock:
-    """The ages of rows outlive this process."""
-
-    def now(self) -> float:
-        return time.time()
 
 
 class StorePlan(Struct, frozen=True, kw_only=True):
@@ -80,7 +72,7 @@ class StorePlan(Struct, frozen=True, kw_only=True):
 class Coordinator:
     def __init__(self, plan: StorePlan) -> None:
         self._plan = plan
-        self._clock = WallClock()
+        self._clock = RealClock(start=time.time())  # the ages of rows outlive this process
         self._server = SegmentServer(Path(plan.memory), plan.token)
         self.sessions = ClientSessions(plan.token, plan.disconnect_s, self._on_request, self._on_expired)
         self.pool = SegmentPool(plan.node, self.sessions, self._server)
@@ -289,24 +281,18 @@ class Coordinator:
         lease_id = session.grants.get(number)
         if lease_id is not None:
             return self._show(session, self.table.lease(lease_id))
-        task = self.table.tasks.find(body.task)
-        if body.group_id is None:
-
-            async def wait_for_rows() -> wire.ReplyBody:
-                lease = await self._claims.claim(task, body.want, None, body.partition, session.name, number)
-                return self._show(session, lease)
-
-            session.run(number, wait_for_rows())
-            return None
         chosen = body.group_id
-        ready = self.table.partition(body.partition).ready[task.name]
-        units = ready.select(body.want, lambda ids: chosen if chosen in ids else None, is_all=True)
-        if not units:
-            return wire.Accepted()
-        lease = self.table.grant(task, units, body.partition, session.name, body.want)
-        self._record_grant(lease, number)
-        self._claims.start_expiries([lease])
-        return self._show(session, lease)
+        choose = None if chosen is None else lambda ready: chosen if chosen in ready else None
+        claim = self._claims.request(body.task, body.want, choose, body.partition, session.name, number)
+        if choose is not None:
+            lease = self._claims.claim_now(claim)
+            return wire.Accepted() if lease is None else self._show(session, lease)
+
+        async def wait_for_rows() -> wire.ReplyBody:
+            return self._show(session, await self._claims.claim(claim))
+
+        session.run(number, wait_for_rows())
+        return None
 
     def _record_grant(self, lease: LeaseEntry, number: int) -> None:
         self._journal.append(JournalRecord(lease.holder, number, self._clock.now(), Grant.of(lease)))

@@ -30,10 +30,8 @@ from millstream.store.waiting import ClaimQueues, PutQueue
 
 SMALL_LEASE = 16
 """Leases up to this many rows are read cell by cell: rows that were put one at a time are not adjacent."""
-CELL_BYTES = 8
-"""What a cell counts that says nothing of its size, such as a number."""
+_NUMBERS = frozenset((int, float, bool))
 _TEXTS = frozenset((str, bytes))
-_sized: dict[type, bool] = {}
 
 
 class MemoryStore:
@@ -97,7 +95,7 @@ class MemoryStore:
     async def claim(
         self, task: str, want: Want = ONE_GROUP, *, choose: Choose | None = None, partition: str = TRAIN
     ) -> Lease:
-        return lease_of(await self._claims.claim(self._table.tasks.find(task), want, choose, partition, "a consumer"))
+        return lease_of(await self._claims.claim(self._claims.request(task, want, choose, partition, "a consumer")))
 
     async def renew(self, lease: Lease) -> None:
         self._claims.renew(lease.lease_id)
@@ -156,26 +154,19 @@ def block_of(columns: Columns) -> tuple[BlockSpec[Columns], int]:
     held: dict[str, Sequence[Any]] = {}
     nbytes = 0
     for name, cells in columns.items():
-        if type(cells) is not list and (size := getattr(cells, "nbytes", None)) is not None:
+        if type(cells) is list:
+            held[name] = cells[:]
+            if type(cells[0]) in _NUMBERS:
+                nbytes += 8 * num_rows
+                continue
+        else:
             held[name] = cells
-            nbytes += int(size)
-            continue
-        held[name] = cells[:] if type(cells) is list else cells
+            if (size := getattr(cells, "nbytes", None)) is not None:
+                nbytes += int(size)
+                continue
         for cell in cells:
-            kind = type(cell)
-            if kind in _TEXTS:
-                nbytes += len(cell)
-            else:
-                nbytes += cell.nbytes if _has_size(kind) else CELL_BYTES
+            nbytes += len(cell) if type(cell) in _TEXTS else getattr(cell, "nbytes", 8)
     return BlockSpec(tuple(held), nbytes, held), num_rows
-
-
-def _has_size(kind: type) -> bool:
-    """Whether cells of this type say how many bytes they are."""
-    found = _sized.get(kind)
-    if found is None:
-        found = _sized[kind] = hasattr(kind, "nbytes")
-    return found
 
 
 def lease_of(lease: LeaseEntry) -> Lease:

@@ -78,36 +78,24 @@ class BlockSpec(Struct, Generic[P], array_like=True, frozen=True):
     payload: P
 
 
-class SavedRows(Struct, Generic[P], array_like=True):
-    """Rows with the same columns, as a snapshot had them."""
-
-    ids: list[int]
-    group_ids: list[int]
-    block: BlockSpec[P]
-    versions: list[int]
-    tokens: list[int]
-    steps: list[dict[str, int]]
-    """By task."""
-
-
-class SavedPartition(Struct, Generic[P], array_like=True):
-    rows: list[SavedRows[P]]
-    is_closed: dict[int, bool]
-    acknowledged: dict[str, list[int]]
-    generation: int
-
-
 class PartitionContent(Struct, array_like=True):
-    """What a snapshot says of a partition, in the order of its rows."""
+    """What a snapshot says of a partition, the rows in order."""
 
     row_ids: list[int]
     group_ids: list[int]
     versions: list[int]
     tokens: list[int]
     steps: list[dict[str, int]]
+    """By task."""
     is_closed: dict[int, bool]
     acknowledged: dict[str, list[int]]
     generation: int
+
+
+class SavedPartition(Struct, Generic[P], array_like=True):
+    content: PartitionContent
+    blocks: list[tuple[list[int], BlockSpec[P]]]
+    """The places of rows with the same columns, and their cells."""
 
 
 class RowBlock(Struct, eq=False):
@@ -244,34 +232,36 @@ def saved_of(content: PartitionContent, cells: Iterable[dict[str, Any]]) -> Save
     )
 
 
-def _by_columns(saved: Saved) -> dict[tuple[str, ...], list[Row]]:
-    """The rows of a snapshot, those with the same columns together."""
-    found: dict[tuple[str, ...], list[Row]] = {}
-    for row in saved.rows:
-        found.setdefault(tuple(row.columns), []).append(row)
+def _by_columns(saved: Saved) -> dict[tuple[str, ...], list[int]]:
+    """The places of rows with the same columns."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for place, row in enumerate(saved.rows):
+        found.setdefault(tuple(row.columns), []).append(place)
     return found
 
 
 def columns_in(saved: Saved) -> list[Columns]:
     """The cells of a snapshot: one entry for all rows with the same columns."""
-    return [{name: [row.columns[name] for row in rows] for name in names} for names, rows in _by_columns(saved).items()]
+    return [
+        {name: [saved.rows[place].columns[name] for place in places] for name in names}
+        for names, places in _by_columns(saved).items()
+    ]
 
 
 def partition_of(saved: Saved, blocks: Sequence[BlockSpec[P]]) -> SavedPartition[P]:
     """`blocks` hold the cells, in the order of `columns_in`."""
-    rows = [
-        SavedRows(
-            [row.row_id for row in some],
-            [row.group_id for row in some],
-            block,
-            [saved.versions.get(row.row_id, UNVERSIONED) for row in some],
-            [saved.tokens.get(row.row_id, 1) for row in some],
-            [saved.steps.get(row.row_id, {}) for row in some],
-        )
-        for some, block in zip(_by_columns(saved).values(), blocks, strict=True)
-    ]
-    acknowledged = {task: list(ids) for task, ids in saved.acknowledged.items()}
-    return SavedPartition(rows, saved.is_closed, acknowledged, saved.generation)
+    ids = [row.row_id for row in saved.rows]
+    content = PartitionContent(
+        row_ids=ids,
+        group_ids=[row.group_id for row in saved.rows],
+        versions=[saved.versions.get(row_id, UNVERSIONED) for row_id in ids],
+        tokens=[saved.tokens.get(row_id, 1) for row_id in ids],
+        steps=[saved.steps.get(row_id, {}) for row_id in ids],
+        is_closed=saved.is_closed,
+        acknowledged={task: list(done) for task, done in saved.acknowledged.items()},
+        generation=saved.generation,
+    )
+    return SavedPartition(content, list(zip(_by_columns(saved).values(), blocks, strict=True)))
 
 
 # ---- the numbers that a put brings -----------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ import time
 from collections import Counter
 
 from millstream.errors import StoreError
-from millstream.store.segment_server import SegmentServer
-from millstream.store.segments import SEGMENT_NAME
+from millstream.store.segments import SEGMENT_NAME, SegmentServer
 from millstream.store.sessions import ClientSessions
 from millstream.store.wire import Segment, StoreReply, UnlinkSegments
 
@@ -26,10 +25,9 @@ TRIM_S = 2.0
 
 
 class SegmentPool:
-    """The coordinator's account of segments: in use, free with readers, and idle for the next producer."""
+    """`node`: that of the coordinator, whose segments `server` serves."""
 
     def __init__(self, node: str, sessions: ClientSessions, server: SegmentServer) -> None:
-        """`node`: that of the coordinator, whose segments `server` serves."""
         self._node = node
         self._sessions = sessions
         self._server = server

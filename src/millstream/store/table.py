@@ -113,25 +113,23 @@ class RowTable:
         first = self.generation << GENERATION_SHIFT | self.next_row
         self.next_row += num_rows
         ids = range(first, first + num_rows)
-        part.offer(self._add(part, ids, group_ids, groups, block, versions, tokens, now))
+        lines = zip(ids, group_ids, versions, tokens, strict=True)
+        part.offer(self._add(part, groups, lines, self._new_block(block, num_rows), now))
         self.rows_put += num_rows
         return ids
 
     def _add(
         self,
         part: Partition,
-        ids: Sequence[int],
-        group_ids: Sequence[int],
         groups: Mapping[int, GroupEntry],
-        spec: BlockSpec[Any],
-        versions: Sequence[int],
-        tokens: Sequence[int],
+        lines: Iterable[tuple[int, int, int, int]],
+        block: RowBlock,
         now: float,
     ) -> list[RowEntry]:
-        block = self._new_block(spec, len(ids))
+        """`lines`: the id, the group, the version and the tokens of each row of the block."""
         rows = [
-            RowEntry(ids[index], groups[group_id], versions[index], tokens[index], now, block.mask, ((block, index),))
-            for index, group_id in enumerate(group_ids)
+            RowEntry(row_id, groups[group_id], version, tokens, now, block.mask, ((block, index),))
+            for index, (row_id, group_id, version, tokens) in enumerate(lines)
         ]
         for row in rows:
             self.rows[row.id] = row
@@ -285,34 +283,36 @@ class RowTable:
         )
 
     def restore(self, saved: SavedPartition[Any], partition: str, now: float) -> None:
-        part = self.partition(partition)
-        ids = [row_id for some in saved.rows for row_id in some.ids]
-        self._check_restore(part, saved, ids)
-        generations = [row_id >> GENERATION_SHIFT for row_id in ids]
-        self.generation = max([self.generation, saved.generation, *generations]) + 1
+        part, content = self.partition(partition), saved.content
+        self._check_restore(part, content)
+        generations = [row_id >> GENERATION_SHIFT for row_id in content.row_ids]
+        self.generation = max([self.generation, content.generation, *generations]) + 1
         self.next_row = 0
-        part.groups = {group_id: GroupEntry(group_id, partition) for group_id in saved.is_closed}
-        for some in saved.rows:
-            rows = self._add(part, some.ids, some.group_ids, part.groups, some.block, some.versions, some.tokens, now)
-            for row, steps in zip(rows, some.steps, strict=True):
-                row.steps = tuple((self.tasks.find(name).bit, step) for name, step in steps.items())
+        part.groups = {group_id: GroupEntry(group_id, partition) for group_id in content.is_closed}
+        lines = list(zip(content.row_ids, content.group_ids, content.versions, content.tokens, strict=True))
+        for places, block in saved.blocks:
+            new_block = self._new_block(block, len(places))
+            rows = self._add(part, part.groups, [lines[place] for place in places], new_block, now)
+            for row, place in zip(rows, places, strict=True):
+                row.steps = tuple((self.tasks.find(name).bit, step) for name, step in content.steps[place].items())
         part.rows = dict(sorted(part.rows.items()))  # in the order of the puts, whatever columns they have
         for group in part.groups.values():
             group.rows = dict(sorted(group.rows.items()))
-            group.is_closed = saved.is_closed[group.id]
-        part.mark_done(saved.acknowledged)
+            group.is_closed = content.is_closed[group.id]
+        part.mark_done(content.acknowledged)
         self.forget(part.rebuild())
 
-    def _check_restore(self, part: Partition, saved: SavedPartition[Any], ids: Sequence[int]) -> None:
+    def _check_restore(self, part: Partition, content: PartitionContent) -> None:
+        ids = content.row_ids
         if part.groups or part.rows:
             raise StoreError("a snapshot can only be restored into an empty partition")
         if alive := [row_id for row_id in ids if row_id in self.rows]:
             raise StoreError(f"row {alive[0]} of the snapshot is in the store already, in another partition")
         if len(set(ids)) != len(ids):
             raise StoreError("a row is in the snapshot twice")
-        if strange := {group_id for some in saved.rows for group_id in some.group_ids} - saved.is_closed.keys():
+        if strange := set(content.group_ids) - content.is_closed.keys():
             raise StoreError(f"the snapshot does not say whether group {min(strange)} is closed")
-        for name in {*saved.acknowledged, *(name for some in saved.rows for steps in some.steps for name in steps)}:
+        for name in {*content.acknowledged, *(name for steps in content.steps for name in steps)}:
             self.tasks.find(name)
 
     def stats(self, now: float) -> StoreStats:

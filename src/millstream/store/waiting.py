@@ -8,6 +8,7 @@ waits separately, and other claims may overtake it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -19,11 +20,14 @@ from millstream.clock import Clock
 from millstream.errors import StoreError, StoreTimeout, StreamEnded
 from millstream.store.base import Choose, StoreStats, StoreWaiter, Want
 from millstream.store.policies import BUILT_IN_POLICIES
-from millstream.store.rows import LeaseEntry, StoreTask, Unit
+from millstream.store.rows import LeaseEntry, StoreTask
 from millstream.store.table import RowTable
+from millstream.store.wire import ReadyGroups, ReplyBody, WatchReady
 
 T = TypeVar("T")
 MAX_WAITERS_SHOWN = 20
+MAX_DROPPED = 1000
+"""Dropped partitions that are remembered for clients that choose there."""
 
 
 class WaitingClaim(Struct, eq=False):
@@ -35,9 +39,12 @@ class WaitingClaim(Struct, eq=False):
     number: int
     """The holder's own number for this claim."""
     since: float
-    is_plain: bool
-    is_impatient: bool
     future: asyncio.Future[LeaseEntry]
+    is_impatient: bool
+
+    @property
+    def is_plain(self) -> bool:
+        return self.choose is None and self.want.versions is None and self.want.policy in BUILT_IN_POLICIES
 
     def describe(self) -> str:
         want = self.want
@@ -150,29 +157,41 @@ class ClaimQueues:
 
     # ---- consumers ---------------------------------------------------------------------------------------------------
 
-    async def claim(
-        self, task: StoreTask, want: Want, choose: Choose | None, partition: str, holder: str, number: int = 0
-    ) -> LeaseEntry:
-        if choose is None and not task.by_group and want.rows is None and want.tokens is None:
-            raise StoreError(f"{task.name} reads rows, not groups: claim it by rows or by tokens")
+    def request(
+        self, task: str, want: Want, choose: Choose | None, partition: str, holder: str, number: int = 0
+    ) -> WaitingClaim:
+        found, future = self._table.tasks.find(task), asyncio.get_running_loop().create_future()
+        if choose is None and not found.by_group and want.rows is None and want.tokens is None:
+            raise StoreError(f"{task} reads rows, not groups: claim it by rows or by tokens")
+        now, is_impatient = self._clock.now(), want.patience_s == 0
+        return WaitingClaim(found, want, choose, partition, holder, number, now, future, is_impatient)
+
+    async def claim(self, claim: WaitingClaim) -> LeaseEntry:
+        task, partition = claim.task, claim.partition
         part = self._table.partition(partition)
-        ready = part.ready[task.name]
         queue = self._queues.get((partition, task.name))
-        if queue is None and not part.is_finished:  # nothing waits before it: no future is needed
-            units = ready.select(want, choose, is_all=want.patience_s == 0)
-            if units:
-                return self._grant(task, units, partition, holder, want, number)
-        is_plain = choose is None and want.versions is None and want.policy in BUILT_IN_POLICIES
-        future: asyncio.Future[LeaseEntry] = asyncio.get_running_loop().create_future()
-        since, is_impatient = self._clock.now(), want.patience_s == 0
-        claim = WaitingClaim(task, want, choose, partition, holder, number, since, is_plain, is_impatient, future)
+        if queue is None and not part.is_finished:  # nothing waits before it
+            lease = self.claim_now(claim)
+            if lease is not None:
+                return lease
         if queue is None:
             queue = self._queues[partition, task.name] = TaskQueue(partition, task)
-            queue.stamp = ready.stamp
+            queue.stamp = part.ready[task.name].stamp
         queue.claims.append(claim)
         if part.is_finished or len(queue.claims) > 1:
             self._serve(queue)
         return await self._wait_for(claim)
+
+    def claim_now(self, claim: WaitingClaim, *, is_last: bool = False) -> LeaseEntry | None:
+        """A lease, if what is wanted is ready. `is_last`: waiting would not add more."""
+        task, want, is_all = claim.task, claim.want, claim.is_impatient or is_last
+        units = self._table.partition(claim.partition).ready[task.name].select(want, claim.choose, is_all=is_all)
+        if not units:
+            return None
+        lease = self._table.grant(task, units, claim.partition, claim.holder, want)
+        self._on_grant(lease, claim.number)
+        self._start_expiry(lease)
+        return lease
 
     async def _wait_for(self, claim: WaitingClaim) -> LeaseEntry:
         want, timer = claim.want, None
@@ -243,26 +262,14 @@ class ClaimQueues:
         """Whether this claim no longer waits."""
         if claim.future.done():
             return True
-        ready = self._table.partition(claim.partition).ready[claim.task.name]
         try:
-            units = ready.select(claim.want, claim.choose, is_all=claim.is_impatient or is_last)
+            lease = self.claim_now(claim, is_last=is_last)
         except Exception as error:  # of its own policy or `choose`: no other claim is affected
             claim.future.set_exception(error)
             return True
-        if not units:
-            return False
-        lease = self._grant(claim.task, units, claim.partition, claim.holder, claim.want, claim.number)
-        claim.future.set_result(lease)
-        return True
-
-    def _grant(
-        self, task: StoreTask, units: list[Unit], partition: str, holder: str, want: Want, number: int
-    ) -> LeaseEntry:
-        lease = self._table.grant(task, units, partition, holder, want)
-        self._on_grant(lease, number)
-        if want.expires_s is not None:
-            self._start_expiry(lease)
-        return lease
+        if lease is not None:
+            claim.future.set_result(lease)
+        return lease is not None
 
     def _end(self, queue: TaskQueue, why: str) -> None:
         self._queues.pop((queue.partition, queue.task.name), None)
@@ -327,6 +334,59 @@ class ClaimQueues:
             },
             waiting=sorted(waiting, key=lambda waiter: -waiter.seconds)[:MAX_WAITERS_SHOWN],
         )
+
+
+class ReadyWatch:
+    """Clients that choose a group themselves: each receives the ready groups whenever they have changed. `wait` answers one
+    client; `notify` is called after every change of the table."""
+
+    def __init__(self, table: RowTable, clock: Clock) -> None:
+        self._table = table
+        self._clock = clock
+        self._changes: dict[tuple[str, str], tuple[int, asyncio.Event]] = {}
+        self._num_changes = time.time_ns()  # higher than any from before a restart
+        self._dropped: dict[str, int] = {}  # partition -> the change with which it was dropped
+        self._since: dict[tuple[str, str], float] = {}  # client and task -> waiting since
+
+    async def wait(self, client: str, body: WatchReady) -> ReplyBody:
+        """The groups that are ready, as soon as they differ from what the client saw."""
+        key = (body.partition, body.task)
+        task, since, seen = self._table.tasks.find(body.task), self._clock.now(), body.seen
+        while True:
+            change, event = self._changes.setdefault(key, (self._num_changes, asyncio.Event()))
+            part = self._table.partition(body.partition)
+            is_over = part.is_finished and not part.may_still_come(task)
+            if 0 < seen < self._dropped.get(body.partition, 0):
+                return ReadyGroups(change, [], True)
+            if change != seen or is_over:
+                return ReadyGroups(change, [unit.id for unit in part.ready[body.task].in_order()], is_over)
+            self._since[client, body.task] = since
+            try:
+                await event.wait()
+            finally:
+                self._since.pop((client, body.task), None)
+
+    def notify(self) -> None:
+        self._num_changes += 1
+        for key, (_, event) in list(self._changes.items()):
+            self._changes[key] = (self._num_changes, asyncio.Event())
+            event.set()
+
+    def on_dropped(self, partition: str) -> None:
+        self._dropped[partition] = self._num_changes + 1
+        if len(self._dropped) > MAX_DROPPED:
+            del self._dropped[next(iter(self._dropped))]
+
+    def add_to(self, stats: StoreStats) -> StoreStats:
+        count, now = dict(stats.waiting_consumers), self._clock.now()
+        for _, task in self._since:
+            count[task] += 1
+        choosing = [
+            StoreWaiter(who=who, what=f"a choice for {task}", seconds=now - since)
+            for (who, task), since in self._since.items()
+        ]
+        waiting = sorted([*stats.waiting, *choosing], key=lambda one: -one.seconds)
+        return msgspec.structs.replace(stats, waiting_consumers=count, waiting=waiting)
 
 
 def _has_result(future: asyncio.Future[T]) -> bool:

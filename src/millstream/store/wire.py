@@ -278,7 +278,7 @@ def segments_of(change: Any) -> list[Segment]:
         case PutRows() | WriteCells():
             blocks = [change.block]
         case RestorePartition():
-            blocks = [some.block for some in change.saved.rows]
+            blocks = [block for _, block in change.saved.blocks]
         case _:
             blocks = []
     return [block.payload.segment for block in blocks if block.payload.segment is not None]
