@@ -23,11 +23,11 @@ from millstream.store.connection import CoordinatorConnection
 from millstream.store.rows import (
     UNVERSIONED,
     BlockSpec,
-    columns_in,
     each,
     integers,
     num_rows_of,
     partition_of,
+    saved_columns,
     saved_of,
     token_counts,
 )
@@ -288,7 +288,7 @@ class StoreClient:
         return saved_of(reply.content, cells)
 
     async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:
-        async with self._payloads.packed(*columns_in(saved)) as blocks:
+        async with self._payloads.packed(*saved_columns(saved)) as blocks:
             await self._connection.call(wire.RestorePartition(partition, partition_of(saved, blocks)))
 
     async def stats(self) -> StoreStats:

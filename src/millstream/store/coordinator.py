@@ -92,7 +92,8 @@ class Coordinator:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[asyncio.Server]:
         """Serves clients, and the segments of this node."""
-        self._claims.start_expiries(self.table.leases.values())
+        for lease in self.table.leases.values():  # from before a restart: their time starts again
+            self._claims.start_expiry(lease)
         for session in self.sessions.by_name.values():  # from before a restart: they reconnect, or they expire
             self.sessions.start_expiry(session, is_after_restart=True)
         loop = asyncio.get_running_loop()
@@ -152,7 +153,8 @@ class Coordinator:
                 rows = list(self.table.partition(body.partition).rows.values())
                 return wire.PartitionReply(self._locate(session, 0, rows, []), self.table.content(body.partition))
             case wire.GetStats():
-                return wire.StatsReply(self._watch.add_to(self._claims.stats(self._puts)))
+                consumers = [*self._claims.waiters(), *self._watch.waiters()]
+                return wire.StatsReply(self.table.stats(self._clock.now(), consumers, self._puts.waiters()))
             case wire.GetLostRows():
                 return wire.LostRowsReply(self._lost)
             case wire.CancelRequest():

@@ -16,12 +16,12 @@ from millstream.store.rows import (
     BlockSpec,
     LeaseEntry,
     RowEntry,
-    columns_in,
     contiguous_runs,
     each,
     integers,
     num_rows_of,
     partition_of,
+    saved_columns,
     saved_of,
     token_counts,
 )
@@ -140,12 +140,12 @@ class MemoryStore:
         return saved_of(self._table.content(partition), cells)
 
     async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:
-        blocks = [block_of(columns)[0] for columns in columns_in(saved)]
+        blocks = [block_of(columns)[0] for columns in saved_columns(saved)]
         self._table.restore(partition_of(saved, blocks), partition, self._clock.now())
         self._claims.serve()
 
     async def stats(self) -> StoreStats:
-        return self._claims.stats(self._puts)
+        return self._table.stats(self._clock.now(), self._claims.waiters(), self._puts.waiters())
 
 
 def block_of(columns: Columns) -> tuple[BlockSpec[Columns], int]:
@@ -154,18 +154,19 @@ def block_of(columns: Columns) -> tuple[BlockSpec[Columns], int]:
     held: dict[str, Sequence[Any]] = {}
     nbytes = 0
     for name, cells in columns.items():
-        if type(cells) is list:
-            held[name] = cells[:]
-            if type(cells[0]) in _NUMBERS:
-                nbytes += 8 * num_rows
-                continue
+        if num_rows == 1:  # the same as below, for a row that comes alone
+            cell = cells[0]
+            held[name] = [cell]
+            kind = type(cell)
+            nbytes += 8 if kind in _NUMBERS else len(cell) if kind in _TEXTS else getattr(cell, "nbytes", 8)
+            continue
+        held[name] = cells[:] if type(cells) is list else cells
+        if (size := getattr(cells, "nbytes", None)) is not None:
+            nbytes += int(size)
+        elif type(cells[0]) in _NUMBERS:
+            nbytes += 8 * num_rows
         else:
-            held[name] = cells
-            if (size := getattr(cells, "nbytes", None)) is not None:
-                nbytes += int(size)
-                continue
-        for cell in cells:
-            nbytes += len(cell) if type(cell) in _TEXTS else getattr(cell, "nbytes", 8)
+            nbytes += sum([len(c) if type(c) in _TEXTS else getattr(c, "nbytes", 8) for c in cells])
     return BlockSpec(tuple(held), nbytes, held), num_rows
 
 

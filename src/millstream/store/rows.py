@@ -70,7 +70,7 @@ class TaskSet:
         return self.by_name[name]
 
 
-class BlockSpec(Struct, Generic[P], array_like=True, frozen=True):
+class BlockSpec(Struct, Generic[P], array_like=True, frozen=True, gc=False):
     """Some columns of some rows, as a put or a write brings them."""
 
     columns: tuple[str, ...]
@@ -98,7 +98,7 @@ class SavedPartition(Struct, Generic[P], array_like=True):
     """The places of rows with the same columns, and their cells."""
 
 
-class RowBlock(Struct, eq=False):
+class RowBlock(Struct, eq=False, gc=False):
     """Some columns of some rows, held together until none of these rows is left."""
 
     id: int
@@ -240,7 +240,7 @@ def _by_columns(saved: Saved) -> dict[tuple[str, ...], list[int]]:
     return found
 
 
-def columns_in(saved: Saved) -> list[Columns]:
+def saved_columns(saved: Saved) -> list[Columns]:
     """The cells of a snapshot: one entry for all rows with the same columns."""
     return [
         {name: [saved.rows[place].columns[name] for place in places] for name in names}
@@ -249,7 +249,7 @@ def columns_in(saved: Saved) -> list[Columns]:
 
 
 def partition_of(saved: Saved, blocks: Sequence[BlockSpec[P]]) -> SavedPartition[P]:
-    """`blocks` hold the cells, in the order of `columns_in`."""
+    """`blocks` hold the cells, in the order of `saved_columns`."""
     ids = [row.row_id for row in saved.rows]
     content = PartitionContent(
         row_ids=ids,

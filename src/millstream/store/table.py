@@ -10,11 +10,12 @@ it and a checkpoint covers the step it was acknowledged for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from millstream.errors import StoreError
-from millstream.store.base import Reads, StoreStats, Want
+from millstream.store.base import Reads, StoreStats, StoreWaiter, Want
 from millstream.store.partition import Partition
 from millstream.store.rows import (
     BlockSpec,
@@ -29,6 +30,7 @@ from millstream.store.rows import (
     Unit,
 )
 
+MAX_WAITERS_SHOWN = 20
 GENERATION_SHIFT = 40
 """An id is generation << 40 | number. A restore begins a generation: ids of the history it cut off are never given again."""
 
@@ -315,26 +317,30 @@ class RowTable:
         for name in {*content.acknowledged, *(name for steps in content.steps for name in steps)}:
             self.tasks.find(name)
 
-    def stats(self, now: float) -> StoreStats:
+    def stats(
+        self, now: float, consumers: Sequence[tuple[str, StoreWaiter]], producers: Sequence[StoreWaiter]
+    ) -> StoreStats:
+        """`consumers`: with their tasks."""
         parts = list(self.partitions.values())
-        by_version: dict[int, int] = {}
+        by_version = Counter[int]()
         by_stage = {}
         for part in parts:
-            for version, count in part.by_version.items():
-                by_version[version] = by_version.get(version, 0) + count
+            by_version.update(part.by_version)
         for name in self.tasks.by_name:
             ready = sum(part.ready[name].num_rows for part in parts)
             leased, done = sum(part.num_leased[name] for part in parts), sum(part.num_done[name] for part in parts)
             waiting = self.num_rows - ready - leased - done
             by_stage[name] = {"waiting": waiting, "ready": ready, "leased": leased, "done": done}
+        waiters = sorted([*(waiter for _, waiter in consumers), *producers], key=lambda waiter: -waiter.seconds)
         return StoreStats(
             rows=self.num_rows,
             groups=sum(len(part.groups) for part in parts),
             bytes=self.num_bytes,
             leases=len(self.leases),
-            waiting_producers=0,
-            waiting_consumers=dict.fromkeys(self.tasks.by_name, 0),
-            by_version=by_version,
+            waiting_producers=len(producers),
+            waiting_consumers={name: sum(task == name for task, _ in consumers) for name in self.tasks.by_name},
+            waiting=waiters[:MAX_WAITERS_SHOWN],
+            by_version=dict(by_version),
             by_stage=by_stage,
             oldest_s=max((now - next(iter(part.rows.values())).since for part in parts if part.rows), default=0.0),
             rows_put=self.rows_put,

@@ -10,22 +10,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from millstream.clock import Clock
 from millstream.errors import StoreError, StoreTimeout, StreamEnded
-from millstream.store.base import Choose, StoreStats, StoreWaiter, Want
+from millstream.store.base import Choose, StoreWaiter, Want
 from millstream.store.policies import BUILT_IN_POLICIES
 from millstream.store.rows import LeaseEntry, StoreTask
 from millstream.store.table import RowTable
 from millstream.store.wire import ReadyGroups, ReplyBody, WatchReady
 
 T = TypeVar("T")
-MAX_WAITERS_SHOWN = 20
 MAX_DROPPED = 1000
 """Dropped partitions that are remembered for clients that choose there."""
 
@@ -136,6 +134,11 @@ class PutQueue:
                 first.future.set_result(None)
             self.waiting.popleft()
 
+    def waiters(self) -> list[StoreWaiter]:
+        now = self._clock.now()
+        puts = [put for put in self.waiting if not put.future.done()]
+        return [StoreWaiter(who=put.who, what=f"room for {put.num_rows} rows", seconds=now - put.since) for put in puts]
+
 
 class ClaimQueues:
     """`on_grant(lease, number)` is called before the holder receives the lease; `give_back` replaces the table's own."""
@@ -190,7 +193,7 @@ class ClaimQueues:
             return None
         lease = self._table.grant(task, units, claim.partition, claim.holder, want)
         self._on_grant(lease, claim.number)
-        self._start_expiry(lease)
+        self.start_expiry(lease)
         return lease
 
     async def _wait_for(self, claim: WaitingClaim) -> LeaseEntry:
@@ -299,41 +302,26 @@ class ClaimQueues:
     def renew(self, lease_id: int) -> None:
         lease = self._table.lease(lease_id)
         self.stop_expiry(lease_id)
-        self._start_expiry(lease)
+        self.start_expiry(lease)
 
-    def _start_expiry(self, lease: LeaseEntry) -> None:
+    def start_expiry(self, lease: LeaseEntry) -> None:
         if lease.want.expires_s is not None:
             loop = asyncio.get_running_loop()
             self._expiries[lease.id] = loop.call_later(lease.want.expires_s, self.give_back, lease.id)
-
-    def start_expiries(self, leases: Iterable[LeaseEntry]) -> None:
-        """Of leases that were read from a journal: their time starts again."""
-        for lease in leases:
-            self._start_expiry(lease)
 
     def stop_expiry(self, lease_id: int) -> None:
         timer = self._expiries.pop(lease_id, None)
         if timer is not None:
             timer.cancel()
 
-    # ---- statistics --------------------------------------------------------------------------------------------------
-
-    def stats(self, put_queue: PutQueue) -> StoreStats:
-        now = self._clock.now()
-        claims = [claim for queue in self._queues.values() for claim in queue.claims if not claim.future.done()]
-        puts = [put for put in put_queue.waiting if not put.future.done()]
-        waiting = [StoreWaiter(who=c.holder, what=c.describe(), seconds=now - c.since) for c in claims]
-        waiting += [
-            StoreWaiter(who=put.who, what=f"room for {put.num_rows} rows", seconds=now - put.since) for put in puts
+    def waiters(self) -> list[tuple[str, StoreWaiter]]:
+        """The claims that wait, each with its task."""
+        claims, now = [claim for queue in self._queues.values() for claim in queue.claims], self._clock.now()
+        return [
+            (claim.task.name, StoreWaiter(who=claim.holder, what=claim.describe(), seconds=now - claim.since))
+            for claim in claims
+            if not claim.future.done()
         ]
-        return msgspec.structs.replace(
-            self._table.stats(now),
-            waiting_producers=len(puts),
-            waiting_consumers={
-                name: sum(1 for claim in claims if claim.task.name == name) for name in self._table.tasks.by_name
-            },
-            waiting=sorted(waiting, key=lambda waiter: -waiter.seconds)[:MAX_WAITERS_SHOWN],
-        )
 
 
 class ReadyWatch:
@@ -377,16 +365,12 @@ class ReadyWatch:
         if len(self._dropped) > MAX_DROPPED:
             del self._dropped[next(iter(self._dropped))]
 
-    def add_to(self, stats: StoreStats) -> StoreStats:
-        count, now = dict(stats.waiting_consumers), self._clock.now()
-        for _, task in self._since:
-            count[task] += 1
-        choosing = [
-            StoreWaiter(who=who, what=f"a choice for {task}", seconds=now - since)
+    def waiters(self) -> list[tuple[str, StoreWaiter]]:
+        now = self._clock.now()
+        return [
+            (task, StoreWaiter(who=who, what=f"a choice for {task}", seconds=now - since))
             for (who, task), since in self._since.items()
         ]
-        waiting = sorted([*stats.waiting, *choosing], key=lambda one: -one.seconds)
-        return msgspec.structs.replace(stats, waiting_consumers=count, waiting=waiting)
 
 
 def _has_result(future: asyncio.Future[T]) -> bool:
