@@ -25,7 +25,7 @@ from millstream.events.sinks import MemorySink, read_events, read_history
 from millstream.pipeline.state import Ledger, PipelineState
 from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, find_newest, verify
 from millstream.run.folder import RunFolder
-from millstream.store import Row, Saved, codec
+from millstream.store import Row, Saved, blocks
 from support.commands import start_command
 from support.runs import assert_clean, command, kill_at, resume, steps_of, until
 
@@ -244,7 +244,7 @@ def test_rows_come_back_with_the_types_and_shapes_they_had() -> None:
     }
     row = Row(row_id=3, group_id=7, columns=columns)
     saved = Saved(rows=(row,), is_closed={7: True, 8: False}, acknowledged={"settle": (7,)})
-    again = codec.decode_snapshot(codec.encode_snapshot(saved))
+    again = blocks.decode_snapshot(blocks.encode_snapshot(saved))
     assert again.is_closed == saved.is_closed and again.acknowledged == saved.acknowledged
     for name, value in columns.items():
         found = again.rows[0].columns[name]

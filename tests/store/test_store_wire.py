@@ -18,10 +18,9 @@ from millstream.rpc.frames import FrameProtocol
 from millstream.store import Reads, Want, wire
 from millstream.store.blocks import Packing
 from millstream.store.client import Address, StoreClient
-from millstream.store.coordinator import Coordinator
+from millstream.store.coordinator import Coordinator, StorePlan
 from millstream.store.journal import Journal, JournalRecord
 from millstream.store.rows import BlockSpec
-from millstream.store.segment_server import SegmentServer
 from millstream.store.table import RowTable
 from millstream.store.wire import Payload, PutRows, Segment, StoreReply, StoreRequest
 
@@ -66,31 +65,33 @@ class Caller:
 
 @asynccontextmanager
 async def serving(folder: Path, **limits: Any) -> AsyncIterator[tuple[Coordinator, int]]:
-    server = SegmentServer(folder / "memory", TOKEN)
-    server.folder.mkdir(exist_ok=True)
-    coordinator = Coordinator(
-        TASKS,
-        folder=folder / "journal",
-        node="here",
+    memory = folder / "memory"
+    memory.mkdir(exist_ok=True)
+    plan = StorePlan(
+        tasks=TASKS,
+        host="127.0.0.1",
+        port=0,
         token=TOKEN,
-        unlink=server.unlink,
-        names=server.names,
+        node="here",
+        memory=str(memory),
+        journal=str(folder / "journal"),
         disconnect_s=DISCONNECT_S,
         **limits,
     )
-    listening = await coordinator.serve("127.0.0.1", 0)
-    async with listening:
+    coordinator = Coordinator(plan)
+    async with coordinator.serving() as listening:
         yield coordinator, listening.sockets[0].getsockname()[1]
-    coordinator.close()
 
 
 def put(*values: int) -> PutRows:
     data = bytes(Packing({"x": list(values)}).to_bytes())
-    return PutRows(list(values), ["x"], Payload(len(data), data), None, None, "train", None)
+    block = BlockSpec(("x",), len(data), Payload(len(data), data))
+    return PutRows("train", list(values), block, [-1] * len(values), [1] * len(values))
 
 
 def in_segment(name: str) -> PutRows:
-    return PutRows([1], ["x"], Payload(100, None, Segment("here", name, 4096)), None, None, "train", None)
+    block = BlockSpec(("x",), 4096, Payload(100, None, Segment("here", name, 4096)))
+    return PutRows("train", [1], block, [-1], [1])
 
 
 def test_a_client_with_a_wrong_token_is_ignored_even_if_it_sends_all_at_once(tmp_path: Path) -> None:
@@ -230,10 +231,10 @@ def test_a_producer_does_not_keep_the_memory_of_segments_that_are_gone(
 
 def test_losing_a_node_and_covering_a_step_afterwards_go_together() -> None:
     table = RowTable(TASKS)
-    table.put([0], BlockSpec(("x",), 8, "far"), versions=None, tokens=None, partition="train", now=0.0)
-    table.put([0], BlockSpec(("x",), 8, "near"), versions=None, tokens=None, partition="train", now=0.0)
+    table.put([0], BlockSpec(("x",), 8, "far"), versions=[-1], tokens=[1], partition="train", now=0.0)
+    table.put([0], BlockSpec(("x",), 8, "near"), versions=[-1], tokens=[1], partition="train", now=0.0)
     task = table.tasks.find("train")
-    units = table.select(task, Want(rows=2), "train", is_all=True, choose=None)
+    units = table.partition("train").ready["train"].select(Want(rows=2), None, is_all=True)
     table.acknowledge(table.grant(task, units, "train", "me", Want(rows=2)).id, 3)
     assert len(table.lose(lambda block: block.payload == "far")) == 1
     table.cover(3, "train")

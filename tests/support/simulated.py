@@ -49,7 +49,7 @@ from millstream.sim.draws import Draw, constant, lognormal, uniform
 from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment
 from millstream.sim.learner import SimCritic, SimFollower, SimLearner, SimScorer, SimSnapshot
-from millstream.store import codec
+from millstream.store import blocks
 from millstream.store.memory import MemoryStore
 from millstream.types import Fate, Metrics, Sampling, Task, TrainRow
 from millstream.weights.local import LocalChannel
@@ -118,7 +118,7 @@ class Diary:
             snapshot, critic = snapshot
         assert isinstance(snapshot, SimSnapshot)
         ledger = msgspec.json.decode(msgspec.json.encode(standing.ledger), type=Ledger)
-        rows = codec.decode_snapshot(codec.encode_snapshot(standing.rows))
+        rows = blocks.decode_snapshot(blocks.encode_snapshot(standing.rows))
         standing = PipelineState(ledger, rows)
         kept = Kept(standing=standing, mark=mark, num_rows=snapshot.num_rows, critic_rows=critic.num_rows)
         self.kept.append(kept)

@@ -22,9 +22,9 @@ from millstream import folders
 from millstream.errors import StoreError
 from millstream.store.base import Reads
 from millstream.store.client import GIVE_UP_S, Address, StoreClient
-from millstream.store.host import StorePlan, make_plan, run_coordinator
-from millstream.store.segment_server import SegmentServer, SegmentServerAgent
-from millstream.store.segments import segment_folder
+from millstream.store.coordinator import StorePlan
+from millstream.store.host import make_plan, run_coordinator
+from millstream.store.segments import SegmentServer, SegmentServerAgent, segment_folder
 
 NAMESPACE = "millstream"
 STORE_START_S = 60.0

@@ -33,7 +33,7 @@ from millstream.events import CheckpointFailed, CheckpointSealed, EventSink
 from millstream.learner import Snapshot
 from millstream.pipeline.state import Ledger, PipelineState
 from millstream.rpc.threads import DaemonThreads
-from millstream.store import codec
+from millstream.store import blocks
 
 FORMAT = 2  # 1 had rows without `turn_rewards`, which would never be settled, and a learner state without masters
 FOLDER = "checkpoints"
@@ -104,7 +104,7 @@ class Found(NamedTuple):
 
     def pipeline_state(self) -> PipelineState:
         ledger = msgspec.json.decode((self.folder / LEDGER).read_bytes(), type=Ledger)
-        return PipelineState(ledger, codec.decode_snapshot((self.folder / ROWS).read_bytes()))
+        return PipelineState(ledger, blocks.decode_snapshot((self.folder / ROWS).read_bytes()))
 
     def run_state(self) -> RunState:
         return msgspec.json.decode((self.folder / RUN).read_bytes(), type=RunState)
@@ -220,7 +220,7 @@ class Checkpoints:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         snapshot.write(folder)
-        (folder / ROWS).write_bytes(codec.encode_snapshot(pipeline.rows))
+        (folder / ROWS).write_bytes(blocks.encode_snapshot(pipeline.rows))
         (folder / LEDGER).write_bytes(msgspec.json.encode(pipeline.ledger))
         (folder / RUN).write_bytes(msgspec.json.encode(state))
         written = sorted(path for path in folder.rglob("*") if path.is_file())

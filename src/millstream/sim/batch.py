@@ -9,41 +9,29 @@ import math
 import random
 from bisect import bisect_right
 
+from msgspec import Struct
+
 from millstream.engine import OnSampled
 from millstream.sim.costs import Costs
-from millstream.types import Completion, Finish, Request, Sampled
+from millstream.types import Completion, Finish, Request, RequestKey, Sampled
 
 ROUNDING = 1e-3  # of a token: so close to full is full
 LOGPROBS = tuple(-(1 + byte) / 64 for byte in range(256))
 
 
-class SimRequest:
-    """A request on its way. While it runs: `begin` is the position where it was admitted, `before` what it had by then."""
+class SimRequest(Struct, eq=False):
+    """A request on its way."""
 
-    __slots__ = (
-        "before",
-        "begin",
-        "done",
-        "finish",
-        "length",
-        "num_reported",
-        "on_sampled",
-        "request",
-        "ticket",
-        "versions",
-    )
-
-    def __init__(self, request: Request, wanted: int, on_sampled: OnSampled | None) -> None:
-        self.request = request
-        self.on_sampled = on_sampled
-        self.num_reported = 0
-        self.length = min(wanted, request.sampling.max_tokens)
-        self.finish = Finish.STOP if wanted <= request.sampling.max_tokens else Finish.LENGTH
-        self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.versions: list[int] = []
-        self.before = 0
-        self.begin = 0.0
-        self.ticket = -1
+    request: Request
+    length: int
+    finish: Finish
+    on_sampled: OnSampled | None
+    done: asyncio.Future[Completion]
+    num_reported: int = 0
+    versions: list[int] = []
+    before: int = 0  # while it runs: the tokens that it had when it was admitted,
+    begin: float = 0.0  # and the position where it was
+    ticket: int = -1
 
     @property
     def size(self) -> int:
@@ -176,3 +164,33 @@ class SimBatch:
             return math.inf
         room = self._kv_tokens - self.held(position)
         return 0.0 if room < ROUNDING else room * self._costs.step_s / len(self._running)
+
+
+class PrefixCache:
+    """Lengths of the prefixes that have been computed, by conversation and by group. It takes no room. Not `is_on`: every
+    prompt is computed."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+        self._lengths: dict[tuple[int, ...], int] = {}
+
+    def reuse(self, key: RequestKey, size: int) -> int:
+        """How many of the `size` tokens of this request are known: at most all but the last. From now on all are."""
+        if not self._is_on:
+            return 0
+        conversation, group = (key.group_id, key.member, key.attempt), (key.group_id,)
+        known = min(size - 1, max(self._lengths.get(conversation, 0), self._lengths.get(group, 0)))
+        self._lengths[conversation] = size
+        self._lengths.setdefault(group, size)
+        return known
+
+    def keep(self, key: RequestKey, size: int) -> None:
+        """A request of this conversation has ended with this many tokens."""
+        if self._is_on:
+            self._lengths[key.group_id, key.member, key.attempt] = size
+
+    def drop(self, key: RequestKey) -> None:
+        self._lengths.pop((key.group_id, key.member, key.attempt), None)
+
+    def clear(self) -> None:
+        self._lengths.clear()

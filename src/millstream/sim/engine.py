@@ -18,11 +18,10 @@ from collections import deque
 from millstream.engine import EngineStats, OnSampled
 from millstream.errors import EngineError, EngineGone, RequestRefused
 from millstream.seeds import derive_seed
-from millstream.sim.batch import SimBatch, SimRequest
+from millstream.sim.batch import PrefixCache, SimBatch, SimRequest
 from millstream.sim.costs import Costs
 from millstream.sim.draws import Draw, constant, uniform
 from millstream.sim.pace import Pace
-from millstream.sim.prefixes import PrefixCache
 from millstream.types import Completion, Finish, Request, RequestKey, Weights
 
 UP_TO_100, FREE = uniform(1, 100), constant(0.0)
@@ -178,8 +177,10 @@ class SimEngine:
             raise EngineError(f"{request.key} is in flight already")
         if (most := len(request.tokens) + request.sampling.max_tokens) > self._kv_tokens:
             raise RequestRefused(f"{request.key} may need {most} tokens of cache, {self.name} has {self._kv_tokens}")
-        length = round(self._num_tokens(random.Random(request.seed))) - request.num_sampled
-        job = SimRequest(request, max(1, length), None if self._news_s is None else on_sampled)
+        length = max(1, round(self._num_tokens(random.Random(request.seed))) - request.num_sampled)
+        limit, done = request.sampling.max_tokens, asyncio.get_running_loop().create_future()
+        finish = Finish.STOP if length <= limit else Finish.LENGTH
+        job = SimRequest(request, min(length, limit), finish, None if self._news_s is None else on_sampled, done)
         self._jobs[request.key] = job
         self._report_later()
         self._waiting.append(job)

@@ -1,4 +1,4 @@
-"""Columns as one block of bytes and back: packed once per batch, not once per cell, without pickle.
+"""Columns as one block of bytes and back: packed once per batch, not once per cell, without pickle. And snapshots as bytes.
 
     | length of the header | header: MessagePack, one entry a column | pad | buffer | pad | buffer | ...
 
@@ -21,8 +21,7 @@ import numpy as np
 from msgspec import Struct
 
 from millstream.errors import StoreError
-from millstream.store.base import Columns
-from millstream.store.codec import AnyArray, as_array, as_tensor, from_extension, is_tensor, raw_dtype, to_extension
+from millstream.store.base import Columns, Saved
 
 BUFFER_ALIGNMENT = 64
 LENGTH_BYTES = 8
@@ -30,6 +29,70 @@ MSGPACK_TYPES = (int, float, str, bytes, bool, type(None), list, dict)
 """Types that MessagePack restores by itself."""
 SEVERAL = "*"
 """In place of a type: each cell is stored with its own."""
+
+
+ARRAY, SCALAR, TENSOR = 1, 2, 3
+"""Codes of our MessagePack extension types."""
+AnyArray = np.ndarray[Any, Any]
+
+
+class _Array(Struct, frozen=True, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def as_array(value: Any) -> tuple[AnyArray, str]:
+    """As a contiguous array on the host, and the name of its type."""
+    if not is_tensor(value):
+        if value.dtype.hasobject or value.dtype.names:
+            raise StoreError(f"arrays of type {value.dtype} hold objects or records: use a list of them")
+        flat: AnyArray = np.ascontiguousarray(value).reshape(value.shape)
+        return flat, flat.dtype.str
+    host = value.detach().cpu().contiguous()
+    if str(host.dtype) == "torch.bfloat16":
+        return host.view(sys.modules["torch"].int16).numpy(), "bfloat16"
+    array: AnyArray = host.numpy()
+    return array, array.dtype.str
+
+
+def as_tensor(array: AnyArray, dtype: str) -> Any:
+    """Shares the array's memory."""
+    torch = importlib.import_module("torch")
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def raw_dtype(dtype: str) -> np.dtype[Any]:
+    """The NumPy type that stores it."""
+    return np.dtype(np.int16) if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def to_extension(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)) or is_tensor(value):
+        code = TENSOR if is_tensor(value) else ARRAY if isinstance(value, np.ndarray) else SCALAR
+        array, dtype = as_array(value)
+        packed = _Array(dtype, array.shape, array.tobytes())
+        return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(packed))
+    raise StoreError(f"a value of type {type(value).__name__}: expected arrays, numbers, strings, lists, structs")
+
+
+def from_extension(code: int, data: memoryview) -> Any:
+    if code not in (ARRAY, SCALAR, TENSOR):
+        raise StoreError(f"a saved column of unknown kind {code}")
+    saved = msgspec.msgpack.decode(data, type=_Array)
+    array = np.frombuffer(saved.data, dtype=raw_dtype(saved.dtype)).reshape(saved.shape).copy()
+    if code == TENSOR:
+        return as_tensor(array, saved.dtype)
+    return array if code == ARRAY else array[()]
+
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
 
 
 class ColumnLayout(Struct, array_like=True):
@@ -246,3 +309,17 @@ def _already(kind: type, value: Any) -> Any:
     if isinstance(value, kind):
         return value
     raise StoreError(f"expected {kind.__name__}, found {type(value).__name__}")
+
+
+# ---- snapshots -------------------------------------------------------------------------------------------------------
+
+_snapshot = msgspec.msgpack.Decoder(Saved, ext_hook=from_extension)
+
+
+def encode_snapshot(saved: Saved) -> bytes:
+    return _encoder.encode(saved)
+
+
+def decode_snapshot(data: bytes) -> Saved:
+    """Raises `msgspec.DecodeError` if the bytes are not those of a snapshot."""
+    return _snapshot.decode(data)

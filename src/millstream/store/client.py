@@ -8,26 +8,33 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from millstream.errors import StoreError, StoreTimeout, StreamEnded
 from millstream.store import wire
-from millstream.store.base import ONE_GROUP, TRAIN, Choose, Columns, Lease, Row, Saved, StoreStats, Want
+from millstream.store.base import ONE_GROUP, TRAIN, Choose, Columns, Lease, Saved, StoreStats, Want
 from millstream.store.blocks import Block, Packing
-from millstream.store.columns import each, integers, num_rows_of, token_counts
 from millstream.store.connection import CoordinatorConnection
-from millstream.store.rows import UNVERSIONED
-from millstream.store.segment_server import fetch_segment
-from millstream.store.segments import Segments
+from millstream.store.rows import (
+    UNVERSIONED,
+    BlockSpec,
+    each,
+    integers,
+    num_rows_of,
+    partition_of,
+    saved_columns,
+    saved_of,
+    token_counts,
+)
+from millstream.store.segments import Segments, fetch_segment
 
 GIVE_UP_S = 60.0
 """How long the coordinator may be unreachable."""
-R = TypeVar("R")
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -53,26 +60,38 @@ class Payloads:
         self._closed = deque[str]()  # closed views, not yet reported to the coordinator
         self._is_scheduled = False
 
-    async def send(
-        self, columns: Columns, num_rows: int, deadline_s: float | None, send: Callable[[wire.Payload], Awaitable[R]]
-    ) -> R:
-        """Pack the columns and pass `send` where they are. Large ones go into a segment that is reserved for them."""
-        packing = Packing(columns)
-        if packing.nbytes <= wire.INLINE_BYTES:
-            return await send(wire.Payload(packing.nbytes, bytes(packing.to_bytes()), None, packing.has_tensors))
-        reserved: wire.SegmentReserved = await self._connection.call(
-            wire.ReserveSegment(num_rows, packing.nbytes, deadline_s)
-        )
-        segment: wire.Segment = reserved.segment
+    @asynccontextmanager
+    async def packed(
+        self, *tables: Columns, num_rows: int = 0, deadline_s: float | None = None
+    ) -> AsyncIterator[list[wire.PackedBlock]]:
+        """The columns, packed: large ones are in a segment that is reserved for them. If the body fails, it is released."""
+        blocks: list[wire.PackedBlock] = []
+        names: list[str] = []
         try:
-            with self.segments.writable(segment) as target:
-                packing.write(target)
-            self.segments.trim()
-            return await send(wire.Payload(packing.nbytes, None, segment, packing.has_tensors))
-        except BaseException:  # also when cancelled: the reserved segment will not be read
-            self.segments.forget_written(segment.name)
-            self._connection.tell(wire.ReleaseSegment(segment.name))
+            for columns in tables:
+                packing = Packing(columns)
+                if packing.nbytes <= wire.INLINE_BYTES:
+                    nbytes, data, segment = packing.nbytes, bytes(packing.to_bytes()), None
+                else:
+                    segment = await self._fill(packing, num_rows, deadline_s, names)
+                    nbytes, data = segment.size, None
+                payload = wire.Payload(packing.nbytes, data, segment, packing.has_tensors)
+                blocks.append(BlockSpec(tuple(columns), nbytes, payload))
+            yield blocks
+        except BaseException:  # also when cancelled: the reserved segments will not be read
+            for name in names:
+                self.segments.forget_written(name)
+                self._connection.tell(wire.ReleaseSegment(name))
             raise
+
+    async def _fill(self, packing: Packing, num_rows: int, deadline_s: float | None, names: list[str]) -> wire.Segment:
+        request = wire.ReserveSegment(num_rows, packing.nbytes, deadline_s)
+        reserved: wire.SegmentReserved = await self._connection.call(request)
+        names.append(reserved.segment.name)
+        with self.segments.writable(reserved.segment) as target:
+            packing.write(target)
+        self.segments.trim()
+        return reserved.segment
 
     async def open(self, granted: wire.LeaseGranted) -> dict[int, Block]:
         """Every segment is closed once: when its view is gone, when it has been fetched, or when this fails."""
@@ -158,31 +177,23 @@ class StoreClient:
         deadline_s: float | None = None,
     ) -> Sequence[int]:
         num_rows = num_rows_of(columns)
-        counts = token_counts(columns, tokens, num_rows)
-        token_list = None if counts is None else list(counts)
         groups = each(group_ids, num_rows, "group_ids")
-        row_versions = None if versions is None else each(versions, num_rows, "versions")
-
-        async def send(payload: wire.Payload) -> wire.RowsAdded:
-            put = wire.PutRows(groups, list(columns), payload, row_versions, token_list, partition, deadline_s)
+        row_versions = each(UNVERSIONED if versions is None else versions, num_rows, "versions")
+        counts = token_counts(columns, tokens, num_rows)
+        async with self._payloads.packed(columns, num_rows=num_rows, deadline_s=deadline_s) as (block,):
+            put = wire.PutRows(partition, groups, block, row_versions, counts, deadline_s)
             added: wire.RowsAdded = await self._connection.call(put)
-            return added
-
-        rows = await self._payloads.send(columns, num_rows, deadline_s, send)
-        return range(rows.first, rows.first + rows.count)
+        return range(added.first, added.first + added.count)
 
     async def write(self, row_ids: Sequence[int], columns: Columns, *, overwrite: bool = False) -> None:
         num_rows = num_rows_of(columns)
         if num_rows != len(row_ids):
             raise StoreError(f"columns of {num_rows} rows were written to {len(row_ids)}")
-
-        async def send(payload: wire.Payload) -> None:
-            await self._connection.call(wire.WriteCells(integers(row_ids), list(columns), payload, overwrite))
-
-        await self._payloads.send(columns, 0, None, send)
+        async with self._payloads.packed(columns) as (block,):
+            await self._connection.call(wire.WriteCells(integers(row_ids), block, overwrite))
 
     async def close_groups(self, group_ids: Sequence[int], *, partition: str = TRAIN) -> None:
-        await self._connection.call(wire.CloseGroups(integers(group_ids), partition))
+        await self._connection.call(wire.CloseGroups(partition, integers(group_ids)))
 
     # ---- consumers ---------------------------------------------------------------------------------------------------
 
@@ -190,7 +201,7 @@ class StoreClient:
         self, task: str, want: Want = ONE_GROUP, *, choose: Choose | None = None, partition: str = TRAIN
     ) -> Lease:
         if choose is None:
-            return await self._lease(task, await self._connection.call(wire.ClaimRows(task, want, partition)))
+            return await self._lease(task, await self._connection.call(wire.ClaimRows(partition, task, want)))
         limit = asyncio.timeout(want.deadline_s)
         try:
             async with limit:
@@ -204,13 +215,13 @@ class StoreClient:
         """`choose` is called here, with the groups that the coordinator says are ready; another client may be faster."""
         seen = 0
         while True:
-            groups: wire.ReadyGroups = await self._connection.call(wire.WatchReady(task, partition, seen))
+            groups: wire.ReadyGroups = await self._connection.call(wire.WatchReady(partition, task, seen))
             seen = groups.change
             chosen = choose(tuple(groups.group_ids)) if groups.group_ids else None
             if chosen is not None and chosen not in groups.group_ids:
                 raise StoreError(f"`choose` returned {chosen}, which is not among the ready groups")
             if chosen is not None:
-                answer = await self._connection.call(wire.ClaimRows(task, want, partition, chosen))
+                answer = await self._connection.call(wire.ClaimRows(partition, task, want, chosen))
                 if isinstance(answer, wire.LeaseGranted):
                     return await self._lease(task, answer)
             elif groups.is_over:
@@ -249,15 +260,15 @@ class StoreClient:
         await self._connection.call(wire.GiveBackLease(lease.lease_id))
 
     async def cover(self, step: int, *, partition: str = TRAIN) -> None:
-        await self._connection.call(wire.CoverStep(step, partition))
+        await self._connection.call(wire.CoverStep(partition, step))
 
     async def rewind(self, task: str, step: int, *, partition: str = TRAIN) -> int:
-        count: wire.RowCount = await self._connection.call(wire.RewindTask(task, step, partition))
+        count: wire.RowCount = await self._connection.call(wire.RewindTask(partition, task, step))
         return count.count
 
     def wake(self) -> None:
         """Ask for the ready groups again, so that every waiting `choose` of this client is called."""
-        self._connection.repeat(wire.WatchReady, lambda body: wire.WatchReady(body.task, body.partition, 0))
+        self._connection.repeat(wire.WatchReady, lambda body: wire.WatchReady(body.partition, body.task, 0))
 
     async def finish(self, *, partition: str = TRAIN) -> None:
         await self._connection.call(wire.FinishPartition(partition))
@@ -269,56 +280,16 @@ class StoreClient:
     # ---- whole partitions --------------------------------------------------------------------------------------------
 
     async def snapshot(self, *, partition: str = TRAIN) -> Saved:
-        content: wire.PartitionContent = await self._connection.call(wire.ReadPartition(partition))
-        granted = content.granted
-        blocks = await self._payloads.open(granted)
-        rows: list[Row] = []
-        for run, cells in zip(granted.runs, _cells_of_runs(granted, blocks), strict=True):
-            for index in range(run.count):
-                at = len(rows)
-                columns = {name: column[index] for name, column in cells.items()}
-                rows.append(Row(row_id=granted.row_ids[at], group_id=granted.group_ids[at], columns=columns))
-        ids = granted.row_ids
-        return Saved(
-            rows=tuple(rows),
-            is_closed=content.is_closed,
-            acknowledged={task: tuple(done) for task, done in content.acknowledged.items()},
-            versions={i: version for i, version in zip(ids, granted.versions, strict=True) if version != UNVERSIONED},
-            tokens=dict(zip(ids, content.tokens, strict=True)),
-            steps={i: steps for i, steps in zip(ids, content.steps, strict=True) if steps},
-            generation=content.generation,
-        )
+        reply: wire.PartitionReply = await self._connection.call(wire.ReadPartition(partition))
+        blocks = await self._payloads.open(reply.granted)
+        cells: list[dict[str, Any]] = []
+        for run, columns in zip(reply.granted.runs, _cells_of_runs(reply.granted, blocks), strict=True):
+            cells += [{name: column[index] for name, column in columns.items()} for index in range(run.count)]
+        return saved_of(reply.content, cells)
 
     async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:
-        by_columns: dict[tuple[str, ...], list[Row]] = {}
-        for row in saved.rows:
-            by_columns.setdefault(tuple(row.columns), []).append(row)
-        await self._restore_rows(saved, list(by_columns.items()), [], partition)
-
-    async def _restore_rows(
-        self, saved: Saved, left: list[tuple[tuple[str, ...], list[Row]]], done: list[wire.SavedRows], partition: str
-    ) -> None:
-        """Rows with the same columns in one segment each, all of them in one request."""
-        if not left:
-            acknowledged = {task: list(ids) for task, ids in saved.acknowledged.items()}
-            restore = wire.RestorePartition(done, saved.is_closed, acknowledged, partition, saved.generation)
-            await self._connection.call(restore)
-            return
-        names, rows = left[0]
-
-        async def send(payload: wire.Payload) -> None:
-            packed = wire.SavedRows(
-                [row.row_id for row in rows],
-                [row.group_id for row in rows],
-                list(names),
-                payload,
-                [saved.versions.get(row.row_id, UNVERSIONED) for row in rows],
-                [saved.tokens.get(row.row_id, 1) for row in rows],
-                [saved.steps.get(row.row_id, {}) for row in rows],
-            )
-            await self._restore_rows(saved, left[1:], [*done, packed], partition)
-
-        await self._payloads.send({name: [row.columns[name] for row in rows] for name in names}, 0, None, send)
+        async with self._payloads.packed(*saved_columns(saved)) as blocks:
+            await self._connection.call(wire.RestorePartition(partition, partition_of(saved, blocks)))
 
     async def stats(self) -> StoreStats:
         reply: wire.StatsReply = await self._connection.call(wire.GetStats())

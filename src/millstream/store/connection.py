@@ -24,7 +24,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class CoordinatorConnection:
-    """`on_unclaimed` gets answers whose caller is gone."""
+    """`on_unclaimed` gets answers whose caller is gone, and what the coordinator sends unasked."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class CoordinatorConnection:
         self._decoder = msgspec.msgpack.Decoder(wire.StoreReply)
         self._reconnecting: asyncio.Task[None] | None = None
         self._error: StoreError | None = None
+        self._has_failed = asyncio.Event()
 
     async def connect(self) -> None:
         """Raises `StoreError` if there is no coordinator for `give_up_s`, or if it refuses."""
@@ -99,8 +100,13 @@ class CoordinatorConnection:
         except StoreError as error:
             self._fail(error)
 
+    async def lost(self) -> None:
+        """Returns when the connection is closed, or could not be made again for `give_up_s`."""
+        await self._has_failed.wait()
+
     def _fail(self, error: StoreError) -> None:
         self._error = error
+        self._has_failed.set()
         for _, future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
@@ -126,29 +132,35 @@ class CoordinatorConnection:
         else:
             self._on_unclaimed(reply.body)
 
+    def _begin(self, body: wire.RequestBody) -> tuple[int, asyncio.Future[wire.ReplyBody]]:
+        number, future = self._next_number, self._loop.create_future()
+        self._next_number += 1
+        self._waiting[number] = (body, future)
+        return number, future
+
+    def _forget(self, number: int, future: asyncio.Future[wire.ReplyBody]) -> None:
+        if self._waiting.pop(number, None) is not None and future.done():
+            self._received.append(number)
+
     def tell(self, body: wire.RequestBody) -> None:
         """Send a request without waiting for the answer. It is repeated if the connection breaks before the answer."""
         if self._error is not None:
             return
-        number, future = self._next_number, self._loop.create_future()
-        self._next_number += 1
-        self._waiting[number] = (body, future)
-        future.add_done_callback(lambda done: self._forget(number, done))
-        self._send(number, body)
+        number, future = self._begin(body)
 
-    def _forget(self, number: int, done: asyncio.Future[wire.ReplyBody]) -> None:
-        if not done.cancelled():
-            done.exception()
-        if self._waiting.pop(number, None) is not None:
-            self._received.append(number)
+        def on_done(done: asyncio.Future[wire.ReplyBody]) -> None:
+            if not done.cancelled():
+                done.exception()  # it is not read otherwise
+            self._forget(number, done)
+
+        future.add_done_callback(on_done)
+        self._send(number, body)
 
     async def call(self, body: wire.RequestBody) -> Any:
         """The answer. If the caller is cancelled, so is the request."""
         if self._error is not None:
             raise self._error
-        number, future = self._next_number, self._loop.create_future()
-        self._next_number += 1
-        self._waiting[number] = (body, future)
+        number, future = self._begin(body)
         try:
             try:
                 self._send(number, body)
@@ -161,8 +173,7 @@ class CoordinatorConnection:
                 self._on_unclaimed(future.result())
             raise
         finally:
-            if self._waiting.pop(number, None) is not None and future.done():
-                self._received.append(number)
+            self._forget(number, future)
         if isinstance(answer, wire.RequestFailed):
             kind = getattr(millstream.errors, answer.kind, StoreError)
             raise kind(answer.message)

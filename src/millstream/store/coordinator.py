@@ -15,10 +15,14 @@ import asyncio
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from msgspec import Struct
+
+from millstream.clock import RealClock
 from millstream.errors import StoreError
 from millstream.store import wire
 from millstream.store.base import Reads
@@ -34,70 +38,72 @@ from millstream.store.journal import (
     replay_grant,
     state_of,
 )
-from millstream.store.ready_watch import ReadyWatch
-from millstream.store.restore import steps_of
 from millstream.store.rows import LeaseEntry, RowBlock, RowEntry, contiguous_runs
 from millstream.store.segment_pool import SegmentPool
-from millstream.store.segment_server import server_name
-from millstream.store.segments import size_class
+from millstream.store.segments import SegmentServer, server_name, size_class
 from millstream.store.sessions import DISCONNECT_S, ClientSession, ClientSessions, decode_reply, failure_of
 from millstream.store.table import RowTable
-from millstream.store.waiting import ClaimQueues, PutQueue
+from millstream.store.waiting import ClaimQueues, PutQueue, ReadyWatch
 
 MAX_LOST = 100_000
 SWEEP_S = 60.0
 """How long a producer from before a restart may take to fill its segment."""
 
 
-class WallClock:
-    """The ages of rows outlive this process."""
+class StorePlan(Struct, frozen=True, kw_only=True):
+    """Everything that a coordinator needs to start, and to restart."""
 
-    def now(self) -> float:
-        return time.time()
+    tasks: dict[str, Reads]
+    capacity_rows: int | None = None
+    capacity_bytes: int | None = None
+    host: str
+    port: int
+    token: str
+    node: str
+    memory: str
+    """The folder of this node's segments."""
+    journal: str
+    """The folder of the journal."""
+    is_temporary: bool = True
+    """Whether that folder is removed when the store is closed."""
+    disconnect_s: float = DISCONNECT_S
 
 
 class Coordinator:
-    def __init__(
-        self,
-        tasks: Mapping[str, Reads],
-        *,
-        folder: Path,
-        node: str,
-        token: str,
-        capacity_rows: int | None = None,
-        capacity_bytes: int | None = None,
-        unlink: Callable[[list[str]], None] = lambda names: None,
-        names: Callable[[], list[str]] = list,
-        disconnect_s: float = DISCONNECT_S,
-    ) -> None:
-        """`unlink` and `names`: of the segments on this node."""
-        self._clock = WallClock()
-        self._node = node
-        self.sessions = ClientSessions(token, disconnect_s, self._on_request, self._on_expired)
-        self.pool = SegmentPool(node, self.sessions, unlink=unlink, names=names)
+    def __init__(self, plan: StorePlan) -> None:
+        self._plan = plan
+        self._clock = RealClock(start=time.time())  # the ages of rows outlive this process
+        self._server = SegmentServer(Path(plan.memory), plan.token)
+        self.sessions = ClientSessions(plan.token, plan.disconnect_s, self._on_request, self._on_expired)
+        self.pool = SegmentPool(plan.node, self.sessions, self._server)
         self.table = RowTable(
-            tasks,
-            capacity_rows=capacity_rows,
-            capacity_bytes=capacity_bytes,
+            plan.tasks,
+            capacity_rows=plan.capacity_rows,
+            capacity_bytes=plan.capacity_bytes,
             on_free=lambda block: self.pool.free(block.payload.segment),
         )
         self._puts = PutQueue(self.table, self._clock)
         self._claims = ClaimQueues(self.table, self._clock, on_grant=self._record_grant, give_back=self._give_back)
         self._watch = ReadyWatch(self.table, self._clock)
         self._lost: list[wire.LostRow] = []
-        self._journal = Journal(folder / "journal.msgpack")
+        self._journal = Journal(Path(plan.journal) / "journal.msgpack")
         self._replay()
 
-    async def serve(self, host: str, port: int) -> asyncio.Server:
-        self._claims.start_expiries(self.table.leases.values())
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[asyncio.Server]:
+        """Serves clients, and the segments of this node."""
+        for lease in self.table.leases.values():  # from before a restart: their time starts again
+            self._claims.start_expiry(lease)
         for session in self.sessions.by_name.values():  # from before a restart: they reconnect, or they expire
             self.sessions.start_expiry(session, is_after_restart=True)
         loop = asyncio.get_running_loop()
         loop.call_later(SWEEP_S, self.pool.sweep)
         self.pool.trim_regularly(loop)
-        return await loop.create_server(self.sessions.connect, host, port, reuse_address=True)
-
-    def close(self) -> None:
+        async with await self._server.serve(self._plan.host) as segments:
+            self.pool.own_address = segments.sockets[0].getsockname()[:2]
+            host, port = self._plan.host, self._plan.port
+            async with await loop.create_server(self.sessions.connect, host, port, reuse_address=True) as server:
+                yield server
         self._journal.close()
 
     # ---- requests ----------------------------------------------------------------------------------------------------
@@ -127,20 +133,10 @@ class Coordinator:
     def _handle(self, session: ClientSession, number: int, body: wire.RequestBody) -> wire.ReplyBody | None:
         """The answer, or None if it comes later."""
         match body:
-            case wire.PutRows() if body.payload.segment is None:
+            case wire.PutRows() if body.block.payload.segment is None:
                 session.run(number, self._put_when_there_is_room(session, number, body))
             case wire.PutRows() | wire.WriteCells() | wire.RestorePartition():
                 return self._change_with_payload(session, number, body)
-            case wire.AcknowledgeLease() | wire.GiveBackLease() | wire.DropLease():
-                return self._change(session.name, number, body)
-            case (
-                wire.CloseGroups()
-                | wire.CoverStep()
-                | wire.FinishPartition()
-                | wire.RewindTask()
-                | wire.DropPartition()
-            ):
-                return self._change(session.name, number, body)
             case wire.ClaimRows():
                 return self._claim(session, number, body)
             case wire.ReserveSegment():
@@ -154,9 +150,11 @@ class Coordinator:
                 self._claims.renew(body.lease_id)
                 return wire.Accepted()
             case wire.ReadPartition():
-                return self._read_partition(session, body.partition)
+                rows = list(self.table.partition(body.partition).rows.values())
+                return wire.PartitionReply(self._locate(session, 0, rows, []), self.table.content(body.partition))
             case wire.GetStats():
-                return wire.StatsReply(self._watch.add_to(self._claims.stats(self._puts)))
+                consumers = [*self._claims.waiters(), *self._watch.waiters()]
+                return wire.StatsReply(self.table.stats(self._clock.now(), consumers, self._puts.waiters()))
             case wire.GetLostRows():
                 return wire.LostRowsReply(self._lost)
             case wire.CancelRequest():
@@ -165,8 +163,10 @@ class Coordinator:
                 for name in body.names:
                     self.pool.close_view(name, session.name)
                 return session.remembered(number, wire.Accepted())
-            case _:
-                raise StoreError(f"{type(body).__name__} is not a request")
+            case wire.StoreHello():
+                raise StoreError("StoreHello is not a request")
+            case change:
+                return self._change(session.name, number, change)
         return None
 
     def _cancel(self, session: ClientSession, number: int) -> None:
@@ -187,7 +187,7 @@ class Coordinator:
             self._release(session, name)
         self._claims.give_back_of(session.name)
         self.pool.forget_reader(session.name)
-        if session.is_segment_server and session.node != self._node:
+        if session.is_segment_server and session.node != self._plan.node:
             self._change("", 0, LoseNode(session.node))
 
     # ---- changes: checked, applied, journalled, remembered -----------------------------------------------------------
@@ -216,28 +216,13 @@ class Coordinator:
         return apply_change(self.table, change, now)
 
     def _serve_after(self, change: Change) -> None:
-        match change:
-            case wire.AcknowledgeLease() | wire.GiveBackLease() | wire.DropLease():
-                self._claims.stop_expiry(change.lease_id)
-                self._puts.serve()
-                self._claims.wake()
-            case wire.WriteCells() | LoseNode():
-                self._puts.serve()
-                self._claims.wake()
-            case wire.CoverStep():
-                self._puts.serve()
-            case wire.DropPartition():
-                self._claims.end_partition(change.partition)
-                self._puts.serve()
-                self._watch.on_dropped(change.partition)
-            case (
-                wire.PutRows()
-                | wire.CloseGroups()
-                | wire.FinishPartition()
-                | wire.RewindTask()
-                | wire.RestorePartition()
-            ):
-                self._claims.serve_all(change.partition)
+        if isinstance(change, wire.LeaseRequest):
+            self._claims.stop_expiry(change.lease_id)
+        elif isinstance(change, wire.DropPartition):
+            self._claims.end_partition(change.partition)
+            self._watch.on_dropped(change.partition)
+        self._puts.serve()
+        self._claims.serve()
         self._watch.notify()
 
     def _lose_segments(self, node: str, names: set[str] | None = None) -> None:
@@ -254,7 +239,7 @@ class Coordinator:
     # ---- producers ---------------------------------------------------------------------------------------------------
 
     async def _put_when_there_is_room(self, session: ClientSession, number: int, put: wire.PutRows) -> wire.ReplyBody:
-        num_rows, nbytes = len(put.group_ids), put.payload.nbytes
+        num_rows, nbytes = len(put.group_ids), put.block.nbytes
         await self._puts.room(num_rows, nbytes, who=session.name, deadline_s=put.deadline_s)
         self._puts.use(num_rows, nbytes)
         try:
@@ -263,19 +248,16 @@ class Coordinator:
             self._puts.serve()  # the room is free again
             raise
 
-    def _change_with_payload(
-        self, session: ClientSession, number: int, change: wire.PutRows | wire.WriteCells | wire.RestorePartition
-    ) -> wire.ReplyBody:
+    def _change_with_payload(self, session: ClientSession, number: int, change: wire.PayloadChange) -> wire.ReplyBody:
         """Reserved room is used if the change is made; if it is refused, the client releases it."""
-        payloads = wire.payloads_of(change)
-        for payload in payloads:
-            if payload.segment is not None and payload.segment.name not in session.reserved:
-                self.pool.check_exists(payload.segment)
+        segments = wire.segments_of(change)
+        for segment in segments:
+            if segment.name not in session.reserved:
+                self.pool.check_exists(segment)
         answer = self._apply_and_record(session.name, number, change)
-        for payload in payloads:
-            if payload.segment is not None:
-                self._puts.use(*session.reserved.pop(payload.segment.name, (0, 0)))
-                self.pool.adopt(payload.segment)
+        for segment in segments:
+            self._puts.use(*session.reserved.pop(segment.name, (0, 0)))
+            self.pool.adopt(segment)
         self._serve_after(change)
         return answer
 
@@ -301,25 +283,18 @@ class Coordinator:
         lease_id = session.grants.get(number)
         if lease_id is not None:
             return self._show(session, self.table.lease(lease_id))
-        task = self.table.tasks.find(body.task)
-        if body.group_id is None:
-
-            async def wait_for_rows() -> wire.ReplyBody:
-                lease = await self._claims.claim(task, body.want, None, body.partition, session.name, number)
-                return self._show(session, lease)
-
-            session.run(number, wait_for_rows())
-            return None
         chosen = body.group_id
-        units = self.table.select(
-            task, body.want, body.partition, is_all=True, choose=lambda ready: chosen if chosen in ready else None
-        )
-        if not units:
-            return wire.Accepted()
-        lease = self.table.grant(task, units, body.partition, session.name, body.want)
-        self._record_grant(lease, number)
-        self._claims.start_expiries([lease])
-        return self._show(session, lease)
+        choose = None if chosen is None else lambda ready: chosen if chosen in ready else None
+        claim = self._claims.request(body.task, body.want, choose, body.partition, session.name, number)
+        if choose is not None:
+            lease = self._claims.claim_now(claim)
+            return wire.Accepted() if lease is None else self._show(session, lease)
+
+        async def wait_for_rows() -> wire.ReplyBody:
+            return self._show(session, await self._claims.claim(claim))
+
+        session.run(number, wait_for_rows())
+        return None
 
     def _record_grant(self, lease: LeaseEntry, number: int) -> None:
         self._journal.append(JournalRecord(lease.holder, number, self._clock.now(), Grant.of(lease)))
@@ -358,18 +333,6 @@ class Coordinator:
             addresses={node: at for node, at in self.pool.addresses().items() if node in nodes} if nodes else {},
         )
 
-    def _read_partition(self, session: ClientSession, partition: str) -> wire.PartitionContent:
-        part = self.table.partition(partition)
-        rows = list(part.rows.values())
-        return wire.PartitionContent(
-            granted=self._locate(session, 0, rows, []),
-            is_closed={group_id: group.is_closed for group_id, group in part.groups.items()},
-            acknowledged=part.acknowledged(),
-            tokens=[row.tokens for row in rows],
-            steps=[steps_of(self.table, row) for row in rows],
-            generation=self.table.generation,
-        )
-
     # ---- restart -----------------------------------------------------------------------------------------------------
 
     def _replay(self) -> None:
@@ -388,9 +351,8 @@ class Coordinator:
                     replay_grant(self.table, grant, record.client)
                     self.sessions.find(record.client).grants[record.number] = grant.lease_id
                 case change:
-                    for payload in wire.payloads_of(change):
-                        if payload.segment is not None:
-                            self.pool.adopt(payload.segment)
+                    for segment in wire.segments_of(change):
+                        self.pool.adopt(segment)
                     answer = self._apply(change, record.at)
                     if record.client:
                         self.sessions.find(record.client).remembered(record.number, answer)
@@ -400,19 +362,14 @@ class Coordinator:
     def _check_segments(self) -> None:
         """After a restart: segments of this node that are gone (the machine restarted), and segment servers of other nodes
         that have to reconnect."""
-        segments = {
-            block.payload.segment.name: block.payload.segment
-            for part in self.table.partitions.values()
-            for row in part.rows.values()
-            for block, _ in row.parts
-            if block.payload.segment is not None
-        }
-        here = set(self.pool.names_here())
-        gone = {name for name, segment in segments.items() if segment.node == self._node and name not in here}
+        payloads = [block.payload for row in self.table.rows.values() for block, _ in row.parts]
+        segments = {payload.segment.name: payload.segment for payload in payloads if payload.segment is not None}
+        here, own = set(self._server.names()), self._plan.node
+        gone = {name for name, segment in segments.items() if segment.node == own and name not in here}
         if gone:
-            self._lose_segments(self._node, gone)
+            self._lose_segments(own, gone)
             self._rewrite_journal()
-        for node in {segment.node for segment in segments.values()} - {self._node}:
+        for node in {segment.node for segment in segments.values()} - {own}:
             session = self.sessions.find(server_name(node))
             session.node = node
             session.is_segment_server = True

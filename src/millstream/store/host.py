@@ -16,18 +16,15 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
-from msgspec import Struct
 
 from millstream import folders
 from millstream.errors import StoreError
 from millstream.retry import BackOff
 from millstream.store.base import Reads
 from millstream.store.client import Address, StoreClient
-from millstream.store.coordinator import Coordinator
-from millstream.store.segment_server import SegmentServer
+from millstream.store.coordinator import Coordinator, StorePlan
 from millstream.store.segments import segment_folder, segment_folders
 from millstream.store.sessions import DISCONNECT_S
 
@@ -36,29 +33,6 @@ STORE_CONNECT_S = 30.0
 MIN_SERVICE_S = 1.0
 """A coordinator that fails earlier than this is restarted with back-off."""
 RESTART = BackOff(first_s=0.05, longest_s=5.0)
-
-
-class StorePlan(Struct, frozen=True, kw_only=True):
-    """Everything that a coordinator needs to start, and to restart."""
-
-    tasks: dict[str, Reads]
-    capacity_rows: int | None
-    capacity_bytes: int | None
-    host: str
-    port: int
-    token: str
-    node: str
-    memory: str
-    """The folder of this node's segments."""
-    journal: str
-    """The folder of the journal."""
-    is_temporary: bool = True
-    """Whether that folder is removed when the store is closed."""
-    disconnect_s: float = DISCONNECT_S
-
-    @property
-    def address(self) -> Address:
-        return Address(host=self.host, port=self.port, token=self.token, node=self.node, folder=self.memory)
 
 
 def make_plan(
@@ -73,7 +47,6 @@ def make_plan(
 ) -> StorePlan:
     """`folder`: of the journal; by default a temporary one."""
     name = secrets.token_hex(6)
-    journal = folders.make(STORES, _remove_memory, name=name) if folder is None else folder
     return StorePlan(
         tasks=dict(tasks),
         capacity_rows=capacity_rows,
@@ -83,7 +56,7 @@ def make_plan(
         token=secrets.token_hex(16),
         node=node,
         memory=str(segment_folder(name, node)),
-        journal=str(journal),
+        journal=str(folder or folders.make(STORES, _remove_memory, name=name)),
         is_temporary=folder is None,
         disconnect_s=disconnect_s,
     )
@@ -105,21 +78,7 @@ def _free_port(host: str) -> int:
 
 async def run_coordinator(plan: StorePlan, on_ready: threading.Event | None = None) -> None:
     """Run the coordinator of a plan, and the segment server of its node, until cancelled."""
-    server = SegmentServer(Path(plan.memory), plan.token)
-    coordinator = Coordinator(
-        plan.tasks,
-        folder=Path(plan.journal),
-        node=plan.node,
-        token=plan.token,
-        capacity_rows=plan.capacity_rows,
-        capacity_bytes=plan.capacity_bytes,
-        unlink=server.unlink,
-        names=server.names,
-        disconnect_s=plan.disconnect_s,
-    )
-    serving = await server.serve(plan.host)
-    coordinator.pool.own_address = serving.sockets[0].getsockname()[:2]
-    async with serving, await coordinator.serve(plan.host, plan.port):
+    async with Coordinator(plan).serving():
         if on_ready is not None:
             on_ready.set()
         await asyncio.get_running_loop().create_future()
@@ -141,7 +100,8 @@ class SharedStore:
 
     @property
     def address(self) -> Address:
-        return self._plan.address
+        plan = self._plan
+        return Address(host=plan.host, port=plan.port, token=plan.token, node=plan.node, folder=plan.memory)
 
     async def connect(self, name: str | None = None) -> StoreClient:
         return await StoreClient.connect(self.address, name, give_up_s=STORE_CONNECT_S)
@@ -171,9 +131,7 @@ class SharedStore:
     def __enter__(self) -> SharedStore:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -19,8 +19,7 @@ from millstream.errors import StoreError
 from millstream.store import wire
 from millstream.store.base import Want
 from millstream.store.partition import Partition
-from millstream.store.restore import adopt_row, rebuild_all, restore_partition
-from millstream.store.rows import BlockSpec, GroupEntry, LeaseEntry, RestoredRows, RowBlock, RowEntry, Unit
+from millstream.store.rows import BlockSpec, GroupEntry, LeaseEntry, RowBlock, RowEntry, Unit
 from millstream.store.segment_pool import SegmentPool
 from millstream.store.table import RowTable
 
@@ -49,7 +48,9 @@ class LoseNode(Struct, tag=True, array_like=True):
     node: str
 
 
-class SavedRow(Struct, array_like=True):
+class RowState(Struct, array_like=True):
+    """A `RowEntry`, with the ids of its group and its blocks."""
+
     id: int
     group: int
     version: int
@@ -57,27 +58,14 @@ class SavedRow(Struct, array_like=True):
     since: float
     leased: int
     done: int
-    steps: list[tuple[int, int]]
+    steps: tuple[tuple[int, int], ...]
     parts: list[tuple[int, int]]
 
 
-class SavedGroup(Struct, array_like=True):
-    id: int
-    is_closed: bool
-    leased: int
-    done: int
-
-
-class SavedBlock(Struct, array_like=True):
-    id: int
-    columns: tuple[str, ...]
-    payload: wire.Payload
-
-
-class SavedPartition(Struct, array_like=True):
+class PartitionState(Struct, array_like=True):
     name: str
-    groups: list[SavedGroup]
-    rows: list[SavedRow]
+    groups: list[GroupEntry]
+    rows: list[RowState]
     covered: int
     is_finished: bool
     order: dict[str, list[int]]
@@ -86,7 +74,7 @@ class SavedPartition(Struct, array_like=True):
     """By task: the tokens that each rank was granted."""
 
 
-class SavedLease(Struct, array_like=True):
+class LeaseState(Struct, array_like=True):
     holder: str
     number: int
     """The holder's request."""
@@ -96,37 +84,22 @@ class SavedLease(Struct, array_like=True):
 class FullState(Struct, tag=True, array_like=True):
     """The whole state of the coordinator."""
 
-    partitions: list[SavedPartition]
-    blocks: list[SavedBlock]
-    leases: list[SavedLease]
+    partitions: list[PartitionState]
+    blocks: dict[int, wire.PackedBlock]
+    leases: list[LeaseState]
     counters: dict[str, int]
     results: dict[str, dict[int, bytes]]
     lost: list[wire.LostRow]
 
 
-Change = (
-    wire.PutRows
-    | wire.WriteCells
-    | wire.CloseGroups
-    | Grant
-    | wire.AcknowledgeLease
-    | wire.DropLease
-    | wire.GiveBackLease
-    | wire.CoverStep
-    | wire.RewindTask
-    | wire.FinishPartition
-    | wire.DropPartition
-    | wire.RestorePartition
-    | LoseNode
-    | FullState
-)
+Change = wire.PayloadChange | wire.PartitionChange | wire.LeaseChange | LoseNode
 
 
 class JournalRecord(Struct, array_like=True):
     client: str
     number: int
     at: float
-    change: Change
+    change: Change | Grant | FullState
 
 
 class Journal:
@@ -207,19 +180,12 @@ def _write_all(number: int, data: bytes) -> None:
 def apply_change(table: RowTable, change: Change, now: float) -> wire.ReplyBody:
     """Carry out a change, now or while the journal is replayed. Raises `StoreError`, and then nothing has changed."""
     match change:
-        case wire.PutRows():
-            ids = table.put(
-                change.group_ids,
-                _block_spec(tuple(change.columns), change.payload),
-                versions=change.versions,
-                tokens=change.tokens,
-                partition=change.partition,
-                now=now,
-            )
+        case wire.PutRows(partition=partition, versions=versions, tokens=tokens):
+            block, group_ids = change.block, change.group_ids
+            ids = table.put(group_ids, block, versions=versions, tokens=tokens, partition=partition, now=now)
             return wire.RowsAdded(ids.start, len(ids))
         case wire.WriteCells():
-            spec = _block_spec(tuple(change.columns), change.payload)
-            table.write(change.row_ids, spec, overwrite=change.overwrite)
+            table.write(change.row_ids, change.block, overwrite=change.overwrite)
         case wire.CloseGroups():
             table.close(change.group_ids, change.partition)
         case wire.AcknowledgeLease():
@@ -237,20 +203,7 @@ def apply_change(table: RowTable, change: Change, now: float) -> wire.ReplyBody:
         case wire.DropPartition():
             return wire.RowCount(table.drop_partition(change.partition))
         case wire.RestorePartition():
-            rows = [
-                RestoredRows(
-                    some.ids,
-                    some.group_ids,
-                    _block_spec(tuple(some.columns), some.payload),
-                    some.versions,
-                    some.tokens,
-                    some.steps,
-                )
-                for some in change.rows
-            ]
-            restore_partition(
-                table, rows, change.is_closed, change.acknowledged, change.partition, change.generation, now
-            )
+            table.restore(change.saved, change.partition, now)
         case _:
             raise StoreError(f"{type(change).__name__} is not a change of the table")
     return wire.Accepted()
@@ -270,11 +223,6 @@ def _units_of(table: RowTable, grant: Grant) -> list[Unit]:
     return [found[unit] for unit in grant.units]
 
 
-def _block_spec(columns: tuple[str, ...], payload: wire.Payload) -> BlockSpec:
-    nbytes = payload.nbytes if payload.segment is None else payload.segment.size
-    return BlockSpec(columns, nbytes, payload)
-
-
 # ---- the whole state -------------------------------------------------------------------------------------------------
 
 
@@ -282,37 +230,24 @@ def state_of(
     table: RowTable, numbers: Mapping[int, int], results: dict[str, dict[int, bytes]], lost: list[wire.LostRow]
 ) -> FullState:
     """`numbers`: by lease, the request of its holder that it was granted for."""
-    blocks = {
-        block.id: block for part in table.partitions.values() for row in part.rows.values() for block, _ in row.parts
-    }
+    rows = [row for part in table.partitions.values() for row in part.rows.values()]
+    blocks = {block.id: block for row in rows for block, _ in row.parts}
+    leases = table.leases.values()
     return FullState(
         partitions=[_partition_state(part) for part in table.partitions.values()],
-        blocks=[SavedBlock(block.id, block.columns, block.payload) for block in blocks.values()],
-        leases=[SavedLease(lease.holder, numbers.get(lease.id, 0), Grant.of(lease)) for lease in table.leases.values()],
+        blocks={block.id: BlockSpec(block.columns, block.nbytes, block.payload) for block in blocks.values()},
+        leases=[LeaseState(lease.holder, numbers.get(lease.id, 0), Grant.of(lease)) for lease in leases],
         counters={name: getattr(table, name) for name in COUNTERS},
         results=results,
         lost=lost,
     )
 
 
-def _partition_state(part: Partition) -> SavedPartition:
-    return SavedPartition(
+def _partition_state(part: Partition) -> PartitionState:
+    return PartitionState(
         name=part.name,
-        groups=[SavedGroup(g.id, g.is_closed, g.leased, g.done) for g in part.groups.values()],
-        rows=[
-            SavedRow(
-                row.id,
-                row.group.id,
-                row.version,
-                row.tokens,
-                row.since,
-                row.leased,
-                row.done,
-                list(row.steps),
-                [(block.id, index) for block, index in row.parts],
-            )
-            for row in part.rows.values()
-        ],
+        groups=[msgspec.structs.replace(group, rows={}, num_ready={}) for group in part.groups.values()],
+        rows=[_row_state(row) for row in part.rows.values()],
         covered=part.covered,
         is_finished=part.is_finished,
         order={task: [unit.id for unit in ready.in_order()] for task, ready in part.ready.items()},
@@ -320,22 +255,22 @@ def _partition_state(part: Partition) -> SavedPartition:
     )
 
 
+def _row_state(row: RowEntry) -> RowState:
+    parts = [(block.id, index) for block, index in row.parts]
+    return RowState(row.id, row.group.id, row.version, row.tokens, row.since, row.leased, row.done, row.steps, parts)
+
+
 def load_state(state: FullState, table: RowTable, pool: SegmentPool) -> None:
     """Into an empty table."""
     blocks = {}
-    for saved in state.blocks:
-        spec = _block_spec(saved.columns, saved.payload)
-        blocks[saved.id] = RowBlock(saved.id, spec, table.tasks.mask(saved.columns), 0)
-        if saved.payload.segment is not None:
-            pool.adopt(saved.payload.segment)
-    for partition in state.partitions:
-        _load_partition(partition, table, blocks)
+    for block_id, spec in state.blocks.items():
+        mask = table.tasks.mask(spec.columns)
+        blocks[block_id] = RowBlock(block_id, spec.columns, spec.nbytes, spec.payload, mask, 0)
+        if spec.payload.segment is not None:
+            pool.adopt(spec.payload.segment)
     table.num_bytes = sum(block.nbytes for block in blocks.values())
-    rebuild_all(table)
-    for partition in state.partitions:
-        for name, ready in table.partition(partition.name).ready.items():
-            ready.reorder(partition.order[name])
-            ready.tokens_of_rank = partition.ranks.get(name, {})
+    for saved in state.partitions:
+        _load_partition(saved, table, blocks)
     for lease in state.leases:
         grant, task = lease.grant, table.tasks.find(lease.grant.task)
         table.leases[grant.lease_id] = LeaseEntry(
@@ -345,20 +280,20 @@ def load_state(state: FullState, table: RowTable, pool: SegmentPool) -> None:
         setattr(table, name, state.counters[name])
 
 
-def _load_partition(saved: SavedPartition, table: RowTable, blocks: Mapping[int, RowBlock]) -> None:
+def _load_partition(saved: PartitionState, table: RowTable, blocks: Mapping[int, RowBlock]) -> None:
     part = table.partition(saved.name)
     part.covered = saved.covered
     part.is_finished = saved.is_finished
-    for one in saved.groups:
-        group = part.groups[one.id] = GroupEntry(one.id, saved.name)
-        group.is_closed = one.is_closed
-        group.leased = one.leased
-        group.done = one.done
+    part.groups = {group.id: group for group in saved.groups}
     for row in saved.rows:
         parts = tuple((blocks[block_id], index) for block_id, index in row.parts)
-        entry = RowEntry(row.id, part.groups[row.group], row.version, row.tokens, row.since, 0, parts[0])
-        entry.parts = parts
+        group = part.groups[row.group]
+        entry = RowEntry(row.id, group, row.version, row.tokens, row.since, 0, parts)
         entry.leased = row.leased
         entry.done = row.done
-        entry.steps = tuple(row.steps)
-        adopt_row(table, entry)
+        entry.steps = row.steps
+        table.adopt(entry)
+    table.forget(part.rebuild())
+    for name, ready in part.ready.items():
+        ready.reorder(saved.order[name])
+        ready.tokens_of_rank = saved.ranks.get(name, {})

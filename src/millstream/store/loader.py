@@ -27,11 +27,26 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from types import TracebackType
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import TypedDict, Unpack
+
+from msgspec.structs import replace
 
 from millstream.errors import StoreError, StreamEnded
 from millstream.store.base import TRAIN, Lease, Store, Want
+
+
+class StepOptions(TypedDict, total=False):
+    """What all readers of steps have in common."""
+
+    rows_per_step: int | None
+    groups_per_step: int | None
+    """For a task that reads whole groups, in place of `rows_per_step`."""
+    partition: str
+    patience_s: float | None
+    """After this time, take what is ready although it is less than `tokens`."""
+    deadline_s: float | None
+    """After this time without anything, raise `StoreTimeout`."""
 
 
 def tokens_in(lease: Lease) -> int:
@@ -46,8 +61,11 @@ def share_of(total: int | None, rank: int, ranks: int) -> int | None:
     return None if total is None else total // ranks + (rank < total % ranks)
 
 
-class StepClaims:
-    """The leases of one step: claimed until it is full, then acknowledged or given back. Without a size, it is never full."""
+class MicroBatches(AbstractAsyncContextManager["MicroBatches"]):
+    """The micro-batches of one rank, step by step (see above): iterate once for each step; one consumer at a time.
+
+    The leases of a step are claimed until it is full, then acknowledged or given back. `is_endless`: the rest of the stream is
+    one step, without a size."""
 
     def __init__(
         self,
@@ -55,25 +73,28 @@ class StepClaims:
         task: str,
         *,
         tokens: int,
-        rows: int | None = None,
-        groups: int | None = None,
         rank: int = 0,
-        partition: str = TRAIN,
-        patience_s: float | None = None,
-        deadline_s: float | None = None,
+        ranks: int = 1,
+        is_endless: bool = False,
+        **step: Unpack[StepOptions],
     ) -> None:
-        if rows is not None and groups is not None:
-            raise ValueError("a step has a number of rows, or a number of groups, not both")
+        rows, groups = step.get("rows_per_step"), step.get("groups_per_step")
+        if (rows is not None) + (groups is not None) != (not is_endless):
+            raise ValueError("say either rows_per_step or groups_per_step")
         self._store = store
         self._task = task
-        self._partition = partition
+        self._partition = step.get("partition", TRAIN)
         self._by_group = groups is not None
-        self._size = groups if rows is None else rows
+        self._size = share_of(groups if rows is None else rows, rank, ranks)
+        patience_s, deadline_s = step.get("patience_s"), step.get("deadline_s")
         self._want = Want(tokens=tokens, policy="balanced", rank=rank, patience_s=patience_s, deadline_s=deadline_s)
         self._leases: list[Lease] = []
         self._groups: set[int] = set()
-        self.taken = 0  # rows (groups) of the step so far
-        self.has_ended = False  # the last claim raised `StreamEnded`
+        self._is_closed = False
+        self.taken = 0
+        """Rows (groups) of this rank in this step so far."""
+        self.has_ended = False
+        """Whether the stream has ended: the current step is the last, and may be short or empty."""
 
     @property
     def is_full(self) -> bool:
@@ -82,7 +103,7 @@ class StepClaims:
     async def next(self) -> Lease | None:
         """The next micro-batch; None if the step is full or the stream has ended. A lease without rows (of groups that were
         closed empty) counts, and is not returned."""
-        while not self.is_full:
+        while not self.is_full and not self._is_closed:
             try:
                 lease = await self._store.claim(self._task, self._wanted(), partition=self._partition)
             except StreamEnded:
@@ -98,16 +119,7 @@ class StepClaims:
         if self._size is None:
             return self._want
         left = self._size - self.taken
-        want = self._want
-        return Want(
-            tokens=want.tokens,
-            rows=None if self._by_group else left,
-            groups=left if self._by_group else None,
-            policy=want.policy,
-            rank=want.rank,
-            patience_s=want.patience_s,
-            deadline_s=want.deadline_s,
-        )
+        return replace(self._want, groups=left) if self._by_group else replace(self._want, rows=left)
 
     def _count(self, lease: Lease) -> None:
         groups = {*lease.group_ids, *lease.empty_groups}
@@ -121,12 +133,25 @@ class StepClaims:
             )
         self._groups |= groups if self._by_group else set()
 
-    def check_over(self) -> None:
+    def __aiter__(self) -> MicroBatches:
+        return self
+
+    async def __anext__(self) -> Lease:
+        lease = await self.next()
+        if lease is None:
+            raise StopAsyncIteration
+        return lease
+
+    async def finish_step(self, step: int | None = None) -> None:
+        """Acknowledge the step's micro-batches; with a number, the rows stay until `store.cover` says that a checkpoint
+        includes the step. Call it after the iteration has ended."""
         if not (self.is_full or self.has_ended):
             kind = "groups" if self._by_group else "rows"
             raise StoreError(
                 f"the step has had {self.taken} of {self._size} {kind}: read to its end before it is finished"
             )
+        await self.acknowledge(step)
+        self._reset()
 
     async def acknowledge(self, step: int | None = None, *, keep: int = 0) -> None:
         """All leases but the last `keep`. If one has ended (expired), raises after the others are acknowledged."""
@@ -140,97 +165,24 @@ class StepClaims:
         if failed is not None:
             raise failed
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         self.taken = 0
         self._groups.clear()
 
-    async def give_back(self) -> None:
-        """In reverse order, so that the rows are ready in their old order."""
+    async def aclose(self) -> None:
+        """Give back the leases that were not acknowledged, in reverse order, so that the rows are ready in their old order."""
+        self._is_closed = True
         while self._leases:
             lease = self._leases.pop()
             with suppress(StoreError):  # the lease has expired, or the store is gone
                 await self._store.give_back(lease)
-        self.reset()
+        self._reset()
 
-
-class MicroBatches:
-    """See `micro_batches`. Iterate once for each step; one consumer at a time."""
-
-    def __init__(self, claims: StepClaims) -> None:
-        self._claims = claims
-        self._is_closed = False
-
-    @property
-    def taken(self) -> int:
-        """Rows (groups) of this rank in this step so far."""
-        return self._claims.taken
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the stream has ended: the current step is the last, and may be short or empty."""
-        return self._claims.has_ended
-
-    def __aiter__(self) -> MicroBatches:
-        return self
-
-    async def __anext__(self) -> Lease:
-        lease = None if self._is_closed else await self._claims.next()
-        if lease is None:
-            raise StopAsyncIteration
-        return lease
-
-    async def finish_step(self, step: int | None = None) -> None:
-        """Acknowledge the step's micro-batches; with a number, the rows stay until `store.cover` says that a checkpoint
-        includes the step. Call it after the iteration has ended."""
-        self._claims.check_over()
-        await self._claims.acknowledge(step)
-        self._claims.reset()
-
-    async def aclose(self) -> None:
-        """Give back the leases that were not acknowledged."""
-        self._is_closed = True
-        await self._claims.give_back()
-
-    async def __aenter__(self) -> MicroBatches:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
 
-def micro_batches(
-    store: Store,
-    task: str,
-    *,
-    tokens: int,
-    rows_per_step: int | None = None,
-    groups_per_step: int | None = None,
-    rank: int = 0,
-    ranks: int = 1,
-    partition: str = TRAIN,
-    patience_s: float | None = None,
-    deadline_s: float | None = None,
-) -> MicroBatches:
-    """The micro-batches of one rank, step by step (see above). `groups_per_step` is for a task that reads whole groups.
-
-    `patience_s`: after this time, take what is ready although it is less than `tokens`. `deadline_s`: after this time without
-    anything, raise `StoreTimeout`."""
-    if (rows_per_step is None) == (groups_per_step is None):
-        raise ValueError("say either rows_per_step or groups_per_step")
-    claims = StepClaims(
-        store,
-        task,
-        tokens=tokens,
-        rows=share_of(rows_per_step, rank, ranks),
-        groups=share_of(groups_per_step, rank, ranks),
-        rank=rank,
-        partition=partition,
-        patience_s=patience_s,
-        deadline_s=deadline_s,
-    )
-    return MicroBatches(claims)
+micro_batches = MicroBatches
 
 
 class RankStream:
@@ -262,7 +214,7 @@ class RankStream:
         await self._feeder.finish(self, step)
 
 
-class RankFeeder:
+class RankFeeder(AbstractAsyncContextManager["RankFeeder"]):
     """One reader for all ranks of a data-parallel group.
 
         async with RankFeeder(store, "train", ranks=2, tokens=8192, rows_per_step=256) as feeder:
@@ -279,28 +231,13 @@ class RankFeeder:
         *,
         ranks: int,
         tokens: int,
-        rows_per_step: int | None = None,
-        groups_per_step: int | None = None,
         ahead: int = 2,
         count: Callable[[Lease], int] = tokens_in,
-        partition: str = TRAIN,
-        patience_s: float | None = None,
-        deadline_s: float | None = None,
+        **step: Unpack[StepOptions],
     ) -> None:
-        if (rows_per_step is None) == (groups_per_step is None):
-            raise ValueError("say either rows_per_step or groups_per_step")
         if ranks < 1 or ahead < 1:
             raise ValueError("ranks and ahead must be at least 1")
-        self._claims = StepClaims(
-            store,
-            task,
-            tokens=tokens,
-            rows=rows_per_step,
-            groups=groups_per_step,
-            partition=partition,
-            patience_s=patience_s,
-            deadline_s=deadline_s,
-        )
+        self._batches = MicroBatches(store, task, tokens=tokens, **step)
         self._streams = [RankStream(self, rank) for rank in range(ranks)]
         self._ahead = ahead
         self._count = count
@@ -316,15 +253,13 @@ class RankFeeder:
 
     @property
     def has_ended(self) -> bool:
-        return self._claims.has_ended
+        return self._batches.has_ended
 
     async def __aenter__(self) -> RankFeeder:
         self._feeding = asyncio.create_task(self._feed(), name="rank feeder")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -334,7 +269,7 @@ class RankFeeder:
             with suppress(asyncio.CancelledError):
                 await self._feeding
         await self._stop(StoreError("the feeder is closed"))
-        await self._claims.give_back()
+        await self._batches.aclose()
 
     async def _stop(self, error: StoreError) -> None:
         async with self._changed:
@@ -351,7 +286,7 @@ class RankFeeder:
         try:
             while True:
                 await self._until(lambda: self._due() is not None)
-                lease = await self._claims.next()
+                lease = await self._batches.next()
                 async with self._changed:
                     if lease is None:
                         self._is_complete = True
@@ -407,12 +342,11 @@ class RankFeeder:
 
     async def _finish_all(self, step: int | None) -> None:
         try:
-            await self._claims.acknowledge(step)
+            await self._batches.finish_step(step)
         except StoreError as error:
             await self._stop(error)
             raise
         async with self._changed:
-            self._claims.reset()
             for stream in self._streams:
                 stream.tokens = 0
                 stream.is_done = False

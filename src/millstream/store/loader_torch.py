@@ -18,18 +18,18 @@ import copy
 import os
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from millstream.errors import StoreError
-from millstream.store.base import TRAIN, Lease, Store
+from millstream.store.base import Lease, Store
 from millstream.store.blocking import CLIENT_CLOSE_S, BlockingClient
 from millstream.store.blocks import Block, Packing
 from millstream.store.client import Address, StoreClient
-from millstream.store.loader import StepClaims, share_of
+from millstream.store.loader import MicroBatches, StepOptions, share_of
 
 Connect = Callable[[], Awaitable[Store]]
 PREFETCH_FACTOR = 2
@@ -84,14 +84,10 @@ class StoreDataset(IterableDataset[MicroBatch]):
         task: str,
         *,
         tokens: int,
-        rows_per_step: int | None = None,
-        groups_per_step: int | None = None,
         rank: int = 0,
         ranks: int = 1,
-        partition: str = TRAIN,
-        patience_s: float | None = None,
-        deadline_s: float | None = None,
         behind: int | None = None,
+        **step: Unpack[StepOptions],
     ) -> None:
         super().__init__()
         share_of(None, rank, ranks)
@@ -100,14 +96,10 @@ class StoreDataset(IterableDataset[MicroBatch]):
         self._where = where
         self._task = task
         self._tokens = tokens
-        self._partition = partition
-        self._rows = rows_per_step
-        self._groups = groups_per_step
         self._rank = rank
         self._ranks = ranks
-        self._patience_s = patience_s
-        self._deadline_s = deadline_s
         self._behind = behind
+        self._step = step
         self._client: BlockingClient[Store] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,26 +118,19 @@ class StoreDataset(IterableDataset[MicroBatch]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         behind = self._behind if self._behind is not None else (0 if info is None else PREFETCH_FACTOR)
         rank, ranks = self._rank * workers + worker, self._ranks * workers
+        is_endless = self._step.get("rows_per_step") is None and self._step.get("groups_per_step") is None
         client = self._connected()
-        claims = StepClaims(
-            client.store,
-            self._task,
-            tokens=self._tokens,
-            rows=share_of(self._rows, rank, ranks),
-            groups=share_of(self._groups, rank, ranks),
-            rank=rank,
-            partition=self._partition,
-            patience_s=self._patience_s,
-            deadline_s=self._deadline_s,
+        batches = MicroBatches(
+            client.store, self._task, tokens=self._tokens, rank=rank, ranks=ranks, is_endless=is_endless, **self._step
         )
         try:
-            while (lease := client.call(claims.next())) is not None:
+            while (lease := client.call(batches.next())) is not None:
                 yield as_batch(lease)
-                client.call(claims.acknowledge(keep=behind))
-            client.call(claims.acknowledge())
+                client.call(batches.acknowledge(keep=behind))
+            client.call(batches.acknowledge())
         finally:
             if not client.is_closed:
-                client.call(claims.give_back(), CLIENT_CLOSE_S)
+                client.call(batches.aclose(), CLIENT_CLOSE_S)
 
     def close(self) -> None:
         """Disconnect: what is on lease is given back."""

@@ -10,10 +10,21 @@ from typing import Any
 
 from millstream.clock import Clock, RealClock
 from millstream.errors import StoreError
-from millstream.store.base import ONE_GROUP, TRAIN, Choose, Columns, Lease, Reads, Row, Saved, StoreStats, Want
-from millstream.store.columns import each, integers, num_rows_of, token_counts
-from millstream.store.restore import restore_partition, steps_of
-from millstream.store.rows import UNVERSIONED, BlockSpec, LeaseEntry, RestoredRows, RowEntry, contiguous_runs
+from millstream.store.base import ONE_GROUP, TRAIN, Choose, Columns, Lease, Reads, Saved, StoreStats, Want
+from millstream.store.rows import (
+    UNVERSIONED,
+    BlockSpec,
+    LeaseEntry,
+    RowEntry,
+    contiguous_runs,
+    each,
+    integers,
+    num_rows_of,
+    partition_of,
+    saved_columns,
+    saved_of,
+    token_counts,
+)
 from millstream.store.table import RowTable
 from millstream.store.waiting import ClaimQueues, PutQueue
 
@@ -51,56 +62,53 @@ class MemoryStore:
     ) -> Sequence[int]:
         block, num_rows = block_of(columns)
         groups = each(group_ids, num_rows, "group_ids")
-        row_versions = None if versions is None else each(versions, num_rows, "versions")
+        row_versions = each(UNVERSIONED if versions is None else versions, num_rows, "versions")
         counts = token_counts(columns, tokens, num_rows)
         if not self._puts.has_room_now(num_rows, block.nbytes):
             await self._puts.room(num_rows, block.nbytes, who="a producer", deadline_s=deadline_s)
             self._puts.use(num_rows, block.nbytes)
+        now = self._clock.now()
         try:
-            ids = self._table.put(
-                groups, block, versions=row_versions, tokens=counts, partition=partition, now=self._clock.now()
-            )
+            ids = self._table.put(groups, block, versions=row_versions, tokens=counts, partition=partition, now=now)
         except StoreError:
             self._puts.serve()  # the room is free again
             raise
-        self._claims.serve_all(partition)
+        self._claims.serve()
         return ids
 
     async def write(self, row_ids: Sequence[int], columns: Columns, *, overwrite: bool = False) -> None:
         block, num_rows = block_of(columns)
         if num_rows != len(row_ids):
             raise StoreError(f"columns of {num_rows} rows were written to {len(row_ids)}")
-        for partition in self._table.write(integers(row_ids), block, overwrite=overwrite):
-            self._claims.serve_all(partition)
-        if overwrite:
-            self._puts.serve()
+        self._table.write(integers(row_ids), block, overwrite=overwrite)
+        self._serve()
+
+    def _serve(self) -> None:
+        """After a change."""
+        self._puts.serve()
+        self._claims.serve()
 
     async def close_groups(self, group_ids: Sequence[int], *, partition: str = TRAIN) -> None:
         self._table.close(integers(group_ids), partition)
-        self._claims.serve_all(partition)
+        self._claims.serve()
 
     async def claim(
         self, task: str, want: Want = ONE_GROUP, *, choose: Choose | None = None, partition: str = TRAIN
     ) -> Lease:
-        return lease_of(await self._claims.claim(self._table.tasks.find(task), want, choose, partition, "a consumer"))
+        return lease_of(await self._claims.claim(self._claims.request(task, want, choose, partition, "a consumer")))
 
     async def renew(self, lease: Lease) -> None:
         self._claims.renew(lease.lease_id)
 
     async def acknowledge(self, lease: Lease, *, step: int | None = None) -> None:
-        entry = self._table.lease(lease.lease_id)
         self._table.acknowledge(lease.lease_id, step)
-        self._after_lease(entry)
+        self._claims.stop_expiry(lease.lease_id)
+        self._serve()
 
     async def drop(self, lease: Lease) -> None:
-        entry = self._table.lease(lease.lease_id)
         self._table.drop(lease.lease_id)
-        self._after_lease(entry)
-
-    def _after_lease(self, lease: LeaseEntry) -> None:
-        self._claims.stop_expiry(lease.id)
-        self._puts.serve()
-        self._claims.serve_all(lease.partition)
+        self._claims.stop_expiry(lease.lease_id)
+        self._serve()
 
     async def give_back(self, lease: Lease) -> None:
         self._claims.give_back(lease.lease_id)
@@ -111,7 +119,7 @@ class MemoryStore:
 
     async def rewind(self, task: str, step: int, *, partition: str = TRAIN) -> int:
         num_rows = self._table.rewind(task, step, partition)
-        self._claims.serve_all(partition)
+        self._claims.serve()
         return num_rows
 
     def wake(self) -> None:
@@ -119,7 +127,7 @@ class MemoryStore:
 
     async def finish(self, *, partition: str = TRAIN) -> None:
         self._table.partition(partition).is_finished = True
-        self._claims.serve_all(partition)
+        self._claims.serve()
 
     async def drop_partition(self, partition: str) -> int:
         num_rows = self._table.drop_partition(partition)
@@ -128,52 +136,37 @@ class MemoryStore:
         return num_rows
 
     async def snapshot(self, *, partition: str = TRAIN) -> Saved:
-        part = self._table.partition(partition)
-        rows = list(part.rows.values())
-        return Saved(
-            rows=tuple(Row(row_id=row.id, group_id=row.group.id, columns=_cells_of(row)) for row in rows),
-            is_closed={group_id: group.is_closed for group_id, group in part.groups.items()},
-            acknowledged={name: tuple(ids) for name, ids in part.acknowledged().items()},
-            versions={row.id: row.version for row in rows if row.version != UNVERSIONED},
-            tokens={row.id: row.tokens for row in rows},
-            steps={row.id: steps_of(self._table, row) for row in rows if row.steps},
-            generation=self._table.generation,
-        )
+        cells = [_cells_of(row) for row in self._table.partition(partition).rows.values()]
+        return saved_of(self._table.content(partition), cells)
 
     async def restore(self, saved: Saved, *, partition: str = TRAIN) -> None:
-        restore_partition(
-            self._table,
-            restored_rows(saved),
-            saved.is_closed,
-            saved.acknowledged,
-            partition,
-            saved.generation,
-            self._clock.now(),
-        )
-        self._claims.serve_all(partition)
+        blocks = [block_of(columns)[0] for columns in saved_columns(saved)]
+        self._table.restore(partition_of(saved, blocks), partition, self._clock.now())
+        self._claims.serve()
 
     async def stats(self) -> StoreStats:
-        return self._claims.stats(self._puts)
+        return self._table.stats(self._clock.now(), self._claims.waiters(), self._puts.waiters())
 
 
-def block_of(columns: Columns) -> tuple[BlockSpec, int]:
+def block_of(columns: Columns) -> tuple[BlockSpec[Columns], int]:
     """The columns by reference, and their number of rows. The dictionary and its lists are copied, the cells are not."""
     num_rows = num_rows_of(columns)
     held: dict[str, Sequence[Any]] = {}
     nbytes = 0
     for name, cells in columns.items():
-        if type(cells) is list:
-            held[name] = cells[:]
-            if type(cells[0]) in _NUMBERS:
-                nbytes += 8 * num_rows
-                continue
+        if num_rows == 1:  # the same as below, for a row that comes alone
+            cell = cells[0]
+            held[name] = [cell]
+            kind = type(cell)
+            nbytes += 8 if kind in _NUMBERS else len(cell) if kind in _TEXTS else getattr(cell, "nbytes", 8)
+            continue
+        held[name] = cells[:] if type(cells) is list else cells
+        if (size := getattr(cells, "nbytes", None)) is not None:
+            nbytes += int(size)
+        elif type(cells[0]) in _NUMBERS:
+            nbytes += 8 * num_rows
         else:
-            held[name] = cells
-            if (size := getattr(cells, "nbytes", None)) is not None:
-                nbytes += int(size)
-                continue
-        for cell in cells:
-            nbytes += len(cell) if type(cell) in _TEXTS else getattr(cell, "nbytes", 8)
+            nbytes += sum([len(c) if type(c) in _TEXTS else getattr(c, "nbytes", 8) for c in cells])
     return BlockSpec(tuple(held), nbytes, held), num_rows
 
 
@@ -192,12 +185,8 @@ def lease_of(lease: LeaseEntry) -> Lease:
 
 def _columns_of(rows: Sequence[RowEntry]) -> dict[str, list[Any]]:
     """The columns that all rows have."""
-    if len(rows) <= SMALL_LEASE:  # the same, cell by cell
-        cells_of_rows = [_cells_of(row) for row in rows]
-        names = list(cells_of_rows[0]) if rows else []
-        if any(row.present != rows[0].present for row in rows):
-            names = [name for name in names if all(name in cells for cells in cells_of_rows)]
-        return {name: [cells[name] for cells in cells_of_rows] for name in names}
+    if len(rows) <= SMALL_LEASE:
+        return _small_columns_of(rows)
     columns: dict[str, list[Any]] = {}
     for blocks, starts, count in contiguous_runs(rows):
         found: dict[str, Sequence[Any]] = {}
@@ -209,27 +198,23 @@ def _columns_of(rows: Sequence[RowEntry]) -> dict[str, list[Any]]:
     return {name: cells for name, cells in columns.items() if len(cells) == len(rows)}
 
 
+def _small_columns_of(rows: Sequence[RowEntry]) -> dict[str, list[Any]]:
+    """The same, cell by cell."""
+    if len({tuple([block.mask for block, _ in row.parts]) for row in rows}) > 1:
+        by_row = [_cells_of(row) for row in rows]
+        shared = [name for name in by_row[0] if all(name in cells for cells in by_row)]
+        return {name: [cells[name] for cells in by_row] for name in shared}
+    columns: dict[str, list[Any]] = {}
+    for parts in zip(*(row.parts for row in rows), strict=True):
+        payloads = [(block.payload, index) for block, index in parts]
+        for name in parts[0][0].columns:
+            columns[name] = [payload[name][index] for payload, index in payloads]
+    return columns
+
+
 def _cells_of(row: RowEntry) -> dict[str, Any]:
     cells: dict[str, Any] = {}
     for block, index in row.parts:
         for name, column in block.payload.items():
             cells[name] = column[index]
     return cells
-
-
-def restored_rows(saved: Saved) -> list[RestoredRows]:
-    """The rows of a snapshot, those with the same columns together."""
-    by_columns: dict[tuple[str, ...], list[Row]] = {}
-    for row in saved.rows:
-        by_columns.setdefault(tuple(row.columns), []).append(row)
-    return [
-        RestoredRows(
-            ids=[row.row_id for row in rows],
-            group_ids=[row.group_id for row in rows],
-            block=block_of({name: [row.columns[name] for row in rows] for name in names})[0],
-            versions=[saved.versions.get(row.row_id, UNVERSIONED) for row in rows],
-            tokens=[saved.tokens.get(row.row_id, 1) for row in rows],
-            steps=[saved.steps.get(row.row_id, {}) for row in rows],
-        )
-        for names, rows in by_columns.items()
-    ]

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from millstream.errors import StoreError
 from millstream.store.ready import ReadyQueue
-from millstream.store.rows import GroupEntry, LeaseEntry, RowEntry, Unit, rows_in
-from millstream.store.tasks import StoreTask, TaskSet
+from millstream.store.rows import GroupEntry, LeaseEntry, RowEntry, StoreTask, TaskSet, Unit, rows_in
 
 
 class Partition:
@@ -320,17 +319,17 @@ class Partition:
 
     def may_still_come(self, task: StoreTask) -> bool:
         """After `finish`: whether some row or group can still be handed to the task."""
-        num_over = self.num_leased[task.name] + self.num_done[task.name]
-        return len(self.rows) > num_over or _has_empty_group(self, task, lambda group: group.done | group.leased)
+        return self._has_more(task, 0, lambda group: group.done | group.leased)
 
     def may_become_ready(self, task: StoreTask) -> bool:
         """After `finish`: whether some row or group that is not ready now can still be handed to the task."""
-        num_over = self.num_leased[task.name] + self.num_done[task.name] + self.ready[task.name].num_rows
-        return len(self.rows) > num_over or _has_empty_group(self, task, lambda group: group.offered)
+        return self._has_more(task, self.ready[task.name].num_rows, lambda group: group.offered)
 
-
-def _has_empty_group(part: Partition, task: StoreTask, seen: Callable[[GroupEntry], int]) -> bool:
-    """Whether there is a group that was closed without a row and that the task has not seen."""
-    return task.by_group and any(
-        group.is_closed and not group.rows and not seen(group) & task.bit for group in part.groups.values()
-    )
+    def _has_more(self, task: StoreTask, num_ready: int, seen: Callable[[GroupEntry], int]) -> bool:
+        """Whether there are other rows than these, those on lease and those done, or a group that was closed without a row and
+        that the task has not seen."""
+        num_over = self.num_leased[task.name] + self.num_done[task.name] + num_ready
+        return len(self.rows) > num_over or (
+            task.by_group
+            and any(group.is_closed and not group.rows and not seen(group) & task.bit for group in self.groups.values())
+        )

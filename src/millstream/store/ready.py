@@ -5,11 +5,16 @@ The cost of an operation depends on the rows it touches and on the number of ver
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
+from msgspec import Struct
 
 from millstream.errors import StoreError
 from millstream.store import policies
@@ -26,20 +31,12 @@ class ReadyTotal(NamedTuple):
     tokens: int
 
 
-class VersionQueue:
+class VersionQueue(Struct, eq=False):
     """The ready units of one version."""
 
-    __slots__ = ("entries", "num_rows", "num_tokens")
-
-    def __init__(self) -> None:
-        self.entries: deque[Entry] = deque()
-        self.num_rows = 0
-        self.num_tokens = 0
-
-    def count(self, entries: Iterable[Entry], sign: int) -> None:
-        for entry in entries:
-            self.num_rows += sign * entry[2]
-            self.num_tokens += sign * entry[3]
+    entries: deque[Entry]
+    num_rows: int = 0
+    num_tokens: int = 0
 
 
 class ReadyQueue:
@@ -72,7 +69,7 @@ class ReadyQueue:
     def _insert(self, version: int, entry: Entry) -> None:
         queue = self._queues.get(version)
         if queue is None:
-            queue = self._queues[version] = VersionQueue()
+            queue = self._queues[version] = VersionQueue(deque())
         position, _, rows, tokens = entry
         if position < 0:
             queue.entries.appendleft(entry)
@@ -93,15 +90,13 @@ class ReadyQueue:
 
     def in_order(self, window: tuple[int, int] | None = None) -> Iterator[Unit]:
         """All ready units. The queue must not be changed meanwhile."""
-        queues = [self._queues[version].entries for version in self._within(window)]
-        if len(queues) < 2:
-            return (entry[1] for queue in queues for entry in queue)
-        return (entry[1] for entry in sorted((e for queue in queues for e in queue), key=lambda entry: entry[0]))
+        return (entry[1] for entry in self._entries(window))
 
-    def _within(self, window: tuple[int, int] | None) -> list[int]:
-        if window is None:
-            return sorted(self._queues)
-        return sorted(v for v in self._queues if window[0] <= v <= window[1])
+    def _entries(self, window: tuple[int, int] | None, *, by_version: bool = False) -> Iterable[Entry]:
+        versions = [version for version in self._queues if window is None or window[0] <= version <= window[1]]
+        queues = [self._queues[version].entries for version in sorted(versions)]
+        is_sorted = by_version or len(queues) < 2
+        return chain.from_iterable(queues) if is_sorted else heapq.merge(*queues, key=itemgetter(0))
 
     # ---- selection ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +110,7 @@ class ReadyQueue:
         if not (total.units if is_all else self._is_enough(total, want)):
             return []
         if want.policy in ("fifo", "oldest_version"):
-            return self._pop(want, by_version=want.policy == "oldest_version")
+            return self._first(want)
         return self._apply_policy(want)
 
     def _is_enough(self, total: ReadyTotal, want: Want) -> bool:
@@ -137,7 +132,7 @@ class ReadyQueue:
         return [units[chosen]]
 
     def _apply_policy(self, want: Want) -> list[Unit]:
-        units = [unit for unit, _ in zip(self.in_order(want.versions), range(policies.WINDOW), strict=False)]
+        units = list(islice(self.in_order(want.versions), policies.WINDOW))
         if not self._by_group:
             want = msgspec.structs.replace(want, groups=None)
         candidates = [policies.Candidate(unit.id, unit.version, unit.num_rows, unit.tokens) for unit in units]
@@ -151,38 +146,20 @@ class ReadyQueue:
         self.remove(taken)
         return taken
 
-    def _pop(self, want: Want, *, by_version: bool) -> list[Unit]:
+    def _first(self, want: Want) -> list[Unit]:
         """The first ones, up to the first limit; at least one."""
         taken: list[Unit] = []
         rows, tokens = 0, 0
-        max_rows = want.rows if want.rows is not None else -1
-        max_tokens = want.tokens if want.tokens is not None else -1
-        max_units = (want.groups if self._by_group else None) or -1
-        versions = self._within(want.versions)
-        is_full = False
-        while versions and not is_full:
-            version, until = versions[0], None
-            if len(versions) > 1 and not by_version:
-                (_, version), (until, _) = sorted((self._queues[v].entries[0][0], v) for v in versions)[:2]
-            queue = self._queues[version]
-            entries = queue.entries
-            rows_before, tokens_before = rows, tokens
-            while entries and (until is None or entries[0][0] < until):
-                _, unit, unit_rows, unit_tokens = entries[0]
-                is_over = 0 <= max_rows < rows + unit_rows or 0 <= max_tokens < tokens + unit_tokens
-                if taken and (is_over or len(taken) == max_units):
-                    is_full = True
-                    break
-                entries.popleft()
-                taken.append(unit)
-                rows += unit_rows
-                tokens += unit_tokens
-            queue.num_rows -= rows - rows_before
-            queue.num_tokens -= tokens - tokens_before
-            if not entries:
-                del self._queues[version]
-                versions.remove(version)
-        self.num_rows -= rows
+        max_rows = math.inf if want.rows is None else want.rows
+        max_tokens = math.inf if want.tokens is None else want.tokens
+        max_units = want.groups if self._by_group else None
+        for _, unit, unit_rows, unit_tokens in self._entries(want.versions, by_version=want.policy != "fifo"):
+            rows += unit_rows
+            tokens += unit_tokens
+            if taken and (rows > max_rows or tokens > max_tokens or len(taken) == max_units):
+                break
+            taken.append(unit)
+        self.remove(taken)
         return taken
 
     # ---- removal -----------------------------------------------------------------------------------------------------
@@ -191,20 +168,21 @@ class ReadyQueue:
         """Remove these units wherever they are: quickly if they come first, as those that were granted in order do."""
         gone = {id(unit) for unit in units}
         found: list[Entry] = []
-        for version in list(self._queues) if gone else ():
-            queue = self._queues[version]
-            before = len(found)
-            while queue.entries and len(found) < len(gone) and id(queue.entries[0][1]) in gone:
-                found.append(queue.entries.popleft())
-            if len(found) < len(gone) and any(id(entry[1]) in gone for entry in queue.entries):
-                found += [entry for entry in queue.entries if id(entry[1]) in gone]
-                queue.entries = deque(entry for entry in queue.entries if id(entry[1]) not in gone)
-            queue.count(found[before:], -1)
-            if not queue.entries:
-                del self._queues[version]
+        for version, queue in list(self._queues.items()):
             if len(found) == len(gone):
                 break
-        self.num_rows -= sum(entry[2] for entry in found)
+            entries, before = queue.entries, len(found)
+            while entries and id(entries[0][1]) in gone:
+                found.append(entries.popleft())
+            if len(found) < len(gone) and any(id(entry[1]) in gone for entry in entries):
+                found += [entry for entry in entries if id(entry[1]) in gone]
+                queue.entries = deque(entry for entry in entries if id(entry[1]) not in gone)
+            for _, _, rows, tokens in found[before:]:
+                queue.num_rows -= rows
+                queue.num_tokens -= tokens
+                self.num_rows -= rows
+            if not queue.entries:
+                del self._queues[version]
         return found
 
     def reorder(self, ids: Sequence[int]) -> None:
@@ -216,6 +194,7 @@ class ReadyQueue:
 
     def recount(self, units: Iterable[Unit]) -> None:
         """Groups have lost rows: they keep their positions, with new counts and versions."""
+        self._back += 1  # a claim for a window of versions may be served now
         for position, unit, _, _ in self.remove(units):
             version = unit.version
             self._insert(version, (position, unit, unit.num_rows, unit.tokens))

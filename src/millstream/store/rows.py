@@ -1,65 +1,131 @@
-"""Metadata of a row, a group and a block of payload. Payloads are opaque here."""
+"""Metadata of tasks, rows, groups and blocks of payload, and the numbers that a put brings. Payloads are opaque here.
+
+Sets of columns and sets of tasks are bit masks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from millstream.store.base import Want
-from millstream.store.tasks import StoreTask
+from msgspec import Struct
+
+from millstream.errors import StoreError
+from millstream.store.base import Columns, Reads, Row, Saved, Want
 
 UNVERSIONED = -1
+P = TypeVar("P")
+"""How a payload is held: as columns, or as a message of `store.wire`."""
 
 
-class BlockSpec(NamedTuple):
+class StoreTask(NamedTuple):
+    name: str
+    bit: int
+    by_group: bool
+    needs: int
+    """Mask of the columns that it reads."""
+    after: int
+    """Mask of the tasks that come before it, and"""
+    after_groups: int
+    """of those among them that read groups."""
+
+
+class TaskSet:
+    """All tasks of one store, and the bit of every column that was ever named."""
+
+    def __init__(self, tasks: Mapping[str, Reads]) -> None:
+        self._column_bits: dict[str, int] = {}
+        self._masks: dict[tuple[str, ...], int] = {}
+        bits = {name: 1 << number for number, name in enumerate(tasks)}
+        self.by_name: dict[str, StoreTask] = {}
+        for name, reads in tasks.items():
+            if unknown := set(reads.after) - bits.keys():
+                raise StoreError(f"task {name} comes after {', '.join(sorted(unknown))}, which the store does not have")
+            after = sum(bits[other] for other in reads.after)
+            after_groups = sum(bits[other] for other in reads.after if tasks[other].by_group)
+            needs = self.mask(reads.columns)
+            self.by_name[name] = StoreTask(name, bits[name], reads.by_group, needs, after, after_groups)
+        self.all = tuple(self.by_name.values())
+        self.of_groups = tuple(task for task in self.all if task.by_group)
+        self.all_bits = sum(task.bit for task in self.all)
+        self.group_bits = sum(task.bit for task in self.of_groups)
+
+    def mask(self, columns: tuple[str, ...]) -> int:
+        mask = self._masks.get(columns)
+        if mask is None:
+            mask = 0
+            for column in columns:
+                mask |= self._column_bits.setdefault(column, 1 << len(self._column_bits))
+            self._masks[columns] = mask
+        return mask
+
+    def names_in(self, columns: tuple[str, ...], mask: int) -> list[str]:
+        """Those of these columns that are in the mask."""
+        return [name for name in columns if mask & self._column_bits[name]]
+
+    def find(self, name: str) -> StoreTask:
+        if name not in self.by_name:
+            raise StoreError(f"no task {name!r}: the store was built for {', '.join(self.by_name)}")
+        return self.by_name[name]
+
+
+class BlockSpec(Struct, Generic[P], array_like=True, frozen=True, gc=False):
     """Some columns of some rows, as a put or a write brings them."""
 
     columns: tuple[str, ...]
     nbytes: int
-    payload: Any
+    payload: P
 
 
-class RowBlock:
+class PartitionContent(Struct, array_like=True):
+    """What a snapshot says of a partition, the rows in order."""
+
+    row_ids: list[int]
+    group_ids: list[int]
+    versions: list[int]
+    tokens: list[int]
+    steps: list[dict[str, int]]
+    """By task."""
+    is_closed: dict[int, bool]
+    acknowledged: dict[str, list[int]]
+    generation: int
+
+
+class SavedPartition(Struct, Generic[P], array_like=True):
+    content: PartitionContent
+    blocks: list[tuple[list[int], BlockSpec[P]]]
+    """The places of rows with the same columns, and their cells."""
+
+
+class RowBlock(Struct, eq=False, gc=False):
     """Some columns of some rows, held together until none of these rows is left."""
 
-    __slots__ = ("columns", "id", "mask", "nbytes", "num_live", "payload")
-
-    def __init__(self, block_id: int, spec: BlockSpec, mask: int, num_rows: int) -> None:
-        self.id = block_id
-        self.columns = spec.columns
-        self.nbytes = spec.nbytes
-        self.payload = spec.payload
-        self.mask = mask
-        self.num_live = num_rows
+    id: int
+    columns: tuple[str, ...]
+    nbytes: int
+    payload: Any
+    mask: int
+    num_live: int
 
 
-class RowEntry:
+class RowEntry(Struct, eq=False):
     """One row. `present` is a mask of columns; `offered`, `leased` and `done` are masks of tasks."""
 
     num_rows: ClassVar[int] = 1
-    __slots__ = ("done", "group", "id", "leased", "offered", "parts", "present", "since", "steps", "tokens", "version")
-
-    def __init__(
-        self,
-        row_id: int,
-        group: GroupEntry,
-        version: int,
-        tokens: int,
-        since: float,
-        present: int,
-        part: tuple[RowBlock, int],
-    ) -> None:
-        self.id = row_id
-        self.group = group
-        self.version = version
-        self.tokens = tokens
-        self.since = since
-        self.present = present
-        self.offered = 0
-        self.leased = 0
-        self.done = 0
-        self.parts: tuple[tuple[RowBlock, int], ...] = (part,)  # block, index in it
-        self.steps: tuple[tuple[int, int], ...] = ()  # bit of a task, step that it acknowledged this row for
+    id: int
+    group: GroupEntry
+    version: int
+    tokens: int
+    since: float
+    present: int
+    parts: tuple[tuple[RowBlock, int], ...]
+    """Blocks, and the row's index in each."""
+    offered: int = 0
+    leased: int = 0
+    done: int = 0
+    steps: tuple[tuple[int, int], ...] = ()
+    """Bits of tasks, and the step that each acknowledged this row for."""
 
     @property
     def last_step(self) -> int | None:
@@ -67,18 +133,16 @@ class RowEntry:
         return max(step for _, step in self.steps) if self.steps else None
 
 
-class GroupEntry:
-    __slots__ = ("done", "id", "is_closed", "leased", "num_ready", "offered", "partition", "rows")
-
-    def __init__(self, group_id: int, partition: str) -> None:
-        self.id = group_id
-        self.partition = partition
-        self.is_closed = False
-        self.offered = 0
-        self.leased = 0
-        self.done = 0
-        self.rows: dict[int, RowEntry] = {}
-        self.num_ready: dict[int, int] = {}  # bit of a task that reads groups -> rows that are ready for it
+class GroupEntry(Struct, array_like=True, eq=False):
+    id: int
+    partition: str
+    is_closed: bool = False
+    offered: int = 0
+    leased: int = 0
+    done: int = 0
+    rows: dict[int, RowEntry] = {}
+    num_ready: dict[int, int] = {}
+    """Bit of a task that reads groups -> rows that are ready for it."""
 
     @property
     def num_rows(self) -> int:
@@ -115,18 +179,6 @@ class LeaseEntry(NamedTuple):
         return [unit.id for unit in self.units if not unit.num_rows]
 
 
-class RestoredRows(NamedTuple):
-    """Rows with the same columns, as a snapshot had them."""
-
-    ids: list[int]
-    group_ids: list[int]
-    block: BlockSpec
-    versions: list[int]
-    tokens: list[int]
-    steps: Sequence[dict[str, int]]
-    """By task."""
-
-
 def rows_in(units: Sequence[Unit]) -> list[RowEntry]:
     """The rows of units that are all rows, or all groups."""
     found: list[RowEntry] = []
@@ -157,3 +209,105 @@ def contiguous_runs(rows: Sequence[RowEntry]) -> list[tuple[tuple[RowBlock, ...]
             found.append((blocks, starts, count))
         blocks, starts, count = tuple(part[0] for part in parts), [part[1] for part in parts], 1
     return [*found, (blocks, starts, count)] if count else found
+
+
+# ---- snapshots -------------------------------------------------------------------------------------------------------
+
+
+def saved_of(content: PartitionContent, cells: Iterable[dict[str, Any]]) -> Saved:
+    """A snapshot; `cells` are those of each row."""
+    ids = content.row_ids
+    versions = zip(ids, content.versions, strict=True)
+    return Saved(
+        rows=tuple(
+            Row(row_id=row_id, group_id=group_id, columns=columns)
+            for row_id, group_id, columns in zip(ids, content.group_ids, cells, strict=True)
+        ),
+        is_closed=content.is_closed,
+        acknowledged={task: tuple(done) for task, done in content.acknowledged.items()},
+        versions={row_id: version for row_id, version in versions if version != UNVERSIONED},
+        tokens=dict(zip(ids, content.tokens, strict=True)),
+        steps={row_id: steps for row_id, steps in zip(ids, content.steps, strict=True) if steps},
+        generation=content.generation,
+    )
+
+
+def _by_columns(saved: Saved) -> dict[tuple[str, ...], list[int]]:
+    """The places of rows with the same columns."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for place, row in enumerate(saved.rows):
+        found.setdefault(tuple(row.columns), []).append(place)
+    return found
+
+
+def saved_columns(saved: Saved) -> list[Columns]:
+    """The cells of a snapshot: one entry for all rows with the same columns."""
+    return [
+        {name: [saved.rows[place].columns[name] for place in places] for name in names}
+        for names, places in _by_columns(saved).items()
+    ]
+
+
+def partition_of(saved: Saved, blocks: Sequence[BlockSpec[P]]) -> SavedPartition[P]:
+    """`blocks` hold the cells, in the order of `saved_columns`."""
+    ids = [row.row_id for row in saved.rows]
+    content = PartitionContent(
+        row_ids=ids,
+        group_ids=[row.group_id for row in saved.rows],
+        versions=[saved.versions.get(row_id, UNVERSIONED) for row_id in ids],
+        tokens=[saved.tokens.get(row_id, 1) for row_id in ids],
+        steps=[saved.steps.get(row_id, {}) for row_id in ids],
+        is_closed=saved.is_closed,
+        acknowledged={task: list(done) for task, done in saved.acknowledged.items()},
+        generation=saved.generation,
+    )
+    return SavedPartition(content, list(zip(_by_columns(saved).values(), blocks, strict=True)))
+
+
+# ---- the numbers that a put brings -----------------------------------------------------------------------------------
+
+
+def each(values: Any, count: int, name: str) -> list[int]:
+    """One number for all rows, or one for each, as Python integers."""
+    if type(values) is int:
+        return [values] * count
+    if not hasattr(values, "__len__"):
+        return [operator.index(values)] * count
+    if len(values) != count:
+        raise StoreError(f"{len(values)} {name} for {count} rows")
+    return integers(values)
+
+
+def integers(values: Iterable[int]) -> list[int]:
+    """As Python integers, also from arrays."""
+    return [operator.index(value) for value in values]
+
+
+def num_rows_of(columns: Columns) -> int:
+    num_rows = -1
+    for cells in columns.values():
+        if len(cells) != num_rows:
+            num_rows = len(cells) if num_rows < 0 else 0
+            if not num_rows:
+                break
+    if num_rows < 1:
+        counts = {name: len(cells) for name, cells in columns.items()}
+        raise StoreError(
+            f"expected at least one column, all with the same number of rows, at least one: found {counts}"
+        )
+    return num_rows
+
+
+def token_counts(columns: Columns, tokens: Sequence[int] | None, num_rows: int) -> list[int]:
+    if tokens is not None:
+        return each(tokens, num_rows, "tokens")
+    cells = columns.get("tokens")
+    return [1] * num_rows if cells is None else [_length(cell) for cell in cells]
+
+
+def _length(cell: Any) -> int:
+    """A cell without a length (a number, or an array without dimensions) is one token."""
+    try:
+        return len(cell)
+    except TypeError:
+        return 1

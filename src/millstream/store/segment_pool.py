@@ -11,10 +11,9 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from millstream.errors import StoreError
-from millstream.store.segments import SEGMENT_NAME
+from millstream.store.segments import SEGMENT_NAME, SegmentServer
 from millstream.store.sessions import ClientSessions
 from millstream.store.wire import Segment, StoreReply, UnlinkSegments
 
@@ -26,21 +25,12 @@ TRIM_S = 2.0
 
 
 class SegmentPool:
-    """The coordinator's account of segments: in use, free with readers, and idle for the next producer."""
+    """`node`: that of the coordinator, whose segments `server` serves."""
 
-    def __init__(
-        self,
-        node: str,
-        sessions: ClientSessions,
-        *,
-        unlink: Callable[[list[str]], None],
-        names: Callable[[], list[str]],
-    ) -> None:
-        """`node`: that of the coordinator, whose segments `unlink` removes and `names` lists."""
+    def __init__(self, node: str, sessions: ClientSessions, server: SegmentServer) -> None:
         self._node = node
         self._sessions = sessions
-        self._unlink_here = unlink
-        self.names_here = names
+        self._server = server
         self.own_address: tuple[str, int] | None = None  # of the segment server of this node
         self._prefix = secrets.token_hex(4)  # of this process: after a restart, names that were given out are not known
         self._next_number = 0
@@ -124,7 +114,7 @@ class SegmentPool:
     def check_exists(self, segment: Segment) -> None:
         """Raises `StoreError` if a segment that is not reserved (since a restart, or since its producer expired) is gone."""
         is_here = segment.node == self._node
-        is_there = segment.name in self.names_here() if is_here else segment.node in self.addresses()
+        is_there = segment.name in self._server.names() if is_here else segment.node in self.addresses()
         if not SEGMENT_NAME.fullmatch(segment.name) or segment.name in self.names or not is_there:
             raise StoreError(f"the segment {segment.name} is gone, it was not filled in time: put the rows again")
 
@@ -135,7 +125,7 @@ class SegmentPool:
 
     def _unlink(self, node: str, names: list[str]) -> None:
         if node == self._node:
-            self._unlink_here(names)
+            self._server.unlink(names)
             return
         for session in self._sessions.by_name.values():
             if session.node == node and session.address is not None and session.connection is not None:
@@ -144,7 +134,7 @@ class SegmentPool:
     def sweep(self) -> None:
         """Remove segments of this node from before a restart that hold no rows."""
         known = self.names
-        self._unlink_here([name for name in self.names_here() if name not in known])
+        self._server.unlink([name for name in self._server.names() if name not in known])
 
     def trim(self) -> None:
         """Remove segments that have been idle for `IDLE_S`."""

@@ -1,12 +1,15 @@
 """Segments of shared memory: files in a folder in a node's memory, written once by a producer and mapped by readers.
 
 A file outlives the process that wrote it. A removed file stays readable for processes that have it mapped, so that bytes never
-change under a view. `segment_pool` says when a file may be reused.
+change under a view. `segment_pool` says when a file may be reused. Each node has a segment server, which removes segments that
+are not needed any more and sends others to other nodes; when it dies and is started again, nothing is lost.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import hmac
 import mmap
 import os
 import re
@@ -21,13 +24,18 @@ from pathlib import Path
 import numpy as np
 
 from millstream.errors import StoreError
-from millstream.store.wire import Segment
+from millstream.store.connection import CoordinatorConnection
+from millstream.store.wire import ReplyBody, Segment, StoreHello, UnlinkSegments
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_FREE_BYTES = 256 << 20
 MAX_MAPPED_BYTES = 256 << 20
 """Idle mappings that a process keeps for the next use."""
 SEGMENT_NAME = re.compile(r"[0-9a-f]+-[0-9]+")
+MAX_REQUEST_BYTES = 1024
+FETCH_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 30.0
+
 STEPS = 8
 """Sizes of segments per doubling: at most an eighth of a segment is unused."""
 
@@ -128,12 +136,103 @@ class Segments:
                     held -= len(cache.pop(name))
 
 
-def unlink_segments(folder: Path, names: list[str]) -> None:
-    for name in names:
-        with suppress(FileNotFoundError):
-            (folder / name).unlink()
-
-
 def _no_memory(error: OSError, segment: Segment, folder: Path) -> StoreError:
     hint = "set the store's capacity_bytes lower" if error.errno in (errno.ENOSPC, errno.ENOMEM) else "see the message"
     return StoreError(f"no segment of {segment.size} bytes in {folder}: {error.strerror}; {hint}")
+
+
+# ---- the server of a node ---------------------------------------------------------------------------------------------
+
+
+class SegmentServer:
+    """Serves the segments of one folder."""
+
+    def __init__(self, folder: Path, token: str) -> None:
+        self.folder = folder
+        self._token = token
+
+    async def serve(self, host: str, port: int = 0) -> asyncio.Server:
+        return await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request a connection: `token name`, answered by the bytes of the segment."""
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                request = await reader.readline()
+            token, _, name = request.decode().strip().partition(" ")
+            if not hmac.compare_digest(token.encode(), self._token.encode()) or not SEGMENT_NAME.fullmatch(name):
+                return
+            with (self.folder / name).open("rb") as file:
+                await asyncio.get_running_loop().sendfile(writer.transport, file)
+        except (OSError, ValueError):
+            pass  # the segment or the client is gone: the connection closes without the bytes
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    def unlink(self, names: list[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                (self.folder / name).unlink()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def names(self) -> list[str]:
+        with suppress(FileNotFoundError):
+            return [path.name for path in self.folder.iterdir()]
+        return []
+
+
+async def fetch_segment(address: tuple[str, int], token: str, name: str, nbytes: int) -> bytearray:
+    """The first bytes of a segment of another node."""
+    try:
+        async with asyncio.timeout(FETCH_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(*address, limit=1 << 20)
+            try:
+                writer.write(f"{token} {name}\n".encode())
+                return bytearray(await reader.readexactly(nbytes))
+            finally:
+                writer.close()
+    except (OSError, asyncio.IncompleteReadError) as error:  # a timeout is an OSError
+        raise StoreError(
+            f"the segment {name} of the node at {address[0]}:{address[1]} cannot be read: {error}"
+        ) from error
+
+
+class SegmentServerAgent:
+    """The segment server of a node that the coordinator is not on: connected to the coordinator, and controlled by it.
+
+    Ends when the coordinator cannot be reached for `give_up_s`: the store is gone, and the folder is removed."""
+
+    def __init__(
+        self, server: SegmentServer, address: tuple[str, int], *, token: str, node: str, give_up_s: float
+    ) -> None:
+        self._server = server
+        self._address = address
+        self._token = token
+        self._node = node
+        self._give_up_s = give_up_s
+        self.is_connected = threading.Event()
+
+    async def run(self, host: str) -> None:
+        async with await self._server.serve(host) as server:
+            own: tuple[str, int] = server.sockets[0].getsockname()[:2]
+            hello = StoreHello(server_name(self._node), self._token, self._node, own)
+            connection = CoordinatorConnection(self._address, hello, self._give_up_s, self._on_order)
+            with suppress(StoreError):
+                await connection.connect()
+                self.is_connected.set()
+                await connection.lost()
+        self._server.remove()
+
+    def _on_order(self, order: ReplyBody) -> None:
+        """A message of the coordinator that answers no request."""
+        if isinstance(order, UnlinkSegments):
+            self._server.unlink(order.names)
+
+
+def server_name(node: str) -> str:
+    """The client name of a node's segment server."""
+    return f"segment server {node}"

@@ -10,14 +10,27 @@ it and a checkpoint covers the step it was acknowledged for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from millstream.errors import StoreError
-from millstream.store.base import Choose, Reads, StoreStats, Want
+from millstream.store.base import Reads, StoreStats, StoreWaiter, Want
 from millstream.store.partition import Partition
-from millstream.store.rows import UNVERSIONED, BlockSpec, GroupEntry, LeaseEntry, RowBlock, RowEntry, Unit
-from millstream.store.tasks import StoreTask, TaskSet
+from millstream.store.rows import (
+    BlockSpec,
+    GroupEntry,
+    LeaseEntry,
+    PartitionContent,
+    RowBlock,
+    RowEntry,
+    SavedPartition,
+    StoreTask,
+    TaskSet,
+    Unit,
+)
 
+MAX_WAITERS_SHOWN = 20
 GENERATION_SHIFT = 40
 """An id is generation << 40 | number. A restore begins a generation: ids of the history it cut off are never given again."""
 
@@ -87,10 +100,10 @@ class RowTable:
     def put(
         self,
         group_ids: Sequence[int],
-        block: BlockSpec,
+        block: BlockSpec[Any],
         *,
-        versions: Sequence[int] | None,
-        tokens: Sequence[int] | None,
+        versions: Sequence[int],
+        tokens: Sequence[int],
         partition: str,
         now: float,
     ) -> range:
@@ -102,42 +115,44 @@ class RowTable:
         first = self.generation << GENERATION_SHIFT | self.next_row
         self.next_row += num_rows
         ids = range(first, first + num_rows)
-        part.offer(self.add(part, ids, group_ids, groups, block, versions, tokens, now))
+        lines = zip(ids, group_ids, versions, tokens, strict=True)
+        part.offer(self._add(part, groups, lines, self._new_block(block, num_rows), now))
         self.rows_put += num_rows
         return ids
 
-    def add(
+    def _add(
         self,
         part: Partition,
-        ids: Sequence[int],
-        group_ids: Sequence[int],
         groups: Mapping[int, GroupEntry],
-        spec: BlockSpec,
-        versions: Sequence[int] | None,
-        tokens: Sequence[int] | None,
+        lines: Iterable[tuple[int, int, int, int]],
+        block: RowBlock,
         now: float,
     ) -> list[RowEntry]:
-        block = self._new_block(spec, len(ids))
-        if versions is None:
-            versions = [UNVERSIONED] * len(ids)
-        if tokens is None:
-            tokens = [1] * len(ids)
+        """`lines`: the id, the group, the version and the tokens of each row of the block."""
         rows = [
-            RowEntry(ids[index], groups[group_id], versions[index], tokens[index], now, block.mask, (block, index))
-            for index, group_id in enumerate(group_ids)
+            RowEntry(row_id, groups[group_id], version, tokens, now, block.mask, ((block, index),))
+            for index, (row_id, group_id, version, tokens) in enumerate(lines)
         ]
         for row in rows:
             self.rows[row.id] = row
         part.add(rows)
         return rows
 
-    def _new_block(self, spec: BlockSpec, num_rows: int) -> RowBlock:
+    def _new_block(self, spec: BlockSpec[Any], num_rows: int) -> RowBlock:
         self.num_blocks += 1
         self.num_bytes += spec.nbytes
-        return RowBlock(self.num_blocks, spec, self.tasks.mask(spec.columns), num_rows)
+        columns = spec.columns
+        return RowBlock(self.num_blocks, columns, spec.nbytes, spec.payload, self.tasks.mask(columns), num_rows)
 
-    def write(self, row_ids: Sequence[int], spec: BlockSpec, *, overwrite: bool = False) -> Iterable[str]:
-        """The names of the partitions that changed."""
+    def adopt(self, row: RowEntry) -> None:
+        """Add a row that has its group, its parts and its masks. Call `Partition.rebuild` afterwards."""
+        self.rows[row.id] = row
+        self.partition(row.group.partition).add([row])
+        for block, _ in row.parts:
+            block.num_live += 1
+            row.present |= block.mask
+
+    def write(self, row_ids: Sequence[int], spec: BlockSpec[Any], *, overwrite: bool = False) -> None:
         self.check_size(0, spec.nbytes)
         rows, mask = [self.row(row_id) for row_id in row_ids], self.tasks.mask(spec.columns)
         if len(set(row_ids)) != len(row_ids):
@@ -156,7 +171,6 @@ class RowTable:
             changed.setdefault(row.group.partition, []).append(row)
         for partition, some in changed.items():
             self.partitions[partition].offer(some)
-        return changed
 
     def _release_hidden(self, row: RowEntry, mask: int) -> None:
         """Release blocks whose columns are all overwritten: writing a cell repeatedly takes no more room than once."""
@@ -178,10 +192,6 @@ class RowTable:
             part.close_group(group_id)
 
     # ---- claims ------------------------------------------------------------------------------------------------------
-
-    def select(self, task: StoreTask, want: Want, partition: str, *, is_all: bool, choose: Choose | None) -> list[Unit]:
-        """Take out of the ready queue what this claim gets; empty if it has to wait. `is_all`: waiting would not add more."""
-        return self.partition(partition).ready[task.name].select(want, choose, is_all=is_all)
 
     def grant(self, task: StoreTask, units: list[Unit], partition: str, holder: str, want: Want) -> LeaseEntry:
         """A lease on what was selected."""
@@ -257,26 +267,80 @@ class RowTable:
             found += rows
         return found
 
-    def stats(self, now: float) -> StoreStats:
+    # ---- whole partitions --------------------------------------------------------------------------------------------
+
+    def content(self, partition: str) -> PartitionContent:
+        part = self.partition(partition)
+        rows = list(part.rows.values())
+        names = {task.bit: task.name for task in self.tasks.all}
+        return PartitionContent(
+            row_ids=[row.id for row in rows],
+            group_ids=[row.group.id for row in rows],
+            versions=[row.version for row in rows],
+            tokens=[row.tokens for row in rows],
+            steps=[{names[bit]: step for bit, step in row.steps} for row in rows],
+            is_closed={group_id: group.is_closed for group_id, group in part.groups.items()},
+            acknowledged=part.acknowledged(),
+            generation=self.generation,
+        )
+
+    def restore(self, saved: SavedPartition[Any], partition: str, now: float) -> None:
+        part, content = self.partition(partition), saved.content
+        self._check_restore(part, content)
+        generations = [row_id >> GENERATION_SHIFT for row_id in content.row_ids]
+        self.generation = max([self.generation, content.generation, *generations]) + 1
+        self.next_row = 0
+        part.groups = {group_id: GroupEntry(group_id, partition) for group_id in content.is_closed}
+        lines = list(zip(content.row_ids, content.group_ids, content.versions, content.tokens, strict=True))
+        for places, block in saved.blocks:
+            new_block = self._new_block(block, len(places))
+            rows = self._add(part, part.groups, [lines[place] for place in places], new_block, now)
+            for row, place in zip(rows, places, strict=True):
+                row.steps = tuple((self.tasks.find(name).bit, step) for name, step in content.steps[place].items())
+        part.rows = dict(sorted(part.rows.items()))  # in the order of the puts, whatever columns they have
+        for group in part.groups.values():
+            group.rows = dict(sorted(group.rows.items()))
+            group.is_closed = content.is_closed[group.id]
+        part.mark_done(content.acknowledged)
+        self.forget(part.rebuild())
+
+    def _check_restore(self, part: Partition, content: PartitionContent) -> None:
+        ids = content.row_ids
+        if part.groups or part.rows:
+            raise StoreError("a snapshot can only be restored into an empty partition")
+        if alive := [row_id for row_id in ids if row_id in self.rows]:
+            raise StoreError(f"row {alive[0]} of the snapshot is in the store already, in another partition")
+        if len(set(ids)) != len(ids):
+            raise StoreError("a row is in the snapshot twice")
+        if strange := set(content.group_ids) - content.is_closed.keys():
+            raise StoreError(f"the snapshot does not say whether group {min(strange)} is closed")
+        for name in {*content.acknowledged, *(name for steps in content.steps for name in steps)}:
+            self.tasks.find(name)
+
+    def stats(
+        self, now: float, consumers: Sequence[tuple[str, StoreWaiter]], producers: Sequence[StoreWaiter]
+    ) -> StoreStats:
+        """`consumers`: with their tasks."""
         parts = list(self.partitions.values())
-        by_version: dict[int, int] = {}
+        by_version = Counter[int]()
         by_stage = {}
         for part in parts:
-            for version, count in part.by_version.items():
-                by_version[version] = by_version.get(version, 0) + count
+            by_version.update(part.by_version)
         for name in self.tasks.by_name:
             ready = sum(part.ready[name].num_rows for part in parts)
             leased, done = sum(part.num_leased[name] for part in parts), sum(part.num_done[name] for part in parts)
             waiting = self.num_rows - ready - leased - done
             by_stage[name] = {"waiting": waiting, "ready": ready, "leased": leased, "done": done}
+        waiters = sorted([*(waiter for _, waiter in consumers), *producers], key=lambda waiter: -waiter.seconds)
         return StoreStats(
             rows=self.num_rows,
             groups=sum(len(part.groups) for part in parts),
             bytes=self.num_bytes,
             leases=len(self.leases),
-            waiting_producers=0,
-            waiting_consumers=dict.fromkeys(self.tasks.by_name, 0),
-            by_version=by_version,
+            waiting_producers=len(producers),
+            waiting_consumers={name: sum(task == name for task, _ in consumers) for name in self.tasks.by_name},
+            waiting=waiters[:MAX_WAITERS_SHOWN],
+            by_version=dict(by_version),
             by_stage=by_stage,
             oldest_s=max((now - next(iter(part.rows.values())).since for part in parts if part.rows), default=0.0),
             rows_put=self.rows_put,

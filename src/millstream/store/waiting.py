@@ -8,48 +8,37 @@ waits separately, and other claims may overtake it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
-import msgspec
+from msgspec import Struct
 
 from millstream.clock import Clock
 from millstream.errors import StoreError, StoreTimeout, StreamEnded
-from millstream.store.base import Choose, StoreStats, StoreWaiter, Want
+from millstream.store.base import Choose, StoreWaiter, Want
 from millstream.store.policies import BUILT_IN_POLICIES
-from millstream.store.rows import LeaseEntry, Unit
+from millstream.store.rows import LeaseEntry, StoreTask
 from millstream.store.table import RowTable
-from millstream.store.tasks import StoreTask
+from millstream.store.wire import ReadyGroups, ReplyBody, WatchReady
 
 T = TypeVar("T")
-MAX_WAITERS_SHOWN = 20
+MAX_DROPPED = 1000
+"""Dropped partitions that are remembered for clients that choose there."""
 
 
-class WaitingClaim:
-    __slots__ = ("choose", "future", "holder", "is_impatient", "number", "order", "partition", "since", "task", "want")
-
-    def __init__(
-        self,
-        task: StoreTask,
-        want: Want,
-        choose: Choose | None,
-        partition: str,
-        holder: str,
-        number: int,
-        order: int,
-        since: float,
-    ) -> None:
-        self.task = task
-        self.want = want
-        self.choose = choose
-        self.partition = partition
-        self.holder = holder
-        self.number = number
-        self.order = order
-        self.since = since
-        self.is_impatient = want.patience_s == 0
-        self.future: asyncio.Future[LeaseEntry] = asyncio.get_running_loop().create_future()
+class WaitingClaim(Struct, eq=False):
+    task: StoreTask
+    want: Want
+    choose: Choose | None
+    partition: str
+    holder: str
+    number: int
+    """The holder's own number for this claim."""
+    since: float
+    future: asyncio.Future[LeaseEntry]
+    is_impatient: bool
 
     @property
     def is_plain(self) -> bool:
@@ -62,28 +51,22 @@ class WaitingClaim:
         return f"{limits} for {self.task.name}" + (f" of versions {want.versions}" if want.versions else "")
 
 
-class TaskQueue:
-    """The claims that wait for one task of one partition: plain ones in order, special ones that others may overtake."""
+class TaskQueue(Struct, eq=False):
+    """The claims that wait for one task of one partition, the longest waiting first."""
 
-    def __init__(self) -> None:
-        self.plain: deque[WaitingClaim] = deque()
-        self.special: list[WaitingClaim] = []
-        self.stamp = -2  # `ReadyQueue.stamp` when they were served last
-
-    @property
-    def waiting(self) -> list[WaitingClaim]:
-        return [claim for claim in (*self.plain, *self.special) if not claim.future.done()]
+    partition: str
+    task: StoreTask
+    claims: list[WaitingClaim] = []
+    stamp: int = -2
+    """`ReadyQueue.stamp` when they were served last."""
 
 
-class WaitingPut:
-    __slots__ = ("future", "nbytes", "num_rows", "since", "who")
-
-    def __init__(self, num_rows: int, nbytes: int, who: str, since: float) -> None:
-        self.num_rows = num_rows
-        self.nbytes = nbytes
-        self.who = who
-        self.since = since
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+class WaitingPut(Struct, eq=False):
+    num_rows: int
+    nbytes: int
+    who: str
+    since: float
+    future: asyncio.Future[None]
 
 
 class PutQueue:
@@ -106,12 +89,13 @@ class PutQueue:
         if self.has_room_now(num_rows, nbytes):
             self.reserve(num_rows, nbytes)
             return
-        waiting = WaitingPut(num_rows, nbytes, who, self._clock.now())
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = WaitingPut(num_rows, nbytes, who, self._clock.now(), future)
         self.waiting.append(waiting)
         try:
-            await _within(waiting.future, deadline_s, lambda: self._no_room(waiting))
+            await _within(future, deadline_s, lambda: self._no_room(waiting))
         except BaseException:  # cancelled or timed out
-            if waiting.future.done() and not waiting.future.cancelled() and waiting.future.exception() is None:
+            if _has_result(future):
                 self.release(num_rows, nbytes)  # the room had been reserved already
             raise
         finally:
@@ -150,6 +134,11 @@ class PutQueue:
                 first.future.set_result(None)
             self.waiting.popleft()
 
+    def waiters(self) -> list[StoreWaiter]:
+        now = self._clock.now()
+        puts = [put for put in self.waiting if not put.future.done()]
+        return [StoreWaiter(who=put.who, what=f"room for {put.num_rows} rows", seconds=now - put.since) for put in puts]
+
 
 class ClaimQueues:
     """`on_grant(lease, number)` is called before the holder receives the lease; `give_back` replaces the table's own."""
@@ -166,39 +155,46 @@ class ClaimQueues:
         self._clock = clock
         self._on_grant = on_grant
         self._give_back = give_back or table.give_back
-        self._queues: dict[str, dict[str, TaskQueue]] = {}  # by partition, by task
-        self._num_claims = 0
+        self._queues: dict[tuple[str, str], TaskQueue] = {}  # by partition and task
         self._expiries: dict[int, asyncio.TimerHandle] = {}
 
     # ---- consumers ---------------------------------------------------------------------------------------------------
 
-    async def claim(
-        self, task: StoreTask, want: Want, choose: Choose | None, partition: str, holder: str, number: int = 0
-    ) -> LeaseEntry:
-        """`number`: the holder's own number for this claim."""
-        if choose is None and not task.by_group and want.rows is None and want.tokens is None:
-            raise StoreError(f"{task.name} reads rows, not groups: claim it by rows or by tokens")
+    def request(
+        self, task: str, want: Want, choose: Choose | None, partition: str, holder: str, number: int = 0
+    ) -> WaitingClaim:
+        found, future = self._table.tasks.find(task), asyncio.get_running_loop().create_future()
+        if choose is None and not found.by_group and want.rows is None and want.tokens is None:
+            raise StoreError(f"{task} reads rows, not groups: claim it by rows or by tokens")
+        now, is_impatient = self._clock.now(), want.patience_s == 0
+        return WaitingClaim(found, want, choose, partition, holder, number, now, future, is_impatient)
+
+    async def claim(self, claim: WaitingClaim) -> LeaseEntry:
+        task, partition = claim.task, claim.partition
         part = self._table.partition(partition)
-        queues = self._queues.setdefault(partition, {})
-        if not part.is_finished and task.name not in queues:  # nothing waits before it: no future is needed
-            units = part.ready[task.name].select(want, choose, is_all=want.patience_s == 0)
-            if units:
-                return self._grant(task, units, partition, holder, want, number)
-            claim = self._enqueue(task, want, choose, partition, holder, number)
-            queues[task.name].stamp = part.ready[task.name].stamp
-        else:
-            claim = self._enqueue(task, want, choose, partition, holder, number)
-            self.serve(partition, task)
+        queue = self._queues.get((partition, task.name))
+        if queue is None and not part.is_finished:  # nothing waits before it
+            lease = self.claim_now(claim)
+            if lease is not None:
+                return lease
+        if queue is None:
+            queue = self._queues[partition, task.name] = TaskQueue(partition, task)
+            queue.stamp = part.ready[task.name].stamp
+        queue.claims.append(claim)
+        if part.is_finished or len(queue.claims) > 1:
+            self._serve(queue)
         return await self._wait_for(claim)
 
-    def _enqueue(
-        self, task: StoreTask, want: Want, choose: Choose | None, partition: str, holder: str, number: int
-    ) -> WaitingClaim:
-        self._num_claims += 1
-        claim = WaitingClaim(task, want, choose, partition, holder, number, self._num_claims, self._clock.now())
-        queue = self._queues.setdefault(partition, {}).setdefault(task.name, TaskQueue())
-        (queue.plain if claim.is_plain else queue.special).append(claim)
-        return claim
+    def claim_now(self, claim: WaitingClaim, *, is_last: bool = False) -> LeaseEntry | None:
+        """A lease, if what is wanted is ready. `is_last`: waiting would not add more."""
+        task, want, is_all = claim.task, claim.want, claim.is_impatient or is_last
+        units = self._table.partition(claim.partition).ready[task.name].select(want, claim.choose, is_all=is_all)
+        if not units:
+            return None
+        lease = self._table.grant(task, units, claim.partition, claim.holder, want)
+        self._on_grant(lease, claim.number)
+        self.start_expiry(lease)
+        return lease
 
     async def _wait_for(self, claim: WaitingClaim) -> LeaseEntry:
         want, timer = claim.want, None
@@ -219,94 +215,74 @@ class ClaimQueues:
 
     def _on_patience_timeout(self, claim: WaitingClaim) -> None:
         claim.is_impatient = True
-        self.serve(claim.partition, claim.task)
+        self._serve_task(claim.partition, claim.task)
 
     def _withdraw(self, claim: WaitingClaim) -> None:
         """A claim whose caller is gone. If it was granted, the lease is given back."""
-        future = claim.future
-        if future.done() and not future.cancelled() and future.exception() is None:
-            if future.result().id in self._table.leases:
-                self.give_back(future.result().id)
+        if _has_result(claim.future):
+            if claim.future.result().id in self._table.leases:
+                self.give_back(claim.future.result().id)
             return
-        future.cancel()
-        queue = self._queues.get(claim.partition, {}).get(claim.task.name)
-        if queue is not None and claim in queue.plain:
-            queue.plain.remove(claim)
-        self.serve(claim.partition, claim.task)  # claims behind it may be served now
+        claim.future.cancel()
+        self._serve_task(claim.partition, claim.task)  # claims behind it may be served now
 
-    def serve_all(self, partition: str) -> None:
-        """After a change: serve the tasks of this partition for which something has become ready since the last time."""
-        queues = self._queues.get(partition)
-        if not queues:
-            return
-        part = self._table.partitions.get(partition)
-        for name, queue in list(queues.items()):
-            stamp = -1 if part is None or part.is_finished else part.ready[name].stamp
-            if stamp != queue.stamp or stamp == -1:
+    def serve(self) -> None:
+        """After a change: serve the tasks for which something has become ready since the last time."""
+        for queue in list(self._queues.values()):
+            part = self._table.partition(queue.partition)
+            stamp = part.ready[queue.task.name].stamp
+            if part.is_finished or stamp != queue.stamp:
                 queue.stamp = stamp
-                self.serve(partition, self._table.tasks.by_name[name])
+                self._serve(queue)
 
     def wake(self) -> None:
-        for partition, queues in list(self._queues.items()):
-            for name in list(queues):
-                self.serve(partition, self._table.tasks.by_name[name])
+        for queue in list(self._queues.values()):
+            self._serve(queue)
 
-    def serve(self, partition: str, task: StoreTask) -> None:
-        """Grant what is ready to the waiting claims, the longest waiting first."""
-        queues = self._queues.get(partition, {})
-        queue = queues.get(task.name)
-        if queue is None:
-            return
-        part = self._table.partition(partition)
+    def _serve_task(self, partition: str, task: StoreTask) -> None:
+        queue = self._queues.get((partition, task.name))
+        if queue is not None:
+            self._serve(queue)
+
+    def _serve(self, queue: TaskQueue) -> None:
+        """Grant what is ready to the waiting claims, the longest waiting first. A plain one that has to wait holds up the plain
+        ones behind it."""
+        part, task = self._table.partition(queue.partition), queue.task
         is_last = part.is_finished and not part.may_become_ready(task)
-        order = queue.plain[0].order if queue.plain else None
-        if queue.special:
-            queue.special = [
-                c for c in queue.special if (order is not None and c.order > order) or not self._serve(c, is_last)
-            ]
-        while queue.plain and self._serve(queue.plain[0], is_last):
-            queue.plain.popleft()
-        if order is not None and queue.special:
-            queue.special = [c for c in queue.special if c.order < order or not self._serve(c, is_last)]
+        left: list[WaitingClaim] = []
+        is_held_up = False
+        for claim in queue.claims:
+            if (is_held_up and claim.is_plain and not claim.future.done()) or not self._is_served(claim, is_last):
+                is_held_up = is_held_up or claim.is_plain
+                left.append(claim)
+        queue.claims = left
         if part.is_finished and not part.may_still_come(task):
-            self._end(partition, task.name, f"{task.name}: the stream has ended")
-        elif not queue.plain and not queue.special:
-            queues.pop(task.name, None)
+            self._end(queue, f"{task.name}: the stream has ended")
+        elif not left:
+            self._queues.pop((queue.partition, task.name), None)
 
-    def _serve(self, claim: WaitingClaim, is_last: bool) -> bool:
+    def _is_served(self, claim: WaitingClaim, is_last: bool) -> bool:
         """Whether this claim no longer waits."""
         if claim.future.done():
             return True
-        ready = self._table.partition(claim.partition).ready[claim.task.name]
         try:
-            units = ready.select(claim.want, claim.choose, is_all=claim.is_impatient or is_last)
+            lease = self.claim_now(claim, is_last=is_last)
         except Exception as error:  # of its own policy or `choose`: no other claim is affected
             claim.future.set_exception(error)
             return True
-        if not units:
-            return False
-        lease = self._grant(claim.task, units, claim.partition, claim.holder, claim.want, claim.number)
-        claim.future.set_result(lease)
-        return True
+        if lease is not None:
+            claim.future.set_result(lease)
+        return lease is not None
 
-    def _grant(
-        self, task: StoreTask, units: list[Unit], partition: str, holder: str, want: Want, number: int
-    ) -> LeaseEntry:
-        lease = self._table.grant(task, units, partition, holder, want)
-        self._on_grant(lease, number)
-        if want.expires_s is not None:
-            self._start_expiry(lease)
-        return lease
-
-    def _end(self, partition: str, name: str, why: str) -> None:
-        queue = self._queues.get(partition, {}).pop(name, None)
-        for claim in queue.waiting if queue is not None else ():
-            claim.future.set_exception(StreamEnded(why))
+    def _end(self, queue: TaskQueue, why: str) -> None:
+        self._queues.pop((queue.partition, queue.task.name), None)
+        for claim in queue.claims:
+            if not claim.future.done():
+                claim.future.set_exception(StreamEnded(why))
 
     def end_partition(self, partition: str) -> None:
-        for name in self._table.tasks.by_name:
-            self._end(partition, name, f"partition {partition!r} was dropped")
-        self._queues.pop(partition, None)
+        for queue in [queue for queue in self._queues.values() if queue.partition == partition]:
+            self._end(queue, f"partition {partition!r} was dropped")
         for lease_id in [one for one in self._expiries if one not in self._table.leases]:
             self.stop_expiry(lease_id)
 
@@ -316,7 +292,7 @@ class ClaimQueues:
         lease = self._table.lease(lease_id)
         self._give_back(lease_id)
         self.stop_expiry(lease_id)
-        self.serve(lease.partition, lease.task)
+        self._serve_task(lease.partition, lease.task)
 
     def give_back_of(self, holder: str) -> None:
         """A consumer is dead."""
@@ -326,41 +302,79 @@ class ClaimQueues:
     def renew(self, lease_id: int) -> None:
         lease = self._table.lease(lease_id)
         self.stop_expiry(lease_id)
-        self._start_expiry(lease)
+        self.start_expiry(lease)
 
-    def _start_expiry(self, lease: LeaseEntry) -> None:
+    def start_expiry(self, lease: LeaseEntry) -> None:
         if lease.want.expires_s is not None:
             loop = asyncio.get_running_loop()
             self._expiries[lease.id] = loop.call_later(lease.want.expires_s, self.give_back, lease.id)
-
-    def start_expiries(self, leases: Iterable[LeaseEntry]) -> None:
-        """Of leases that were read from a journal: their time starts again."""
-        for lease in leases:
-            self._start_expiry(lease)
 
     def stop_expiry(self, lease_id: int) -> None:
         timer = self._expiries.pop(lease_id, None)
         if timer is not None:
             timer.cancel()
 
-    # ---- statistics --------------------------------------------------------------------------------------------------
-
-    def stats(self, put_queue: PutQueue) -> StoreStats:
-        now = self._clock.now()
-        claims = [claim for queues in self._queues.values() for queue in queues.values() for claim in queue.waiting]
-        puts = [put for put in put_queue.waiting if not put.future.done()]
-        waiting = [StoreWaiter(who=c.holder, what=c.describe(), seconds=now - c.since) for c in claims]
-        waiting += [
-            StoreWaiter(who=put.who, what=f"room for {put.num_rows} rows", seconds=now - put.since) for put in puts
+    def waiters(self) -> list[tuple[str, StoreWaiter]]:
+        """The claims that wait, each with its task."""
+        claims, now = [claim for queue in self._queues.values() for claim in queue.claims], self._clock.now()
+        return [
+            (claim.task.name, StoreWaiter(who=claim.holder, what=claim.describe(), seconds=now - claim.since))
+            for claim in claims
+            if not claim.future.done()
         ]
-        return msgspec.structs.replace(
-            self._table.stats(now),
-            waiting_producers=len(puts),
-            waiting_consumers={
-                name: sum(1 for claim in claims if claim.task.name == name) for name in self._table.tasks.by_name
-            },
-            waiting=sorted(waiting, key=lambda waiter: -waiter.seconds)[:MAX_WAITERS_SHOWN],
-        )
+
+
+class ReadyWatch:
+    """Clients that choose a group themselves: each receives the ready groups whenever they have changed. `wait` answers one
+    client; `notify` is called after every change of the table."""
+
+    def __init__(self, table: RowTable, clock: Clock) -> None:
+        self._table = table
+        self._clock = clock
+        self._changes: dict[tuple[str, str], tuple[int, asyncio.Event]] = {}
+        self._num_changes = time.time_ns()  # higher than any from before a restart
+        self._dropped: dict[str, int] = {}  # partition -> the change with which it was dropped
+        self._since: dict[tuple[str, str], float] = {}  # client and task -> waiting since
+
+    async def wait(self, client: str, body: WatchReady) -> ReplyBody:
+        """The groups that are ready, as soon as they differ from what the client saw."""
+        key = (body.partition, body.task)
+        task, since, seen = self._table.tasks.find(body.task), self._clock.now(), body.seen
+        while True:
+            change, event = self._changes.setdefault(key, (self._num_changes, asyncio.Event()))
+            part = self._table.partition(body.partition)
+            is_over = part.is_finished and not part.may_still_come(task)
+            if 0 < seen < self._dropped.get(body.partition, 0):
+                return ReadyGroups(change, [], True)
+            if change != seen or is_over:
+                return ReadyGroups(change, [unit.id for unit in part.ready[body.task].in_order()], is_over)
+            self._since[client, body.task] = since
+            try:
+                await event.wait()
+            finally:
+                self._since.pop((client, body.task), None)
+
+    def notify(self) -> None:
+        self._num_changes += 1
+        for key, (_, event) in list(self._changes.items()):
+            self._changes[key] = (self._num_changes, asyncio.Event())
+            event.set()
+
+    def on_dropped(self, partition: str) -> None:
+        self._dropped[partition] = self._num_changes + 1
+        if len(self._dropped) > MAX_DROPPED:
+            del self._dropped[next(iter(self._dropped))]
+
+    def waiters(self) -> list[tuple[str, StoreWaiter]]:
+        now = self._clock.now()
+        return [
+            (task, StoreWaiter(who=who, what=f"a choice for {task}", seconds=now - since))
+            for (who, task), since in self._since.items()
+        ]
+
+
+def _has_result(future: asyncio.Future[T]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 async def _within(future: asyncio.Future[T], deadline_s: float | None, why: Callable[[], str]) -> T:

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from millstream.store import rows
 from millstream.store.base import StoreStats, Want
 
 MAX_GREETING_BYTES = 16 << 10
@@ -40,6 +41,9 @@ class Payload(Struct, frozen=True, array_like=True):
     """It holds tensors, which cannot be made read-only: readers map it privately (copy on write)."""
 
 
+PackedBlock = rows.BlockSpec[Payload]
+
+
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
@@ -65,102 +69,84 @@ class ReleaseSegment(_Tagged):
     name: str
 
 
-class PutRows(_Tagged):
-    group_ids: list[int]
-    columns: list[str]
-    payload: Payload
-    versions: list[int] | None
-    tokens: list[int] | None
+class PartitionRequest(_Tagged):
+    """A request about one partition."""
+
     partition: str
-    deadline_s: float | None
+
+
+class PutRows(PartitionRequest):
+    group_ids: list[int]
+    block: PackedBlock
+    versions: list[int]
+    tokens: list[int]
+    deadline_s: float | None = None
 
 
 class WriteCells(_Tagged):
     row_ids: list[int]
-    columns: list[str]
-    payload: Payload
+    block: PackedBlock
     overwrite: bool
 
 
-class CloseGroups(_Tagged):
+class CloseGroups(PartitionRequest):
     group_ids: list[int]
-    partition: str
 
 
-class ClaimRows(_Tagged):
+class ClaimRows(PartitionRequest):
     task: str
     want: Want
-    partition: str
     group_id: int | None = None
     """This group, if it is ready; else the answer is `Accepted`."""
 
 
-class WatchReady(_Tagged):
+class WatchReady(PartitionRequest):
     """Answered when the groups that are ready differ from those at the change `seen`."""
 
     task: str
-    partition: str
     seen: int
 
 
-class AcknowledgeLease(_Tagged):
+class LeaseRequest(_Tagged):
+    """A request about one lease."""
+
     lease_id: int
+
+
+class AcknowledgeLease(LeaseRequest):
     step: int | None
 
 
-class DropLease(_Tagged):
-    lease_id: int
+class DropLease(LeaseRequest): ...
 
 
-class GiveBackLease(_Tagged):
-    lease_id: int
+class GiveBackLease(LeaseRequest): ...
 
 
-class RenewLease(_Tagged):
-    lease_id: int
+class RenewLease(LeaseRequest): ...
 
 
-class CoverStep(_Tagged):
+class CoverStep(PartitionRequest):
     step: int
-    partition: str
 
 
-class RewindTask(_Tagged):
+class RewindTask(PartitionRequest):
     task: str
     step: int
-    partition: str
 
 
-class FinishPartition(_Tagged):
-    partition: str
+class FinishPartition(PartitionRequest): ...
 
 
-class DropPartition(_Tagged):
-    partition: str
+class DropPartition(PartitionRequest): ...
 
 
-class ReadPartition(_Tagged):
+class ReadPartition(PartitionRequest):
     """All rows of a partition, for a snapshot."""
 
-    partition: str
 
-
-class SavedRows(Struct, array_like=True):
-    ids: list[int]
-    group_ids: list[int]
-    columns: list[str]
-    payload: Payload
-    versions: list[int]
-    tokens: list[int]
-    steps: list[dict[str, int]]
-
-
-class RestorePartition(_Tagged):
-    rows: list[SavedRows]
-    is_closed: dict[int, bool]
-    acknowledged: dict[str, list[int]]
-    partition: str
-    generation: int
+class RestorePartition(PartitionRequest):
+    saved: rows.SavedPartition[Payload]
 
 
 class GetStats(_Tagged): ...
@@ -179,30 +165,12 @@ class CloseViews(_Tagged):
     names: list[str]
 
 
-RequestBody = (
-    StoreHello
-    | ReserveSegment
-    | ReleaseSegment
-    | PutRows
-    | WriteCells
-    | CloseGroups
-    | ClaimRows
-    | WatchReady
-    | AcknowledgeLease
-    | DropLease
-    | GiveBackLease
-    | RenewLease
-    | CoverStep
-    | RewindTask
-    | FinishPartition
-    | DropPartition
-    | ReadPartition
-    | RestorePartition
-    | GetStats
-    | GetLostRows
-    | CancelRequest
-    | CloseViews
-)
+LeaseChange = AcknowledgeLease | DropLease | GiveBackLease
+PartitionChange = CloseGroups | CoverStep | RewindTask | FinishPartition | DropPartition
+PayloadChange = PutRows | WriteCells | RestorePartition
+SegmentRequest = ReserveSegment | ReleaseSegment | CloseViews
+Question = ClaimRows | WatchReady | RenewLease | ReadPartition | GetStats | GetLostRows
+RequestBody = StoreHello | CancelRequest | LeaseChange | PartitionChange | PayloadChange | SegmentRequest | Question
 
 
 class StoreRequest(Struct, array_like=True):
@@ -262,13 +230,9 @@ class ReadyGroups(_Tagged):
     is_over: bool
 
 
-class PartitionContent(_Tagged):
+class PartitionReply(_Tagged):
     granted: LeaseGranted
-    is_closed: dict[int, bool]
-    acknowledged: dict[str, list[int]]
-    tokens: list[int]
-    steps: list[dict[str, int]]
-    generation: int
+    content: rows.PartitionContent
 
 
 class StatsReply(_Tagged):
@@ -297,19 +261,9 @@ class UnlinkSegments(_Tagged):
     names: list[str]
 
 
+RowsReply = RowsAdded | RowCount | LeaseGranted | ReadyGroups | PartitionReply
 ReplyBody = (
-    Welcome
-    | SegmentReserved
-    | Accepted
-    | RowsAdded
-    | RowCount
-    | LeaseGranted
-    | ReadyGroups
-    | PartitionContent
-    | StatsReply
-    | LostRowsReply
-    | RequestFailed
-    | UnlinkSegments
+    Welcome | Accepted | RequestFailed | RowsReply | StatsReply | LostRowsReply | SegmentReserved | UnlinkSegments
 )
 
 
@@ -318,11 +272,13 @@ class StoreReply(Struct, array_like=True):
     body: ReplyBody
 
 
-def payloads_of(change: Any) -> list[Payload]:
+def segments_of(change: Any) -> list[Segment]:
+    """The segments that hold the payload of a change."""
     match change:
         case PutRows() | WriteCells():
-            return [change.payload]
+            blocks = [change.block]
         case RestorePartition():
-            return [rows.payload for rows in change.rows]
+            blocks = [block for _, block in change.saved.blocks]
         case _:
-            return []
+            blocks = []
+    return [block.payload.segment for block in blocks if block.payload.segment is not None]

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,16 @@ def _array(value: Any) -> Any:
     return value.detach().float().cpu().numpy() if hasattr(value, "detach") else value
 
 
+def learner_test(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that runs on an event loop of its own."""
+
+    @wraps(test)
+    def run(*arguments: Any, **fixtures: Any) -> None:
+        asyncio.run(test(*arguments, **fixtures))
+
+    return run
+
+
 class LearnerSuite:
     vocabulary = 97
     tolerance = 1e-3
@@ -76,6 +88,14 @@ class LearnerSuite:
         if close is not None:
             await close()
 
+    @asynccontextmanager
+    async def opened(self, num_steps: int | None = None) -> AsyncIterator[Learner]:
+        learner = self.open(num_steps)
+        try:
+            yield learner
+        finally:
+            await self.close(learner)
+
     async def train(self, learner: Learner, *micro_batches: Sequence[TrainRow]) -> Metrics:
         await learner.begin_batch()
         for rows in micro_batches:
@@ -84,41 +104,33 @@ class LearnerSuite:
 
     async def after(self, *micro_batches: Sequence[TrainRow]) -> tuple[Floats, Floats]:
         """The weights before and after one step of a new learner."""
-        learner = self.open()
-        try:
+        async with self.opened() as learner:
             before = flat_weights(await learner.weights())
             await self.train(learner, *micro_batches)
             return before, flat_weights(await learner.weights())
-        finally:
-            await self.close(learner)
 
-    def test_any_split_and_order_of_rows_gives_the_same_step(self) -> None:
+    @learner_test
+    async def test_any_split_and_order_of_rows_gives_the_same_step(self) -> None:
         rows, rng = make_rows(self.vocabulary), random.Random(0)
+        before, whole = await self.after(rows)
+        moved = np.abs(whole - before).max()
+        assert moved > 0, "a step with rows moves the weights"
+        for _ in range(3):
+            order = rng.sample(rows, len(rows))
+            cut = rng.randint(1, len(rows) - 1)
+            _, found = await self.after(order[:cut], order[cut:])
+            # Adam's first step is the sign of the gradient: near 0 it may be either
+            assert np.mean(np.abs(found - whole) > self.tolerance * moved) < 0.01
 
-        async def program() -> None:
-            before, whole = await self.after(rows)
-            moved = np.abs(whole - before).max()
-            assert moved > 0, "a step with rows moves the weights"
-            for _ in range(3):
-                order = rng.sample(rows, len(rows))
-                cut = rng.randint(1, len(rows) - 1)
-                _, found = await self.after(order[:cut], order[cut:])
-                # Adam's first step is the sign of the gradient: near 0 it may be either
-                assert np.mean(np.abs(found - whole) > self.tolerance * moved) < 0.01
-
-        asyncio.run(program())
-
-    def test_the_same_order_gives_the_same_bits(self) -> None:
+    @learner_test
+    async def test_the_same_order_gives_the_same_bits(self) -> None:
         rows = make_rows(self.vocabulary)
+        _, one = await self.after(rows[:4], rows[4:])
+        _, other = await self.after(rows[:4], rows[4:])
+        assert np.array_equal(one, other)
 
-        async def program() -> None:
-            _, one = await self.after(rows[:4], rows[4:])
-            _, other = await self.after(rows[:4], rows[4:])
-            assert np.array_equal(one, other)
-
-        asyncio.run(program())
-
-    def test_what_is_not_trained_changes_nothing(self) -> None:
+    @learner_test
+    async def test_what_is_not_trained_changes_nothing(self) -> None:
         """Numbers outside of the mask, and rows without a trained token."""
         rows = make_rows(self.vocabulary)
         spoilt = [
@@ -129,112 +141,74 @@ class LearnerSuite:
             )
             for row in rows
         ]
+        before, plain = await self.after(rows)
+        _, found = await self.after(spoilt)
+        assert np.array_equal(found, plain)
+        _, fewer = await self.after([row for row in rows if row.loss_mask.any()])
+        assert np.abs(fewer - plain).max() <= max(self.tolerance, 1e-3) * np.abs(plain - before).max()
 
-        async def program() -> None:
-            before, plain = await self.after(rows)
-            _, found = await self.after(spoilt)
-            assert np.array_equal(found, plain)
-            _, fewer = await self.after([row for row in rows if row.loss_mask.any()])
-            assert np.abs(fewer - plain).max() <= max(self.tolerance, 1e-3) * np.abs(plain - before).max()
-
-        asyncio.run(program())
-
-    def test_a_step_without_rows_leaves_the_weights_as_they_are(self) -> None:
+    @learner_test
+    async def test_a_step_without_rows_leaves_the_weights_as_they_are(self) -> None:
         untrained = [row for row in make_rows(self.vocabulary) if not row.loss_mask.any()]
+        for micro_batches in ([], [untrained]):
+            before, found = await self.after(*micro_batches)
+            assert np.array_equal(found, before)
 
-        async def program() -> None:
-            for micro_batches in ([], [untrained]):
-                before, found = await self.after(*micro_batches)
-                assert np.array_equal(found, before)
-
-        asyncio.run(program())
-
-    def test_a_row_that_is_not_finite_is_left_out(self) -> None:
+    @learner_test
+    async def test_a_row_that_is_not_finite_is_left_out(self) -> None:
         rows = make_rows(self.vocabulary)
         bad = structs.replace(rows[0], advantages=np.full(len(rows[0].tokens), np.inf, dtype=np.float32))
+        before, found = await self.after([bad, *rows[1:]])
+        assert np.isfinite(found).all() and not np.array_equal(found, before)
+        _, without = await self.after(rows[1:])
+        assert np.abs(found - without).max() <= max(self.tolerance, 1e-3) * np.abs(found - before).max()
 
-        async def program() -> None:
-            before, found = await self.after([bad, *rows[1:]])
-            assert np.isfinite(found).all() and not np.array_equal(found, before)
-            _, without = await self.after(rows[1:])
-            assert np.abs(found - without).max() <= max(self.tolerance, 1e-3) * np.abs(found - before).max()
+    @learner_test
+    async def test_weights_are_a_copy_that_later_steps_do_not_change(self) -> None:
+        async with self.opened() as learner:
+            weights = await learner.weights()
+            before = flat_weights(weights).copy()
+            await self.train(learner, make_rows(self.vocabulary))
+            assert np.array_equal(flat_weights(weights), before)
+            assert not np.array_equal(flat_weights(await learner.weights()), before)
 
-        asyncio.run(program())
-
-    def test_weights_are_a_copy_that_later_steps_do_not_change(self) -> None:
-        async def program() -> None:
-            learner = self.open()
-            try:
-                weights = await learner.weights()
-                before = flat_weights(weights).copy()
-                await self.train(learner, make_rows(self.vocabulary))
-                assert np.array_equal(flat_weights(weights), before)
-                assert not np.array_equal(flat_weights(await learner.weights()), before)
-            finally:
-                await self.close(learner)
-
-        asyncio.run(program())
-
-    def test_it_resumes_from_a_snapshot_whatever_came_after_it(self, tmp_path: Path) -> None:
+    @learner_test
+    async def test_it_resumes_from_a_snapshot_whatever_came_after_it(self, tmp_path: Path) -> None:
         batches = [make_rows(self.vocabulary, seed=seed) for seed in range(4)]
+        async with self.opened(num_steps=8) as one, self.opened(num_steps=8) as other:
+            await self.train(one, batches[0])
+            snapshot = await one.snapshot()
+            await self.train(one, batches[1])
+            snapshot.write(tmp_path)  # later: it must not have changed
+            await asyncio.to_thread(other.restore, tmp_path)
+            await self.train(other, batches[1])
+            assert np.array_equal(flat_weights(await one.weights()), flat_weights(await other.weights()))
+            for learner in (one, other):
+                await self.train(learner, batches[2])
+            assert np.array_equal(flat_weights(await one.weights()), flat_weights(await other.weights()))
 
-        async def program() -> None:
-            one, other = self.open(num_steps=8), self.open(num_steps=8)
-            try:
-                await self.train(one, batches[0])
-                snapshot = await one.snapshot()
-                await self.train(one, batches[1])
-                snapshot.write(tmp_path)  # later: it must not have changed
-                await asyncio.to_thread(other.restore, tmp_path)
-                await self.train(other, batches[1])
-                assert np.array_equal(flat_weights(await one.weights()), flat_weights(await other.weights()))
-                for learner in (one, other):
-                    await self.train(learner, batches[2])
-                assert np.array_equal(flat_weights(await one.weights()), flat_weights(await other.weights()))
-            finally:
-                await self.close(one)
-                await self.close(other)
-
-        asyncio.run(program())
-
-    def test_log_probabilities_are_those_of_each_row_alone_and_training_moves_them(self) -> None:
+    @learner_test
+    async def test_log_probabilities_are_those_of_each_row_alone_and_training_moves_them(self) -> None:
         rows = [row for row in make_rows(self.vocabulary) if row.loss_mask.any()]
+        async with self.opened() as learner:
+            together = await learner.logprobs(rows)
+            alone = [(await learner.logprobs([row]))[0] for row in rows]
+            for row, found, expected in zip(rows, together, alone, strict=True):
+                assert found.shape == (int(row.loss_mask.sum()),) and (found <= 0).all()
+                assert np.allclose(found, expected, atol=max(1e-4, self.tolerance / 10))
+            good = structs.replace(rows[0], advantages=np.ones(len(rows[0].tokens), np.float32))
+            for _ in range(5):
+                await self.train(learner, [good])
+            assert (await learner.logprobs([good]))[0].sum() > together[0].sum()
 
-        async def program() -> None:
-            learner = self.open()
-            try:
-                together = await learner.logprobs(rows)
-                alone = [(await learner.logprobs([row]))[0] for row in rows]
-                for row, found, expected in zip(rows, together, alone, strict=True):
-                    assert found.shape == (int(row.loss_mask.sum()),) and (found <= 0).all()
-                    assert np.allclose(found, expected, atol=max(1e-4, self.tolerance / 10))
-                good = structs.replace(rows[0], advantages=np.ones(len(rows[0].tokens), np.float32))
-                for _ in range(5):
-                    await self.train(learner, [good])
-                assert (await learner.logprobs([good]))[0].sum() > together[0].sum()
-            finally:
-                await self.close(learner)
+    @learner_test
+    async def test_metrics_are_finite_numbers(self) -> None:
+        async with self.opened() as learner:
+            metrics = await self.train(learner, make_rows(self.vocabulary))
+        assert metrics and all(np.isfinite(value) for value in metrics.values())
 
-        asyncio.run(program())
-
-    def test_metrics_are_finite_numbers(self) -> None:
-        async def program() -> None:
-            learner = self.open()
-            try:
-                metrics = await self.train(learner, make_rows(self.vocabulary))
-            finally:
-                await self.close(learner)
-            assert metrics and all(np.isfinite(value) for value in metrics.values())
-
-        asyncio.run(program())
-
-    def test_what_it_saves_is_there(self, tmp_path: Path) -> None:
-        async def program() -> None:
-            learner = self.open()
-            try:
-                await asyncio.to_thread(learner.save, tmp_path / "model")
-            finally:
-                await self.close(learner)
-
-        asyncio.run(program())
+    @learner_test
+    async def test_what_it_saves_is_there(self, tmp_path: Path) -> None:
+        async with self.opened() as learner:
+            await asyncio.to_thread(learner.save, tmp_path / "model")
         assert any((tmp_path / "model").iterdir())

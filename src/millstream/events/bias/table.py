@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from millstream.events.types import (
@@ -69,18 +69,12 @@ class _GroupRecord(Struct):
     source: str = ""
     fate: Fate | None = None
     is_restarted: bool = False
-    members: dict[int, _MemberRecord] = {}
-
-    def member(self, number: int) -> _MemberRecord:
-        found = self.members.get(number)
-        if found is None:
-            found = self.members[number] = _MemberRecord()
-        return found
+    members: dict[int, _MemberRecord] = field(default_factory=lambda: defaultdict(_MemberRecord))
 
     def resume(self, event: GroupResumed) -> None:
         for number in event.to_do:  # the same draws come again, except those from before a restart
             if self.is_restarted:
-                self.member(number).draw_again()
+                self.members[number].draw_again()
             else:
                 self.members[number] = _MemberRecord()
         for number, member in self.members.items():
@@ -117,7 +111,7 @@ _KINDS = (np.int64, np.int64, np.int64, np.bool_, np.int64, np.bool_, np.bool_, 
 
 class GroupLog:
     def __init__(self, events: Iterable[Event]) -> None:
-        self._groups: dict[int, _GroupRecord] = {}
+        self._groups: dict[int, _GroupRecord] = defaultdict(_GroupRecord)
         self._last_at = 0.0
         for event in events:
             self._last_at = event.at
@@ -126,35 +120,29 @@ class GroupLog:
     def _add(self, event: Event) -> None:
         match event:
             case RolloutStarted():
-                self._group(event.group_id).member(event.member).since = event.at
+                self._groups[event.group_id].members[event.member].since = event.at
             case RolloutEnded():
-                member = self._group(event.group_id).member(event.member)
+                member = self._groups[event.group_id].members[event.member]
                 member.finish(event.num_sampled, event.seconds, event.reward)
             case RolloutFailed():
                 self._fail(event)
             case RolloutAborted():
-                member = self._group(event.group_id).member(event.member)
+                member = self._groups[event.group_id].members[event.member]
                 member.finish(event.num_sampled, event.seconds, None)
                 member.is_aborted = True
             case GroupRestarted():
-                self._group(event.group_id).restart()
+                self._groups[event.group_id].restart()
             case GroupAdmitted():
-                group = self._group(event.group_id)
+                group = self._groups[event.group_id]
                 group.task = event.task_id
                 group.source = event.source
             case GroupLeft():
-                self._group(event.group_id).fate = event.fate
+                self._groups[event.group_id].fate = event.fate
             case GroupResumed():
-                self._group(event.group_id).resume(event)
-
-    def _group(self, group_id: int) -> _GroupRecord:
-        found = self._groups.get(group_id)
-        if found is None:
-            found = self._groups[group_id] = _GroupRecord()
-        return found
+                self._groups[event.group_id].resume(event)
 
     def _fail(self, event: RolloutFailed) -> None:
-        member = self._group(event.group_id).member(event.member)
+        member = self._groups[event.group_id].members[event.member]
         began = event.at if member.since is None else member.since
         member.is_first_failed = member.is_first_failed or not member.is_done
         member.finish(event.num_sampled, event.seconds or event.at - began, None)

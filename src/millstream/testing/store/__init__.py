@@ -18,14 +18,11 @@ from __future__ import annotations
 
 from millstream.testing.store.base import GROUPS, MIXED, ROWS, put_group, put_values, stop, values_now
 from millstream.testing.store.claims import ClaimPromises
-from millstream.testing.store.leases import LeasePromises
-from millstream.testing.store.partitions import PartitionPromises
-from millstream.testing.store.policies import PolicyPromises
 from millstream.testing.store.rows import RowPromises
-from millstream.testing.store.waiting import WaitingPromises
+from millstream.testing.store.streams import StreamPromises
 
 __all__ = ["GROUPS", "MIXED", "ROWS", "StoreSuite", "put_group", "put_values", "stop", "values_now"]
 
 
-class StoreSuite(RowPromises, ClaimPromises, PolicyPromises, LeasePromises, WaitingPromises, PartitionPromises):
+class StoreSuite(RowPromises, ClaimPromises, StreamPromises):
     """All promises. Subclass it in a test file, and override `open`."""
