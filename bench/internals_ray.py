@@ -7,4 +7,4 @@ from __future__ import annotations
 import millstream.cluster.driver  # sets Ray to the loopback interface
 from millstream.cluster.store import RayStore, connect
 from millstream.store.client import StoreClient
-from millstream.store.host import StorePlan as StoreAddress
+from millstream.store.coordinator import StorePlan as StoreAddress
