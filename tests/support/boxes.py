@@ -1,0 +1,50 @@
+"""Programs in the sandbox behind every kind of walls, as root, as root without the right to make namespaces, and as an ordinary
+user: many of them by one driver process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import millstream
+
+DRIVER = Path(__file__).with_name("box_driver.py")
+# Who runs the sandbox, and behind which walls.
+PLACES = (
+    ("root", "root"),
+    ("root", "user"),
+    ("root", "none"),
+    ("bare root", "user"),
+    ("bare root", "none"),
+    ("user", "user"),
+    ("user", "none"),
+)
+LIMITS = {"wall_s": 60.0, "memory_bytes": 256 << 20, "scratch_bytes": 4 << 20, "file_bytes": 2 << 20, "processes": 24}
+
+
+def drive(identity: str, walls: str, jobs: Sequence[dict[str, Any]]) -> list[Any]:
+    """What each job has come to. Skips where this identity cannot be taken, or these walls cannot be had."""
+    if identity != "user" and os.geteuid() != 0:
+        pytest.skip(f"walls {walls!r} as {identity!r}: the tests are not run by root")
+    whole = [{"walls": walls, "limits": LIMITS, **job} for job in jobs]
+    ran = subprocess.run(
+        [sys.executable, str(DRIVER), identity],
+        input=json.dumps(whole),
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(millstream.__file__).parents[1])},
+        cwd="/",
+        timeout=240,
+    )
+    if "SandboxBroken" in ran.stderr:
+        pytest.skip(f"walls {walls!r} cannot be had as {identity!r}: {ran.stderr.splitlines()[-1]}")
+    assert ran.returncode == 0, ran.stderr
+    answers: list[Any] = json.loads(ran.stdout)
+    return answers
