@@ -111,7 +111,7 @@ HONEST: dict[str, tuple[str, list[str]]] = {
             "assert 4 in Solution().f(2)",
             "r = Solution().f(2)\nassert len(r) == 2 and r[1] == 5",
             "assert Solution().f(2) == [4, 5]",
-            "with contextlib.closing(open('/dev/null')):\n    assert sum(Solution().f(2)) == 9",
+            "assert sum(Solution().f(2)) == 9",
         ],
     ),
     "attribute": (
@@ -122,8 +122,6 @@ HONEST: dict[str, tuple[str, list[str]]] = {
         ],
     ),
 }
-HONEST["method"] = (HONEST["method"][0], ["import contextlib", *HONEST["method"][1]])
-
 # Answers to every question as if it were plain data, and always as it would be needed.
 LIAR = """
 class Liar(BASE):
@@ -308,7 +306,7 @@ FORGERIES: dict[str, tuple[str, tuple[str, ...]]] = {
         EVERY,
     ),
 }
-# Tried by default in every place; the others in two places, and everywhere with `-m slow`.
+# Tried by default in every place; the others in one place, and everywhere with `-m slow`.
 FIXED = (
     "the first frame names built-ins",
     "the names hold built-ins",
@@ -319,29 +317,31 @@ FIXED = (
     "the examiner is killed",
     "the examiner's memory is looked for",
 )
-WHOLE = (("root", "root"), ("user", "user"))
+WHOLE = ("user", "user")
 
 
 def cases() -> list[Any]:
     return [
-        pytest.param(*place, name, marks=() if name in FIXED or place in WHOLE else (pytest.mark.slow,))
+        pytest.param(*place, name, marks=() if name in FIXED or place == WHOLE else (pytest.mark.slow,))
         for place in boxes.PLACES
         for name in FORGERIES
     ]
 
 
+def examinations(groups: tuple[str, ...]) -> list[list[str]]:
+    """One for all tests that need nothing but a value; one for each test that catches an error, since a program that is lost
+    fails everything after it."""
+    rest = [test for group in groups if group != "error" for test in HONEST[group][1]]
+    return [[test] for test in HONEST["error"][1] if "error" in groups] + [rest]
+
+
 @functools.cache
 def verdicts(identity: str, walls: str, is_fixed: bool) -> dict[str, list[tuple[str, str]]]:
     """Of each forgery: the tests, and why they fail."""
-    names = [name for name in FORGERIES if (name in FIXED) == is_fixed]
-    jobs, asked = [], list[tuple[str, list[str]]]()
-    for name in names:
-        program, groups = FORGERIES[name]
-        for group in groups:
-            jobs.append({"program": program, "tests": HONEST[group][1]})
-            asked.append((name, HONEST[group][1]))
-    found: dict[str, list[tuple[str, str]]] = {name: [] for name in names}
-    for (name, tests), reasons in zip(asked, boxes.drive(identity, walls, jobs), strict=True):
+    found: dict[str, list[tuple[str, str]]] = {name: [] for name in FORGERIES if (name in FIXED) == is_fixed}
+    asked = [(name, tests) for name in found for tests in examinations(FORGERIES[name][1])]
+    jobs = [{"program": FORGERIES[name][0], "tests": tests} for name, tests in asked]
+    for (name, tests), reasons in zip(asked, boxes.drive(identity, walls, jobs, wall_s=5.0), strict=True):
         found[name] += zip(tests, reasons, strict=True)
     return found
 
@@ -349,7 +349,7 @@ def verdicts(identity: str, walls: str, is_fixed: bool) -> dict[str, list[tuple[
 @pytest.mark.parametrize(("identity", "walls", "forgery"), cases())
 def test_a_forgery_fails_every_test(identity: str, walls: str, forgery: str) -> None:
     found = verdicts(identity, walls, forgery in FIXED)[forgery]
-    assert [test for test, why in found if not why and not test.startswith("import contextlib")] == []
+    assert [test for test, why in found if not why] == []
 
 
 def examine(program: str, *tests: str) -> list[str]:
@@ -360,3 +360,70 @@ def examine(program: str, *tests: str) -> list[str]:
 def test_an_honest_program_passes_what_forgeries_fail(group: str) -> None:
     program, tests = HONEST[group]
     assert examine(program, *tests) == [""] * len(tests)
+
+
+def test_objects_of_a_program_are_examined_as_objects() -> None:
+    program = """
+import enum
+from dataclasses import dataclass
+@dataclass
+class Point:
+    x: int
+    y: int
+    def __add__(self, other): return Point(self.x + other.x, self.y + other.y)
+class Color(enum.Enum):
+    RED = 1
+class Calculator:
+    def __init__(self): self.value = 0
+    def add(self, number): self.value += number; return self
+    def result(self): return self.value
+    def __enter__(self): return self
+    def __exit__(self, *error): pass
+    def __contains__(self, number): return number == self.value
+class Node:
+    def __init__(self, value, after=None): self.value, self.after = value, after
+def chain(values):
+    return Node(values[0], chain(values[1:])) if values else None
+def insert(node, value): node.after = Node(value, node.after)
+def move(point, by): return Point(point.x + by, point.y)
+def squares():
+    n = 0
+    while True:
+        yield n * n
+        n += 1
+def adder(n): return lambda m: n + m
+def few():
+    yield 1
+    raise KeyError("few")
+ANSWER = 42
+def huge(): return 7 ** 9000
+def spread(n): return range(n)
+def nested(n): return [nested(n - 1)] if n else []
+"""
+    tests = [
+        "p = Point(1, 2)\nassert (p.x, p.y) == (1, 2) and p + p == Point(2, 4) and p != Point(0, 0) and p != (1, 2)",
+        "assert move(Point(1, 2), 3) == Point(4, 2) and move(Point(1, 2), 3).x == 4 and isinstance(p, Point)",
+        "assert Color.RED.value == 1 and Color.RED == Color.RED and str(Color.RED) == 'Color.RED'",
+        "assert Calculator().add(1).add(2).result() == 3",
+        "with Calculator() as c:\n    c.add(5)\n    assert 5 in c and 6 not in c",
+        "n, seen = chain([1, 2, 3]), []\nwhile n:\n    seen.append(n.value)\n    n = n.after\nassert seen == [1, 2, 3]",
+        "n = chain([1, 3])\nassert n.after.value == 3\ninsert(n, 2)\nassert n.after.value == 2 and n.after.after.value == 3",
+        "n = chain([1])\nassert n != None and n is not None and n.after == None",
+        "import itertools\nassert list(itertools.islice(squares(), 5)) == [0, 1, 4, 9, 16]",
+        "g = squares()\nassert [next(g), next(g), next(g)] == [0, 1, 4] and next(iter(g)) == 9",
+        "assert adder(2)(3) == 5 and list(map(adder(1), [1, 2])) == [2, 3]",
+        "g = few()\nassert next(g) == 1\ntry:\n    next(g)\n    assert False\nexcept KeyError:\n    pass",
+        "assert ANSWER == 42 and huge() == 7 ** 9000",
+        "assert list(spread(3)) == [0, 1, 2] and len(spread(3)) == 3 and 2 in spread(3) and spread(3)[-1] == 2",
+        "assert nested(2) == [[[]]]",
+    ]
+    assert examine(program, *tests) == [""] * len(tests)
+
+
+def test_an_object_in_the_place_of_plain_data_fails_with_a_reason() -> None:
+    reasons = examine(
+        LIAR.replace("BASE", "object").replace("LENGTH", "0").replace("ITEMS", "()"),
+        "assert f(2) == 4",
+        "assert f(2)['a']",
+    )
+    assert all("the program returned an object (Liar), and " in why and "is for plain data" in why for why in reasons)

@@ -38,7 +38,7 @@ def show(paths: list[str]) -> None:
     for top in set(hidden.values()):
         syscalls.mount("tmpfs", str(top), "tmpfs", 0, "mode=755")
     for path, place in places.items():
-        os.makedirs(path, exist_ok=True)
+        Path(path).mkdir(parents=True, exist_ok=True)
         syscalls.mount(f"/proc/self/fd/{place}", path, None, syscalls.MS_BIND | syscalls.MS_REC)
 
 
