@@ -32,9 +32,9 @@ def become(identity: str) -> None:
 def show(paths: list[str]) -> None:
     """In a mount namespace of our own, folders that only root can enter are replaced by ones that hold these paths alone."""
     hidden = {path: top for path in map(os.path.realpath, paths) if (top := _hidden_at(Path(path)))}
-    places = {path: os.open(path, os.O_PATH) for path in hidden}
     syscalls.unshare(syscalls.NEWNS)
     syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+    places = {path: os.open(path, os.O_PATH) for path in hidden}
     for top in set(hidden.values()):
         syscalls.mount("tmpfs", str(top), "tmpfs", 0, "mode=755")
     for path, place in places.items():

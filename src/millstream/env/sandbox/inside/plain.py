@@ -17,7 +17,12 @@ HEADER = 4
 MAX_BYTES = 32 << 20  # of one message
 MAX_DEPTH = 200  # of nested values
 MAX_JSON_INT = 1 << 63  # integers above it travel in hexadecimal: decimal takes quadratic time
-SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"t": tuple, "l": list, "s": set, "f": frozenset}
+SEQUENCES: dict[str, type[tuple[Any, ...]] | type[list[Any]] | type[set[Any]] | type[frozenset[Any]]] = {
+    "t": tuple,
+    "l": list,
+    "s": set,
+    "f": frozenset,
+}
 
 Refer = Callable[[Any], Any]
 
@@ -79,28 +84,29 @@ class Talk:
 def pack_value(value: Any, keep: Refer, depth: int = 0) -> Any:
     """Plain data as JSON with marks; `keep` encodes everything else. Subclasses become the plain type that they extend. Raises
     `RecursionError` past `MAX_DEPTH`."""
-    if value is None or type(value) in (bool, float, str):
+    own = type(value)  # whatever it says itself that it is
+    if value is None or own in (bool, float, str):
         return value
     if depth > MAX_DEPTH:
         raise RecursionError(f"nested more than {MAX_DEPTH} deep")
-    if isinstance(value, int):  # also a number of an enumeration
+    if issubclass(own, int):  # also a number of an enumeration
         number = int.__int__(value)
         return number if abs(number) < MAX_JSON_INT else {"i": hex(number)}
     for mark, kind in SEQUENCES.items():
-        if isinstance(value, kind):  # type: ignore[arg-type]
+        if issubclass(own, kind):
             return {mark: [pack_value(item, keep, depth + 1) for item in value]}
-    if isinstance(value, dict):
+    if issubclass(own, dict):
         pairs = value.items()
         return {"d": [[pack_value(key, keep, depth + 1), pack_value(item, keep, depth + 1)] for key, item in pairs]}
-    if isinstance(value, bytes | bytearray):
+    if issubclass(own, bytes | bytearray):
         return {"b": value.hex()}
-    if type(value) is complex:
+    if own is complex:
         return {"c": [value.real, value.imag]}
-    if isinstance(value, float):
+    if issubclass(own, float):
         return float.__float__(value)
-    if isinstance(value, str):
+    if issubclass(own, str):
         return str.__str__(value)
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+    if own.__module__ == "numpy" and getattr(value, "shape", None) == ():
         return pack_value(value.item(), keep, depth + 1)
     return keep(value)
 
