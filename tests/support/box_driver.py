@@ -14,7 +14,6 @@ from millstream.env.sandbox.sandbox import Limits, Sandbox
 
 ORDINARY = 54_321
 CAP_SYS_ADMIN = 21
-AT_ONCE = 4
 
 
 def become(identity: str) -> None:
@@ -46,8 +45,8 @@ def _hidden_at(path: Path) -> Path | None:
     return next((place for place in reversed((path, *path.parents)) if not place.stat().st_mode & 0o001), None)
 
 
-async def main(jobs: list[dict[str, Any]]) -> list[Any]:
-    free = asyncio.Semaphore(AT_ONCE)
+async def main(jobs: list[dict[str, Any]], at_once: int) -> list[Any]:
+    free = asyncio.Semaphore(at_once)
 
     async def one(job: dict[str, Any]) -> Any:
         async with free:
@@ -69,4 +68,4 @@ async def main(jobs: list[dict[str, Any]]) -> list[Any]:
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         become(sys.argv[1])
-    sys.stdout.write(json.dumps(asyncio.run(main(json.load(sys.stdin)))))
+    sys.stdout.write(json.dumps(asyncio.run(main(**json.load(sys.stdin)))))

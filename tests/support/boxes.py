@@ -29,14 +29,16 @@ PLACES = (
 LIMITS = {"memory_bytes": 256 << 20, "scratch_bytes": 4 << 20, "file_bytes": 2 << 20, "processes": 24}
 
 
-def drive(identity: str, walls: str, jobs: Sequence[dict[str, Any]], *, wall_s: float = 60.0) -> list[Any]:
+def drive(
+    identity: str, walls: str, jobs: Sequence[dict[str, Any]], *, wall_s: float = 60.0, at_once: int = 4
+) -> list[Any]:
     """What each job has come to. Skips where this identity cannot be taken, or these walls cannot be had."""
     if identity != "user" and os.geteuid() != 0:
         pytest.skip(f"walls {walls!r} as {identity!r}: the tests are not run by root")
     whole = [{"walls": walls, "limits": {**LIMITS, "wall_s": wall_s}, **job} for job in jobs]
     ran = subprocess.run(
         [sys.executable, str(DRIVER), identity],
-        input=json.dumps(whole),
+        input=json.dumps({"jobs": whole, "at_once": at_once}),
         capture_output=True,
         text=True,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(millstream.__file__).parents[1])},

@@ -63,7 +63,7 @@ class PythonTests:
         if not allow_uncontained and not all(getattr(contained, name) for name in NEEDED):
             raise ConfigError(
                 f"reward python_tests: {contained.words()}. Expected: {', '.join(NEEDED)} are contained, by namespaces or by "
-                "Landlock. Run on a machine or in a container that allows user namespaces, or agree to run programs of the model "
+                "Landlock. Run on a machine or in a container that allows user namespaces, or agree to run the programs "
                 "like this: args = { allow_uncontained = true } (--set reward.0.args.allow_uncontained=true)"
             )
         limits = Limits(cpu_s=program_s + 1, memory_bytes=memory_mb << 20, processes=processes)
