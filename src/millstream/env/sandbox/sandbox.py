@@ -401,7 +401,7 @@ def _in_thread(walls: Walls) -> Contained:
 
 
 async def _try(walls: Walls) -> Contained:
-    limits = Limits(wall_s=10.0, processes=8)
+    limits = Limits(wall_s=60.0, processes=8)
     with (
         tempfile.TemporaryDirectory(prefix="millstream-probe-") as name,
         socket.create_server(("127.0.0.1", 0)) as server,

@@ -13,9 +13,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .plain import Gone, Talk, pack_value, unpack_value
+from .plain import TALK, Gone, Talk, pack_value, unpack_value
 
-TALK = 3
 MAX_TEXT = 300  # characters of an error's text that are sent
 
 

@@ -25,9 +25,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .plain import Gone, Malformed, Talk, pack_value, unpack_value
+from .plain import TALK, Gone, Malformed, Talk, pack_value, unpack_value
 
-TALK, VERDICT = 3, 4
+VERDICT = 4
 MAX_WHY = 300  # characters of a reason that are reported
 MAX_CHUNK = 1024  # items of an iterator that are asked for at once
 PLAIN = (bool, int, float, complex, str, bytes, tuple, list, set, frozenset, dict)

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+TALK = 3  # the descriptor of the connection, in both processes
 HEADER = 4
 MAX_BYTES = 32 << 20  # of one message
 MAX_DEPTH = 200  # of nested values
