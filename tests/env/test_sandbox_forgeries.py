@@ -396,6 +396,8 @@ def few():
     yield 1
     raise KeyError("few")
 ANSWER = 42
+TABLE = [1, 2]
+data = ["x" * 1000] * 1000_000
 def huge(): return 7 ** 9000
 def spread(n): return range(n)
 def nested(n): return [nested(n - 1)] if n else []
@@ -413,7 +415,8 @@ def nested(n): return [nested(n - 1)] if n else []
         "g = squares()\nassert [next(g), next(g), next(g)] == [0, 1, 4] and next(iter(g)) == 9",
         "assert adder(2)(3) == 5 and list(map(adder(1), [1, 2])) == [2, 3]",
         "g = few()\nassert next(g) == 1\ntry:\n    next(g)\n    assert False\nexcept KeyError:\n    pass",
-        "assert ANSWER == 42 and huge() == 7 ** 9000",
+        "assert ANSWER == 42 and TABLE == [1, 2] and huge() == 7 ** 9000",
+        "data = [1]\nassert data == [1]",
         "assert list(spread(3)) == [0, 1, 2] and len(spread(3)) == 3 and 2 in spread(3) and spread(3)[-1] == 2",
         "assert nested(2) == [[[]]]",
     ]
