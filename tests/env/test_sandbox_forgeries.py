@@ -90,6 +90,15 @@ HONEST: dict[str, tuple[str, list[str]]] = {
             "assert f(2) and f(2).isdisjoint({9})",
         ],
     ),
+    "order": (
+        "def f(text): return len(text)",
+        [
+            "assert f('ab') < f('abc')",
+            "assert f('abc') >= f('ab') and not f('abc') <= f('ab')",
+            "assert f('ab') == f('ba') and f('ab') != f('abc')",
+            "assert max(f('ab'), f('abc'), key=lambda x: x) == f('abc') != f('ab')",
+        ],
+    ),
     "error": (
         "def f(x): raise ValueError('no')",
         [
@@ -203,7 +212,7 @@ while True:
 """
 )
 
-OBJECTS = ("number", "list", "text", "mapping", "set", "method", "attribute")
+OBJECTS = ("number", "list", "text", "mapping", "set", "method", "attribute", "order")
 EVERY = (*OBJECTS, "error", "change")
 # name: the program, and the groups of tests that it must fail.
 FORGERIES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -212,6 +221,16 @@ FORGERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "an object agrees with everything": (liar(), OBJECTS),
     "an object has a length and no items": (liar(items="()"), OBJECTS),
     "an object has other items each time": (liar(items="[0, 0, 0] if __import__('itertools').count else ()"), OBJECTS),
+    "an object is larger and smaller": (
+        "class Odd:\n    __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = lambda *given: True\n    __hash__ = None\n"
+        "def f(x): return Odd()\nclass Solution:\n    f = f",
+        OBJECTS,
+    ),
+    "an object refuses the first question": (
+        "class Shy:\n    n = 0\n    rows = ()\n    def __iter__(self): return self\n    def __next__(self):\n        self.n += 1\n"
+        "        raise TypeError if self.n == 1 else StopIteration\ndef f(x): return Shy()\nclass Solution:\n    f = f",
+        OBJECTS,
+    ),
     "an object says that it is a number": (liar("float"), OBJECTS),
     "an object extends a list": (liar("list"), OBJECTS),
     "an object extends a string": (liar("str"), OBJECTS),
@@ -410,6 +429,7 @@ def nested(n): return [nested(n - 1)] if n else []
         "with Calculator() as c:\n    c.add(5)\n    assert 5 in c and 6 not in c",
         "n, seen = chain([1, 2, 3]), []\nwhile n:\n    seen.append(n.value)\n    n = n.after\nassert seen == [1, 2, 3]",
         "n = chain([1, 3])\nassert n.after.value == 3\ninsert(n, 2)\nassert n.after.value == 2 and n.after.after.value == 3",
+        "n = chain([1, 2])\nassert n.after == n.after and n != n.after and n in [n.after, n]",
         "n = chain([1])\nassert n != None and n is not None and n.after == None",
         "import itertools\nassert list(itertools.islice(squares(), 5)) == [0, 1, 4, 9, 16]",
         "g = squares()\nassert [next(g), next(g), next(g)] == [0, 1, 4] and next(iter(g)) == 9",

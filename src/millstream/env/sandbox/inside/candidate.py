@@ -43,10 +43,14 @@ def be_examined(program: str) -> int:
     if not defined:
         return code or 1
     kept: list[Any] = []
+    places: dict[int, int] = {}
 
     def keep(value: Any) -> Any:
-        kept.append(value.value if type(value) is _Large else value)
-        return {"o": [len(kept) - 1, type(kept[-1]).__name__]}
+        value = value.value if type(value) is _Large else value
+        place = places.setdefault(id(value), len(kept))
+        if place == len(kept):
+            kept.append(value)
+        return {"o": [place, type(value).__name__]}
 
     def names(*asked: str) -> dict[str, Any]:
         found = {name: defined[name] for name in asked if name in defined}

@@ -9,7 +9,7 @@ answers questions. The examiner asks them, and trusts no answer: the program may
   iteration, indexing and truth are computed here, on these values. The program never sees what it is compared with.
 - Anything else that it returns is a `RemoteObject`: it can be called and asked for attributes, and read as a sequence of the
   values that it yields. What a test has read of it does not change, until the test passes it to the program again or calls it.
-  It is not equal to plain data: comparing it fails the test, with a reason.
+  It is not equal to plain data: comparing it fails the test, with a reason. Two of them are equal if they are the same.
 - Only an object that a test itself makes from a class (`Stack()`: a name that begins with a capital letter) is examined as an
   object (`MadeObject`): there the operators are methods of the program, and these are what the test is about.
 - After an answer that cannot be read, or none, every test fails.
@@ -151,10 +151,10 @@ class RemoteObject:
         return isinstance(instance, RemoteObject) and ask(instance, "isinstance", self) is True
 
     def __eq__(self, other: object) -> Any:
-        return other is not None and _between("eq")(self, other)
+        return other is not None and (_is_same(self, other) or _between("eq")(self, other))
 
     def __ne__(self, other: object) -> Any:
-        return other is None or _between("ne")(self, other)
+        return other is None or (not _is_same(self, other) and _between("ne")(self, other))
 
     def __hash__(self) -> int:
         return hash(_own(self).handle)
@@ -167,14 +167,21 @@ class RemoteObject:
 
 
 def _between(what: str) -> Callable[[RemoteObject, Any], Any]:
-    """An operator between two objects of the program. Plain data is never sent there to be compared or calculated with."""
+    """An operator between two objects of the program, of which the test has made at least one. Plain data is never sent there
+    to be compared or calculated with. Two results would otherwise compare as it is needed."""
 
     def operate(one: RemoteObject, other: Any) -> Any:
-        if isinstance(other, RemoteObject):
+        if (isinstance(one, MadeObject) and isinstance(other, RemoteObject)) or isinstance(other, MadeObject):
             return ask(one, what, other)
+        if isinstance(other, RemoteObject) and what in ("eq", "ne"):
+            return what == "ne"
         raise _not_plain(_own(one), f"a comparison or a calculation with {type(other).__name__}")
 
     return operate
+
+
+def _is_same(one: RemoteObject, other: object) -> bool:
+    return isinstance(other, RemoteObject) and _own(one).handle == _own(other).handle
 
 
 def _not_plain(own: _Own, what: str) -> NotPlain:
@@ -210,7 +217,8 @@ class MadeObject(RemoteObject):
         return _as_made(ask(self, "call", *arguments, **named))
 
     def __getattr__(self, name: str) -> Any:
-        return ask(self, "get", name)
+        value = ask(self, "get", name)
+        return _as_made(value) if _is_capital(name) else value
 
     def __getitem__(self, key: Any) -> Any:
         return ask(self, "item", key)
@@ -264,6 +272,7 @@ class _Items:
             raise NotPlain("the program's object yields no items")
         self._values: list[Any] = []
         self._is_over = False
+        self._error: Exception | None = None
 
     def since(self, position: int) -> Iterator[Any]:
         chunk = 1
@@ -276,7 +285,14 @@ class _Items:
                 position += 1
 
     def _read(self, number: int) -> None:
-        match ask(self._iterator, "more", number):
+        if self._error is not None:
+            raise self._error
+        try:
+            answer = ask(self._iterator, "more", number)
+        except Exception as error:  # and so it stays
+            self._error = error
+            raise
+        match answer:
             case (list(values), bool(is_over)) if values or is_over:
                 self._values += values
                 self._is_over = is_over
@@ -392,7 +408,12 @@ def _names(talk: Talk, tests: str) -> dict[str, Any]:
 def _named(name: str, value: Any, tests: str) -> Any:
     if name in sys.stdlib_module_names and re.search(rf"\b{name}\.", tests):
         return importlib.import_module(name)
-    return _as_made(value) if name.lstrip("_")[:1].isupper() else value
+    return _as_made(value) if _is_capital(name) else value
+
+
+def _is_capital(name: str) -> bool:
+    """Whether a test that uses this name means a class, or a constant of one."""
+    return name.lstrip("_")[:1].isupper()
 
 
 def _why_not(test: str, namespace: dict[str, Any], talk: Talk) -> str:
