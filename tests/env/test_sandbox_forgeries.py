@@ -82,10 +82,10 @@ HONEST: dict[str, tuple[str, list[str]]] = {
     "set": (
         "def f(x): return {1, 2}",
         [
-            "assert f(2).issubset({1, 2, 3})",
+            "assert f(2).issubset({1, 2, 3}) and f(2)",
             "assert f(2).union({1}) == {1, 2}",
-            "assert f(2) <= {1, 2, 3}",
-            "assert {1, 2} >= f(2)",
+            "assert f(2) <= {1, 2, 3} and f(2)",
+            "assert {1, 2} >= f(2) and f(2)",
             "assert f(2) & {1} == {1}",
             "assert f(2) and f(2).isdisjoint({9})",
         ],
