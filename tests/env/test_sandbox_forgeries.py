@@ -142,7 +142,6 @@ class Liar(BASE):
     __or__ = __and__ = __ror__ = __rand__ = __add__ = same
     startswith = endswith = isalpha = issubset = isdisjoint = issuperset = get = count = index = yes
     union = intersection = upper = replace = same
-    __class__ = property(lambda self: int)
     def __ne__(self, other): return False
     def __len__(self): return LENGTH
     def __iter__(self): return iter(ITEMS)
@@ -231,7 +230,11 @@ FORGERIES: dict[str, tuple[str, tuple[str, ...]]] = {
         "        raise TypeError if self.n == 1 else StopIteration\ndef f(x): return Shy()\nclass Solution:\n    f = f",
         OBJECTS,
     ),
-    "an object says that it is a number": (liar("float"), OBJECTS),
+    "an object says that it is a number": (
+        liar().replace("    def __ne__", "    __class__ = property(lambda self: int)\n    def __ne__"),
+        OBJECTS,
+    ),
+    "an object extends a number": (liar("float"), OBJECTS),
     "an object extends a list": (liar("list"), OBJECTS),
     "an object extends a string": (liar("str"), OBJECTS),
     "an object extends a dictionary": (liar("dict"), OBJECTS),
