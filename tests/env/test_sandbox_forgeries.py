@@ -328,23 +328,21 @@ FORGERIES: dict[str, tuple[str, tuple[str, ...]]] = {
         EVERY,
     ),
 }
-# Tried by default in every place; the others in one place, and everywhere with `-m slow`.
+# Tried by default, in every place; the others with `-m slow`.
 FIXED = (
     "the first frame names built-ins",
     "the names hold built-ins",
     "an object agrees with everything",
     "every call ends a loop",
     "the process ends instead of raising",
-    "a key cannot be hashed",
     "the examiner is killed",
     "the examiner's memory is looked for",
 )
-WHOLE = ("user", "user")
 
 
 def cases() -> list[Any]:
     return [
-        pytest.param(*place, name, marks=() if name in FIXED or place == WHOLE else (pytest.mark.slow,))
+        pytest.param(*place, name, marks=() if name in FIXED else pytest.mark.slow)
         for place in boxes.PLACES
         for name in FORGERIES
     ]

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from millstream.env.sandbox.inside import syscalls
-from millstream.env.sandbox.sandbox import Limits, Sandbox
+sys.path.append(os.environ.get("BOX_INSIDE", ""))  # without the package, which takes long to import
 
 ORDINARY = 54_321
 CAP_SYS_ADMIN = 21
@@ -18,6 +17,8 @@ CAP_SYS_ADMIN = 21
 
 def become(identity: str) -> None:
     """Then start again, with the rights of that identity and no others."""
+    from inside import syscalls
+
     if identity == "bare root":
         syscalls.control(syscalls.PR_CAPBSET_DROP, CAP_SYS_ADMIN)
     elif identity == "user" and os.geteuid() == 0:
@@ -30,6 +31,8 @@ def become(identity: str) -> None:
 
 def show(paths: list[str]) -> None:
     """In a mount namespace of our own, folders that only root can enter are replaced by ones that hold these paths alone."""
+    from inside import syscalls
+
     hidden = {path: top for path in map(os.path.realpath, paths) if (top := _hidden_at(Path(path)))}
     syscalls.unshare(syscalls.NEWNS)
     syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
@@ -46,6 +49,8 @@ def _hidden_at(path: Path) -> Path | None:
 
 
 async def main(jobs: list[dict[str, Any]], at_once: int) -> list[Any]:
+    from millstream.env.sandbox.sandbox import Limits, Sandbox
+
     free = asyncio.Semaphore(at_once)
 
     async def one(job: dict[str, Any]) -> Any:

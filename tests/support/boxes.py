@@ -35,13 +35,14 @@ def drive(
     """What each job has come to. Skips where this identity cannot be taken, or these walls cannot be had."""
     if identity != "user" and os.geteuid() != 0:
         pytest.skip(f"walls {walls!r} as {identity!r}: the tests are not run by root")
+    package = Path(millstream.__file__).parent
     whole = [{"walls": walls, "limits": {**LIMITS, "wall_s": wall_s}, **job} for job in jobs]
     ran = subprocess.run(
         [sys.executable, str(DRIVER), identity],
         input=json.dumps({"jobs": whole, "at_once": at_once}),
         capture_output=True,
         text=True,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(millstream.__file__).parents[1])},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(package.parent), "BOX_INSIDE": str(package / "env/sandbox")},
         cwd="/",
         timeout=240,
     )

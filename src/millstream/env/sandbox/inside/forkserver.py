@@ -38,7 +38,7 @@ HEADER = 4
 WATCH_S = 0.05  # between two looks at what a program uses
 WATCH_SHARE = 0.1  # of one core at most, for looking
 FIRST_VICTIM = "1000"  # of the kernel, when memory is short
-NUM_OURS = 1  # the init, beside the program
+NUM_OURS = 1  # the init
 ERROR = 2
 FIRST_FREE = 16
 

@@ -129,7 +129,7 @@ def remove_folder(folder: str) -> None:
 
 
 def _remove_one(name: str, place: int) -> None:
-    """One folder; the folders in it are moved beside it."""
+    """One folder; the folders in it are moved one level up."""
     os.chmod(name, 0o700, dir_fd=place)
     inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
     try:
