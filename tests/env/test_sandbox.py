@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -439,36 +438,6 @@ def test_what_is_contained_is_said_in_words() -> None:
     contained = what_is_contained()
     assert contained.walls in WALLS and contained.words().startswith("a program runs ")
     assert all(name in contained.words() for name in PROMISES if not getattr(contained, name))
-
-
-WITHOUT_WALLS = """
-import sys
-from millstream.env.sandbox.inside import syscalls
-syscalls.seccomp(("unshare", "landlock_create_ruleset"))
-from millstream.cli.main import app
-app(sys.argv[1:])
-"""
-
-
-def test_a_run_where_neither_namespaces_nor_landlock_can_be_had_is_refused_unless_the_user_agrees(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "tests": ["assert f(1)"]}\n' * 4)
-    (tmp_path / "run.toml").write_text(
-        f'[model.tiny]\n[data]\npath = "{tmp_path}/data.jsonl"\nholdout = 0\n[[reward]]\nfunction = "python_tests"\n'
-    )
-
-    def train(*options: str) -> tuple[int, str]:
-        command = [sys.executable, "-c", WITHOUT_WALLS, "train", str(tmp_path / "run.toml"), *options]
-        ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
-        return ran.returncode, " ".join((ran.stdout + ran.stderr).split())
-
-    for options in ((), ("--dry-run",)):
-        code, said = train(*options)
-        assert code != 0 and "NOT contained: " in said and "--set reward.0.args.allow_uncontained=true" in said
-        assert "Traceback" not in said
-    code, said = train("--dry-run", "--set", "reward.0.args.allow_uncontained=true")
-    assert code == 0 and "NOT contained: " in said
 
 
 def test_a_zygote_that_was_killed_is_replaced() -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,7 +181,9 @@ def uses(identity: str, walls: str, is_fixed: bool) -> tuple[dict[str, Any], set
     """How each program has ended, and what is left of all of them."""
     names = [name for name in USES if (name in FIXED_USES) == is_fixed]
     before = scratch_folders()
-    answers = boxes.drive(identity, walls, [{"program": USES[name][0]} for name in names], at_once=1)
+    limits = {name: {**boxes.LIMITS, "wall_s": 2.0 if name == "a fork bomb" else 60.0} for name in names}
+    jobs = [{"program": USES[name][0], "limits": limits[name]} for name in names]
+    answers = boxes.drive(identity, walls, jobs, at_once=1)
     return dict(zip(names, answers, strict=True)), scratch_folders() - before
 
 
@@ -201,3 +206,40 @@ def test_what_a_program_uses_is_limited_in_all_its_processes_and_nothing_is_left
     assert ran["is_clean"] and left == set()
     if use == "children that share what they hold":
         assert ran["output"] == "well\n"
+
+
+WITHOUT_WALLS = """
+import sys
+from millstream.env.sandbox.inside import syscalls
+syscalls.seccomp(("unshare", "landlock_create_ruleset"))
+from millstream.cli.main import app
+for options in ([], ["--dry-run"], ["--dry-run", "--set", "reward.0.args.allow_uncontained=true"]):
+    try:
+        app(["train", sys.argv[1], *options])
+    except SystemExit as error:
+        print(f"\\nexit {error.code}", flush=True)
+"""
+
+
+def test_a_run_where_neither_namespaces_nor_landlock_can_be_had_is_refused_unless_the_user_agrees(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "tests": ["assert f(1)"]}\n' * 4)
+    (tmp_path / "run.toml").write_text(
+        f'[model.tiny]\n[data]\npath = "{tmp_path}/data.jsonl"\nholdout = 0\n[[reward]]\nfunction = "python_tests"\n'
+    )
+
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_WALLS, str(tmp_path / "run.toml")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+        timeout=200,
+    )
+    run, dry_run, agreed = re.split(r"exit (?=\d)", " ".join(ran.stdout.split()))[:-1]
+    assert [text[0] for text in (dry_run, agreed)] == ["1", "1"] and ran.stdout.endswith("exit 0\n"), ran.stdout
+    for said in (run, dry_run):
+        assert "NOT contained: " in said and "--set reward.0.args.allow_uncontained=true" in said
+        assert "Traceback" not in said
+    assert "NOT contained: " in agreed
