@@ -161,7 +161,7 @@ def target() -> Iterator[Path]:
         yield folder / "secret"
 
 
-@pytest.mark.parametrize(("identity", "walls"), boxes.PLACES)
+@pytest.mark.parametrize(("identity", "walls"), (*boxes.PLACES, *boxes.MORE_PLACES))
 def test_no_escape_succeeds(identity: str, walls: str, target: Path) -> None:
     if os.geteuid() == 0:
         os.chown(target, *(2 * [ORDINARY if identity == "user" else 0]))
@@ -191,10 +191,7 @@ def scratch_folders() -> set[str]:
     return {entry.name for entry in Path(tempfile.gettempdir()).glob("millstream-sandbox-*")}
 
 
-@pytest.mark.parametrize(
-    "use", [pytest.param(name, marks=() if name in FIXED_USES else pytest.mark.slow) for name in USES]
-)
-@pytest.mark.parametrize(("identity", "walls"), boxes.PLACES)
+@pytest.mark.parametrize(("identity", "walls", "use"), boxes.cases(USES, FIXED_USES))
 def test_what_a_program_uses_is_limited_in_all_its_processes_and_nothing_is_left(
     identity: str, walls: str, use: str
 ) -> None:

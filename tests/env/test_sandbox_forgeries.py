@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Any
 
 import pytest
 
@@ -328,7 +327,7 @@ FORGERIES: dict[str, tuple[str, tuple[str, ...]]] = {
         EVERY,
     ),
 }
-# Tried by default, in every place; the others with `-m slow`.
+# Tried by default; the others with `-m slow`.
 FIXED = (
     "the first frame names built-ins",
     "the names hold built-ins",
@@ -338,14 +337,6 @@ FIXED = (
     "the examiner is killed",
     "the examiner's memory is looked for",
 )
-
-
-def cases() -> list[Any]:
-    return [
-        pytest.param(*place, name, marks=() if name in FIXED else pytest.mark.slow)
-        for place in boxes.PLACES
-        for name in FORGERIES
-    ]
 
 
 def examinations(groups: tuple[str, ...]) -> list[list[str]]:
@@ -366,7 +357,7 @@ def verdicts(identity: str, walls: str, is_fixed: bool) -> dict[str, list[tuple[
     return found
 
 
-@pytest.mark.parametrize(("identity", "walls", "forgery"), cases())
+@pytest.mark.parametrize(("identity", "walls", "forgery"), boxes.cases(FORGERIES, FIXED))
 def test_a_forgery_fails_every_test(identity: str, walls: str, forgery: str) -> None:
     found = verdicts(identity, walls, forgery in FIXED)[forgery]
     assert [test for test, why in found if not why] == []

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,19 @@ import pytest
 import millstream
 
 DRIVER = Path(__file__).with_name("box_driver.py")
-# Who runs the sandbox, and behind which walls.
-PLACES = (
-    ("root", "root"),
-    ("root", "user"),
-    ("root", "none"),
-    ("bare root", "user"),
-    ("bare root", "none"),
-    ("user", "user"),
-    ("user", "none"),
-)
+# Who runs the sandbox, and behind which walls: by default, and with `-m slow`.
+PLACES = (("root", "root"), ("bare root", "user"), ("user", "user"), ("user", "none"))
+MORE_PLACES = (("root", "user"), ("root", "none"), ("bare root", "none"))
 LIMITS = {"memory_bytes": 256 << 20, "scratch_bytes": 4 << 20, "file_bytes": 2 << 20, "processes": 24}
+
+
+def cases(names: Iterable[str], by_default: Sequence[str]) -> list[Any]:
+    """Parameters: every place with every name; slow, if the place or the name is not tried by default."""
+    return [
+        pytest.param(*place, name, marks=() if place in PLACES and name in by_default else pytest.mark.slow)
+        for place in (*PLACES, *MORE_PLACES)
+        for name in names
+    ]
 
 
 def drive(
