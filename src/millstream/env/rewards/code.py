@@ -18,6 +18,8 @@ from millstream.types import Task
 
 BLOCK = re.compile(r"^```(?:python3?|py)[ \t]*\r?\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 Promise = Literal["network", "writes", "reads", "environment", "signals", "processes", "survivors"]
+# Without these, a program of the model can read and change what the user can: only if the user has agreed.
+NEEDED: tuple[Promise, ...] = ("network", "writes", "reads", "environment")
 
 
 class Pair(Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,6 +43,7 @@ class PythonTests:
         processes: int = 32,
         most_at_once: int | None = None,
         require: Sequence[Promise] = (),
+        allow_uncontained: bool = False,
         timeout_s: float = 30.0,
     ) -> None:
         if program_s <= 0 or memory_mb < 64 or processes < 1 or (most_at_once is not None and most_at_once < 1):
@@ -56,6 +59,12 @@ class PythonTests:
         if open_ := [name for name in require if not getattr(contained, name)]:
             raise ConfigError(
                 f"reward python_tests, args.require = {list(require)}: not contained here: {', '.join(open_)}"
+            )
+        if not allow_uncontained and not all(getattr(contained, name) for name in NEEDED):
+            raise ConfigError(
+                f"reward python_tests: {contained.words()}. Expected: {', '.join(NEEDED)} are contained, by namespaces or by "
+                "Landlock. Run on a machine or in a container that allows user namespaces, or agree to run the programs "
+                "like this: args = { allow_uncontained = true } (--set reward.0.args.allow_uncontained=true)"
             )
         limits = Limits(cpu_s=program_s + 1, memory_bytes=memory_mb << 20, processes=processes)
         self._sandbox = Sandbox(limits, walls=contained.walls)

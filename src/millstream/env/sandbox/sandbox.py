@@ -30,10 +30,11 @@ from millstream.errors import MillstreamError
 
 Walls = Literal["root", "user", "none"]
 WALLS: tuple[Walls, ...] = ("root", "user", "none")
+EXCESS = {"memory": "memory in all its processes", "disk": "files", "processes": "processes"}
 HEADER = 4
 VERDICT_BYTES = 4096
-GRACE_S = 5.0  # past the time limit, after which the keeper is taken for dead
-LAST_WORDS_S = 1.0
+GRACE_S = 30.0  # past the time limit, after which the keeper is taken for dead
+LAST_WORDS_S = 5.0
 BOOT = (
     "import sys, socket; sys.path.insert(0, sys.argv[1]); from inside import forkserver; del sys.path[0]; "
     "forkserver.serve_forks(socket.socket(fileno=int(sys.argv[2])))"
@@ -55,7 +56,7 @@ class SandboxBroken(MillstreamError):
 class Limits(Struct, frozen=True, kw_only=True):
     wall_s: float = 10.0
     cpu_s: float = 10.0  # of each process
-    memory_bytes: int = 1 << 30  # addresses of each process
+    memory_bytes: int = 1 << 30  # of all processes together; and addresses of each
     scratch_bytes: int = 32 << 20  # all files together
     file_bytes: int = 16 << 20  # one file
     processes: int = 32
@@ -66,7 +67,9 @@ class Limits(Struct, frozen=True, kw_only=True):
 class Ran(Struct, frozen=True, kw_only=True):
     """How a program ended."""
 
-    how: Literal["ended", "time", "output", "disk", "stopped"]  # stopped: the caller was cancelled
+    how: Literal[
+        "ended", "time", "output", "memory", "disk", "processes", "stopped"
+    ]  # stopped: the caller was cancelled
     code: int | None = None  # its exit code, or minus the number of the signal that killed it. None: we have ended it.
     output: str = ""
     errors: str = ""
@@ -78,7 +81,7 @@ class Contained(Struct, frozen=True, kw_only=True):
 
     walls: Walls
     network: bool  # reach a socket that listens on this machine
-    writes: bool  # write a file outside its scratch folder
+    writes: bool  # write a file or a setting of the kernel outside its scratch folder, or change a file's rights
     reads: bool  # read a file that is neither Python's nor the system's
     environment: bool  # read our environment variables
     signals: bool  # signal one of our processes
@@ -229,7 +232,7 @@ def _let_go(line: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 class _Ended(Struct, frozen=True, kw_only=True):
-    how: Literal["ended", "time", "disk", "stopped", "broken"]
+    how: Literal["ended", "time", "memory", "disk", "processes", "stopped", "broken"]
     code: int | None = None
     why: str = ""
 
@@ -306,8 +309,8 @@ async def _why(keeper: _Keeper, errors: asyncio.Task[tuple[bytes, bool]]) -> str
     ended = await keeper.ended()
     if ended.how == "time":
         return f"the program took longer than {keeper.wall_s:g} s"
-    if ended.how == "disk":
-        return "the program's files are too large"
+    if ended.how in EXCESS:
+        return f"the program has more {EXCESS[ended.how]} than it may"
     last = _text((await errors)[0]).strip().splitlines()[-1:]
     return f"the program has ended with {ended.code}" + "".join(f": {line}" for line in last)
 
@@ -333,6 +336,9 @@ def fork():
         if os.fork() == 0:
             time.sleep(5)
             os._exit(0)
+    time.sleep(1)  # in which it is killed
+def set_kernel(name):
+    os.close(os.open("/proc/" + name, os.O_WRONLY))  # nothing is written
 def survive():
     if os.fork() == 0:
         os.setsid()
@@ -343,13 +349,18 @@ def survive():
 survive()
 found = dict(
     network=fails(connect),
-    writes=fails(write),
+    writes=all([
+        fails(write),
+        fails(lambda: os.chmod(asked["folder"] + "/secret", 0o666)),
+        fails(lambda: os.chmod("/dev/null", 0o666)),
+        *(fails(lambda: set_kernel(name)) for name in ("sys/kernel/core_pattern", "sys/vm/overcommit_memory", "sysrq-trigger")),
+    ]),
     reads=fails(lambda: open(asked["folder"] + "/secret").read()),
     environment=fails(lambda: open("/proc/%d/environ" % asked["process"], "rb").read()),
     signals=fails(lambda: os.kill(asked["process"], 0)),
-    processes=fails(fork),
 )
-print(json.dumps(found))
+print(json.dumps(found), flush=True)
+print(json.dumps(fails(fork)))
 """
 
 
@@ -390,7 +401,7 @@ def _in_thread(walls: Walls) -> Contained:
 
 
 async def _try(walls: Walls) -> Contained:
-    limits = Limits(wall_s=10.0, processes=8)
+    limits = Limits(wall_s=60.0, processes=8)
     with (
         tempfile.TemporaryDirectory(prefix="millstream-probe-") as name,
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -399,10 +410,11 @@ async def _try(walls: Walls) -> Contained:
         asked = {"port": server.getsockname()[1], "folder": name, "process": os.getpid(), "processes": limits.processes}
         ran = await Sandbox(limits, walls=walls).run(PROBE, stdin=json.dumps(asked))
     try:
-        found = json.loads(ran.output.splitlines()[0])
+        first, *rest = ran.output.splitlines()
+        processes = ran.how == "processes" or json.loads(rest[0])
+        return Contained(walls=walls, survivors=ran.is_clean, processes=processes, **json.loads(first))
     except (ValueError, IndexError) as error:
         raise SandboxBroken(f"the program that tries the walls came to nothing: {ran}") from error
-    return Contained(walls=walls, survivors=ran.is_clean, **found)
 
 
 def _lay_out(folder: Path) -> None:

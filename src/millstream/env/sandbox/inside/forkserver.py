@@ -6,7 +6,8 @@
                                                └─ the program
 
 A keeper gets its orders over a socket of its own. When that socket closes (the caller has lost interest, or is dead), or the
-time is over, or the program has ended, everything that it started is killed.
+time is over, or the program has ended or uses more than it may (`usage`), everything that it started is killed. Where memory is
+short, the kernel kills the program first: it and its children ask for that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -26,7 +26,7 @@ import tempfile
 import time
 from typing import Any
 
-from . import examiner, isolation, syscalls
+from . import candidate, examiner, isolation, syscalls, usage
 
 # What programs import most: there already.
 WARM = (
@@ -35,7 +35,10 @@ WARM = (
 )
 
 HEADER = 4
-WATCH_S = 0.05
+WATCH_S = 0.05  # between two looks at what a program uses
+WATCH_SHARE = 0.1  # of one core at most, for looking
+FIRST_VICTIM = "1000"  # of the kernel, when memory is short
+NUM_OURS = 1  # the init
 ERROR = 2
 FIRST_FREE = 16
 
@@ -71,19 +74,19 @@ def keep(descriptors: list[int]) -> None:
     order = json.loads(_exactly(control, int.from_bytes(_exactly(control, HEADER), "little")))
     report, theirs = os.pipe()
     folder = tempfile.mkdtemp(prefix="millstream-sandbox-") if order["walls"] == "none" else isolation.SCRATCH
+    processes = usage.Processes()
     try:
         child = _start(order, given, theirs, folder)
         for descriptor in (theirs, *given):
             os.close(descriptor)
-        how = _watch(child, control, order, folder)
-        _end(child, has_namespace=order["walls"] != "none")
+        how = _watch(child, control, order, folder, processes)
+        _end(child, processes, has_namespace=order["walls"] != "none")
         report_text = os.read(report, 1 << 16).decode(errors="replace")
         answer = {"how": how, **_last_line(report_text)}
+        if order["walls"] == "none":
+            usage.remove_folder(folder)
     except OSError as error:
         answer = {"how": "broken", "why": str(error)}
-    finally:
-        if order["walls"] == "none":
-            shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         control.sendall(json.dumps(answer).encode())
 
@@ -100,9 +103,11 @@ def _start(order: dict[str, Any], given: list[int], report: int, folder: str) ->
     isolation.divide(order["walls"])
     child = os.fork()
     if child:
+        _hide()
         return child
     try:
         os.setsid()
+        _offer_first()
         if order["walls"] == "none":
             os.chdir(folder)
             if os.geteuid() == 0:
@@ -126,8 +131,7 @@ def _init(order: dict[str, Any], given: list[int], report: int, keeper: int, fol
     if order["walls"] != "none":
         with contextlib.suppress(OSError):
             syscalls.drop_capabilities()
-    with contextlib.suppress(OSError):
-        syscalls.control(syscalls.PR_SET_DUMPABLE, 0)
+    _hide()
     while True:
         ended, status = os.wait()
         if ended == program:
@@ -146,9 +150,11 @@ def _become(order: dict[str, Any], given: list[int], keeper: int, folder: str) -
             os.dup2(descriptor, place, inheritable=place <= ERROR)
         os.closerange(len(places), 1 << 16)
         isolation.confine(order["walls"], order["limits"], keeper, folder)
+        if order["role"] == "examiner":
+            _hide()
         os.environ["HOME"] = os.environ["TMPDIR"] = folder
         tempfile.tempdir = None
-        code = examiner.play(order)
+        code = _play(order)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:
@@ -158,36 +164,68 @@ def _become(order: dict[str, Any], given: list[int], keeper: int, folder: str) -
         os._exit(code & 0xFF)
 
 
-def _watch(child: int, control: socket.socket, order: dict[str, Any], folder: str) -> str:
-    """Until it ends, its time is over, its folder is too full, or the client has disconnected."""
+def _play(order: dict[str, Any]) -> int:
+    """The exit code."""
+    for name in [name for name in sys.modules if name.split(".")[0] == __name__.split(".")[0]]:
+        del sys.modules[name]  # nothing of ours is there to be found by its name
+    match order["role"]:
+        case "program":
+            return candidate.run_candidate(order["program"], "__main__")[0]
+        case "candidate":
+            return candidate.be_examined(order["program"])
+        case _:
+            return examiner.examine_candidate(order["tests"])
+
+
+def _hide() -> None:
+    """No program of the same user can look into this process, which may know the tests, or change it."""
+    with contextlib.suppress(OSError):
+        syscalls.control(syscalls.PR_SET_DUMPABLE, 0)
+
+
+def _offer_first() -> None:
+    """Before anything else on this machine, the kernel kills this process and its children when memory is short."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(FIRST_VICTIM)
+
+
+def _watch(child: int, control: socket.socket, order: dict[str, Any], folder: str, processes: usage.Processes) -> str:
+    """Until it ends, its time is over, it uses more than it may, or the client has disconnected."""
     limits = order["limits"]
     deadline = time.monotonic() + limits["wall_s"]
-    is_watching_folder = order["walls"] == "none"
     poll = select.poll()
     handle = os.pidfd_open(child)
     poll.register(handle, select.POLLIN)
     poll.register(control, select.POLLIN)
+    pause_s = WATCH_S
     while (left_s := deadline - time.monotonic()) > 0:
-        ready = poll.poll(1000 * (min(left_s, WATCH_S) if is_watching_folder else left_s))
+        ready = poll.poll(1000 * min(left_s, pause_s))
         if any(descriptor == control.fileno() for descriptor, _ in ready):
             return "stopped"
         if ready:
             return "ended"
-        if is_watching_folder and _size(folder) > limits["scratch_bytes"]:
-            return "disk"
+        began = time.monotonic()
+        if excess := _excess(limits, processes, folder if order["walls"] == "none" else None):
+            return excess
+        pause_s = max(WATCH_S, (time.monotonic() - began) / WATCH_SHARE)
     return "time"
 
 
-def _size(folder: str) -> int:
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_size
-    return total
+def _excess(limits: dict[str, Any], processes: usage.Processes, folder: str | None) -> str:
+    """Of what the program uses more than it may. `folder`: one whose size nothing else limits."""
+    found = processes.find()
+    if len(found) > limits["processes"] + NUM_OURS:
+        return "processes"
+    if processes.num_bytes(found, limits["memory_bytes"]) > limits["memory_bytes"]:
+        return "memory"
+    if folder is not None:
+        num_bytes, num_files = usage.folder_usage(folder, isolation.MAX_FILES)
+        if num_files > isolation.MAX_FILES or num_bytes + processes.num_deleted_bytes(found) > limits["scratch_bytes"]:
+            return "disk"
+    return ""
 
 
-def _end(child: int, *, has_namespace: bool) -> None:
+def _end(child: int, processes: usage.Processes, *, has_namespace: bool) -> None:
     """Kill the child and everything below it. In a namespace that is one signal, and it is over when the last one is dead;
     elsewhere whatever has lost its parent comes to us, the subreaper, and is killed in turn."""
     os.kill(child, signal.SIGKILL)  # at most a zombie, and ours: its number is not another's
@@ -195,23 +233,13 @@ def _end(child: int, *, has_namespace: bool) -> None:
         os.waitpid(child, 0)
         return
     while True:
-        for process in _children():
+        for process in processes.find():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         try:
             os.wait()
         except ChildProcessError:
             return
-
-
-def _children() -> list[int]:
-    own, found = os.getpid(), []
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-                if int(file.read().rpartition(")")[2].split()[1]) == own:
-                    found.append(int(name))
-    return found
 
 
 def _exactly(line: socket.socket, size: int) -> bytes:

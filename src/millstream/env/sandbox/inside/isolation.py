@@ -4,7 +4,8 @@
     user    namespaces of its own, made in a user namespace: no rights are needed, where the kernel allows it
     none    no namespaces: Landlock where the kernel has it
 
-In all three: resource limits, no capabilities, and a seccomp filter where the machine is known.
+In all three: resource limits, no capabilities, and a seccomp filter where the machine is known. Root's files and the kernel's
+settings belong to root also in a user namespace, and without any capability: all but the scratch folder is mounted read-only.
 """
 
 from __future__ import annotations
@@ -63,12 +64,13 @@ def furnish(scratch_bytes: int) -> None:
         _bring(path)
     os.makedirs("/dev")
     for name in DEVICES:
-        _bring(f"/dev/{name}", attributes=syscalls.ATTR_NOSUID)
+        _bring(f"/dev/{name}")
     os.symlink("/proc/self/fd", "/dev/fd")
     os.symlink(SCRATCH, "/dev/shm")
     os.mkdir("/proc")
     with contextlib.suppress(OSError):  # where it is refused (in some containers), there is none
-        syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+        flags = syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
+        syscalls.mount("proc", "/proc", "proc", flags)
     os.mkdir(SCRATCH)
     if not os.path.lexists("/tmp"):  # Python itself may be installed below it
         os.symlink(SCRATCH, "/tmp")
@@ -80,8 +82,9 @@ def furnish(scratch_bytes: int) -> None:
     os.chdir(SCRATCH)
 
 
-def _bring(path: str, *, attributes: int = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID) -> None:
-    """The same path, from the old root into the new one. What is not there is left out."""
+def _bring(path: str) -> None:
+    """The same path, from the old root into the new one, read-only. (A device can be written to, but its mode cannot be
+    changed.) What is not there is left out."""
     old = OLD + path
     if not os.path.lexists(old) or os.path.lexists(path):
         return
@@ -95,7 +98,7 @@ def _bring(path: str, *, attributes: int = syscalls.ATTR_RDONLY | syscalls.ATTR_
         with open(path, "w"):
             pass
     syscalls.mount(old, path, None, syscalls.MS_BIND | syscalls.MS_REC)
-    syscalls.make_read_only(path, attributes=attributes)
+    syscalls.make_read_only(path)
 
 
 def become_nobody(number: int) -> bool:
@@ -124,8 +127,9 @@ def confine(walls: str, limits: dict[str, Any], number: int, scratch: str) -> No
         with contextlib.suppress(OSError):
             devices = [f"/dev/{name}" for name in DEVICES]
             syscalls.landlock([*readable(), *devices], [scratch, "/dev/null"])
+    denied = syscalls.DENIED + (syscalls.DENIED_WITHOUT_NAMESPACES if walls == "none" else ())
     with contextlib.suppress(OSError):
-        syscalls.seccomp()
+        syscalls.seccomp(denied)
 
 
 def _num_tasks() -> int:
@@ -154,7 +158,11 @@ def _resources(limits: dict[str, Any]) -> Iterator[tuple[str, int]]:
     yield "RLIMIT_FSIZE", limits["file_bytes"]
     yield "RLIMIT_NPROC", limits["processes"]
     yield "RLIMIT_NOFILE", limits["open_files"]
-    yield from (("RLIMIT_CORE", 0), ("RLIMIT_MEMLOCK", 0), ("RLIMIT_MSGQUEUE", 0))
+    yield from (
+        ("RLIMIT_CORE", 1),
+        ("RLIMIT_MEMLOCK", 0),
+        ("RLIMIT_MSGQUEUE", 0),
+    )  # a core of 1: not to a program either
 
 
 def _can_all_read() -> bool:

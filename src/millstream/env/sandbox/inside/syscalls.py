@@ -18,7 +18,7 @@ PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET
 LAST_CAPABILITY = 63
 EPERM, ENOSYS = 1, 38
 
-SYSCALLS = {  # name: (x86_64, aarch64)
+SYSCALLS: dict[str, tuple[int | None, int | None]] = {  # name: (x86_64, aarch64); None: not on this machine
     "socket": (41, 198),
     "clone": (56, 220),
     "clone3": (435, 435),
@@ -38,6 +38,9 @@ SYSCALLS = {  # name: (x86_64, aarch64)
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
     "io_uring_setup": (425, 425),
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
@@ -45,13 +48,58 @@ SYSCALLS = {  # name: (x86_64, aarch64)
     "add_key": (248, 217),
     "keyctl": (250, 219),
     "open_by_handle_at": (304, 265),
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "setxattrat": (463, 463),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
 }
 DENIED = (
     "socket",  # pairs of sockets within the program are another call, and allowed
     *("unshare", "setns", "mount", "pivot_root", "mount_setattr"),  # no way to another view of the machine
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd"),  # nor into another process
     *("memfd_create", "memfd_secret", "shmget"),  # memory that no limit of ours counts
+    *("msgget", "semget", "mq_open"),  # what outlives its process
     *("io_uring_setup", "bpf", "perf_event_open", "userfaultfd", "add_key", "keyctl", "open_by_handle_at"),
+)
+# What a process may do to files and processes of the same user, and Landlock does not control.
+DENIED_WITHOUT_NAMESPACES = (
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "file_setattr"),
+    *("utime", "utimes", "futimesat", "utimensat"),
+    *(
+        "setxattr",
+        "lsetxattr",
+        "fsetxattr",
+        "setxattrat",
+        "removexattr",
+        "lremovexattr",
+        "fremovexattr",
+        "removexattrat",
+    ),
+    *("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "setpriority", "ioprio_set"),
 )
 # The column of the table above, and the kernel's name for it.
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -70,6 +118,7 @@ def _call(name: str, *arguments: object) -> int:
     if _libc is None or platform.machine() not in MACHINES:
         raise OSError(ENOSYS, f"{name}: not on {sys.platform} {platform.machine()}")
     number = SYSCALLS[name][MACHINES[platform.machine()][0]]
+    assert number is not None, name
     whole = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     return _checked(_libc.syscall(ctypes.c_long(number), *whole), name)
 
@@ -88,8 +137,8 @@ def unmount(target: str) -> None:
     _checked(_libc.umount2(target.encode(), MNT_DETACH), "umount2")
 
 
-def make_read_only(target: str, *, attributes: int = ATTR_RDONLY | ATTR_NOSUID, is_recursive: bool = True) -> None:
-    wanted = struct.pack("=QQQQ", attributes, 0, 0, 0)
+def make_read_only(target: str, *, is_recursive: bool = True) -> None:
+    wanted = struct.pack("=QQQQ", ATTR_RDONLY | ATTR_NOSUID, 0, 0, 0)
     _call("mount_setattr", AT_FDCWD, target.encode(), AT_RECURSIVE if is_recursive else 0, wanted, len(wanted))
 
 
@@ -168,13 +217,13 @@ LOAD, EQUAL, SET_BITS, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
-def seccomp() -> None:
-    """From here on: none of the calls in `DENIED`: they come back as not permitted."""
+def seccomp(denied: Iterable[str]) -> None:
+    """From here on, none of these calls: they return as not permitted. Nor user namespaces, nor limits of other processes."""
     machine = platform.machine()
     if machine not in MACHINES:
         raise OSError(ENOSYS, f"seccomp: no table of calls for {machine}")
     column, name = MACHINES[machine]
-    number = {call: numbers[column] for call, numbers in SYSCALLS.items()}
+    number = {call: found for call, numbers in SYSCALLS.items() if (found := numbers[column]) is not None}
     code: list[tuple[int, int, int, int]] = [
         (LOAD, 0, 0, 4),
         (EQUAL, 1, 0, name),
@@ -183,11 +232,12 @@ def seccomp() -> None:
     ]
     if machine == "x86_64":
         code += [(SET_BITS, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
-    for call in DENIED:
+    for call in number.keys() & set(denied):
         code += [(EQUAL, 0, 1, number[call]), (RETURN, 0, 0, REFUSE | EPERM)]
     code += [(EQUAL, 0, 1, number["clone3"]), (RETURN, 0, 0, REFUSE | ENOSYS)]  # libc then takes clone
     code += [(EQUAL, 0, 4, number["clone"]), (LOAD, 0, 0, 16), (SET_BITS, 0, 1, NEWUSER)]
     code += [(RETURN, 0, 0, REFUSE | EPERM), (RETURN, 0, 0, ALLOW)]
+    code += [(EQUAL, 0, 3, number["prlimit64"]), (LOAD, 0, 0, 16), (EQUAL, 1, 0, 0), (RETURN, 0, 0, REFUSE | EPERM)]
     code += [(RETURN, 0, 0, ALLOW)]
     filters = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
 
