@@ -26,7 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -45,6 +45,7 @@ from millstream.serve.http import (
     respond,
     until_disconnect,
 )
+from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
 from millstream.serve.store.bodies import (
     AcknowledgeBody,
@@ -89,6 +90,7 @@ class StoreServiceConfig(Struct, frozen=True, kw_only=True):
     max_wait_s: float = 300.0
     lease_s: float = 300.0  # of a claim without lease_s
     max_lease_s: float = 86400.0
+    http: HttpLimits = field(default_factory=HttpLimits)
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1 or self.max_requests < 1 or not 0 <= self.port < 65536:
@@ -378,7 +380,15 @@ async def host_store(
     """Until cancelled or stopped by a signal. `on_ready` is called with the URL."""
     config = config or StoreServiceConfig()
     app = store_app(store, config, prompts=prompts, token=token)
-    await listen(app, config.host, config.port, token=token, on_ready=on_ready)
+    await listen(
+        app,
+        config.host,
+        config.port,
+        token=token,
+        max_requests=config.max_requests,
+        limits=config.http,
+        on_ready=on_ready,
+    )
 
 
 def run_store_service(
