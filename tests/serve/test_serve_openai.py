@@ -687,6 +687,8 @@ def test_garbage_and_bodies_that_are_too_large_are_refused(url: str) -> None:
     assert send(b'{"prompt": "\\ud800"}').status_code in (200, 400)
     assert send(b'{"prompt": "a", "metadata": ' + b'{"a":' * 10_000 + b"}").status_code == 400
     assert send(b"prompt=a", "application/x-www-form-urlencoded").status_code == 415
+    long_name = send(json.dumps({"prompt": "a", "model": "b" * 50_000}).encode())
+    assert long_name.status_code == 404 and len(long_name.text) < 5000
     large = send(json.dumps({"prompt": "a" * 200_000}).encode())
     assert large.status_code == 413 and "100000 bytes" in large.json()["error"]["message"]
 

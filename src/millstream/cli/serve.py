@@ -74,6 +74,9 @@ def serve_command(
             help="Load new weights from folders in DIR when a client asks for it: for training.",
         ),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code in MODEL's folder, where it needs its own.")
+    ] = False,
     token: TokenOption = None,
 ) -> None:
     """Serve a model with OpenAI's API. Completions, chats, streams, and sessions that become rollouts, over HTTP."""
@@ -84,7 +87,12 @@ def serve_command(
         chosen = model.ServedConfig(
             name=name or path,
             max_length=max_length,
-            model=ModelConfig(path=model_in(path, "serving"), device=device.value, dtype=dtype.value),
+            model=ModelConfig(
+                path=model_in(path, "serving"),
+                device=device.value,
+                dtype=dtype.value,
+                trust_remote_code=trust_remote_code,
+            ),
             engine=EngineConfig(slots=slots),
         )
         model.run_model_service(
@@ -113,9 +121,12 @@ def serve_store_command(
     host: HostOption = "127.0.0.1",
     port: PortOption = 7077,
     capacity_rows: Annotated[
-        int | None,
-        typer.Option("--capacity-rows", min=1, help="The number of rows beyond which puts wait. Default: no limit."),
-    ] = None,
+        int,
+        typer.Option("--capacity-rows", min=1, help="Rows of experience, and of prompts, beyond which puts wait."),
+    ] = 1 << 20,
+    capacity_bytes: Annotated[
+        int, typer.Option("--capacity-bytes", min=1, help="The same in bytes. Writes may add as much again.")
+    ] = 4 << 30,
     token: TokenOption = None,
 ) -> None:
     """Serve a store over HTTP. Prompts, experience and notices of new weights, for programs in any language."""
@@ -124,8 +135,7 @@ def serve_store_command(
 
         store.run_store_service(
             tasks or [],
-            store.StoreServiceConfig(host=host, port=port),
-            capacity_rows=capacity_rows,
+            store.StoreServiceConfig(host=host, port=port, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes),
             token=token,
             on_ready=lambda url: console.out(f"the store is at {url}", highlight=False),
         )

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from sys import getsizeof
 from typing import Any
 
 from millstream.errors import StoreError
 from millstream.store.base import Columns
+
+ROW_BYTES = 512
+"""What the store itself needs for a row, about; the same for a column of a put or a write:"""
+COLUMN_BYTES = 256
+_SCALARS = frozenset((int, float, bool, str, bytes))
 
 
 def each(values: Any, count: int, name: str) -> list[int]:
@@ -54,3 +60,31 @@ def _length(cell: Any) -> int:
         return len(cell)
     except TypeError:
         return 1
+
+
+def num_bytes_of(columns: Columns, num_rows: int) -> int:
+    """The memory that the columns need, about. Of structs and other objects only the outermost is counted."""
+    nbytes = ROW_BYTES * num_rows + COLUMN_BYTES * len(columns)
+    for cells in columns.values():
+        if (size := getattr(cells, "nbytes", None)) is not None:
+            nbytes += int(size)
+        elif set(map(type, cells)) <= _SCALARS:
+            nbytes += sum(map(getsizeof, cells))
+        else:
+            nbytes += sum(map(_num_bytes, cells))
+    return nbytes
+
+
+def _num_bytes(cell: Any) -> int:
+    """Of a cell with everything that is nested in it."""
+    nbytes, unseen = 0, [cell]
+    while unseen:
+        one = unseen.pop()
+        size = getattr(one, "nbytes", None)
+        nbytes += getsizeof(one) if size is None else int(size)
+        if isinstance(one, dict):
+            unseen.extend(one)
+            unseen.extend(one.values())
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            unseen.extend(one)
+    return nbytes

@@ -11,7 +11,7 @@ from typing import Any
 from millstream.clock import Clock, RealClock
 from millstream.errors import StoreError
 from millstream.store.base import ONE_GROUP, TRAIN, Choose, Columns, Lease, Reads, Row, Saved, StoreStats, Want
-from millstream.store.columns import each, integers, num_rows_of, token_counts
+from millstream.store.columns import each, integers, num_bytes_of, num_rows_of, token_counts
 from millstream.store.restore import restore_partition, steps_of
 from millstream.store.rows import UNVERSIONED, BlockSpec, LeaseEntry, RestoredRows, RowEntry, contiguous_runs
 from millstream.store.table import RowTable
@@ -19,8 +19,6 @@ from millstream.store.waiting import ClaimQueues, PutQueue
 
 SMALL_LEASE = 16
 """Leases up to this many rows are read cell by cell: rows that were put one at a time are not adjacent."""
-_NUMBERS = frozenset((int, float, bool))
-_TEXTS = frozenset((str, bytes))
 
 
 class MemoryStore:
@@ -159,22 +157,8 @@ class MemoryStore:
 def block_of(columns: Columns) -> tuple[BlockSpec, int]:
     """The columns by reference, and their number of rows. The dictionary and its lists are copied, the cells are not."""
     num_rows = num_rows_of(columns)
-    held: dict[str, Sequence[Any]] = {}
-    nbytes = 0
-    for name, cells in columns.items():
-        if type(cells) is list:
-            held[name] = cells[:]
-            if type(cells[0]) in _NUMBERS:
-                nbytes += 8 * num_rows
-                continue
-        else:
-            held[name] = cells
-            if (size := getattr(cells, "nbytes", None)) is not None:
-                nbytes += int(size)
-                continue
-        for cell in cells:
-            nbytes += len(cell) if type(cell) in _TEXTS else getattr(cell, "nbytes", 8)
-    return BlockSpec(tuple(held), nbytes, held), num_rows
+    held = {name: cells[:] if type(cells) is list else cells for name, cells in columns.items()}
+    return BlockSpec(tuple(held), num_bytes_of(columns, num_rows), held), num_rows
 
 
 def lease_of(lease: LeaseEntry) -> Lease:

@@ -8,6 +8,9 @@ from typing import NamedTuple
 from millstream.errors import StoreError
 from millstream.store.base import Reads
 
+MAX_MASKS = 1024
+"""Sets of columns whose mask is kept."""
+
 
 class StoreTask(NamedTuple):
     name: str
@@ -48,6 +51,8 @@ class TaskSet:
             mask = 0
             for column in columns:
                 mask |= self._column_bits.setdefault(column, 1 << len(self._column_bits))
+            if len(self._masks) >= MAX_MASKS:
+                self._masks.clear()
             self._masks[columns] = mask
         return mask
 

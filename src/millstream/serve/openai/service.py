@@ -25,9 +25,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -40,7 +40,7 @@ from millstream.env import Text
 from millstream.errors import DataError, EngineError, EngineGone, EnvironmentFailed, RequestRefused, WeightsError
 from millstream.seeds import derive_seed
 from millstream.serve.auth import RETRY_AFTER_S, AccessControl
-from millstream.serve.http import BodyReader, ClientGone, HttpError, until_disconnect
+from millstream.serve.http import BodyReader, ClientGone, EmptyBody, HttpError, until_disconnect
 from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
 from millstream.serve.openai.detokenize import TextPiece, TextStream
@@ -88,12 +88,9 @@ class ModelServiceConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("max_body_bytes and max_requests must be at least 1, port 0 to 65535")
 
 
-class EmptyBody(Struct, forbid_unknown_fields=True, kw_only=True): ...
-
-
 class WeightsBody(Struct, forbid_unknown_fields=True, kw_only=True):
     path: str  # as `millstream.model.safetensors_io` writes them
-    version: int
+    version: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Served(Struct, frozen=True, kw_only=True):
