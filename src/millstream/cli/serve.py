@@ -36,6 +36,17 @@ TokenOption = Annotated[
         help="The token that clients must send. Prefer the environment variable: others may see what is typed.",
     ),
 ]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights-from",
+        metavar="DIR",
+        help="Load new weights from folders in DIR when a client asks for it: for training.",
+    ),
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code in MODEL's folder, where the model needs its own.")
+]
 
 
 def serve_command(
@@ -66,17 +77,8 @@ def serve_command(
             "--max-requests", min=1, help="The number of requests at a time; further ones are refused with status 429."
         ),
     ] = 256,
-    weights_from: Annotated[
-        Path | None,
-        typer.Option(
-            "--weights-from",
-            metavar="DIR",
-            help="Load new weights from folders in DIR when a client asks for it: for training.",
-        ),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code in MODEL's folder, where it needs its own.")
-    ] = False,
+    weights_from: WeightsOption = None,
+    trust_remote_code: TrustOption = False,
     token: TokenOption = None,
 ) -> None:
     """Serve a model with OpenAI's API. Completions, chats, streams, and sessions that become rollouts, over HTTP."""

@@ -13,7 +13,7 @@ MAX_NAME = 128
 MAX_RANKS = 4096
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
-Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+ClaimRank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 
 
 class PartitionBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -46,7 +46,7 @@ class ClaimBody(PartitionBody, kw_only=True):
     groups: Int64 | None = None
     policy: str = "fifo"
     versions: tuple[Int64, Int64] | None = None
-    rank: Rank = 0
+    rank: ClaimRank = 0
     patience_s: float | None = None
     wait_s: float = 0.0
     lease_s: float | None = None
