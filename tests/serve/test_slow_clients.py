@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import httpx
 import numpy as np
 import pytest
 
-from millstream.serve.limits import SPARE_CONNECTIONS, HttpLimits
+from millstream.serve.limits import SPARE_CONNECTIONS, ConnectionTable, HttpLimits
 from millstream.serve.store.service import StoreServiceConfig, host_store
 from millstream.store import Reads
 from millstream.store.memory import MemoryStore
@@ -302,6 +303,13 @@ def test_malformed_requests_fill_no_log(garbage: str, capfd: pytest.CaptureFixtu
 
     run(program())
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("num_files", [resource.RLIM_INFINITY, 20_000, 1024, 256])
+def test_the_open_files_bound_the_connections(num_files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (num_files, num_files))
+    backlog = ConnectionTable(256).backlog
+    assert backlog == (2048 if num_files in (resource.RLIM_INFINITY, 20_000) else num_files // 16)
 
 
 @pytest.mark.parametrize("wrong", [{"headers_s": 0}, {"stall_s": float("nan")}, {"bytes_per_s": 0}, {"body_bytes": 0}])

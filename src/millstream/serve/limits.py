@@ -22,6 +22,7 @@ from millstream.serve.http import HttpError
 
 SPARE_CONNECTIONS = 64  # of one peer beyond the requests that are served at once: these get the service's own refusal
 MAX_BACKLOG = 2048
+UNLIMITED_FILES = 1 << 20  # a number in place of no limit
 _TOO_MANY = b'{"error": "too many connections: try again"}'
 TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -114,6 +115,8 @@ class ConnectionTable:
     def __init__(self, max_requests: int) -> None:
         self._max_per_peer = max_requests + SPARE_CONNECTIONS
         num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if num_files == resource.RLIM_INFINITY:
+            num_files = UNLIMITED_FILES
         self._max_connections = min(2 * self._max_per_peer, num_files // 2)
         # asyncio accepts this many at a time, and again before the first of them are counted here
         self.backlog = min(MAX_BACKLOG, (num_files - self._max_connections) // 8)
