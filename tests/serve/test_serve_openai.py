@@ -35,9 +35,9 @@ from millstream.model.safetensors_io import write_weights
 from millstream.model.tiny import TinyShape, tiny_model
 from millstream.run.build import build_engine
 from millstream.run.text import TokenizerText
-from millstream.serve.openai import service
+from millstream.serve.limits import HttpLimits
 from millstream.serve.openai.detokenize import TextStream
-from millstream.serve.openai.service import ModelServiceConfig, Served, host_model
+from millstream.serve.openai.service import LONG_PROMPT, ModelServiceConfig, Served, host_model
 from millstream.serve.openai.sessions import SessionLimits
 from millstream.types import Completion, Finish, Message, Request, RequestKey, Sampled, Weights
 from support.commands import start_command
@@ -401,10 +401,18 @@ def test_a_stop_string_is_found_wherever_it_is(text: str, stops: list[str]) -> N
 # ---- sessions --------------------------------------------------------------------------------------------------------
 
 
+def new_session(url: str) -> str:
+    found = post(url, "/v1/sessions", {})
+    assert found.status_code == 201 and found.json()["parts"] == []
+    session_id: str = found.json()["id"]
+    return session_id
+
+
 def test_the_calls_of_a_session_are_one_rollout_and_what_was_sampled_is_not_tokenised_again() -> None:
     """`<think>` was sampled as seven characters; the tokenizer would make one token of it."""
     with scripted("<think>hm", "five", "six") as (url, engine):
-        client = client_of(url).with_options(default_headers={"X-Session-Id": "agent-1"})
+        session_id = new_session(url)
+        client = client_of(url).with_options(default_headers={"X-Session-Id": session_id})
         first = client.chat.completions.create(model="tiny", messages=[user("a")])
         said = first.choices[0].message
         assert said.content == "<think>hm" and len(TEXT.encode("<think>hm")) == 3
@@ -415,7 +423,7 @@ def test_the_calls_of_a_session_are_one_rollout_and_what_was_sampled_is_not_toke
         assert second.prompt_token_ids[: len(begin)] == begin == list(engine.requests[1].tokens[: len(begin)])
         assert second.prompt_token_ids != TEXT.opening(_chat(history)), "which would have re-tokenised it"
         client.chat.completions.create(model="tiny", messages=[user("another")])
-        one, other = get(url, "/v1/sessions/agent-1").json()["parts"]
+        one, other = get(url, f"/v1/sessions/{session_id}").json()["parts"]
         tokens = TEXT.tokenizer.decode(one["token_ids"])
         assert tokens == TEXT.render(_chat(history)) + "five<|im_end|>"
         masked = [token for token, is_sampled in zip(one["token_ids"], one["loss_mask"], strict=True) if is_sampled]
@@ -425,8 +433,8 @@ def test_the_calls_of_a_session_are_one_rollout_and_what_was_sampled_is_not_toke
             (False, 0.0, -1),
         }
         assert TEXT.tokenizer.decode(other["token_ids"]).endswith("six<|im_end|>")
-        assert HTTP.delete(f"{url}/v1/sessions/agent-1").json()["deleted"]
-        assert get(url, "/v1/sessions/agent-1").status_code == 404
+        assert HTTP.delete(f"{url}/v1/sessions/{session_id}").json()["deleted"]
+        assert get(url, f"/v1/sessions/{session_id}").status_code == 404
 
 
 def _chat(messages: Sequence[Json]) -> list[Any]:
@@ -435,7 +443,8 @@ def _chat(messages: Sequence[Json]) -> list[Any]:
 
 def test_a_session_goes_on_after_answers_that_were_cut_and_over_streams_and_texts() -> None:
     with scripted("fou...", "a!", "b", "cd", "ef", "gh") as (url, _):
-        client, body = client_of(url), {"session_id": "s"}
+        client, chat_id, text_id = client_of(url), new_session(url), new_session(url)
+        body = {"session_id": chat_id}
         history = [user("a")]
         for cut in ({"max_tokens": 3}, {"stop": "!"}, {}):
             stream: Any = client.chat.completions.create(
@@ -443,28 +452,31 @@ def test_a_session_goes_on_after_answers_that_were_cut_and_over_streams_and_text
             )
             said = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
             history += [{"role": "assistant", "content": said}, user("next")]
-        (part,) = get(url, "/v1/sessions/s").json()["parts"]
+        (part,) = get(url, f"/v1/sessions/{chat_id}").json()["parts"]
         shown = TEXT.tokenizer.decode(part["token_ids"])
         assert "assistant\nfou<|im_end|>\n<|im_start|>user\nnext" in shown, "an end that was not sampled is shown"
         assert "assistant\na!<|im_end|>\n<|im_start|>user\nnext" in shown
         assert shown.endswith("b<|im_end|>")
-        texts: Json = {"model": "tiny", "extra_body": {"session_id": "t"}}
+        texts: Json = {"model": "tiny", "extra_body": {"session_id": text_id}}
         first: Any = client.completions.create(prompt="x", **texts)
         second: Any = client.completions.create(prompt="x" + first.choices[0].text + "y", **texts)
         whole = [*second.prompt_token_ids, *second.choices[0].token_ids]
         client.completions.create(prompt=whole, **texts)
-        (part,) = get(url, "/v1/sessions/t").json()["parts"]
+        (part,) = get(url, f"/v1/sessions/{text_id}").json()["parts"]
         assert TEXT.tokenizer.decode(part["token_ids"]) == "xcd<|im_end|>yef<|im_end|>gh<|im_end|>"
         assert sum(part["loss_mask"]) == 9
 
 
 def test_two_calls_that_go_on_from_one_place_at_once_become_two_parts_and_no_token_counts_twice() -> None:
     with scripted("one", "two", "three", step_s=0.02) as (url, _):
-        first = post(url, "/v1/chat/completions", {"messages": [user("a")]}, x_session_id="s").json()
+        session_id = new_session(url)
+        first = post(url, "/v1/chat/completions", {"messages": [user("a")]}, x_session_id=session_id).json()
         history = [user("a"), first["choices"][0]["message"], user("b")]
         threads = [
             threading.Thread(
-                target=post, args=(url, "/v1/chat/completions", {"messages": history}), kwargs={"x_session_id": "s"}
+                target=post,
+                args=(url, "/v1/chat/completions", {"messages": history}),
+                kwargs={"x_session_id": session_id},
             )
             for _ in range(2)
         ]
@@ -472,7 +484,7 @@ def test_two_calls_that_go_on_from_one_place_at_once_become_two_parts_and_no_tok
             thread.start()
         for thread in threads:
             thread.join()
-        parts = get(url, "/v1/sessions/s").json()["parts"]
+        parts = get(url, f"/v1/sessions/{session_id}").json()["parts"]
         assert len(parts) == 2 and len(parts[1]["logprobs"]) == len(parts[1]["token_ids"])
         assert sum(sum(part["loss_mask"]) for part in parts) == 4 + 4 + 6
 
@@ -485,16 +497,58 @@ def test_sessions_are_bounded_in_number_time_and_tokens() -> None:
             body = {"messages": [user(content)], **more}
             return post(url, "/v1/chat/completions", body, x_session_id=session_id)
 
-        assert ask("1").status_code == ask("2").status_code == 200
-        full = ask("3")
+        one, other = new_session(url), new_session(url)
+        assert ask(one).status_code == ask(other).status_code == 200
+        full = post(url, "/v1/sessions", {})
         assert full.status_code == 429 and "2 sessions" in full.json()["error"]["message"]
         assert full.headers["retry-after"]
-        crowded = ask("1", "b" * 30)
+        crowded = ask(one, "b" * 30)
         assert crowded.status_code == 400 and "more than its 60" in crowded.json()["error"]["message"]
-        assert "by 42: begin another session" in ask("1", max_tokens=59).json()["error"]["message"]
-        assert ask("1", n=2).json()["error"]["param"] == "n" and ask("a/b").json()["error"]["param"] == "session_id"
+        assert "by 42: begin another session" in ask(one, max_tokens=59).json()["error"]["message"]
+        assert ask(one, n=2).json()["error"]["param"] == "n" and ask("a/b").json()["error"]["param"] == "session_id"
         time.sleep(1.1)
-        assert ask("3").status_code == 200 and get(url, "/v1/sessions/1").status_code == 404
+        assert ask(new_session(url)).status_code == 200 and get(url, f"/v1/sessions/{one}").status_code == 404
+
+
+def test_the_tokens_of_all_sessions_are_bounded_and_deleting_one_makes_room() -> None:
+    with scripted(*(["ok"] * 9), sessions=SessionLimits(all_tokens=50)) as (url, _):
+
+        def ask(session_id: str) -> httpx.Response:
+            return post(url, "/v1/chat/completions", {"messages": [user("a")]}, x_session_id=session_id)
+
+        ids = [new_session(url) for _ in range(3)]
+        assert [ask(one).status_code for one in ids] == [200, 200, 429]
+        assert "the limit is 50" in ask(ids[2]).json()["error"]["message"]
+        HTTP.delete(f"{url}/v1/sessions/{ids[0]}")
+        assert ask(ids[2]).status_code == 200
+
+
+def test_the_id_of_a_session_is_a_secret_that_only_the_service_makes() -> None:
+    with scripted("ok", "ok") as (url, _):
+        one, other = new_session(url), new_session(url)
+        assert one != other and len(one) >= len("session-") + 32
+        for guess in ("episode-17", one[:-1], one.upper(), "a" * 5000):
+            called = post(url, "/v1/chat/completions", {"messages": [user("a")]}, x_session_id=guess)
+            for answer in (called, get(url, f"/v1/sessions/{guess}"), HTTP.delete(f"{url}/v1/sessions/{guess}")):
+                assert answer.status_code == 404 and "POST /v1/sessions" in answer.json()["error"]["message"]
+                assert one not in answer.text
+        assert one not in get(url, "/health").text and get(url, "/v1/sessions").status_code == 405
+        assert get(url, f"/v1/sessions/{one}").json()["parts"] == []
+
+
+def test_an_answer_to_a_deleted_session_does_not_bring_it_back() -> None:
+    with scripted("slow...", step_s=0.02) as (url, engine):
+        session_id = new_session(url)
+        body = {"messages": [user("a")], "max_tokens": 20}
+        calling = threading.Thread(
+            target=post, args=(url, "/v1/chat/completions", body), kwargs={"x_session_id": session_id}
+        )
+        calling.start()
+        while not engine.requests:
+            time.sleep(0.005)
+        assert HTTP.delete(f"{url}/v1/sessions/{session_id}").status_code == 200
+        calling.join()
+        assert get(url, f"/v1/sessions/{session_id}").status_code == 404
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -576,6 +630,53 @@ def test_the_context_is_named_with_what_exceeds_it(client: openai.OpenAI) -> Non
         client.completions.create(model="tiny", prompt="abc", max_tokens=254)
 
 
+class GatedText(TokenizerText, frozen=True, kw_only=True, eq=False):
+    """Tokenizes long prompts once the gate is open."""
+
+    gate: threading.Event
+
+    def opening(self, content: Any) -> list[int]:
+        if len(content) > LONG_PROMPT:
+            assert self.gate.wait(20)
+            return [1]
+        return super().opening(content)
+
+
+def test_a_long_prompt_holds_up_no_short_one() -> None:
+    gate, text = threading.Event(), text_with(CHATML)
+    gated = GatedText(tokenizer=text.tokenizer, gate=gate)
+    with listening(lambda: served(gated, ScriptedEngine(text, ["ok", "ok"]), context=1 << 14)) as url:
+        statuses: list[int] = []
+        long = {"prompt": "a" * (LONG_PROMPT + 1)}
+        waiting = threading.Thread(
+            target=lambda: statuses.append(post(url, "/v1/completions", long).status_code), daemon=True
+        )
+        waiting.start()
+        assert post(url, "/v1/completions", {"prompt": "a"}).status_code == 200 and not statuses
+        gate.set()
+        waiting.join()
+        assert statuses == [200]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("completions", {"prompt": "a" * 4_000_000}, "4000000 characters: more than 4096"),
+        ("completions", {"prompt": ["a", "b" * 4097]}, "prompt 1 has 4097 characters"),
+        ("completions", {"prompt": [1] * 257}, "257 tokens: more than the context of 256"),
+        ("completions", {"prompt": [[1], [1] * 257]}, "prompt 1 has 257 tokens"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * 4097}]}, "4101 characters"),
+        ("chat/completions", {"messages": [{"role": "user" * 2000}]}, "8000 characters"),
+        ("chat/completions", {"messages": [{"role": "user"}] * 257}, "257 messages: more than the context"),
+    ],
+)
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(path: str, body: Json, words: str) -> None:
+    with scripted() as (url, _):
+        found = post(url, f"/v1/{path}", body)
+        assert found.status_code == 400 and words in found.json()["error"]["message"], found.text
+        assert found.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_garbage_and_bodies_that_are_too_large_are_refused(url: str) -> None:
     def send(body: bytes, kind: str = "application/json") -> httpx.Response:
         headers = {"content-type": kind}
@@ -585,17 +686,20 @@ def test_garbage_and_bodies_that_are_too_large_are_refused(url: str) -> None:
     assert send(b'{"prompt": "\\ud800"}').status_code in (200, 400)
     assert send(b'{"prompt": "a", "metadata": ' + b'{"a":' * 10_000 + b"}").status_code == 400
     assert send(b"prompt=a", "application/x-www-form-urlencoded").status_code == 415
+    long_name = send(json.dumps({"prompt": "a", "model": "b" * 50_000}).encode())
+    assert long_name.status_code == 404 and len(long_name.text) < 5000
     large = send(json.dumps({"prompt": "a" * 200_000}).encode())
     assert large.status_code == 413 and "100000 bytes" in large.json()["error"]["message"]
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "BODY_S", 0.2)
-    host, _, port = url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=20) as line:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
-        line.sendall(head.encode() + b'{"prompt"')
-        assert line.recv(4096).startswith(b"HTTP/1.1 408")
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with scripted(http=HttpLimits(stall_s=0.2)) as (url, _):
+        host, _, port = url.removeprefix("http://").partition(":")
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            with socket.create_connection((host, int(port)), timeout=20) as line:
+                kind = "Content-Type: application/json\r\nContent-Length: 50"
+                line.sendall(f'POST {path} HTTP/1.1\r\nHost: {host}\r\n{kind}\r\n\r\n{{"prompt"'.encode())
+                assert line.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_more_requests_than_the_limit_are_told_to_come_again_and_the_client_does() -> None:

@@ -17,6 +17,7 @@ from millstream.engine.native.engine import TorchEngine
 from millstream.env.bytes_text import ByteText
 from millstream.events.sinks import MemorySink
 from millstream.run.build import build_engine
+from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
 from millstream.serve.openai.service import ModelServiceConfig, Served, model_app
 
@@ -36,7 +37,8 @@ def serving(make: Callable[[], tuple[ASGIApp, Close]], port: int = 0) -> Iterato
 
     async def program() -> None:
         app, close = make()
-        task = asyncio.create_task(listen(app, "127.0.0.1", port, token=None, on_ready=ready))
+        serving = listen(app, "127.0.0.1", port, token=None, max_requests=256, limits=HttpLimits(), on_ready=ready)
+        task = asyncio.create_task(serving)
         await stop.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -36,6 +36,17 @@ TokenOption = Annotated[
         help="The token that clients must send. Prefer the environment variable: others may see what is typed.",
     ),
 ]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights-from",
+        metavar="DIR",
+        help="Load new weights from folders in DIR when a client asks for it: for training.",
+    ),
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code in MODEL's folder, where the model needs its own.")
+]
 
 
 def serve_command(
@@ -66,14 +77,8 @@ def serve_command(
             "--max-requests", min=1, help="The number of requests at a time; further ones are refused with status 429."
         ),
     ] = 256,
-    weights_from: Annotated[
-        Path | None,
-        typer.Option(
-            "--weights-from",
-            metavar="DIR",
-            help="Load new weights from folders in DIR when a client asks for it: for training.",
-        ),
-    ] = None,
+    weights_from: WeightsOption = None,
+    trust_remote_code: TrustOption = False,
     token: TokenOption = None,
 ) -> None:
     """Serve a model with OpenAI's API. Completions, chats, streams, and sessions that become rollouts, over HTTP."""
@@ -84,7 +89,12 @@ def serve_command(
         chosen = model.ServedConfig(
             name=name or path,
             max_length=max_length,
-            model=ModelConfig(path=model_in(path, "serving"), device=device.value, dtype=dtype.value),
+            model=ModelConfig(
+                path=model_in(path, "serving"),
+                device=device.value,
+                dtype=dtype.value,
+                trust_remote_code=trust_remote_code,
+            ),
             engine=EngineConfig(slots=slots),
         )
         model.run_model_service(
@@ -113,9 +123,12 @@ def serve_store_command(
     host: HostOption = "127.0.0.1",
     port: PortOption = 7077,
     capacity_rows: Annotated[
-        int | None,
-        typer.Option("--capacity-rows", min=1, help="The number of rows beyond which puts wait. Default: no limit."),
-    ] = None,
+        int,
+        typer.Option("--capacity-rows", min=1, help="Rows of experience, and of prompts, beyond which puts wait."),
+    ] = 1 << 20,
+    capacity_bytes: Annotated[
+        int, typer.Option("--capacity-bytes", min=1, help="The same in bytes. Writes may add as much again.")
+    ] = 4 << 30,
     token: TokenOption = None,
 ) -> None:
     """Serve a store over HTTP. Prompts, experience and notices of new weights, for programs in any language."""
@@ -124,8 +137,7 @@ def serve_store_command(
 
         store.run_store_service(
             tasks or [],
-            store.StoreServiceConfig(host=host, port=port),
-            capacity_rows=capacity_rows,
+            store.StoreServiceConfig(host=host, port=port, capacity_rows=capacity_rows, capacity_bytes=capacity_bytes),
             token=token,
             on_ready=lambda url: console.out(f"the store is at {url}", highlight=False),
         )

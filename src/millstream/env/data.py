@@ -173,7 +173,7 @@ def _hub_records(name: str, subset: str | None, split: str) -> Iterator[DataReco
     except ImportError as error:
         raise DataError(f"data.name = {name!r} needs the datasets library: {NEEDS_EXTRA}") from error
     try:
-        rows = datasets.load_dataset(name, subset, split=split)
+        rows = datasets.load_dataset(name, subset, split=split, trust_remote_code=False)
     except Exception as error:  # a library that raises many kinds: reported as one, with its cause
         of = f"{name!r}, " + (f"subset {subset!r}, " if subset is not None else "") + f"split {split!r}"
         raise DataError(f"datasets cannot load {of}: {type(error).__name__}: {error}") from error

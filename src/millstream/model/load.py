@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from millstream.errors import ModelError
 from millstream.model.attention import NAME
-from millstream.model.locate import no_tokenizer, not_on_hub
+from millstream.model.locate import needs_code, no_tokenizer, not_on_hub
 from millstream.types import Weights
 
 FEW_CORES = 8
@@ -46,20 +46,33 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def load_model(path: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A causal LM with our attention, from a folder or a hub name."""
+def load_model(
+    path: str | Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A causal LM with our attention, from a folder or a hub name. No pickle is read, and no code of the folder is run unless
+    it is trusted."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=NAME, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            attn_implementation=NAME,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+        )
     except (OSError, ValueError) as error:
         raise ModelError(_not_loaded(path, f"no causal language model in {path}: {error}", error)) from error
     return model.to(device)
 
 
-def new_model(config: Any, *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def new_model(
+    config: Any, *, seed: int, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """A model with random weights. The same config and seed give the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=NAME, dtype=dtype, trust_remote_code=trust_remote_code
+        )
 
 
 def model_weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -85,9 +98,9 @@ def check_layers(model: PreTrainedModel) -> None:
         raise ModelError(f"{type(model).__name__} has layers of kind {', '.join(sorted(strange))}: not supported")
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(_not_loaded(path, no_tokenizer(str(path), str(error)), error)) from error
 
@@ -98,6 +111,8 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], 
 
 
 def _not_loaded(path: str | Path, from_folder: str, error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return needs_code(str(path))
     return from_folder if Path(path).is_dir() else not_on_hub(str(path), str(error))
 
 

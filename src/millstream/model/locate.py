@@ -40,6 +40,12 @@ def check_path(path: str, key: str = "model.path", to_type: str | None = None) -
         names = sorted(entry.name for entry in folder.iterdir())
         found = ", ".join([*names[:MAX_NAMES], *(["..."] if len(names) > MAX_NAMES else [])]) or "nothing"
         raise ModelError(f"{key} = {path!r} has no config.json; found: {found}. {expected}")
+    elif pickled := _pickled(folder):
+        convert = f"AutoModelForCausalLM.from_pretrained({path!r}).save_pretrained('FOLDER')"
+        raise ModelError(
+            f"{key} = {path!r} has its weights as a pickle ({pickled}), which can run code when it is read. Expected "
+            f'safetensors. To convert them: python -c "from transformers import AutoModelForCausalLM; {convert}"'
+        )
 
 
 def check_tokenizer(path: str) -> None:
@@ -50,6 +56,22 @@ def check_tokenizer(path: str) -> None:
 
 def no_tokenizer(path: str, why: str) -> str:
     return f"no tokenizer in {path}: {why}. Save one next to the model with tokenizer.save_pretrained({path!r})"
+
+
+def _pickled(folder: Path) -> str | None:
+    """A file with pickled weights, where there are no others."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    if any(name.endswith(".safetensors") for name in names):
+        return None
+    return next((name for name in names if name.startswith("pytorch_model") and name.endswith((".bin", ".pt"))), None)
+
+
+def needs_code(path: str) -> str:
+    code = ", ".join(sorted(entry.name for entry in Path(path).glob("*.py"))[:MAX_NAMES])
+    return (
+        f"{path} has code of its own{f' ({code})' if code else ''}, which must run to load it, and is not trusted. Read it, "
+        "then --set model.trust_remote_code=true, or millstream serve --trust-remote-code"
+    )
 
 
 def not_on_hub(path: str, why: str) -> str:

@@ -67,10 +67,11 @@ def _plain_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, Pr
         return tiny_model(shape, tokenizer, seed=seed, dtype=dtype).to(device), tokenizer
     path = config.path or ""
     check_path(path)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer in {path} has no end token: a rollout could never stop by itself")
-    return load_model(path, device=device, dtype=dtype), tokenizer
+    model = load_model(path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    return model, tokenizer
 
 
 def choose_device(asked: str) -> str:

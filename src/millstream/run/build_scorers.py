@@ -55,7 +55,8 @@ def check_scorer_models(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
     for key, table in (("reference", config.reference), ("critic", config.critic)):
         if table is not None and table.path is not None:
             check_path(table.path, f"{key}.path")
-            check_vocabulary(tokenizer, load_tokenizer(table.path), f"{key}.path = {table.path!r}")
+            other = load_tokenizer(table.path, trust_remote_code=config.model.trust_remote_code)
+            check_vocabulary(tokenizer, other, f"{key}.path = {table.path!r}")
 
 
 def check_vocabulary(ours: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, where: str) -> None:
@@ -90,7 +91,7 @@ def reference_model(config: RunConfig, start: PreTrainedModel, saved: Path | Non
     dtype: torch.dtype = start.dtype if table.dtype is None else getattr(torch, table.dtype)
     path = table.path or saved
     if path is not None:
-        return load_model(path, device=device, dtype=dtype)
+        return load_model(path, device=device, dtype=dtype, trust_remote_code=config.model.trust_remote_code)
     # merged, as it is saved: a resumed run that reads it has the same numbers
     model = copy.deepcopy(start if lora_of(start) is None else merged(start)).to(device)
     for parameter in model.parameters():  # and no buffers, as when it is read: positions are computed in float32
@@ -109,11 +110,8 @@ def _build_critic(config: RunConfig, start: PreTrainedModel) -> TorchCritic | No
     if table is None:
         return None
     device = table.device or str(start.device)
-    model = (
-        copy.deepcopy(start).to(device)
-        if table.path is None
-        else load_model(table.path, device=device, dtype=start.dtype)
-    )
+    model = copy.deepcopy(start) if table.path is None else _critic_model(config, table, start)
+    model = model.to(device)
     return TorchCritic(model, table, num_steps=config.pipeline.steps)
 
 
@@ -155,7 +153,9 @@ def build_remote_scorers(
             setup = partial(begin, lambda: start, temperature=temperature)
             made["proximal"] = RemoteScorer(setup, launcher, name="proximal")
         if table is not None:
-            setup = partial(begin, partial(_critic_model, table, start), critic=table, num_steps=config.pipeline.steps)
+            setup = partial(
+                begin, partial(_critic_model, config, table, start), critic=table, num_steps=config.pipeline.steps
+            )
             critic = durable(partial(RemoteCritic, setup, launcher))
     except BaseException:  # whatever it is: the processes that were started have no owner
         for one in made.values():
@@ -165,8 +165,10 @@ def build_remote_scorers(
     return Scorers(build_stages(config, reference, critic), reference, critic, made.get("proximal"))
 
 
-def _critic_model(table: CriticConfig, start: PreTrainedModel) -> PreTrainedModel:
-    return start if table.path is None else load_model(table.path, dtype=start.dtype)
+def _critic_model(config: RunConfig, table: CriticConfig, start: PreTrainedModel) -> PreTrainedModel:
+    if table.path is None:
+        return start
+    return load_model(table.path, dtype=start.dtype, trust_remote_code=config.model.trust_remote_code)
 
 
 def build_stages(config: RunConfig, reference: Scorer | None, critic: Critic | None) -> tuple[Stage, ...]:

@@ -52,6 +52,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    trust_remote_code: bool = False
+    """Whether code in the folders of this model, the reference and the critic is run, where transformers has none for them."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.tiny is None):

@@ -53,14 +53,14 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
     def opening(self, content: Content) -> list[int]:
         """Kept: the check before the run, or the first member of a group, encodes it."""
         key = content if isinstance(content, str) else tuple(content)
-        if key not in self._opened:
+        tokens = self._opened.get(key)
+        if tokens is None:
+            tokens = list(self.tokenizer(key).input_ids) if isinstance(key, str) else self.encode(self.render(key))
+            self._warn_of_unknown(key, tokens)
             if len(self._opened) >= self.max_prompts_kept:
                 self._opened.clear()
-            self._opened[key] = (
-                list(self.tokenizer(key).input_ids) if isinstance(key, str) else self.encode(self.render(key))
-            )
-            self._warn_of_unknown(key, self._opened[key])
-        return self._opened[key]
+            self._opened[key] = tokens
+        return tokens
 
     def render(self, messages: Sequence[Message]) -> str:
         if not self.tokenizer.chat_template:

@@ -19,6 +19,7 @@ from millstream.errors import ConfigError
 OPEN_PATHS = ("/v1/health", "/health")
 Refuse = Callable[[int, str, dict[str, str] | None], Response]  # status, message, headers -> the response of a service
 RETRY_AFTER_S = 1
+MAX_MESSAGE = 2000  # characters of an error: it may quote what was sent
 
 
 def is_loopback(host: str) -> bool:
@@ -41,7 +42,7 @@ def check_token(host: str, token: str | None) -> None:
 
 
 def error_response(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": message}, status, headers)
+    return JSONResponse({"error": message[:MAX_MESSAGE]}, status, headers)
 
 
 class AccessControl:

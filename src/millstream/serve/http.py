@@ -29,6 +29,9 @@ class ClientGone(Exception):
     """The client disconnected before its response was ready."""
 
 
+class EmptyBody(Struct, forbid_unknown_fields=True, kw_only=True): ...
+
+
 class BodyReader:
     """Reads request bodies as structs, within the limits."""
 

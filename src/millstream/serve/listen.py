@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from millstream.errors import ConfigError
 from millstream.serve.auth import check_token
+from millstream.serve.limits import ConnectionTable, HttpLimits, LimitedProtocol, RequestLimits
 
 GRACE_S = 2
-BACKLOG = 2048
 
 
-async def listen(app: ASGIApp, host: str, port: int, *, token: str | None, on_ready: Callable[[str], None]) -> None:
+async def listen(
+    app: ASGIApp,
+    host: str,
+    port: int,
+    *,
+    token: str | None,
+    max_requests: int,
+    limits: HttpLimits,
+    on_ready: Callable[[str], None],
+) -> None:
     """Port 0: a free one. `on_ready` is called with the URL. Requests that wait at the end are cancelled. `token` is what the
-    app requires: raises `ConfigError` if other machines can reach the host and there is none."""
+    app requires: raises `ConfigError` if other machines can reach the host and there is none. `max_requests` is the number
+    that the app serves at once: the number of connections follows from it."""
     check_token(host, token)
+    table = ConnectionTable(max_requests)
     is_six = ":" in host
     listening = socket.socket(socket.AF_INET6 if is_six else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # IPPROTO_TCP makes asyncio set TCP_NODELAY; otherwise responses wait for the client's next packet
@@ -27,13 +40,23 @@ async def listen(app: ASGIApp, host: str, port: int, *, token: str | None, on_re
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((host, port))
-            listening.listen(BACKLOG)
+            listening.listen(table.backlog)
         except OSError as wrong:
             raise ConfigError(f"cannot listen on {host}:{port}: {wrong.strerror or wrong}") from wrong
         name = f"[{host}]" if is_six else host
+        protocol = partial(LimitedProtocol, limits=limits, table=table)
         server = uvicorn.Server(
             uvicorn.Config(
-                app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S
+                RequestLimits(app, limits),
+                http=protocol,  # type: ignore[arg-type]  # called, never subclassed
+                ws="none",
+                log_level="error",  # malformed requests are warnings: no client may fill the log
+                access_log=False,
+                lifespan="off",
+                backlog=table.backlog,
+                timeout_keep_alive=math.ceil(limits.headers_s) + 1,  # the protocol's own timer ends before
+                timeout_graceful_shutdown=GRACE_S,
+                h11_max_incomplete_event_size=limits.header_bytes,
             )
         )
         on_ready(f"http://{name}:{listening.getsockname()[1]}")

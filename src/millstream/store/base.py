@@ -181,11 +181,12 @@ class Store(Protocol):
         readers get the last value.
 
         A write does not wait for room, because it may be what the rows in a full store need to become done. What it adds
-        counts, and puts wait for it."""
+        counts, and puts wait for it. It raises `StoreError` if the store would have twice its capacity in bytes."""
         ...
 
     async def close_groups(self, group_ids: Sequence[int], *, partition: str = TRAIN) -> None:
-        """The groups are complete: they may be claimed. A group that is closed without a row is claimable, and empty."""
+        """The groups are complete: they may be claimed. A group that is closed without a row is claimable, and empty. Raises
+        `StoreError` for more empty groups than rows fit."""
         ...
 
     async def claim(

@@ -19,6 +19,7 @@ from millstream.store.rows import (
     contiguous_runs,
     each,
     integers,
+    num_bytes_of,
     num_rows_of,
     partition_of,
     saved_columns,
@@ -30,8 +31,6 @@ from millstream.store.waiting import ClaimQueues, PutQueue
 
 SMALL_LEASE = 16
 """Leases up to this many rows are read cell by cell: rows that were put one at a time are not adjacent."""
-_NUMBERS = frozenset((int, float, bool))
-_TEXTS = frozenset((str, bytes))
 
 
 class MemoryStore:
@@ -151,23 +150,10 @@ class MemoryStore:
 def block_of(columns: Columns) -> tuple[BlockSpec[Columns], int]:
     """The columns by reference, and their number of rows. The dictionary and its lists are copied, the cells are not."""
     num_rows = num_rows_of(columns)
-    held: dict[str, Sequence[Any]] = {}
-    nbytes = 0
-    for name, cells in columns.items():
-        if num_rows == 1:  # the same as below, for a row that comes alone
-            cell = cells[0]
-            held[name] = [cell]
-            kind = type(cell)
-            nbytes += 8 if kind in _NUMBERS else len(cell) if kind in _TEXTS else getattr(cell, "nbytes", 8)
-            continue
-        held[name] = cells[:] if type(cells) is list else cells
-        if (size := getattr(cells, "nbytes", None)) is not None:
-            nbytes += int(size)
-        elif type(cells[0]) in _NUMBERS:
-            nbytes += 8 * num_rows
-        else:
-            nbytes += sum([len(c) if type(c) in _TEXTS else getattr(c, "nbytes", 8) for c in cells])
-    return BlockSpec(tuple(held), nbytes, held), num_rows
+    held: dict[str, Sequence[Any]] = {
+        name: cells[:] if type(cells) is list else cells for name, cells in columns.items()
+    }
+    return BlockSpec(tuple(held), num_bytes_of(columns, num_rows), held), num_rows
 
 
 def lease_of(lease: LeaseEntry) -> Lease:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from sys import getsizeof
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from msgspec import Struct
@@ -15,6 +16,10 @@ from millstream.errors import StoreError
 from millstream.store.base import Columns, Reads, Row, Saved, Want
 
 UNVERSIONED = -1
+MAX_MASKS = 1024  # sets of columns whose mask is kept
+ROW_BYTES = 512  # what the store itself needs for a row, about
+COLUMN_BYTES = 256  # the same for a column of a put or a write
+_SCALARS = frozenset((int, float, bool, str, bytes))
 P = TypeVar("P")
 """How a payload is held: as columns, or as a message of `store.wire`."""
 
@@ -57,6 +62,8 @@ class TaskSet:
             mask = 0
             for column in columns:
                 mask |= self._column_bits.setdefault(column, 1 << len(self._column_bits))
+            if len(self._masks) >= MAX_MASKS:
+                self._masks.clear()
             self._masks[columns] = mask
         return mask
 
@@ -311,3 +318,29 @@ def _length(cell: Any) -> int:
         return len(cell)
     except TypeError:
         return 1
+
+
+def num_bytes_of(columns: Columns, num_rows: int) -> int:
+    """The memory that the columns need, about. Of structs and other objects only the outermost is counted."""
+    nbytes = ROW_BYTES * num_rows + COLUMN_BYTES * len(columns)
+    for cells in columns.values():
+        size = getattr(cells, "nbytes", None)
+        nbytes += sum(map(_num_bytes, cells)) if size is None else int(size)
+    return nbytes
+
+
+def _num_bytes(cell: Any) -> int:
+    """Of a cell with everything that is nested in it."""
+    if type(cell) in _SCALARS:
+        return getsizeof(cell)
+    nbytes, unseen = 0, [cell]
+    while unseen:
+        one = unseen.pop()
+        size = getattr(one, "nbytes", None)
+        nbytes += getsizeof(one) if size is None else int(size)
+        if isinstance(one, dict):
+            unseen.extend(one)
+            unseen.extend(one.values())
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            unseen.extend(one)
+    return nbytes

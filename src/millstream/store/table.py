@@ -34,6 +34,11 @@ MAX_WAITERS_SHOWN = 20
 GENERATION_SHIFT = 40
 """An id is generation << 40 | number. A restore begins a generation: ids of the history it cut off are never given again."""
 
+GROUPS_PER_ROW = 2
+"""Of a store with a capacity in rows: as many groups without rows fit as rows."""
+WRITTEN_FACTOR = 2
+"""Writes do not wait for room, and may fill a store to this many times its capacity in bytes."""
+
 
 class RowTable:
     def __init__(
@@ -97,6 +102,16 @@ class RowTable:
         has_rows = self.capacity_rows is None or len(self.rows) + num_rows <= self.capacity_rows
         return has_rows and (self.capacity_bytes is None or self.num_bytes + nbytes <= self.capacity_bytes)
 
+    def _check_groups(self, part: Partition, group_ids: Iterable[int]) -> None:
+        """Raises for more groups than rows fit, as there are when groups without rows are not claimed."""
+        if self.capacity_rows is None:
+            return
+        num_new, limit = len(set(group_ids) - part.groups.keys()), GROUPS_PER_ROW * self.capacity_rows
+        if num_new and sum(len(other.groups) for other in self.partitions.values()) + num_new > limit:
+            raise StoreError(
+                f"the store has {limit} groups, its limit, many without rows: claim them, or drop a partition"
+            )
+
     def put(
         self,
         group_ids: Sequence[int],
@@ -109,6 +124,7 @@ class RowTable:
     ) -> range:
         part = self.partition(partition)
         groups = part.open_groups(group_ids)
+        self._check_groups(part, groups)
         num_rows = len(group_ids)
         if self.next_row + num_rows >> GENERATION_SHIFT:
             raise StoreError("the store has run out of row ids: begin a new one")
@@ -154,6 +170,9 @@ class RowTable:
 
     def write(self, row_ids: Sequence[int], spec: BlockSpec[Any], *, overwrite: bool = False) -> None:
         self.check_size(0, spec.nbytes)
+        if self.capacity_bytes is not None and self.num_bytes + spec.nbytes > WRITTEN_FACTOR * self.capacity_bytes:
+            found = f"{spec.nbytes} bytes to a store that has {self.num_bytes}"
+            raise StoreError(f"{found}: writes may fill it to {WRITTEN_FACTOR * self.capacity_bytes}. Free rows first")
         rows, mask = [self.row(row_id) for row_id in row_ids], self.tasks.mask(spec.columns)
         if len(set(row_ids)) != len(row_ids):
             raise StoreError("a row is named twice in one write")
@@ -188,6 +207,8 @@ class RowTable:
 
     def close(self, group_ids: Iterable[int], partition: str) -> None:
         part = self.partition(partition)
+        group_ids = list(group_ids)
+        self._check_groups(part, group_ids)
         for group_id in group_ids:
             part.close_group(group_id)
 

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.engine import EngineConfig
 from millstream.engine.native.batching import Batcher, batcher_of
@@ -27,8 +27,9 @@ from millstream.engine.native.host import ProcessHost
 from millstream.engine.native.worker import Close, Command, DecodeWorker, Offer, WorkerReport
 from millstream.errors import EngineError, WeightsError
 from millstream.model.adapters import add_adapters, lora_of
-from millstream.model.load import decoder_of, load_tokenizer, model_weights, new_model, set_up_cpu
+from millstream.model.load import decoder_of, load_tokenizer, model_weights, set_up_cpu
 from millstream.model.lora import LoraConfig
+from millstream.model.spec import build_described, has_own_code, save_description
 from millstream.rpc.call import CLOSE_S, Channel, Packet, PacketKind, typed_decoder
 from millstream.rpc.process import LocalLauncher, own_node
 from millstream.types import Weights
@@ -63,7 +64,7 @@ def engine_setup(
 ) -> EngineSetup:
     with tempfile.TemporaryDirectory(prefix="millstream-") as name:
         folder = Path(name)
-        model.config.save_pretrained(folder)
+        save_description(model, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -124,10 +125,10 @@ def build_batcher(setup: EngineSetup, weights: Mapping[str, Tensor]) -> Batcher:
     with tempfile.TemporaryDirectory(prefix="millstream-") as folder:
         for name, data in setup.files.items():
             (Path(folder) / name).write_bytes(data)
-        config = AutoConfig.from_pretrained(folder)
-        decode = decoder_of(load_tokenizer(folder)) if setup.has_tokenizer else None
-    with torch.device(setup.device):  # built where it will be: random numbers for all of it take long on a CPU
-        model = new_model(config, seed=0, dtype=getattr(torch, setup.dtype))
+        is_trusted = has_own_code(folder)
+        decode = decoder_of(load_tokenizer(folder, trust_remote_code=is_trusted)) if setup.has_tokenizer else None
+        with torch.device(setup.device):  # built where it will be: random numbers for all of it take long on a CPU
+            model = build_described(folder, dtype=setup.dtype)
     if setup.lora is not None:
         add_adapters(model, setup.lora, seed=0)
     with torch.no_grad():

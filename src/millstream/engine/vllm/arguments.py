@@ -19,6 +19,7 @@ class VllmSetup(Struct, frozen=True, kw_only=True):
     """The first message to the worker process."""
 
     folder: str  # with the model's config
+    trust_remote_code: bool = False  # whether the folder has code that this process has run already
     first: WeightsRef
     slots: int
     prefill_tokens: int
@@ -53,6 +54,7 @@ def engine_arguments(setup: VllmSetup) -> dict[str, Any]:
     cache_gib = 1.0 if vllm.cache_gib is None and setup.is_cpu else vllm.cache_gib
     return {
         "model": setup.folder,
+        "trust_remote_code": setup.trust_remote_code,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # not the model's own: a request has every sampling parameter
         "load_format": "dummy",  # the first weights are fetched as all others are

@@ -32,6 +32,7 @@ from millstream.engine.vllm.config import VllmConfig, check_installed
 from millstream.errors import EngineError, RequestRefused, WeightsError
 from millstream.events import EventSink
 from millstream.model.load import context_length, model_weights
+from millstream.model.spec import has_own_code, save_description
 from millstream.rpc.process import LocalLauncher, own_node
 from millstream.types import Completion, Request
 from millstream.weights.transfer import WeightsRef
@@ -116,10 +117,11 @@ def _setup(config: EngineConfig, vllm: VllmConfig, model: PreTrainedModel, first
     folder = tempfile.mkdtemp(prefix="millstream-vllm-")
     described = copy.deepcopy(model.config)
     described.architectures = [type(model).__name__]
-    described.save_pretrained(folder)
+    save_description(model, folder, described)
     limits = [limit for limit in (context_length(model), vllm.max_model_len) if limit is not None]
     return VllmSetup(
         folder=folder,
+        trust_remote_code=has_own_code(folder),
         first=first,
         slots=config.slots,
         prefill_tokens=config.prefill_tokens,

@@ -7,7 +7,6 @@ an effect (`best_of = 1`, an empty list of tools) are accepted.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from msgspec import Struct
@@ -23,7 +22,8 @@ MIN_TEMPERATURE = 0.001
 MAX_TEMPERATURE = 2.0
 MAX_CHOICES = 128  # answers to one request: `n` times its prompts
 DEFAULT_MAX_TOKENS = 16  # of a completion without max_tokens; a chat may use the whole context
-SESSION_ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
+MAX_STOP_TOKENS = 256
+MAX_CHARACTERS_PER_TOKEN = 16  # of a prompt, on average: text has 3 to 5
 
 
 class BadRequest(HttpError):
@@ -156,7 +156,7 @@ def parse_request(body: CompletionBody | ChatBody, *, session_id: str | None) ->
     num_choices = _within("n", 1 if body.n is None else body.n, 1, MAX_CHOICES)
     if len(prompts) * num_choices > MAX_CHOICES:
         raise BadRequest(f"{len(prompts)} prompts and n = {num_choices}: at most {MAX_CHOICES} answers at a time", "n")
-    session_id = _session(session_id or body.session_id)
+    session_id = session_id or body.session_id
     if session_id is not None and len(prompts) * num_choices > 1:
         raise BadRequest("a call in a session has one prompt and one answer: leave n out, and send one prompt", "n")
     if body.stream_options is not None and not body.stream:
@@ -191,6 +191,9 @@ def _extensions(body: CompletionBody | ChatBody) -> dict[str, Any]:
     if num_sampled and not (is_one and 0 < num_sampled < len(body.prompt) and body.seed is not None):
         why = "expected a seed, and one prompt of token ids that is longer than num_sampled"
         raise BadRequest(f"num_sampled = {num_sampled}: {why}", "num_sampled")
+    if len(body.stop_token_ids or ()) > MAX_STOP_TOKENS:
+        why = f"stop_token_ids has {len(body.stop_token_ids or ())} tokens: expected at most {MAX_STOP_TOKENS}"
+        raise BadRequest(why, "stop_token_ids")
     stops = None if body.stop_token_ids is None else tuple(body.stop_token_ids)
     return {"top_k": top_k, "stop_tokens": stops, "num_sampled": num_sampled}
 
@@ -293,7 +296,22 @@ def _has_logprobs(body: CompletionBody | ChatBody) -> bool:
     return body.logprobs is not None
 
 
-def _session(session_id: str | None) -> str | None:
-    if session_id is not None and SESSION_ID.fullmatch(session_id) is None:
-        raise BadRequest("session_id: expected 1 to 128 letters, digits or . _ : @ -", "session_id")
-    return session_id
+def check_prompt(prompt: PromptInput, what: str, *, context: int) -> int:
+    """Raises `BadRequest` for a prompt that does not fit into the context whatever its text is, before it is tokenized.
+    Returns its number of characters."""
+    num_characters, limit = num_characters_of(prompt), context * MAX_CHARACTERS_PER_TOKEN
+    if not isinstance(prompt, str) and len(prompt) > context:
+        kind = "messages" if isinstance(prompt[0], Message) else "tokens"
+        why = f"{what} has {len(prompt)} {kind}: more than the context of {context} tokens"
+    elif num_characters > limit:
+        why = f"{what} has {num_characters} characters: more than {limit}, {MAX_CHARACTERS_PER_TOKEN} for each token"
+        why = f"{why} of the context"
+    else:
+        return num_characters
+    raise BadRequest(why, "prompt", code="context_length_exceeded")
+
+
+def num_characters_of(prompt: PromptInput) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(one.role) + len(one.content) for one in prompt if isinstance(one, Message))

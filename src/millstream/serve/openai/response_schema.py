@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from millstream.env import Text
 from millstream.events.types import encode_json
+from millstream.serve.auth import MAX_MESSAGE
 from millstream.serve.openai.detokenize import TextPiece
 from millstream.serve.openai.request_schema import CompletionRequest
 from millstream.types import Finish
@@ -139,7 +140,7 @@ def error_json(
 def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ResponseJson:
     kinds = {401: ("authentication_error", "invalid_api_key"), 429: ("rate_limit_error", "rate_limit_exceeded")}
     kind, usual = kinds.get(status, ("invalid_request_error" if status < 500 else "server_error", None))
-    return {"message": message, "type": kind, "param": param, "code": code or usual}
+    return {"message": message[:MAX_MESSAGE], "type": kind, "param": param, "code": code or usual}
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -2,6 +2,7 @@
 
     GET    /v1/models, /v1/models/NAME, /health                                           200
     POST   /v1/completions, /v1/chat/completions         complete, or a stream of events  200
+    POST   /v1/sessions                                  begin a session                  201
     GET    /v1/sessions/ID                               its tokens                       200
     DELETE /v1/sessions/ID                               delete it                        200
     POST   /v1/millstream/weights                        new weights, from a folder       200
@@ -22,10 +23,11 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -38,7 +40,8 @@ from millstream.env import Text
 from millstream.errors import DataError, EngineError, EngineGone, EnvironmentFailed, RequestRefused, WeightsError
 from millstream.seeds import derive_seed
 from millstream.serve.auth import RETRY_AFTER_S, AccessControl
-from millstream.serve.http import BodyReader, ClientGone, HttpError, until_disconnect
+from millstream.serve.http import BodyReader, ClientGone, EmptyBody, HttpError, until_disconnect
+from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
 from millstream.serve.openai.detokenize import TextPiece, TextStream
 from millstream.serve.openai.request_schema import (
@@ -47,7 +50,7 @@ from millstream.serve.openai.request_schema import (
     CompletionBody,
     CompletionFields,
     CompletionRequest,
-    PromptInput,
+    check_prompt,
     parse_request,
 )
 from millstream.serve.openai.response_schema import (
@@ -62,13 +65,12 @@ from millstream.serve.openai.sessions import SessionLimits, Sessions, Turn, cont
 from millstream.types import Finish, RequestKey, Sampled, Sampling
 from millstream.types import Request as EngineRequest
 
-T = TypeVar("T")
 B = TypeVar("B", CompletionBody, ChatBody)
 OnPiece = Callable[[int, TextPiece | None, Finish | None], None]  # index of the answer; its next text, or its end
 Answered = tuple[TextStream, Finish]
 CLIENT_GONE = 499
+LONG_PROMPT = 1 << 14  # characters
 TOO_MANY = 429
-BODY_S = 60.0  # timeout of a body
 FIELD = re.compile(r"`\$\.?(\w+)|(?:field|unknown field) `(\w+)`")
 
 
@@ -77,6 +79,7 @@ class ModelServiceConfig(Struct, frozen=True, kw_only=True):
     port: int = 8000  # 0: a free one
     max_body_bytes: int = 4 << 20
     max_requests: int = 256  # at once, including those that wait for a slot of the engine
+    http: HttpLimits = field(default_factory=HttpLimits)
     sessions: SessionLimits = field(default_factory=SessionLimits)
     weights_from: str | None = None  # clients may load weights from folders within this one. None: they may not
 
@@ -87,7 +90,7 @@ class ModelServiceConfig(Struct, frozen=True, kw_only=True):
 
 class WeightsBody(Struct, forbid_unknown_fields=True, kw_only=True):
     path: str  # as `millstream.model.safetensors_io` writes them
-    version: int
+    version: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Served(Struct, frozen=True, kw_only=True):
@@ -118,7 +121,8 @@ class ModelService:
         self._bodies = BodyReader(max_body_bytes=config.max_body_bytes, max_wait_s=0.0)
         self._sessions = Sessions(config.sessions, clock)
         self._weights_from = None if config.weights_from is None else Path(config.weights_from).resolve()
-        self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")  # a long prompt must not block the event loop
+        self._short_prompts = ThreadPoolExecutor(1, "tokenizer")  # tokenizing must not block the event loop,
+        self._long_prompts = ThreadPoolExecutor(1, "tokenizer of long prompts")  # nor a long prompt the short ones
         self._broken: str | None = None
 
     def routes(self) -> list[Route]:
@@ -130,6 +134,7 @@ class ModelService:
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/sessions", self.begin_session, methods=["POST"]),
             Route("/v1/sessions/{session_id}", self.session, methods=["GET"]),
             Route("/v1/sessions/{session_id}", self.end_session, methods=["DELETE"]),
         ]
@@ -155,6 +160,11 @@ class ModelService:
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, ChatBody)
+
+    async def begin_session(self, request: Request) -> Response:
+        await self._bodies.read(request, EmptyBody)
+        session_id = self._sessions.create()
+        return json_response(session_json(session_id, self._sessions.find(session_id)), 201)
 
     async def session(self, request: Request) -> Response:
         session_id = request.path_params["session_id"]
@@ -209,15 +219,11 @@ class ModelService:
     # ---- from a body to tokens
 
     async def _answer(self, request: Request, kind: type[B]) -> Response:
-        try:
-            async with asyncio.timeout(BODY_S):
-                body: CompletionFields = await self._bodies.read(request, kind)
-        except TimeoutError as late:
-            raise BadRequest(f"the body was not received within {BODY_S:g} s", status=408) from late
+        body: CompletionFields = await self._bodies.read(request, kind)
         assert isinstance(body, CompletionBody | ChatBody)
         parsed = parse_request(body, session_id=request.headers.get("x-session-id"))
         self._check_model(parsed.model)
-        generation = await self._tokenize(parsed)
+        generation = await until_disconnect(request, self._tokenize(parsed))
         writer = ResponseWriter(parsed, generation.prompts, model=self._served.name, text=self._served.text)
         if parsed.is_streamed:
             return StreamingResponse(self._events(generation, writer), media_type="text/event-stream")
@@ -225,13 +231,23 @@ class ModelService:
         return json_response(writer.whole((answer.whole(), finish) for answer, finish in answers))
 
     async def _tokenize(self, call: CompletionRequest) -> Generation:
-        turn = None if call.session_id is None else await self._turn(call.session_id, call.prompts[0])
-        if turn is not None:
+        names = [f"prompt {number}" if call.is_list else "the prompt" for number in range(len(call.prompts))]
+        sizes = [
+            check_prompt(prompt, name, context=self._served.context)
+            for prompt, name in zip(call.prompts, names, strict=True)
+        ]
+        thread = self._long_prompts if sum(sizes) > LONG_PROMPT else self._short_prompts
+        run = partial(asyncio.get_running_loop().run_in_executor, thread)
+        turn = None
+        if call.session_id is not None:
+            parts = self._sessions.parts(call.session_id)
+            before, tokens = await run(continued, parts, call.prompts[0], self._served.text)
+            turn = self._sessions.begin(call.session_id, call.prompts[0], tokens, before)
             prompts = [turn.tokens]
         else:
-            prompts = [tuple(await self._in_thread(opening, prompt, self._served.text)) for prompt in call.prompts]
-        for number, tokens in enumerate(prompts):
-            self._check_tokens(tokens, f"prompt {number}" if call.is_list else "the prompt")
+            prompts = [tuple(await run(opening, prompt, self._served.text)) for prompt in call.prompts]
+        for tokens, name in zip(prompts, names, strict=True):
+            self._check_tokens(tokens, name)
         room = None if turn is None else turn.room
         return Generation(
             call=call,
@@ -240,14 +256,6 @@ class ModelService:
             turn=turn,
             seed=secrets.randbits(62) if call.seed is None else call.seed,
         )
-
-    async def _turn(self, session_id: str, prompt: PromptInput) -> Turn:
-        parts = self._sessions.parts(session_id)
-        before, tokens = await self._in_thread(continued, parts, prompt, self._served.text)
-        return self._sessions.begin(session_id, prompt, tokens, before)
-
-    async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, work, *args)
 
     def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
         if not tokens:
@@ -418,4 +426,12 @@ async def host_model(
     """Until cancelled or stopped by a signal. `on_ready` is called with the URL."""
     config = config or ModelServiceConfig()
     app = model_app(served, config, token=token)
-    await listen(app, config.host, config.port, token=token, on_ready=on_ready)
+    await listen(
+        app,
+        config.host,
+        config.port,
+        token=token,
+        max_requests=config.max_requests,
+        limits=config.http,
+        on_ready=on_ready,
+    )

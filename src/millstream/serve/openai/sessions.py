@@ -4,11 +4,14 @@ A call whose prompt continues an earlier one (its messages, its answer, and more
 earlier call, the sampled ones as they were sampled; only the new text is tokenized (`env.dialog`). Any other prompt begins a
 new part. A token is sampled, and marked so in the loss mask, in one part only.
 
-Bounded: the number of sessions, the time that an idle one is kept, and the tokens of each.
+The id of a session is made here, and is a secret: a client that does not know it can neither read nor change the session.
+
+Bounded: the number of sessions, the time that an idle one is kept, the tokens of each, and those of all together.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -26,10 +29,11 @@ class SessionLimits(Struct, frozen=True, kw_only=True):
     sessions: int = 1024
     idle_s: float = 3600.0  # without a call for this long, it is deleted
     tokens: int = 1 << 18  # of all parts of one session, at about 100 bytes of memory each
+    all_tokens: int = 1 << 23  # of all sessions
 
     def __post_init__(self) -> None:
-        if self.sessions < 1 or self.idle_s <= 0 or self.tokens < 1:
-            raise ValueError("sessions and tokens must be at least 1, idle_s above 0")
+        if min(self.sessions, self.tokens, self.all_tokens) < 1 or not self.idle_s > 0:
+            raise ValueError("sessions, tokens and all_tokens must be at least 1, idle_s above 0")
 
 
 class SessionPart(Struct, frozen=True, kw_only=True, eq=False):
@@ -55,9 +59,9 @@ class Turn(Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Session:
-    def __init__(self) -> None:
+    def __init__(self, used_at: float) -> None:
         self.parts: list[SessionPart] = []
-        self.used_at = 0.0
+        self.used_at = used_at
 
     @property
     def num_tokens(self) -> int:
@@ -72,47 +76,60 @@ class Sessions:
         self._limits = limits
         self._clock = clock
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
+        self._num_tokens = 0  # of all sessions
 
     def __len__(self) -> int:
         self._delete_idle()
         return len(self._sessions)
 
+    def create(self) -> str:
+        """The id of a new session. Raises `BadRequest` if there are too many sessions."""
+        self._delete_idle()
+        if len(self._sessions) >= self._limits.sessions:
+            why = f"there are {self._limits.sessions} sessions, which is the limit: DELETE /v1/sessions/ID ends one"
+            raise BadRequest(why, "session_id", status=429, code="rate_limit_exceeded")
+        session_id = f"session-{secrets.token_hex(16)}"
+        self._sessions[session_id] = Session(self._clock.now())
+        return session_id
+
     def find(self, session_id: str) -> Session:
         self._delete_idle()
         if session_id not in self._sessions:
-            why = f"no session {session_id!r}: it never began, was deleted, or was idle for {self._limits.idle_s:g} s"
+            why = f"no session {session_id[:64]!r}: POST /v1/sessions begins one and returns its id"
+            why = f"{why}. It was never begun, was deleted, or was idle for {self._limits.idle_s:g} s"
             raise BadRequest(why, "session_id", status=404)
         return self._sessions[session_id]
 
     def delete(self, session_id: str) -> None:
-        self.find(session_id)
+        self._num_tokens -= self.find(session_id).num_tokens
         del self._sessions[session_id]
 
     def parts(self, session_id: str) -> Sequence[SessionPart]:
-        """The present parts; none if the session is new. Raises `BadRequest` if there are too many sessions."""
-        self._delete_idle()
-        session = self._sessions.get(session_id)
-        if session is None and len(self._sessions) >= self._limits.sessions:
-            why = f"there are {self._limits.sessions} sessions, which is the limit: DELETE /v1/sessions/ID ends one"
-            raise BadRequest(why, "session_id", status=429, code="rate_limit_exceeded")
-        return () if session is None else tuple(session.parts)
+        return tuple(self.find(session_id).parts)
 
     def begin(self, session_id: str, prompt: PromptInput, tokens: Sequence[int], before: SessionPart | None) -> Turn:
         """Raises `BadRequest` if these tokens and an answer exceed the limit of the session."""
-        session = self._sessions.get(session_id) or Session()
+        session = self.find(session_id)
         num_others = session.num_tokens - (0 if before is None else len(before.token_ids))
         room = self._limits.tokens - num_others - len(tokens)
         if room < 1:
             why = f"{len(tokens)} tokens in a session that has {num_others} others: more than its {self._limits.tokens}"
             raise BadRequest(f"{why}. Begin another session", "session_id")
+        if self._num_tokens - session.num_tokens + num_others + len(tokens) > self._limits.all_tokens:
+            why = f"all sessions have {self._num_tokens} tokens, and the limit is {self._limits.all_tokens}"
+            why = f"{why}: DELETE /v1/sessions/ID ends one"
+            raise BadRequest(why, "session_id", status=429, code="rate_limit_exceeded")
+        self._use(session_id, session)
         return Turn(session_id=session_id, prompt=prompt, tokens=tuple(tokens), room=room, before=before)
 
     def end(self, turn: Turn, answer: TextStream, finish: Finish, *, is_ended_by_model: bool) -> None:
         """Add the answer. If another call has continued the same part meanwhile, this one becomes a part of its own, in which
-        the shared tokens are not marked as sampled."""
-        session = self._sessions.setdefault(turn.session_id, Session())
-        session.used_at = self._clock.now()
-        self._sessions.move_to_end(turn.session_id)
+        the shared tokens are not marked as sampled. Nothing is added to a session that was deleted meanwhile."""
+        session = self._sessions.get(turn.session_id)
+        if session is None:
+            return
+        self._num_tokens -= session.num_tokens
+        self._use(turn.session_id, session)
         place = next((n for n, part in enumerate(session.parts) if part is turn.before), None)
         is_shared = turn.before is not None and place is None and bool(session.parts)
         part = _grown(turn, answer, finish, is_shared=is_shared, is_ended_by_model=is_ended_by_model)
@@ -120,11 +137,16 @@ class Sessions:
             session.parts.append(part)
         else:
             session.parts[place] = part
+        self._num_tokens += session.num_tokens
+
+    def _use(self, session_id: str, session: Session) -> None:
+        session.used_at = self._clock.now()
+        self._sessions.move_to_end(session_id)
 
     def _delete_idle(self) -> None:
         limit = self._clock.now() - self._limits.idle_s
         while self._sessions and next(iter(self._sessions.values())).used_at < limit:
-            self._sessions.popitem(last=False)
+            self._num_tokens -= self._sessions.popitem(last=False)[1].num_tokens
 
 
 def continued(

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from millstream.serve.http import EmptyBody
 from millstream.store import TRAIN
 
-
-class EmptyBody(Struct, forbid_unknown_fields=True, kw_only=True): ...
+MAX_NAME = 128
+MAX_RANKS = 4096
+Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+ClaimRank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 
 
 class PartitionBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    partition: str = TRAIN
+    partition: Name = TRAIN
 
 
 class PutBody(PartitionBody, kw_only=True):
-    columns: dict[str, Any]
+    columns: dict[Name, Any]
     dtypes: dict[str, str] = {}
-    group_ids: int | list[int] | None = None  # one for all rows or one per row. Not needed for prompts
-    versions: int | list[int] | None = None
-    tokens: list[int] | None = None
+    group_ids: Int64 | list[Int64] | None = None  # one for all rows or one per row. Not needed for prompts
+    versions: Int64 | list[Int64] | None = None
+    tokens: list[Int64] | None = None
     close: bool = False  # these are all rows of their groups
     wait_s: float = 0.0  # for space in the store
 
 
 class WriteBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    row_ids: list[int]
-    columns: dict[str, Any]
+    row_ids: list[Int64]
+    columns: dict[Name, Any]
     dtypes: dict[str, str] = {}
     overwrite: bool = False
 
@@ -36,13 +40,13 @@ class WriteBody(Struct, forbid_unknown_fields=True, kw_only=True):
 class ClaimBody(PartitionBody, kw_only=True):
     """See `millstream.store.Want`."""
 
-    task: str
-    rows: int | None = None
-    tokens: int | None = None
-    groups: int | None = None
+    task: Name
+    rows: Int64 | None = None
+    tokens: Int64 | None = None
+    groups: Int64 | None = None
     policy: str = "fifo"
-    versions: tuple[int, int] | None = None
-    rank: int = 0
+    versions: tuple[Int64, Int64] | None = None
+    rank: ClaimRank = 0
     patience_s: float | None = None
     wait_s: float = 0.0
     lease_s: float | None = None
@@ -50,22 +54,22 @@ class ClaimBody(PartitionBody, kw_only=True):
 
 
 class AcknowledgeBody(EmptyBody, kw_only=True):
-    step: int | None = None
+    step: Int64 | None = None
 
 
 class GroupsBody(PartitionBody, kw_only=True):
-    group_ids: list[int]
+    group_ids: list[Int64]
 
 
 class CoverBody(PartitionBody, kw_only=True):
-    step: int
+    step: Int64
 
 
 class RewindBody(PartitionBody, kw_only=True):
-    task: str
-    step: int
+    task: Name
+    step: Int64
 
 
 class NewWeights(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    version: int
-    where: str | None = None  # where to fetch them. None: known to the readers
+    version: Int64
+    where: Annotated[str, Meta(max_length=4096)] | None = None  # where to fetch them. None: known to the readers

@@ -11,9 +11,10 @@
     GET   /v1/stats, /v1/health                                                                               200
 
 204 of a claim: nothing was ready in time; try again. 400: malformed, the message says what was expected. 401, 403: see
-`serve.auth`. 404: a lease or task that does not exist. 408: no space for a put in time; nothing was put. 409: refused by the
-store, such as a lease that has ended or a cell written twice. 410: the stream has ended. 413: a body that is too large. 415:
-neither JSON nor MessagePack. 503: too many requests at once.
+`serve.auth`. 404: a lease or task that does not exist. 408: no space for a put in time, nothing was put; or a body that does
+not arrive. 409: refused by the store, such as a lease that has ended, a cell written twice, or more partitions, columns or
+groups than fit. 410: the stream has ended. 413: a body that is too large. 415: neither JSON nor MessagePack. 503: too many
+requests at once.
 
 Prompts and experience are two stores with the same verbs. A client that disconnects while it waits loses nothing: its rows go
 to another client. The lease of a client that dies is returned when it expires.
@@ -23,10 +24,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -38,6 +39,7 @@ from millstream.serve.auth import AccessControl, error_response
 from millstream.serve.http import (
     BodyReader,
     ClientGone,
+    EmptyBody,
     HttpError,
     check_seconds,
     content_type_of,
@@ -45,12 +47,12 @@ from millstream.serve.http import (
     respond,
     until_disconnect,
 )
+from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
 from millstream.serve.store.bodies import (
     AcknowledgeBody,
     ClaimBody,
     CoverBody,
-    EmptyBody,
     GroupsBody,
     NewWeights,
     PartitionBody,
@@ -58,6 +60,7 @@ from millstream.serve.store.bodies import (
     RewindBody,
     WriteBody,
 )
+from millstream.serve.store.bounds import BoundedNames
 from millstream.serve.store.columns import JSON, BadColumns, columns_in, columns_out
 from millstream.store import Lease, Reads, Store, Want
 from millstream.store.memory import MemoryStore
@@ -89,10 +92,17 @@ class StoreServiceConfig(Struct, frozen=True, kw_only=True):
     max_wait_s: float = 300.0
     lease_s: float = 300.0  # of a claim without lease_s
     max_lease_s: float = 86400.0
+    capacity_rows: int = 1 << 20  # of each store that the service makes itself; beyond it, puts wait
+    capacity_bytes: int = 4 << 30
+    max_partitions: int = 256
+    max_columns: int = 256  # different names of columns
+    http: HttpLimits = field(default_factory=HttpLimits)
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1 or self.max_requests < 1 or not 0 <= self.port < 65536:
             raise ValueError("max_body_bytes and max_requests must be at least 1, port 0 to 65535")
+        if min(self.capacity_rows, self.capacity_bytes, self.max_partitions, self.max_columns) < 1:
+            raise ValueError("capacity_rows, capacity_bytes, max_partitions and max_columns must be at least 1")
         if self.max_wait_s < 0 or not 0 < self.lease_s <= self.max_lease_s:
             raise ValueError("max_wait_s must be at least 0, lease_s above 0 and at most max_lease_s")
 
@@ -113,6 +123,9 @@ class Section:
         self._needs_groups = needs_groups
         self._leases: dict[int, tuple[Lease, float, float]] = {}  # id -> lease without rows, when it ends, its length
         self._last = 0
+        how = f"DELETE /v1/{name}/partitions/NAME deletes one"
+        self._partitions = BoundedNames("partitions", config.max_partitions, how)
+        self._columns = BoundedNames("names of columns", config.max_columns, "Use those again")
         self._tasks: list[str] | None = None
 
     def routes(self) -> list[Route]:
@@ -131,7 +144,7 @@ class Section:
 
     async def put(self, request: Request) -> Response:
         body = await self._bodies.read(request, PutBody)
-        columns = columns_in(body.columns, body.dtypes, is_json=content_type_of(request) == JSON)
+        columns = self._columns_of(body, request)
         num_rows = len(next(iter(columns.values())))
         groups = body.group_ids
         if groups is None and self._needs_groups:
@@ -139,33 +152,39 @@ class Section:
         for name, values in (("group_ids", groups), ("versions", body.versions), ("tokens", body.tokens)):
             if isinstance(values, list) and len(values) != num_rows:
                 raise HttpError(400, f"{name}: expected {num_rows}, one for each row, found {len(values)}")
+        (partition,) = self._partitions.use([body.partition])
         adding = self.store.put(
             0 if groups is None else groups,
             columns,
             versions=body.versions,
             tokens=body.tokens,
-            partition=body.partition,
+            partition=partition,
             deadline_s=self._bodies.wait_s(body.wait_s),
         )
         row_ids = await until_disconnect(request, adding)
         if body.close:
             closing = [groups or 0] if not isinstance(groups, list) else list(dict.fromkeys(groups))
-            await self.store.close_groups(closing, partition=body.partition)
+            await self.store.close_groups(closing, partition=partition)
         return respond(request, {"row_ids": list(row_ids)}, 201)
 
     async def write(self, request: Request) -> Response:
         body = await self._bodies.read(request, WriteBody)
-        columns = columns_in(body.columns, body.dtypes, is_json=content_type_of(request) == JSON)
+        columns = self._columns_of(body, request)
         if len(next(iter(columns.values()))) != len(body.row_ids):
             raise HttpError(400, f"row_ids: expected one for each row of the columns, found {len(body.row_ids)}")
         await self.store.write(body.row_ids, columns, overwrite=body.overwrite)
         return no_content()
 
+    def _columns_of(self, body: PutBody | WriteBody, request: Request) -> dict[str, list[Any]]:
+        columns = columns_in(body.columns, body.dtypes, is_json=content_type_of(request) == JSON)
+        return dict(zip(self._columns.use(columns), columns.values(), strict=True))
+
     async def claim(self, request: Request) -> Response:
         body = await self._bodies.read(request, ClaimBody)
         want = self._want(body)
         await self._check_task(body.task)
-        claiming = self.store.claim(body.task, want, partition=body.partition)
+        (partition,) = self._partitions.use([body.partition])
+        claiming = self.store.claim(body.task, want, partition=partition)
         try:
             lease = await until_disconnect(request, claiming, self.store.give_back)
         except StoreTimeout:
@@ -214,13 +233,17 @@ class Section:
             body = await self._bodies.read(request, STORE_VERBS[verb])
             if isinstance(body, RewindBody):
                 await self._check_task(body.task)
+            self._partitions.use([body.partition])
             num_rows = await getattr(self.store, verb)(**structs.asdict(body))
             return no_content() if num_rows is None else respond(request, {"rows": num_rows})
 
         return handle
 
     async def drop_partition(self, request: Request) -> Response:
-        return respond(request, {"rows": await self.store.drop_partition(request.path_params["name"])})
+        name = request.path_params["name"]
+        num_rows = await self.store.drop_partition(name)
+        self._partitions.free(name)
+        return respond(request, {"rows": num_rows})
 
     # ---- leases
 
@@ -331,7 +354,7 @@ def store_app(
     config = config or StoreServiceConfig()
     bodies = BodyReader(max_body_bytes=config.max_body_bytes, max_wait_s=config.max_wait_s)
     sections = [
-        Section("prompts", prompts or MemoryStore(PROMPTS), bodies, config, needs_groups=False),
+        Section("prompts", prompts or _new_store(PROMPTS, config), bodies, config, needs_groups=False),
         Section("experience", store, bodies, config, needs_groups=True),
     ]
     notice = WeightsNotices(bodies)
@@ -367,6 +390,10 @@ def store_app(
     )
 
 
+def _new_store(tasks: Mapping[str, Reads], config: StoreServiceConfig) -> MemoryStore:
+    return MemoryStore(tasks, capacity_rows=config.capacity_rows, capacity_bytes=config.capacity_bytes)
+
+
 async def host_store(
     store: Store,
     config: StoreServiceConfig | None = None,
@@ -378,14 +405,21 @@ async def host_store(
     """Until cancelled or stopped by a signal. `on_ready` is called with the URL."""
     config = config or StoreServiceConfig()
     app = store_app(store, config, prompts=prompts, token=token)
-    await listen(app, config.host, config.port, token=token, on_ready=on_ready)
+    await listen(
+        app,
+        config.host,
+        config.port,
+        token=token,
+        max_requests=config.max_requests,
+        limits=config.http,
+        on_ready=on_ready,
+    )
 
 
 def run_store_service(
     tasks: Sequence[str],
     config: StoreServiceConfig,
     *,
-    capacity_rows: int | None,
     token: str | None,
     on_ready: Callable[[str], None],
 ) -> None:
@@ -395,8 +429,7 @@ def run_store_service(
         raise ConfigError("a store needs a task that reads it, such as --task train:tokens,reward")
 
     async def program() -> None:
-        store = MemoryStore(reads, capacity_rows=capacity_rows)
-        await host_store(store, config, token=token, on_ready=on_ready)
+        await host_store(_new_store(reads, config), config, token=token, on_ready=on_ready)
 
     asyncio.run(program())
 
