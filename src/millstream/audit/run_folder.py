@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from millstream.audit.checkpoints import read_checkpoints
+from millstream.audit.config_rules import check_config
 from millstream.audit.history import History
 from millstream.audit.replay import Replay
 from millstream.audit.report import COUNTS, MALFORMED, AuditReport, reason_of
@@ -15,7 +17,9 @@ def audit(run_dir: Path) -> AuditReport:
     """Read the folder of a run that has finished, was killed, or is still running. Never raises for what it finds there."""
     report = AuditReport(run_dir)
     checkpoints = read_checkpoints(run_dir / "checkpoints", report)
-    now = Replay(run_dir / "events.jsonl", checkpoints, report).run()
+    replay = Replay(run_dir / "events.jsonl", checkpoints, report)
+    now = replay.run()
+    check_config(run_dir / "config.toml", now.terms, replay.config_digests, report)
     report.checkpoints_verified = sum(checkpoint.is_sound for checkpoint in checkpoints)
     _count(now, report)
     _check_metrics(run_dir / "metrics.jsonl", now, report)
@@ -53,7 +57,7 @@ def _check_metrics(path: Path, now: History, report: AuditReport) -> None:
             break
         try:
             fields = json.loads(row)
-            step, groups = int(fields["step"]), fields["groups"]
+            step, groups, reward = int(fields["step"]), fields["groups"], float(fields["reward"])
         except MALFORMED as error:
             report.add_finding("metrics", f"{where} cannot be read: {reason_of(error)}")
             continue
@@ -61,8 +65,10 @@ def _check_metrics(path: Path, now: History, report: AuditReport) -> None:
             report.notes.append(f"{where} is of step {step}, which the events have not reached")
             break
         report.expect(step == due, "metrics", f"{where} is of step {step}, {due} was expected")
-        is_right = 1 <= step <= last and now.steps[step - 1] == groups
-        report.expect(is_right, "metrics", f"{where} says that step {step} had {groups} groups")
+        due_groups, due_reward = now.steps[step - 1] if 1 <= step <= last else (None, None)
+        report.expect(groups == due_groups, "metrics", f"{where} says that step {step} had {groups} groups")
+        is_mean = due_reward is None or math.isclose(reward, due_reward, rel_tol=1e-6, abs_tol=1e-9)
+        report.expect(is_mean, "metrics", f"{where} says mean reward {reward}, the events have {due_reward}")
         due = step + 1
     is_complete = is_killed or due == last + 1
     report.expect(is_complete, "metrics", f"metrics.jsonl ends with step {due - 1}, the events with {last}")
