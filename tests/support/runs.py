@@ -44,8 +44,9 @@ def resume_command(run_dir: Path) -> list[str]:
     return [sys.executable, "-m", "millstream.cli.main", "train", "--resume", str(run_dir)]
 
 
-def resume(run_dir: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(resume_command(run_dir), capture_output=True, text=True, timeout=200)
+def resume(run_dir: Path, *changes: str) -> subprocess.CompletedProcess[str]:
+    words = [word for change in changes for word in ("--set", change)]
+    return subprocess.run([*resume_command(run_dir), *words], capture_output=True, text=True, timeout=200)
 
 
 def start(words: list[str], prepare: Callable[[], None] = lambda: None) -> subprocess.Popen[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Fields = dict[str, Any]  # a JSON object that was read from disk: no key and no type is certain
-MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OSError)  # what reading one may raise
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OSError, RecursionError)  # what reading one may raise
 MAX_FINDINGS = 1000
 
 RULES = {
@@ -25,7 +25,7 @@ RULES = {
     "members": "a group is taken or leaves when each member has ended, failed for good or was aborted, and says how many ended",
     "lag": "no group is trained later than the bound and its deadline allow, and none is overdue",
     "fate": "rewards and survivors decide the fate: failed, filtered (no signal) or trained; or aborted, with the batch full",
-    "batch": "a group leaves as trained exactly if the batch took it; places stay empty only at the limit or the end of the data",
+    "batch": "a group leaves as trained exactly if the batch took it; places stay empty at the limit or the end of the data",
     "step": "versions rise by one",
     "totals": "groups, rows, tokens and rewards add up",
     "weights": "each version is published once, no engine loads one that was not, and none is used that no engine loaded",

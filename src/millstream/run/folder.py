@@ -9,7 +9,7 @@ reference/       the model after its warm-up, where that is the reference
 model/           the trained model
 summary.json     the run in numbers; written when the run is finished
 trace.json       a timeline for ui.perfetto.dev
-control.sock     while the run is active: see `run.control`
+control.json     while the run is active, where its control socket is: see `run.control`
 stacks.txt       waits and stacks, written when the run stalls or on SIGUSR1
 """
 
