@@ -191,9 +191,10 @@ def test_a_process_that_died_between_two_episodes_is_replaced(wild: str) -> None
         async with hosted(f"{wild}:Wild", process=True) as environments:
             first = pid_of((await play(environments, "fine"))[1])
             os.kill(first, signal.SIGKILL)
-            while is_alive(first):
+            isolated = environments.of(Task(id="1", prompt="fine"))._isolated
+            assert isolated is not None
+            while all(worker.error is None for worker in isolated._started):  # until its end is noticed
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)  # its end is noticed
             assert (await play(environments, "fine"))[0] == 1.0
 
     asyncio.run(program())

@@ -310,6 +310,27 @@ def test_where_the_only_engine_dies_too_often_waiting_requests_fail_at_once_with
     assert run_virtual(play()) == pytest.approx(31, abs=1), "the pauses, and no patience after them"
 
 
+def test_a_replacement_that_can_never_work_is_given_up_at_once_where_no_engine_has_ever_answered() -> None:
+    async def play() -> tuple[int, float]:
+        yard = Yard()
+        fleet = fleet_of(yard.make, 1, MemorySink())
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+
+        async def refuse(self: SimEngine) -> None:
+            raise EngineMisconfigured("engine broke: it could not begin: no such layer")
+
+        yard.made[0].crash("on purpose")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SimEngine, "resume", refuse)
+            with pytest.raises(EngineError, match=r"engine is not replaced: engine broke: it could not begin: no such"):
+                await fleet.router.generate(request(1), floor=0)
+        replacing.cancel()
+        return len(yard.made), asyncio.get_running_loop().time()
+
+    num_made, seconds = run_virtual(play())
+    assert num_made == 2 and seconds == pytest.approx(BACK_OFF_S, abs=0.1)
+
+
 def test_an_engine_that_joins_outside_of_training_gets_what_was_loaded_last_or_what_training_has() -> None:
     async def play() -> list[int]:
         yard, found = Yard(), list[int]()

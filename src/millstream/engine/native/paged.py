@@ -13,7 +13,6 @@ Shapes: R requests that decode, N tokens of chunks, V vocabulary.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 from millstream.engine import EngineConfig
 from millstream.engine.native import fused
 from millstream.engine.native.graphs import CudaRecorder, Graphs, size_for
+from millstream.engine.native.memory import check_fits
 from millstream.engine.native.pages import START, DecodePass, PageAllocator, PagePools, PrefillPass, ShapeProbe
 from millstream.engine.native.runner import Chunk, Drawn, Runner
 from millstream.engine.native.sampling import is_restricted, restrict, uniforms
@@ -72,12 +72,7 @@ class PagedRunner:
         self.max_length: int | None = fits if longest is None else min(longest, fits)
         width = -(-self.max_length // page)
         num_pages = min(num_pages, 1 + num_slots * width)
-        asked, there = num_pages * page_bytes, _device_bytes(self._device)
-        if asked > there:  # on a CPU it would be granted, and the process killed when it is used
-            raise EngineError(
-                f"the cache would have {asked / 1e9:.3g} GB, and {self._device} has {there / 1e9:.3g} GB: set "
-                "engine.cache_gb lower"
-            )
+        check_fits(num_pages * page_bytes, self._device, "engine.cache_gb")
         self._allocator = PageAllocator(num_pages, self._page)
         self._pools = PagePools(
             shapes, num_pages, self._page, num_slots, -(-self.max_length // self._page), model.dtype, self._device
@@ -322,13 +317,6 @@ def _cache_bytes(device: torch.device, cache_gb: float | None) -> float:
     if cache_gb is not None:
         return cache_gb * 1e9
     return torch.cuda.mem_get_info(device)[0] * GPU_SHARE if device.type == "cuda" else CPU_GB * 1e9
-
-
-def _device_bytes(device: torch.device) -> int:
-    """All of its memory, in use or not."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _shapes(model: PreTrainedModel) -> dict[int, tuple[int, int]]:

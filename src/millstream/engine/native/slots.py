@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millstream.engine.native import fused
+from millstream.engine.native.memory import check_fits
 from millstream.engine.native.runner import Chunk, Drawn
 from millstream.engine.native.sampling import sample, uniforms
 from millstream.engine.native.sequence import TokenSequence
@@ -119,14 +120,20 @@ class SlotCache:
             return
         grown = max(32, 1 << (length - 1).bit_length())
         for layer, (key, value) in self._layers.items():
+            self._check_fits(key, grown, len(self._layers))
             self._layers[layer] = (_grow(key, grown), _grow(value, grown))
         self._capacity = grown
 
     def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The cache of a layer; `key` and `value` [1, K, N, D] show what its entries look like."""
         if layer not in self._layers:
+            self._check_fits(key, self._capacity, len(self._layers) + 1)
             self._layers[layer] = (self._new(key), self._new(value))
         return self._layers[layer]
+
+    def _check_fits(self, like: Tensor, capacity: int, num_layers: int) -> None:
+        num_values = self._num_slots * like.shape[1] * capacity * like.shape[3]
+        check_fits(2 * num_layers * num_values * like.itemsize, like.device, "engine.slots")
 
     def _new(self, like: Tensor) -> Tensor:
         return like.new_zeros(self._num_slots, like.shape[1], self._capacity, like.shape[3])
