@@ -1042,6 +1042,14 @@ def test_a_forged_total_of_the_summary_is_found(name: str, tmp_path: Path) -> No
     assert rules_broken(audit(run.write(tmp_path))) == {"summary"}
 
 
+def test_a_forged_accuracy_of_the_summary_is_found(tmp_path: Path) -> None:
+    run = run_of(WORLD)
+    run.forge_summary = lambda summary: {**summary, "accuracy_before": 0.1, "greedy_after": None}
+    assert audit(run.write(tmp_path / "right")).findings == []
+    run.forge_summary = lambda summary: {**summary, "accuracy_before": 0.1, "greedy_after": 0.9}
+    assert rules_broken(audit(run.write(tmp_path / "wrong"))) == {"summary"}
+
+
 def test_a_summary_that_cannot_be_read_is_found(tmp_path: Path) -> None:
     run = run_of(WORLD)
     run.forge_summary = lambda summary: {}

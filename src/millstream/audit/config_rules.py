@@ -13,7 +13,7 @@ from millstream.audit.history import RunTerms
 from millstream.audit.report import MALFORMED, AuditReport, Fields, reason_of
 
 
-def check_config(path: Path, terms: RunTerms | None, digests: set[str], report: AuditReport) -> None:
+def compare_config(path: Path, terms: RunTerms | None, digests: set[str], report: AuditReport) -> None:
     """`digests`: of the configs that the processes of the run wrote. Logs of earlier versions have none."""
     if not path.exists():
         report.expect(not digests, "config", "config.toml is missing")

@@ -10,6 +10,7 @@ import math
 from millstream.audit.history import BatchTotals, Cursor, EndedMember, History, StepTotals, TrackedGroup
 from millstream.audit.report import Fields
 
+LOAD_STEPS = 8  # within which the load of a version that is in use is logged
 SUMS = ("groups", "rollouts", "rows", "tokens")  # what a batch and its `stepped` event both have
 
 
@@ -311,9 +312,9 @@ class GroupRules:
             )
 
     def _check_loaded(self) -> None:
-        """A version that was in use two steps ago has been loaded. An engine may be used a moment before its load is logged."""
+        """A version that is in use has been loaded. An engine may be used a moment before its load is logged."""
         now = self._now
-        late = [version for version, since in now.unloaded.items() if since <= now.version - 2]
+        late = [version for version, since in now.unloaded.items() if now.version - since >= LOAD_STEPS]
         self._expect(not late, "weights", f"versions {late} were used, and no engine loaded them")
         for version in late:
             del now.unloaded[version]

@@ -147,6 +147,7 @@ class History:
     rollouts_aborted: int = 0
     num_restarts: int = 0
     lag_max: int = 0
+    accuracies: dict[str, float] = field(default_factory=dict)  # the last of each evaluation, by its name
     outcome: str | None = None
 
     def use_version(self, version: int) -> None:

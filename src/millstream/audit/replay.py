@@ -17,7 +17,7 @@ from millstream.audit.run_rules import RunRules
 HEAD = re.compile(rb'\{"seq":(\d+),"kind":"(\w+)"')
 # Kinds that do not change a group's fate: only their number is checked.
 SKIPPED = frozenset(
-    b"span status stalled evaluated warmed_up warmup_sealed checkpoint_failed stop_requested".split(),
+    b"span status stalled warmed_up warmup_sealed checkpoint_failed stop_requested".split(),
 )
 
 
@@ -51,6 +51,7 @@ class Replay:
             "resumed": run.on_resumed,
             "checkpoint_sealed": run.on_checkpoint_sealed,
             "learner_restarted": run.on_learner_restarted,
+            "evaluated": run.on_evaluated,
             "run_ended": run.on_run_ended,
         }
 

@@ -36,7 +36,7 @@ RULES = {
     "ledger": "a checkpoint's ledger agrees with the events up to the last one that it covers",
     "end": "a run that finished has made its steps, left no group without a fate, and does nothing more",
     "metrics": "metrics.jsonl has every step once, with the groups and the mean reward of the events",
-    "summary": "summary.json has the same counts",
+    "summary": "summary.json has the same counts and accuracies",
 }
 # The counts that `summary.json` and a report both have.
 COUNTS = (

@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 
 from millstream.audit.checkpoints import read_checkpoints
-from millstream.audit.config_rules import check_config
+from millstream.audit.config_rules import compare_config
 from millstream.audit.history import History
 from millstream.audit.replay import Replay
 from millstream.audit.report import COUNTS, MALFORMED, AuditReport, reason_of
+
+ACCURACIES = {"accuracy_before", "accuracy_after", "greedy_before", "greedy_after"}  # in summary.json
 
 
 def audit(run_dir: Path) -> AuditReport:
@@ -19,11 +21,11 @@ def audit(run_dir: Path) -> AuditReport:
     checkpoints = read_checkpoints(run_dir / "checkpoints", report)
     replay = Replay(run_dir / "events.jsonl", checkpoints, report)
     now = replay.run()
-    check_config(run_dir / "config.toml", now.terms, replay.config_digests, report)
+    compare_config(run_dir / "config.toml", now.terms, replay.config_digests, report)
     report.checkpoints_verified = sum(checkpoint.is_sound for checkpoint in checkpoints)
     _count(now, report)
     _check_metrics(run_dir / "metrics.jsonl", now, report)
-    _check_summary(run_dir / "summary.json", report)
+    _check_summary(run_dir / "summary.json", now, report)
     return report
 
 
@@ -74,7 +76,7 @@ def _check_metrics(path: Path, now: History, report: AuditReport) -> None:
     report.expect(is_complete, "metrics", f"metrics.jsonl ends with step {due - 1}, the events with {last}")
 
 
-def _check_summary(path: Path, report: AuditReport) -> None:
+def _check_summary(path: Path, now: History, report: AuditReport) -> None:
     if report.outcome != "finished" or not path.exists():
         return
     try:
@@ -83,5 +85,9 @@ def _check_summary(path: Path, report: AuditReport) -> None:
             counted = getattr(report, name)
             if not report.holds(summary[name] == counted):
                 report.add_finding("summary", f"{name} is {summary[name]}, in the events {counted}")
+        for name in ACCURACIES & summary.keys():
+            how, _, when = name.partition("_")
+            found = now.accuracies.get(f"{'sampled' if how == 'accuracy' else how} {when}")
+            report.expect(summary[name] == found, "summary", f"{name} is {summary[name]}, in the events {found}")
     except MALFORMED as error:
         report.add_finding("summary", f"summary.json cannot be read: {reason_of(error)}")

@@ -165,6 +165,9 @@ class RunRules:
     def on_replica_joined(self, event: Fields) -> None:
         self._now.load_version(event["version"])
 
+    def on_evaluated(self, event: Fields) -> None:
+        self._now.accuracies[event["name"]] = event["accuracy"]
+
     def on_run_ended(self, event: Fields) -> None:
         now, outcome = self._now, str(event["outcome"])
         self._expect(now.outcome is None, "end", f"it ended before: {now.outcome}")
