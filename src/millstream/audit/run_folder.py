@@ -67,10 +67,12 @@ def _check_metrics(path: Path, now: History, report: AuditReport) -> None:
             report.notes.append(f"{where} is of step {step}, which the events have not reached")
             break
         report.expect(step == due, "metrics", f"{where} is of step {step}, {due} was expected")
-        due_groups, due_reward = now.steps[step - 1] if 1 <= step <= last else (None, None)
-        report.expect(groups == due_groups, "metrics", f"{where} says that step {step} had {groups} groups")
-        is_mean = due_reward is None or math.isclose(reward, due_reward, rel_tol=1e-6, abs_tol=1e-9)
-        report.expect(is_mean, "metrics", f"{where} says mean reward {reward}, the events have {due_reward}")
+        totals = now.steps[step - 1] if 1 <= step <= last else None
+        is_right = totals is not None and totals.groups == groups
+        report.expect(is_right, "metrics", f"{where} says that step {step} had {groups} groups")
+        mean = None if totals is None else totals.mean_reward
+        is_mean = mean is None or math.isclose(reward, mean, rel_tol=1e-6, abs_tol=1e-9)
+        report.expect(is_mean, "metrics", f"{where} says mean reward {reward}, the events have {mean}")
         due = step + 1
     is_complete = is_killed or due == last + 1
     report.expect(is_complete, "metrics", f"metrics.jsonl ends with step {due - 1}, the events with {last}")
