@@ -60,4 +60,4 @@ def _most_groups(pipeline: Fields) -> int | None:
     groups, max_lag, extra = (pipeline.get(name) for name in ("groups_per_step", "max_lag", "extra_groups"))
     if groups is None or max_lag is None:
         return None
-    return math.floor((1 + Decimal(str(max_lag))) * groups) if extra is None else groups + int(extra)
+    return math.floor((1 + Decimal(str(max_lag))) * int(groups)) if extra is None else int(groups) + int(extra)
