@@ -5,8 +5,8 @@ MillstreamError
 │   └── DataError          a data set that cannot be read; names the file and the line
 ├── ModelError             a checkpoint or an architecture that the engine or the learner cannot use
 ├── EngineError            an engine failed a request or a command; without any engine the run cannot continue
-│   ├── EngineGone             it broke for good: its requests continue on other engines
-│   └── EngineMisconfigured    it cannot work as it is set up: the run ends, unless another engine serves or one has
+│   └── EngineGone             it broke for good: its requests continue on other engines
+│       └── EngineMisconfigured    it cannot work as it is set up: the run ends, unless another engine serves or one has
 ├── RolloutError           one rollout failed: recorded as data, retried, never a crash
 │   ├── RequestRefused         a request that can never run: an empty prompt, or one beyond the model's context
 │   ├── EnvironmentFailed      the environment raised
@@ -24,6 +24,7 @@ MillstreamError
 │   └── WorkerExited           the worker process is gone; the message is the reason for its exit
 ├── ClusterError           a cluster that cannot be reached, is too small, or has no room
 ├── CheckpointError        a checkpoint that is not whole, or not of this run
+├── LogError               a line of a run's log that cannot be read; names the file and the line
 ├── OutputError            the run folder cannot be written: a full disk, say
 ├── StallError             a wait ran past its deadline; names who waits, for what, and since when
 └── InvariantError         a promise of the design is broken: the run stops, whatever the cost
@@ -55,7 +56,7 @@ class EngineError(MillstreamError): ...
 class EngineGone(EngineError): ...
 
 
-class EngineMisconfigured(EngineError): ...
+class EngineMisconfigured(EngineGone): ...
 
 
 class RolloutError(MillstreamError): ...
@@ -112,6 +113,9 @@ class StoreTimeout(StoreError): ...
 
 
 class CheckpointError(MillstreamError): ...
+
+
+class LogError(MillstreamError): ...
 
 
 class OutputError(MillstreamError): ...

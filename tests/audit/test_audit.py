@@ -26,8 +26,10 @@ from msgspec import structs
 import millstream.audit
 from millstream.audit import COUNTS, RULES, AuditReport, audit, report_lines
 from millstream.audit.checkpoints import CheckpointFolder
+from millstream.config import to_toml
 from millstream.events import (
     CheckpointSealed,
+    ConfigWritten,
     Evaluated,
     Event,
     GroupAdmitted,
@@ -52,6 +54,8 @@ from millstream.events import (
 )
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import summarise
+from millstream.pipeline.rollouts import RolloutConfig
+from millstream.pipeline.schedule import PipelineConfig
 from millstream.types import Fate
 from support.simulated import Diary, World, configs, simulate
 
@@ -77,6 +81,14 @@ WORLD = World(
 EPOCH = 7
 
 
+class ResolvedConfig(msgspec.Struct):
+    """What the audit reads of a config."""
+
+    seed: int
+    pipeline: PipelineConfig
+    rollout: RolloutConfig
+
+
 # ---- run folders ---------------------------------------------------------------------------------------------------------
 
 
@@ -88,6 +100,7 @@ class Run:
     folders: dict[str, dict[str, bytes]] = field(default_factory=dict)
     after: dict[int, list[Event]] = field(default_factory=dict)
     """By version of a checkpoint: the events that followed in the process that made it."""
+    config: str = ""  # what is in config.toml, if there is one
     forge_lines: Callable[[list[bytes]], list[bytes]] = lambda lines: lines
     forge_metrics: Callable[[Rows], Rows] = lambda rows: rows
     forge_summary: Callable[[dict[str, Any]], dict[str, Any]] = lambda summary: summary
@@ -101,6 +114,8 @@ class Run:
         if isinstance(self.events[-1], RunEnded):
             summary = self.forge_summary(structs.asdict(summarise(self.history())))
             (path / "summary.json").write_text(json.dumps(summary))
+        if self.config:
+            (path / "config.toml").write_text(self.config)
         for name, files in self.folders.items():
             (path / "checkpoints" / name).mkdir(parents=True)
             for file, content in files.items():
@@ -181,7 +196,17 @@ def _started(world: World, num_tasks: int = 0) -> RunStarted:
         extra_members=world.extra_members,
         is_first_to_finish=world.surplus == "abort",
         max_restarts=world.max_restarts if world.overdue == "restart" else 0,
+        max_replaced=configs(world)[0].max_replaced,
     )
+
+
+def with_config(run: Run) -> Run:
+    """The run with its resolved config in the folder, and the digest of that in its log."""
+    pipeline, rollout = configs(WORLD)
+    run.config = to_toml(ResolvedConfig(seed=WORLD.seed, pipeline=pipeline, rollout=rollout))
+    written = ConfigWritten(at=0.0, digest=hashlib.sha256(run.config.encode()).hexdigest())
+    run.events.insert(0, written)
+    return run
 
 
 @functools.cache
@@ -790,6 +815,45 @@ def test_a_learner_that_is_restarted_and_reaches_the_version_of_the_run_is_no_cr
     assert audit(run.write(tmp_path / "sealed")).findings == []
 
 
+def raise_the_bound(run: Run) -> None:
+    """Everywhere in the log: in the terms of the run, and in every deadline."""
+    changed(RunStarted, max_lag=5.0, lag_bound=5)(run)
+    for seq in run.all(GroupAdmitted):
+        run.change(seq, deadline=run.get(GroupAdmitted, seq).start_version + 5)
+
+
+def in_the_folder_of(commit: Crime) -> Crime:
+    """A crime in a run with its config beside its log."""
+    return lambda run: commit(with_config(run))
+
+
+def edit_the_config(run: Run) -> None:
+    assert "max_lag = 2" in run.config
+    run.config += "# a comment\n"
+
+
+def lose_the_config(run: Run) -> None:
+    run.config = ""
+
+
+def drop_the_loads(run: Run) -> None:
+    """Of a version that rollouts used."""
+    assert run.all(RolloutEnded, end_version=2)
+    for seq in reversed(run.all(WeightsLoaded, version=2)):
+        del run.events[seq]
+
+
+def change_a_reward_and_its_mean(run: Run) -> None:
+    """The fate is the same. Nothing but the metrics, which were written before, has the old one."""
+    before = run.metrics()
+    group_id = run.of_fate(Fate.TRAINED)
+    seq = run.all(RolloutEnded, group_id=group_id)[0]
+    rewards = [run.get(RolloutEnded, one).reward for one in run.all(RolloutEnded, group_id=group_id)]
+    run.change(seq, reward=rewards[0] + 5)
+    changed(GroupLeft, 0, {"group_id": group_id}, mean_reward=(sum(rewards) + 5) / len(rewards))(run)
+    run.forge_metrics = lambda rows: before
+
+
 def go_on_after_the_end(run: Run) -> None:
     run.events.append(run.events[run.all(GroupAdmitted)[0]])
 
@@ -814,6 +878,8 @@ CRIMES: dict[str, dict[str, Crime]] = {
         "the last prompt of an epoch is skipped": skip_the_last_prompt_of_an_epoch,
         "a prompt comes twice": changed(GroupAdmitted, 3, {"epoch": 1}, task_id="task-0"),
         "an epoch is skipped": skip_an_epoch,
+        "a prompt is invented in place of a real one": changed(GroupAdmitted, 3, {"epoch": 1}, task_id="invented"),
+        "a prompt is invented in an epoch that does not end": changed(GroupAdmitted, -1, task_id="invented"),
     },
     "replay": {
         "a learner is restarted with a version without a checkpoint": restart_the_learner(2, 3),
@@ -861,6 +927,7 @@ CRIMES: dict[str, dict[str, Crime]] = {
     },
     "step": {"a step is skipped": skip_a_step, "a step is gone": dropped(Stepped, 2)},
     "batch": {
+        "a trained group is said to be replaced": changed(GroupLeft, 0, {"fate": Fate.TRAINED}, is_replaced=True),
         "a group is taken and not trained": take_and_not_train,
         "a group is trained and was not taken": dropped(GroupTaken, 4),
         "a group leaves before it is taken": leave_before_being_taken,
@@ -869,6 +936,7 @@ CRIMES: dict[str, dict[str, Crime]] = {
         "a step has empty places": changed(RunStarted, groups_per_step=one_more),
     },
     "weights": {
+        "the loads of a version that was used are gone": drop_the_loads,
         "an engine loads what was not published": changed(WeightsLoaded, 1, version=5),
         "a version is published twice": doubled(WeightsPublished, 1),
         "the last version is not published": drop_the_last_weights,
@@ -897,7 +965,16 @@ CRIMES: dict[str, dict[str, Crime]] = {
             lambda lines: [line.replace(b'"num_rollouts"', b'"rows"') for line in lines]
         ),
     },
+    "config": {
+        "the bound is raised": in_the_folder_of(raise_the_bound),
+        "the budget is raised": in_the_folder_of(changed(RunStarted, budget=one_more)),
+        "the seed is another": in_the_folder_of(changed(RunStarted, seed=one_more)),
+        "more groups may be replaced": in_the_folder_of(changed(RunStarted, max_replaced=one_more)),
+        "the config is edited": in_the_folder_of(edit_the_config),
+        "the config is gone": in_the_folder_of(lose_the_config),
+    },
     "metrics": {
+        "a reward is changed together with its mean": change_a_reward_and_its_mean,
         "a line of metrics is doubled": metrics_forged(lambda rows: [*rows[:2], *rows[1:]]),
         "the last line of metrics is gone": metrics_forged(lambda rows: rows[:-1]),
         "the groups of a line are forged": metrics_forged(lambda rows: [*rows[:-1], {**rows[-1], "groups": 7}]),
@@ -923,6 +1000,35 @@ def test_a_planted_crime_is_found(rule: str, crime: Crime, tmp_path: Path) -> No
     assert rule in rules_broken(audit(run.write(tmp_path)))
 
 
+def test_a_run_with_its_config_is_clean_and_so_is_one_of_a_version_that_logged_no_digest(tmp_path: Path) -> None:
+    run = with_config(run_of(WORLD, num_tasks=EPOCH))
+    assert audit(run.write(tmp_path / "new")).findings == []
+    del run.events[0]
+    changed(RunStarted, max_replaced=None)(run)
+    assert audit(run.write(tmp_path / "old")).findings == []
+
+
+EMPTY_PLACES = World(success=0.9, max_replaced_per_step=1, failure=0.1)
+
+
+@pytest.mark.parametrize(
+    ("world", "is_replaced"), [(WORLD, True), (EMPTY_PLACES, True), (EMPTY_PLACES, False)], ids=str
+)
+def test_a_place_that_is_falsely_said_to_be_filled_or_empty_is_found(
+    world: World, is_replaced: bool, tmp_path: Path
+) -> None:
+    """Each, unless it is one of the last: no group is admitted after it that would prove it wrong."""
+    run, found = run_of(world), 0
+    last = run.all(GroupAdmitted)[-1]
+    places = [seq for fate in (Fate.FILTERED, Fate.FAILED) for seq in run.all(GroupLeft, fate=fate) if seq < last]
+    for seq in (seq for seq in places if run.get(GroupLeft, seq).is_replaced is is_replaced):
+        forged = run_of(world)
+        forged.change(seq, is_replaced=not is_replaced)
+        assert "batch" in rules_broken(audit(forged.write(tmp_path))), run.events[seq]
+        found += 1
+    assert found >= 3
+
+
 def test_a_prompt_that_comes_twice_is_found_where_the_size_of_the_data_set_is_unknown(tmp_path: Path) -> None:
     run = run_of(WORLD)
     changed(GroupAdmitted, 9, task_id="task-3")(run)
@@ -934,6 +1040,14 @@ def test_a_forged_total_of_the_summary_is_found(name: str, tmp_path: Path) -> No
     run = run_of(WORLD)
     run.forge_summary = lambda summary: {**summary, name: summary[name] + 1}
     assert rules_broken(audit(run.write(tmp_path))) == {"summary"}
+
+
+def test_a_forged_accuracy_of_the_summary_is_found(tmp_path: Path) -> None:
+    run = run_of(WORLD)
+    run.forge_summary = lambda summary: {**summary, "accuracy_before": 0.1, "greedy_after": None}
+    assert audit(run.write(tmp_path / "right")).findings == []
+    run.forge_summary = lambda summary: {**summary, "accuracy_before": 0.1, "greedy_after": 0.9}
+    assert rules_broken(audit(run.write(tmp_path / "wrong"))) == {"summary"}
 
 
 def test_a_summary_that_cannot_be_read_is_found(tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ from millstream.pipeline.limit import Limit
 from millstream.rpc.process import Kind, LocalWorker
 from millstream.run.check import check_combinations
 from millstream.types import Message, Task
+from support.processes import eventually
 from support.talk import CHATML, Scripted, text_with
+
+HANG_S = 2.0  # the limit of a step that hangs: so long that no other step reaches it, whatever the load
 
 WILD = '''
 import asyncio, ctypes, os, signal, subprocess, sys, time
@@ -154,7 +157,7 @@ def no_orphans() -> Iterator[None]:
 
 def test_whatever_happens_in_a_process_is_told_by_name_and_the_next_episode_is_played(wild: str) -> None:
     async def program() -> None:
-        async with hosted(f"{wild}:Wild", process=True, step_timeout_s=0.4) as environments:
+        async with hosted(f"{wild}:Wild", process=True, step_timeout_s=HANG_S) as environments:
             assert (await play(environments, "fine"))[0] == 1.0
             assert (await play(environments, "torch"))[0] == 0.0, "no torch is imported there"
             assert await failure(environments, "raise") == "Wild raised ValueError at wild.py:17: no such thing"
@@ -162,7 +165,7 @@ def test_whatever_happens_in_a_process_is_told_by_name_and_the_next_episode_is_p
             assert "exit code -9 (SIGKILL)" in await failure(environments, "kill")
             assert "exit code -11 (SIGSEGV)" in await failure(environments, "segfault")
             assert "sent something that is not a message" in await failure(environments, "garbage")
-            assert "took longer than 0.4 s between two turns; its process was killed" in await failure(
+            assert f"took longer than {HANG_S:g} s between two turns; its process was killed" in await failure(
                 environments, "hang"
             )
             assert (await play(environments, "fine"))[0] == 1.0
@@ -172,7 +175,7 @@ def test_whatever_happens_in_a_process_is_told_by_name_and_the_next_episode_is_p
 
 def test_a_process_is_used_again_after_an_episode_and_after_one_that_raised_and_not_after_a_kill(wild: str) -> None:
     async def program() -> None:
-        async with hosted(f"{wild}:Wild", process=True, step_timeout_s=0.4) as environments:
+        async with hosted(f"{wild}:Wild", process=True, step_timeout_s=HANG_S) as environments:
             first = pid_of((await play(environments, "fine"))[1])
             await failure(environments, "raise")
             assert pid_of((await play(environments, "fine"))[1]) == first
@@ -188,9 +191,10 @@ def test_a_process_that_died_between_two_episodes_is_replaced(wild: str) -> None
         async with hosted(f"{wild}:Wild", process=True) as environments:
             first = pid_of((await play(environments, "fine"))[1])
             os.kill(first, signal.SIGKILL)
-            while is_alive(first):
+            isolated = environments.of(Task(id="1", prompt="fine"))._isolated
+            assert isolated is not None
+            while all(worker.error is None for worker in isolated._started):  # until its end is noticed
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)  # its end is noticed
             assert (await play(environments, "fine"))[0] == 1.0
 
     asyncio.run(program())
@@ -203,8 +207,7 @@ def test_what_a_hung_environment_has_started_is_killed_with_it(wild: str) -> Non
     async def program() -> None:
         async with hosted(f"{wild}:Wild", process=True, step_timeout_s=0.5) as environments:
             await failure(environments, "hang with a child")
-            await asyncio.sleep(0.05)
-            assert not sleepers()
+            assert eventually(lambda: not sleepers())
 
     asyncio.run(program())
 
@@ -216,12 +219,12 @@ def test_an_abort_kills_the_process_at_once(wild: str) -> None:
             playing = asyncio.ensure_future(environments.rollout(scripted.episode))
             while not scripted.requests:
                 await asyncio.sleep(0.01)
-            pid, began = pid_of(scripted), time.monotonic()
+            pid = pid_of(scripted)
             assert is_alive(pid)
             playing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await playing
-            assert not is_alive(pid) and time.monotonic() - began < 1.0
+            assert eventually(lambda: not is_alive(pid)), "long before the step would have ended"
 
     asyncio.run(program())
 
@@ -325,7 +328,7 @@ def test_no_process_outlives_a_run_that_is_killed(wild: str, what: str) -> None:
     assert is_alive(pid)
     parent.kill()
     parent.wait()
-    limit = time.monotonic() + 5
+    limit = time.monotonic() + 30
     while is_alive(pid) or subprocess.run(["pgrep", "-f", "sleep 61.25"], capture_output=True).stdout:
         assert time.monotonic() < limit, "it is still there"
         time.sleep(0.02)

@@ -34,6 +34,7 @@ from millstream.errors import ConfigError, RewardFailed
 from millstream.run.check import check_config
 from millstream.run.config import RunConfig
 from millstream.types import Task
+from support.processes import eventually, is_alive
 
 ROOT = Path(__file__).parents[2]
 TASK = Task(id="1", prompt="2+2=", answer="4", data={"level": 3})
@@ -63,16 +64,15 @@ def strange(task, completion):
         case "memory": os.kill(os.getpid(), signal.SIGKILL)
         case "raise": return 1 / 0
         case "nan": return float("nan")
-        case "slow": time.sleep(0.3)
+        case "slow": time.sleep(0.1)
         case "fork":
             if os.fork() == 0:
                 return 99.0
             os.wait()
         case "child":
-            if os.fork() == 0:
-                while True:
-                    Path(task.answer).write_text(str(time.time()))
-                    time.sleep(0.01)
+            child = os.fork()
+            if child:
+                Path(task.answer).write_text(str(child))
             time.sleep(60)
     return 1.0
 
@@ -134,7 +134,7 @@ def test_workers_are_used_again_and_there_are_no_more_than_asked_for(mine: Path)
 @pytest.mark.parametrize(
     ("completion", "message"),
     [
-        ("hang", r"took longer than 0\.5 s, and its worker process was killed; reward\.timeout_s"),
+        ("hang", r"took longer than 2 s, and its worker process was killed; reward\.timeout_s"),
         ("exit", r"its process ended with exit code 7 during the call"),
         ("segfault", r"exit code -11 \(SIGSEGV\) during the call"),
         ("memory", r"\(SIGKILL\) \(out of memory\?\)"),
@@ -146,7 +146,8 @@ def test_a_worker_that_is_killed_or_dies_is_replaced_and_takes_no_other_call_wit
     mine: Path, completion: str, message: str
 ) -> None:
     async def program() -> list[float]:
-        pool = scorer(RewardConfig(function=f"{mine}:strange", process=True, workers=2, timeout_s=0.5))
+        limit_s = 2.0 if completion == "hang" else 60.0  # so long that no other call reaches it, whatever the load
+        pool = scorer(RewardConfig(function=f"{mine}:strange", process=True, workers=2, timeout_s=limit_s))
         await asyncio.gather(pool.score(TASK, "slow"), pool.score(TASK, "slow"))  # both are there
         others = [asyncio.create_task(pool.score(TASK, "slow")) for _ in range(3)]
         with pytest.raises(RewardFailed, match=message):
@@ -157,17 +158,14 @@ def test_a_worker_that_is_killed_or_dies_is_replaced_and_takes_no_other_call_wit
 
 
 def test_what_a_killed_worker_has_started_goes_with_it(mine: Path, tmp_path: Path) -> None:
-    beat = tmp_path / "beat"
-    task = Task(id="1", prompt="", answer=str(beat))
+    told = tmp_path / "child"
+    task = Task(id="1", prompt="", answer=str(told))
 
     async def program() -> None:
-        pool = scorer(RewardConfig(function=f"{mine}:strange", process=True, workers=1, timeout_s=0.5))
+        pool = scorer(RewardConfig(function=f"{mine}:strange", process=True, workers=1, timeout_s=2.0))
         with pytest.raises(RewardFailed, match="was killed"):
             await pool.score(task, "child")
-        await asyncio.sleep(0.1)
-        last = beat.read_text()
-        await asyncio.sleep(0.1)
-        assert beat.read_text() == last
+        assert eventually(lambda: not is_alive(int(told.read_text())))
 
     asyncio.run(program())
 
@@ -183,7 +181,7 @@ def test_a_caller_that_gives_up_does_not_leave_a_busy_worker_behind(mine: Path) 
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await pool.score(TASK, "hang")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(50):  # "hang" takes longer
             return await pool.score(TASK, "well")
 
     assert asyncio.run(program()) == 1.0
@@ -201,13 +199,10 @@ asyncio.run(scorer.score(Task(id="1", prompt="", answer="{told}"), "tell and han
     with subprocess.Popen([sys.executable, "-c", program]) as parent:
         while not (told.exists() and told.read_text()):
             time.sleep(0.01)
-        worker = Path(f"/proc/{told.read_text()}")
-        assert worker.exists()
+        worker = int(told.read_text())
+        assert is_alive(worker)
         parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while worker.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not worker.exists()
+    assert eventually(lambda: not is_alive(worker), 30.0)
 
 
 def test_a_worker_that_cannot_start_fails_the_call_and_says_why(tmp_path: Path) -> None:
@@ -391,7 +386,8 @@ def test_math_answer_runs_in_a_process_which_is_killed_when_an_answer_takes_too_
         task = Task(id="1", prompt="", answer="42")
         with pytest.raises(RewardFailed, match="its worker process was killed"):
             await pool.score(task, "\\boxed{9^{9^{9^{9}}}!}")
-        return await pool.score(task, "\\boxed{41+1}")
+        patient = scorer(RewardConfig(function="math_answer", timeout_s=60.0, workers=1))  # its import takes seconds
+        return await patient.score(task, "\\boxed{41+1}")
 
     assert asyncio.run(program()) == 1.0
 
@@ -430,7 +426,7 @@ def test_python_tests_compare_what_a_program_prints() -> None:
     hangs = "```python\nimport time\ntime.sleep(60)\n```"
     began = time.monotonic()
     assert score(RewardConfig(function="python_tests", timeout_s=0.5), hangs, task) == 0.0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 50, "it does not wait for the program"
 
 
 @pytest.mark.parametrize(

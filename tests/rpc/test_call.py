@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from millstream.errors import ClusterError, ConfigError, MillstreamError, Weight
 from millstream.rpc import call
 from millstream.rpc.call import Remote
 from millstream.rpc.frames import frame
-from millstream.rpc.process import WorkerProcess
+from millstream.rpc.process import LocalLauncher, WorkerProcess
 from support.processes import eventually, is_alive, launch_worker
 from support.rpc_worker import CountUp, Do, WorkerSetup
 
@@ -92,6 +93,19 @@ def test_a_worker_that_cannot_be_built_says_why_to_everyone_who_waits(make: Make
         remote.call(Do("echo", 1)).result(5.0)
 
 
+def test_a_worker_whose_code_cannot_be_imported_says_why_instead_of_dying(make: Make, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import nothing_of_the_kind\n")
+    for target, reason in {
+        f"{broken}:serve": "No module named 'nothing_of_the_kind'",
+        "support.rpc_worker:nothing": "support.rpc_worker has no function 'nothing'",
+        "support.nothing:serve": "cannot import support.nothing",
+    }.items():
+        remote = make(launch=partial(LocalLauncher().launch, "learner", target, name="a worker"))
+        with pytest.raises(ConfigError, match=reason):
+            remote.ready.result(20.0)
+
+
 def test_a_death_ends_every_call_with_one_reason_that_has_the_last_words(make: Make) -> None:
     told = queue.SimpleQueue[Exception]()
     remote = make(on_exit=told.put)
@@ -101,7 +115,7 @@ def test_a_death_ends_every_call_with_one_reason_that_has_the_last_words(make: M
         with pytest.raises(WorkerExited, match=r"exit code -9 .*stderr: out of memory, say") as found:
             one.result(20.0)
         assert found.value.is_death
-    assert eventually(lambda: not is_alive(child)), "what it had started went with it"
+    assert eventually(lambda: not is_alive(child)), "what it had started was killed before the reason was told"
     assert remote.exited.result(5.0) == str(told.get(timeout=5.0)) == str(remote.error)
     with pytest.raises(WorkerExited):
         remote.call(Do("echo", 1)).result(5.0)
@@ -207,11 +221,9 @@ def test_sending_never_blocks_and_a_worker_that_stopped_reading_can_be_closed(ma
     remote.ready.result(20.0)
     assert remote.process is not None
     os.kill(remote.process.pid, signal.SIGSTOP)
-    began = time.monotonic()
-    unread = remote.call(Do("echo", bytes(32 << 20)), bytes)
-    assert time.monotonic() - began < 1.0
+    unread = remote.call(Do("echo", bytes(32 << 20)), bytes)  # it would never return
     remote.close(0.2)
-    assert isinstance(unread.exception(5.0), WorkerExited)
+    assert isinstance(unread.exception(20.0), WorkerExited)
 
 
 def test_a_worker_that_is_closed_while_it_is_started_is_killed_when_it_comes(make: Make) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from millstream.errors import ConfigError, LearnerError, LearnerGone, MillstreamError, WorkerError, WorkerExited
+from millstream.rpc import group as group_module
 from millstream.rpc.call import Remote
 from millstream.rpc.group import WorkerGroup
 from millstream.rpc.pool import WorkerPool
@@ -114,6 +115,22 @@ def test_a_pool_gives_each_worker_one_job_at_a_time_and_keeps_those_that_are_wel
     asyncio.run(program())
 
 
+def test_the_reason_of_a_failure_is_told_however_late_it_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a heavy load the thread that delivers a failure may wait long for its next turn."""
+    monkeypatch.setattr(group_module, "SETTLE_S", 0.1)
+    is_killed = threading.Event()
+
+    class Watched(WorkerGroup):
+        def kill(self) -> None:
+            is_killed.set()
+            super().kill()
+
+    member = Remote(launch_worker, WorkerSetup(refuses="no such model"), name="member")
+    member.ready.add_done_callback(lambda _: is_killed.wait(20.0))  # before the group notes it
+    with pytest.raises(LearnerError, match="the group broke, member: no such model"):
+        Watched([member], who="the group", make_error=error_of).wait()
+
+
 def test_a_worker_that_hangs_dies_or_is_left_by_its_caller_is_killed_and_replaced() -> None:
     async def program() -> None:
         pool = pool_of(size=1)
@@ -127,8 +144,10 @@ def test_a_worker_that_hangs_dies_or_is_left_by_its_caller_is_killed_and_replace
         job = asyncio.create_task(ask(pool, Do("sleep", 600)))
         await asyncio.sleep(0.5)
         job.cancel()
-        os.kill(await ask(pool, Do("pid")), signal.SIGKILL)  # between two jobs
-        await asyncio.sleep(0.2)
+        idle = await ask(pool, Do("pid"))
+        os.kill(idle, signal.SIGKILL)  # between two jobs
+        while all(remote.error is None for remote in pool._all):  # until its end is noticed
+            await asyncio.sleep(0.01)
         assert await ask(pool, Do("echo", 5)) == 5
         await pool.close()
 

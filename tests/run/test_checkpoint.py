@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from millstream.audit import audit
 from millstream.cli.main import app
 from millstream.clock import RealClock
 from millstream.errors import CheckpointError
@@ -46,8 +46,8 @@ def sealed_in(run_dir: Path) -> set[str]:
 
 
 def copy_of(run_dir: Path, to: Path) -> Path:
-    subprocess.run(["cp", "-r", str(run_dir), str(to)], check=True)
-    return to
+    """With nothing in it that cannot be copied, although the run was killed."""
+    return shutil.copytree(run_dir, to)
 
 
 def test_a_killed_run_is_resumed_and_its_audit_is_clean(killed: Path, tmp_path: Path) -> None:
@@ -214,6 +214,45 @@ def test_a_full_disk_at_the_checkpoint_is_reported_and_the_run_continues(tmp_pat
     assert left == ["step-000000"], (
         "the first is small, having no moments yet; nothing half written is left of the others"
     )
+
+
+def refusal_of(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.output
+    return " ".join(result.output.split())
+
+
+def test_a_config_that_was_edited_by_hand_is_found_by_the_audit_and_refused_at_a_resume(
+    killed: Path, tmp_path: Path
+) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    config = run_dir / "config.toml"
+    text = config.read_text()
+    config.write_text(text.replace("max_lag = 2", "max_lag = 4"))
+    assert config.read_text() != text
+    findings = [finding for finding in audit(run_dir).findings if finding.rule == "config"]
+    assert len(findings) == 2, "its digest, and max_lag of run_started"
+    refusal = refusal_of("train", "--resume", str(run_dir))
+    assert "config.toml is not as the run wrote it: it was edited" in refusal and "--set KEY=VALUE" in refusal
+    config.write_text(text)
+    assert_clean(run_dir)
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "garbage", [b"\0" * 80 + b"\n", b'{"seq":1,"kind":"step', b'{"seq":-1}\n', b"[" * 5000 + b"\n"]
+)
+def test_a_damaged_line_in_the_middle_of_a_file_of_a_run_is_named_in_one_line(
+    killed: Path, tmp_path: Path, name: str, garbage: bytes
+) -> None:
+    run_dir = copy_of(killed, tmp_path / "run")
+    lines = (run_dir / name).read_bytes().splitlines(keepends=True)
+    (run_dir / name).write_bytes(b"".join([*lines[:10], garbage, *lines[10:]]))
+    refusal = refusal_of("train", "--resume", str(run_dir))
+    assert f"{run_dir / name}:11 cannot be read: " in refusal and f"millstream audit {run_dir}" in refusal
+    if name == "events.jsonl":
+        assert f"{run_dir / name}:11 cannot be read: " in refusal_of("report", str(run_dir))
+    assert audit(run_dir).findings, "the audit lists it"
 
 
 def test_two_processes_cannot_write_to_one_run(killed: Path, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
+import shutil
 import signal
 import socket
 import stat
@@ -307,6 +309,27 @@ def test_where_the_only_engine_dies_too_often_waiting_requests_fail_at_once_with
             replacing.cancel()
 
     assert run_virtual(play()) == pytest.approx(31, abs=1), "the pauses, and no patience after them"
+
+
+def test_a_replacement_that_can_never_work_is_given_up_at_once_where_no_engine_has_ever_answered() -> None:
+    async def play() -> tuple[int, float]:
+        yard = Yard()
+        fleet = fleet_of(yard.make, 1, MemorySink())
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+
+        async def refuse(self: SimEngine) -> None:
+            raise EngineMisconfigured("engine broke: it could not begin: no such layer")
+
+        yard.made[0].crash("on purpose")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SimEngine, "resume", refuse)
+            with pytest.raises(EngineError, match=r"engine is not replaced: engine broke: it could not begin: no such"):
+                await fleet.router.generate(request(1), floor=0)
+        replacing.cancel()
+        return len(yard.made), asyncio.get_running_loop().time()
+
+    num_made, seconds = run_virtual(play())
+    assert num_made == 2 and seconds == pytest.approx(BACK_OFF_S, abs=0.1)
 
 
 def test_an_engine_that_joins_outside_of_training_gets_what_was_loaded_last_or_what_training_has() -> None:
@@ -901,6 +924,10 @@ def folder_in(path: Path) -> Path:
     return path
 
 
+def socket_of(folder: Path) -> Path:
+    return Path(json.loads((folder / "control.json").read_bytes())["folder"]) / "socket"
+
+
 async def served(folder: Path, ask: Callable[[], Any]) -> Any:
     async def carry(question: control.Question) -> control.ControlReply:
         if isinstance(question, ScaleRequest) and question.engines == 13:
@@ -925,10 +952,10 @@ def test_a_run_can_be_asked_through_a_socket_that_is_its_owners_alone_however_lo
     tmp_path: Path, name: str
 ) -> None:
     folder = folder_in(tmp_path / name)
-    (folder / "control.sock").touch()  # a run that was killed has left it behind
+    (folder / "control.json").touch()  # a run that was killed has left it behind
 
     def ask() -> tuple[ScaleResult, RunStatus]:
-        mode = (folder / "control.sock").stat().st_mode
+        mode = socket_of(folder).stat().st_mode
         assert stat.S_ISSOCK(mode) and stat.S_IMODE(mode) == 0o600
         with pytest.raises(ConfigError, match="not thirteen"):
             control.ask_run(folder, ScaleRequest(engines=13))
@@ -936,7 +963,22 @@ def test_a_run_can_be_asked_through_a_socket_that_is_its_owners_alone_however_lo
 
     scaled, now = asyncio.run(served(folder, ask))
     assert scaled.joined == ["a"] and now.version == 1
-    assert not (folder / "control.sock").exists()
+    assert not (folder / "control.json").exists()
+
+
+def test_the_folder_of_an_active_run_can_be_copied_and_the_copy_is_not_that_run(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path / "run")
+
+    def ask() -> Path:
+        copy = shutil.copytree(folder, tmp_path / "copy")
+        with pytest.raises(ConfigError, match="is not running"):
+            control.ask_run(copy, StatusRequest())
+        folder.rename(tmp_path / "moved")
+        assert control.ask_run(tmp_path / "moved", StatusRequest()).version == 1
+        (tmp_path / "moved").rename(folder)
+        return socket_of(folder)
+
+    assert not asyncio.run(served(folder, ask)).parent.exists()
 
 
 def test_the_types_in_json_output_do_not_change_with_the_names_of_classes() -> None:
@@ -956,7 +998,7 @@ def test_whatever_comes_through_the_socket_is_refused_and_the_next_is_answered(t
 
     def ask() -> None:
         with socket.socket(socket.AF_UNIX) as line:
-            line.connect(str(folder / "control.sock"))
+            line.connect(str(socket_of(folder)))
             line.sendall(said)
             line.shutdown(socket.SHUT_WR)
             answer = line.recv(1 << 16)
@@ -994,7 +1036,7 @@ def test_a_run_that_is_not_there_is_said_to_be_not_there(tmp_path: Path) -> None
 
 
 def test_a_run_that_cannot_have_its_socket_warns_and_continues(tmp_path: Path) -> None:
-    (tmp_path / "run/control.sock/in the way").mkdir(parents=True)
+    (tmp_path / "run/control.json/in the way").mkdir(parents=True)
     sink, changes = MemorySink(), {"pipeline.steps": 1, "data.holdout": 0, "run_dir": tmp_path / "run"}
     overrides = [f"{key}={value}" for key, value in (SETTINGS | changes).items()]
     train(load(recipe_in(tmp_path), RunConfig, overrides), sinks=[sink])
@@ -1031,7 +1073,7 @@ def test_a_run_at_work_is_scaled_up_and_down_and_its_audit_is_clean(tmp_path: Pa
     assert [event.engine for event in events if isinstance(event, ReplicaJoined)] == ["engine-0", "engine-1"]
     assert [event.engine for event in events if isinstance(event, ReplicaLeft)] == ["engine-1", "engine-0"]
     assert_clean(run_dir)
-    assert not (run_dir / "control.sock").exists()
+    assert not (run_dir / "control.json").exists()
 
 
 def test_an_engine_that_is_lost_while_the_model_of_a_resumed_run_is_saved_comes_back_with_the_last_weights(

@@ -12,6 +12,7 @@ from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.native.engine import TorchEngine
 from millstream.engine.native.host import ProcessHost
+from millstream.errors import EngineMisconfigured
 from millstream.events import ReplicaLeft, RunEnded, WeightsLoaded
 from millstream.events.sinks import MemorySink, read_events
 from millstream.run.build import build_engine
@@ -101,6 +102,45 @@ def test_a_replica_that_is_drained_or_killed_in_the_middle_changes_no_answer() -
         for one, other in zip(found, expected, strict=True):
             assert len(one.logprobs) == len(one.versions) == len(one.tokens) == 200
             assert max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)) < 1e-3
+
+
+TOO_LARGE = {
+    "in its first step": (
+        EngineConfig(process=True, slots=2 * 10**12),
+        r"the cache would have .* GB, and cpu has .* GB: set engine.slots lower",
+    ),
+    "while it is built": (
+        EngineConfig(process=True, slots=10**8, cache="pages", cache_gb=1e6),
+        r"the cache would have .* GB, and cpu has .* GB: set engine.cache_gb lower",
+    ),
+}
+
+
+@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("when", TOO_LARGE)
+def test_an_engine_that_can_never_work_is_not_replaced_and_its_own_reason_is_the_error(when: str, num: int) -> None:
+    config, reason = TOO_LARGE[when]
+    made: list[str] = []
+    clock, sink = RealClock(), MemorySink()
+
+    def new(name: str) -> TorchEngine:
+        made.append(name)
+        engine = build_engine(config, make("qwen3"), clock=clock, sink=sink, name=name)
+        assert isinstance(engine, TorchEngine)
+        return engine
+
+    async def play() -> None:
+        fleet = Fleet(new, num, is_queueing=True, patience_s=60.0, clock=clock, sink=sink, is_lone_replaced=True)
+        replacing = asyncio.create_task(fleet.replace(lambda engine: False))
+        try:
+            with pytest.raises(EngineMisconfigured, match=rf"^engine(-\d)? broke: .*{reason}"):
+                await fleet.router.generate(request(0, prompts(1)[0]), floor=0)
+        finally:
+            replacing.cancel()
+            await fleet.close()
+
+    asyncio.run(play())
+    assert len(made) == num
 
 
 @pytest.mark.slow

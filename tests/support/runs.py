@@ -45,8 +45,9 @@ def resume_command(run_dir: Path) -> list[str]:
     return [sys.executable, "-m", "millstream.cli.main", "train", "--resume", str(run_dir)]
 
 
-def resume(run_dir: Path) -> subprocess.CompletedProcess[str]:
-    return run_command(resume_command(run_dir))
+def resume(run_dir: Path, *changes: str) -> subprocess.CompletedProcess[str]:
+    words = [word for change in changes for word in ("--set", change)]
+    return run_command([*resume_command(run_dir), *words])
 
 
 def steps_of(run_dir: Path) -> int:

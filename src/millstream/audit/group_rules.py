@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 
-from millstream.audit.history import BatchTotals, Cursor, EndedMember, History, TrackedGroup
+from millstream.audit.history import BatchTotals, Cursor, EndedMember, History, StepTotals, TrackedGroup
 from millstream.audit.report import Fields
 
+LOAD_STEPS = 8  # within which the load of a version that is in use is logged
 SUMS = ("groups", "rollouts", "rows", "tokens")  # what a batch and its `stepped` event both have
 
 
@@ -31,6 +32,10 @@ class GroupRules:
             self._finding("admitted", f"group {group_id} was admitted, {now.next_group} was expected")
         self._check_deadline(event, "was admitted", now.version)
         self._count_prompt(group_id, event["task_id"], event["epoch"])
+        self._expect(
+            not now.is_fed, "batch", f"group {group_id} was admitted after a place had stayed empty without need"
+        )
+        now.use_version(event["start_version"])
         now.groups[group_id] = TrackedGroup(event["task_id"], event["epoch"], event["start_version"], event["deadline"])
         now.next_group = max(now.next_group, group_id + 1)
         now.num_admitted += 1
@@ -52,8 +57,12 @@ class GroupRules:
             self._expect(epoch == now.epoch + 1, "prompt", f"group {group_id} has epoch {epoch}, after {now.epoch}")
             if not self._holds(num_tasks in (0, len(now.prompts))):
                 self._finding("prompt", f"epoch {now.epoch} ends after {len(now.prompts)} of {num_tasks} prompts")
+            if now.first_prompts is None and num_tasks:
+                now.first_prompts = frozenset(now.prompts)
             now.epoch = epoch
             now.prompts = set()
+        if not self._holds(now.first_prompts is None or task_id in now.first_prompts):
+            self._finding("prompt", f"group {group_id} has prompt {task_id}, which the first epoch does not have")
         if not self._holds(task_id not in now.prompts):
             self._finding("prompt", f"group {group_id} repeats prompt {task_id} in epoch {epoch}")
         now.prompts.add(task_id)
@@ -96,7 +105,9 @@ class GroupRules:
                 f"group {event['group_id']} member {event['member']} ran on versions {start} to {end}, "
                 f"outside of {group.start} to {newest}",
             )
+        self._now.use_version(end)
         reward = float(event["reward"])
+        self._now.rewards.append(reward)
         group.ended[event["member"]] = EndedMember(
             reward, event.get("rewards") or [reward], event["num_tokens"], event.get("num_parts", 1), start
         )
@@ -227,7 +238,23 @@ class GroupRules:
             self._finding(
                 "batch", f"group {group_id} left as {fate}, and {'was taken' if group.is_taken else 'was not taken'}"
             )
+        self._check_replaced(group_id, fate, event["is_replaced"])
         self._remove(group_id, group, fate, event["is_replaced"])
+
+    def _check_replaced(self, group_id: int, fate: str, is_replaced: bool) -> None:
+        """A group that is not trained is replaced until its step has replaced `max_replaced`; then its place stays empty."""
+        now, most = self._now, self._cursor.terms.max_replaced
+        if fate in ("trained", "aborted"):
+            if not self._holds(is_replaced == (fate == "aborted")):
+                self._finding("batch", f"group {group_id} left as {fate}, and says is_replaced {is_replaced}")
+            return
+        if most is None:
+            return
+        if not self._holds(not is_replaced or (now.num_replaced < most and not now.is_fed)):
+            why = "the data have ended" if now.is_fed else f"its step had replaced {now.num_replaced} of {most}"
+            self._finding("batch", f"group {group_id} was replaced, and {why}")
+        now.is_fed = now.is_fed or (not is_replaced and now.num_replaced < most)
+        now.num_replaced += is_replaced
 
     def _check_aborted(self, group_id: int) -> None:
         """First to finish aborts the groups that a full batch does not need."""
@@ -265,9 +292,12 @@ class GroupRules:
             self._finding("totals", f"step {version} says {recorded} {', '.join(SUMS)}; its groups have {due}")
         now.version = version
         now.batch = BatchTotals()
-        now.steps.append(batch.groups)
+        now.steps.append(StepTotals(batch.groups, math.fsum(now.rewards) / len(now.rewards) if now.rewards else None))
+        now.rewards = []
+        now.num_replaced = 0
         now.rollouts_trained += batch.rollouts
         self._check_places(batch.groups)
+        self._check_loaded()
         for group_id, group in now.groups.items():
             self._check_not_trained(group_id, group)
 
@@ -280,6 +310,14 @@ class GroupRules:
             self._finding(
                 "batch", f"step {now.version} has {num_groups} groups for {size} places, {len(now.groups)} wait"
             )
+
+    def _check_loaded(self) -> None:
+        """A version that is in use has been loaded. An engine may be used a moment before its load is logged."""
+        now = self._now
+        late = [version for version, since in now.unloaded.items() if now.version - since >= LOAD_STEPS]
+        self._expect(not late, "weights", f"versions {late} were used, and no engine loaded them")
+        for version in late:
+            del now.unloaded[version]
 
     def _check_not_trained(self, group_id: int, group: TrackedGroup) -> None:
         version = self._now.version

@@ -16,17 +16,20 @@ class RunTerms(NamedTuple):
     """What `run_started` says of the whole run."""
 
     run_id: str
+    seed: int
     steps: int
     num_tasks: int
     filter_zero_signal: bool
     min_group_size: int
     groups_per_step: int
     group_size: int
+    max_lag: float
     lag_bound: int
     budget: int
     extra_members: int
     is_first_to_finish: bool
     max_restarts: int
+    max_replaced: int | None = None  # of groups that a step replaces; None: the log is of a version that does not say
 
     @property
     def num_members(self) -> int:
@@ -111,27 +114,50 @@ class BatchTotals:
     rollouts: int = 0
 
 
+class StepTotals(NamedTuple):
+    groups: int
+    mean_reward: float | None  # of the rollouts that ended since the step before, trained or not; None: there were none
+
+
 @dataclass(slots=True)
 class History:
     terms: RunTerms | None = None
     num_events: int = 0
     version: int = 0
     published: int = 0
+    loaded: set[int] = field(default_factory=lambda: {0})  # versions that an engine has loaded, or began with
+    unloaded: dict[int, int] = field(
+        default_factory=dict
+    )  # versions in use that none has loaded -> the run's version then
     num_admitted: int = 0
     next_group: int = 0
     groups: dict[int, TrackedGroup] = field(default_factory=dict)  # those in flight
     to_resume: set[int] = field(default_factory=set)  # those of them that the resumed process has not resumed yet
     epoch: int = 0
     prompts: set[str] = field(default_factory=set)  # of this epoch
+    first_prompts: frozenset[str] | None = None  # of the first epoch, when it is over
     batch: BatchTotals = field(default_factory=BatchTotals)
-    steps: list[int] = field(default_factory=list)  # the number of groups of every step
+    rewards: list[float] = field(default_factory=list)  # of the rollouts that ended since the last step
+    num_replaced: int = 0  # groups since the last step
+    is_fed: bool = False  # a place stayed empty that could have been filled: the data have ended
+    steps: list[StepTotals] = field(default_factory=list)
     fates: Counter[str] = field(default_factory=Counter)
     num_vacant: int = 0
     rollouts_trained: int = 0
     rollouts_aborted: int = 0
     num_restarts: int = 0
     lag_max: int = 0
+    accuracies: dict[str, float] = field(default_factory=dict)  # the last of each evaluation, by its name
     outcome: str | None = None
+
+    def use_version(self, version: int) -> None:
+        """A group or a rollout began or ended on it."""
+        if version not in self.loaded:
+            self.unloaded.setdefault(version, self.version)
+
+    def load_version(self, version: int) -> None:
+        self.loaded.add(version)
+        self.unloaded.pop(version, None)
 
     @property
     def is_between_batches(self) -> bool:

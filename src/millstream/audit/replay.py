@@ -17,7 +17,7 @@ from millstream.audit.run_rules import RunRules
 HEAD = re.compile(rb'\{"seq":(\d+),"kind":"(\w+)"')
 # Kinds that do not change a group's fate: only their number is checked.
 SKIPPED = frozenset(
-    b"span status stalled evaluated warmed_up warmup_sealed checkpoint_failed stop_requested".split(),
+    b"span status stalled warmed_up warmup_sealed checkpoint_failed stop_requested".split(),
 )
 
 
@@ -45,12 +45,19 @@ class Replay:
             "weights_loaded": run.on_weights_loaded,
         }
         self._at_any_time: dict[str, Callable[[Fields], None]] = {
+            "config_written": run.on_config_written,
             "run_started": run.on_run_started,
+            "replica_joined": run.on_replica_joined,
             "resumed": run.on_resumed,
             "checkpoint_sealed": run.on_checkpoint_sealed,
             "learner_restarted": run.on_learner_restarted,
+            "evaluated": run.on_evaluated,
             "run_ended": run.on_run_ended,
         }
+
+    @property
+    def config_digests(self) -> set[str]:
+        return self._run.config_digests
 
     def run(self) -> History:
         """The history at the end of the log."""

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Fields = dict[str, Any]  # a JSON object that was read from disk: no key and no type is certain
-MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OSError)  # what reading one may raise
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OSError, RecursionError)  # what reading one may raise
 MAX_FINDINGS = 1000
 
 RULES = {
     "log": "every line is an event with its fields; only the last may be torn",
     "seq": "events are numbered without a gap, over all processes of the run",
+    "config": "config.toml is as a process of the run wrote it, and run_started says the same",
     "start": "run_started comes once, before the first group, with the bound that follows from its max_lag",
     "admitted": "groups are admitted as 0, 1, 2, ...: none is missing, none is repeated",
-    "prompt": "an epoch has every prompt exactly once, and epochs follow each other",
+    "prompt": "an epoch has every prompt of the first epoch exactly once, and epochs follow each other",
     "deadline": "a group starts at a version that exists, and its deadline is its start plus the bound",
     "budget": "groups in flight are within the budget",
     "in flight": "every event of a group comes after its admission and before it leaves",
@@ -24,18 +25,18 @@ RULES = {
     "members": "a group is taken or leaves when each member has ended, failed for good or was aborted, and says how many ended",
     "lag": "no group is trained later than the bound and its deadline allow, and none is overdue",
     "fate": "rewards and survivors decide the fate: failed, filtered (no signal) or trained; or aborted, with the batch full",
-    "batch": "a group leaves as trained exactly if the batch took it, and batches are full while groups are left",
+    "batch": "a group leaves as trained exactly if the batch took it; places stay empty at the limit or the end of the data",
     "step": "versions rise by one",
     "totals": "groups, rows, tokens and rewards add up",
-    "weights": "each version is published once, and no engine loads one that was not",
+    "weights": "each version is published once, no engine loads one that was not, and none is used that no engine loaded",
     "resume": "a resume continues from its checkpoint: that version and event, exactly those groups and members",
     "seal": "each checkpoint has an event: its digest, its version, and a last event between two batches of its run",
     "replay": "a restarted learner begins with a checkpoint of the run, and reaches the run's version",
     "checkpoint": "the files of a checkpoint are those of its manifest, byte for byte",
     "ledger": "a checkpoint's ledger agrees with the events up to the last one that it covers",
     "end": "a run that finished has made its steps, left no group without a fate, and does nothing more",
-    "metrics": "metrics.jsonl has every step once",
-    "summary": "summary.json has the same counts",
+    "metrics": "metrics.jsonl has every step once, with the groups and the mean reward of the events",
+    "summary": "summary.json has the same counts and accuracies",
 }
 # The counts that `summary.json` and a report both have.
 COUNTS = (

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from millstream.audit.checkpoints import read_checkpoints
+from millstream.audit.config_rules import compare_config
 from millstream.audit.history import History
 from millstream.audit.replay import Replay
 from millstream.audit.report import COUNTS, MALFORMED, AuditReport, reason_of
+
+ACCURACIES = {"accuracy_before", "accuracy_after", "greedy_before", "greedy_after"}  # in summary.json
 
 
 def audit(run_dir: Path) -> AuditReport:
     """Read the folder of a run that has finished, was killed, or is still running. Never raises for what it finds there."""
     report = AuditReport(run_dir)
     checkpoints = read_checkpoints(run_dir / "checkpoints", report)
-    now = Replay(run_dir / "events.jsonl", checkpoints, report).run()
+    replay = Replay(run_dir / "events.jsonl", checkpoints, report)
+    now = replay.run()
+    compare_config(run_dir / "config.toml", now.terms, replay.config_digests, report)
     report.checkpoints_verified = sum(checkpoint.is_sound for checkpoint in checkpoints)
     _count(now, report)
     _check_metrics(run_dir / "metrics.jsonl", now, report)
-    _check_summary(run_dir / "summary.json", report)
+    _check_summary(run_dir / "summary.json", now, report)
     return report
 
 
@@ -53,7 +59,7 @@ def _check_metrics(path: Path, now: History, report: AuditReport) -> None:
             break
         try:
             fields = json.loads(row)
-            step, groups = int(fields["step"]), fields["groups"]
+            step, groups, reward = int(fields["step"]), fields["groups"], float(fields["reward"])
         except MALFORMED as error:
             report.add_finding("metrics", f"{where} cannot be read: {reason_of(error)}")
             continue
@@ -61,14 +67,18 @@ def _check_metrics(path: Path, now: History, report: AuditReport) -> None:
             report.notes.append(f"{where} is of step {step}, which the events have not reached")
             break
         report.expect(step == due, "metrics", f"{where} is of step {step}, {due} was expected")
-        is_right = 1 <= step <= last and now.steps[step - 1] == groups
+        totals = now.steps[step - 1] if 1 <= step <= last else None
+        is_right = totals is not None and totals.groups == groups
         report.expect(is_right, "metrics", f"{where} says that step {step} had {groups} groups")
+        mean = None if totals is None else totals.mean_reward
+        is_mean = mean is None or math.isclose(reward, mean, rel_tol=1e-6, abs_tol=1e-9)
+        report.expect(is_mean, "metrics", f"{where} says mean reward {reward}, the events have {mean}")
         due = step + 1
     is_complete = is_killed or due == last + 1
     report.expect(is_complete, "metrics", f"metrics.jsonl ends with step {due - 1}, the events with {last}")
 
 
-def _check_summary(path: Path, report: AuditReport) -> None:
+def _check_summary(path: Path, now: History, report: AuditReport) -> None:
     if report.outcome != "finished" or not path.exists():
         return
     try:
@@ -77,5 +87,9 @@ def _check_summary(path: Path, report: AuditReport) -> None:
             counted = getattr(report, name)
             if not report.holds(summary[name] == counted):
                 report.add_finding("summary", f"{name} is {summary[name]}, in the events {counted}")
+        for name in ACCURACIES & summary.keys():
+            how, _, when = name.partition("_")
+            found = now.accuracies.get(f"{'sampled' if how == 'accuracy' else how} {when}")
+            report.expect(summary[name] == found, "summary", f"{name} is {summary[name]}, in the events {found}")
     except MALFORMED as error:
         report.add_finding("summary", f"summary.json cannot be read: {reason_of(error)}")

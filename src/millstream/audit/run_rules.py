@@ -24,6 +24,7 @@ class RunRules:
         self._snapshots = {-1: History()}  # event -> the history after it, for those resumes
         self._sealed: dict[str, tuple[int, int]] = {}  # digest -> version, last event covered
         self._void: list[tuple[int, int]] = []
+        self.config_digests: set[str] = set()  # of every config that a process of the run wrote
 
     @property
     def _now(self) -> History:
@@ -33,7 +34,13 @@ class RunRules:
         now, max_lag, bound = self._now, event["max_lag"], event["lag_bound"]
         self._expect(now.terms is None, "start", "run_started a second time")
         self._expect(bound == math.ceil(max_lag), "start", f"the bound is {bound}, and max_lag {max_lag}")
-        now.terms = RunTerms(**{name: event[name] for name in RunTerms._fields})
+        optional = RunTerms._field_defaults
+        now.terms = RunTerms(
+            **{name: event[name] for name in RunTerms._fields if name in event or name not in optional}
+        )
+
+    def on_config_written(self, event: Fields) -> None:
+        self.config_digests.add(event["digest"])
 
     # ---- events that refer to earlier ones
 
@@ -102,6 +109,9 @@ class RunRules:
                 del self._snapshots[from_seq]
         now = cursor.now
         now.published = now.version
+        now.load_version(now.version)  # every engine begins with it
+        now.unloaded = {}
+        now.rewards = []  # metrics.jsonl begins again, too
         now.to_resume = set(now.groups)
         now.outcome = None
 
@@ -150,6 +160,13 @@ class RunRules:
         version, published = event["version"], self._now.published
         if not self._holds(version <= published):
             self._finding("weights", f"{event['engine']} loaded version {version}, {published} is the newest")
+        self._now.load_version(version)
+
+    def on_replica_joined(self, event: Fields) -> None:
+        self._now.load_version(event["version"])
+
+    def on_evaluated(self, event: Fields) -> None:
+        self._now.accuracies[event["name"]] = event["accuracy"]
 
     def on_run_ended(self, event: Fields) -> None:
         now, outcome = self._now, str(event["outcome"])
@@ -166,6 +183,8 @@ class RunRules:
             return
         if not self._holds(now.published == now.version):
             self._finding("weights", f"version {now.version} was not published, {now.published} is the newest")
+        unloaded = sorted(now.unloaded)
+        self._expect(not unloaded, "weights", f"versions {unloaded} were used, and no engine loaded them")
         self._expect(not now.groups, "end", f"groups {sorted(now.groups)[:10]} have no fate")
         is_data_over = terms.num_tasks in (0, len(now.prompts))
         if not self._holds(now.version == terms.steps or (now.version < terms.steps and is_data_over)):

@@ -22,7 +22,7 @@ from msgspec import Struct
 from millstream.rpc.frames import frame, keep_alive
 from millstream.rpc.process import HOST, NODE
 from millstream.rpc.serve import end_process
-from millstream.rpc.worker import load_target
+from millstream.rpc.worker import serve_target
 
 CONNECT_S = 30.0
 EXIT_S = 5.0
@@ -62,7 +62,7 @@ def serve_connection(target: str, connection: socket.socket) -> None:
     """Returns when the worker has finished. If it raises, the process is killed at once: otherwise the actor would keep its
     resources, and an open connection on which nothing is sent."""
     try:
-        load_target(target)(connection)
+        serve_target(target, connection)
     except BaseException:  # process boundary: Ray's log has the traceback, the run sees the connection close
         traceback.print_exc()
         _kill_group()

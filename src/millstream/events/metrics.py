@@ -57,6 +57,7 @@ class StepMetrics:
                 self._accuracy[f"accuracy {event.name}"] = event.accuracy
             case Resumed():
                 self._last_at = event.at
+                self._reset()  # a new process counts from here
             case Stepped():
                 return self._row(event)
         return None

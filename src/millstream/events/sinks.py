@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
+from millstream.errors import LogError
 from millstream.events import AnyEvent, Event, EventSink, Resumed, decode_event, encode_event
 from millstream.events.metrics import StepMetrics
 
@@ -157,7 +158,7 @@ class MetricsSink:
 
     def __init__(self, path: Path, *, upto: int = 0) -> None:
         if path.exists():
-            kept = [line for line in _lines(path) if json.loads(line)["step"] <= upto]
+            kept = [line for number, line in _lines(path) if _read(path, number, line, _step) <= upto]
             new = path.with_suffix(".new")
             new.write_bytes(b"".join(kept))
             new.replace(path)
@@ -228,28 +229,47 @@ class Tee:
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
-    """All events of a run folder, whether the run is alive or not. An incomplete last line is left out."""
-    return map(decode_event, _lines(path))
+    """All events of a run folder, whether the run is alive or not. An incomplete last line is left out. Raises `LogError` at a
+    line that is not an event."""
+    for number, line in _lines(path):
+        yield _read(path, number, line, decode_event)
 
 
 def read_history(path: Path, *, upto: int | None = None) -> Iterator[AnyEvent]:
-    """The events behind the newest weights, up to number `upto` or all: without those undone by a crash and a resume."""
+    """The events behind the newest weights, up to number `upto` or all: without those undone by a crash and a resume. Raises
+    as `read_events` does."""
     void: list[tuple[int, int]] = []
-    for line in _lines(path):
+    for number, line in _lines(path):
         if b'"kind":"resumed"' in line:
-            event = decode_event(line)
+            event = _read(path, number, line, decode_event)
             assert isinstance(event, Resumed)
             void.append((event.from_seq, _seq(line)))
-    for line in _lines(path):
-        if upto is not None and _seq(line) > upto:
+    for number, line in _lines(path):
+        seq = _read(path, number, line, _seq)
+        if upto is not None and seq > upto:
             return
-        if not void or not any(begin < _seq(line) < end for begin, end in void):
-            yield decode_event(line)
+        if not any(begin < seq < end for begin, end in void):
+            yield _read(path, number, line, decode_event)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Complete lines, numbered from 1."""
     with path.open("rb") as lines:
-        yield from (line for line in lines if line.endswith(b"\n"))
+        yield from ((number, line) for number, line in enumerate(lines, 1) if line.endswith(b"\n"))
+
+
+def _read(path: Path, number: int, line: bytes, decode: Callable[[bytes], T]) -> T:
+    try:
+        return decode(line)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # msgspec's errors are of these
+        raise LogError(
+            f"{path}:{number} cannot be read: {error}. The file was damaged: restore it from a copy. "
+            f"To list all that is wrong: millstream audit {path.parent}"
+        ) from error
+
+
+def _step(line: bytes) -> int:
+    return int(json.loads(line)["step"])
 
 
 class _Numbered(Struct):

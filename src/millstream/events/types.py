@@ -25,6 +25,12 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="kind", tag=_snake):
     at: float
 
 
+class ConfigWritten(Event, frozen=True, kw_only=True):
+    """A process of the run has begun, with the `config.toml` of this SHA-256."""
+
+    digest: str
+
+
 class RunStarted(Event, frozen=True, kw_only=True):
     """The first group is about to be admitted."""
 
@@ -42,6 +48,9 @@ class RunStarted(Event, frozen=True, kw_only=True):
     extra_members: int = 0  # members that a group has beyond `group_size`
     is_first_to_finish: bool = False  # whether the surplus is aborted: declared biased
     max_restarts: int = 0  # of an overdue group: declared biased
+    max_replaced: int | None = (
+        None  # of groups that a step replaces before places stay empty; None: the log does not say
+    )
 
 
 class Resumed(Event, frozen=True, kw_only=True):
@@ -335,7 +344,8 @@ class RunEnded(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    RunStarted
+    ConfigWritten
+    | RunStarted
     | Resumed
     | GroupAdmitted
     | GroupResumed

@@ -221,6 +221,7 @@ class GroupFinalizer:
         if fate is Fate.FAILED:
             self._count_failure()
         stays_empty = not self.is_fed and self.num_replaced >= self._config.max_replaced
+        self.leave(lease.group_id, fate, rewards_G, is_replaced=not stays_empty and not self.is_fed)
         if stays_empty:
             self._context.vacant.add(lease.group_id)
             self.settled.add(lease.group_id)
@@ -231,7 +232,6 @@ class GroupFinalizer:
             await self._store.drop(lease)
             self._admission.remove(lease.group_id)
             self._store.wake()  # the order in which `train` may take groups has changed
-        self.leave(lease.group_id, fate, rewards_G, is_replaced=not stays_empty and not self.is_fed)
         await self._count_settled()
 
     def _count_failure(self) -> None:

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from millstream.engine import Engine
 from millstream.errors import (
     EngineGone,
-    EngineMisconfigured,
     InvariantError,
     StallError,
     WeightsError,
@@ -95,7 +94,7 @@ class WeightSync:
                     self._context.notifier.notify()
                 if num_failed:
                     await self._back_off(engine, owner, failure, num_failed)
-        except (EngineGone, EngineMisconfigured) as error:
+        except EngineGone as error:
             self._router.lose(engine, error)
 
     def is_everywhere(self) -> bool:
@@ -135,7 +134,7 @@ class WeightSync:
         """Until it has joined the router it gets no request, and does not count among the engines that load."""
         try:
             await self._load_until_it_has(engine, f"sync of {engine.name}")
-        except (EngineGone, EngineMisconfigured) as error:
+        except EngineGone as error:
             self._router.raise_if_final(engine, error)
             self._context.emit(
                 Warned(at=self._context.now(), message=f"{engine.name} broke before it could join: {error}")

@@ -94,38 +94,40 @@ class WorkerGroup:
         future.add_done_callback(note)
 
     def _results(self, answers: Sequence[Future[Any]], harmless: tuple[type[Exception], ...]) -> list[Any]:
+        members = list(zip(self.members, answers, strict=True))
         done, waiting = set[Future[Any]](), set(answers)
         while waiting:
             some, waiting = futures.wait(waiting, return_when=futures.FIRST_COMPLETED)
             done |= some
-            if any(not isinstance(one.exception(), (type(None), *harmless)) for one in some):
-                self._fail()
+            pairs = [(member, answer.exception()) for member, answer in members if answer in some]
+            failed = [MemberFailure(m, e) for m, e in pairs if isinstance(e, Exception) and not isinstance(e, harmless)]
+            if failed:
+                self._fail(failed)
         return [answer.result() for answer in answers]
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise type(self._error)(*self._error.args)
 
-    def _fail(self) -> None:
+    def _fail(self, failed: Sequence[MemberFailure]) -> None:
+        """`failed`: what the caller has seen; whether it is in `_failures` yet is open."""
         deadline = time.monotonic() + SETTLE_S
-        while not self._is_cause_known() and time.monotonic() < deadline:
+        while not self._is_cause_known(failed) and time.monotonic() < deadline:
             time.sleep(0.02)
         with self._lock:
-            self._error = self._error or self._cause()
+            self._error = self._error or self._cause([*self._failures, *failed])
         self.kill()
         self._raise_if_failed()
 
-    def _is_cause_known(self) -> bool:
+    def _is_cause_known(self, failed: Sequence[MemberFailure]) -> bool:
         """A single member's first failure is the cause; of several, only a death is sure to be."""
-        return any(len(self.members) == 1 or failure.is_death for failure in self._failures)
+        return len(self.members) == 1 or any(failure.is_death for failure in [*self._failures, *failed])
 
-    def _cause(self) -> MillstreamError:
-        own = [failure for failure in self._failures if not self._is_echo(failure.error)]
+    def _cause(self, failures: Sequence[MemberFailure]) -> MillstreamError:
+        own = [failure for failure in failures if not self._is_echo(failure.error)]
         deaths = [failure for failure in own if failure.is_death]
-        first = next(iter([*deaths, *own, *self._failures]), None)
+        first = [*deaths, *own, *failures][0]
         may_heal = bool(deaths) or not own
-        if first is None:
-            return self._make_error(f"{self._who} broke: its processes were ended", may_heal)
         place = "" if first.member.name in self._who else f", {first.member.name}"
         return self._make_error(f"{self._who} broke{place}: {first.error}", may_heal)
 

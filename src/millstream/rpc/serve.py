@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -64,6 +65,17 @@ def serve_calls(
     else:
         channel.answer(first.number, None)
         _handle_all(channel, jobs, typed_decoder(messages), handler, is_background)
+    channel.drain(CLOSE_S)
+
+
+def refuse_setup(connection: socket.socket, error: Exception) -> None:
+    """The whole life of a worker that cannot be: its setup is answered with the reason."""
+    channel = Channel(connection)
+    packets: list[Packet] | None = []
+    while packets == []:
+        packets = channel.receive(block=True)
+    if packets and packets[0].number:
+        _fail(channel, packets[0], error)
     channel.drain(CLOSE_S)
 
 

@@ -24,6 +24,18 @@ def load_target(target: str) -> Work:
     return found
 
 
+def serve_target(target: str, connection: socket.socket) -> None:
+    """Returns when the worker is closed. A target that cannot be imported is the answer to its setup."""
+    try:
+        work = load_target(target)
+    except Exception as error:  # process boundary: the other end gets the reason
+        from millstream.rpc.serve import refuse_setup  # not needed otherwise
+
+        refuse_setup(connection, error)
+    else:
+        work(connection)
+
+
 def _ignore_interrupts() -> None:
     """In this process alone. What it starts can be ended by them: an exec drops the handlers, a fork restores the defaults, and
     interrupts are blocked until then."""
@@ -46,7 +58,7 @@ def run_worker(target: str, descriptor: int) -> None:
     """Interrupts are the starter's to handle: when it ends, the connection closes."""
     _ignore_interrupts()
     os.set_inheritable(descriptor, False)
-    load_target(target)(socket.socket(fileno=descriptor))
+    serve_target(target, socket.socket(fileno=descriptor))
     sys.stderr.flush()
     os._exit(0)  # at once: a library's threads may keep an interpreter from exiting
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from millstream.clock import RealClock
 from millstream.engine import Engine
-from millstream.events import Resumed, RunEnded, RunStarted, Status, Warned
+from millstream.events import ConfigWritten, Resumed, RunEnded, RunStarted, Status, Warned
 from millstream.pipeline.pipeline import Pipeline
 from millstream.run.checkpoint import Checkpoints, RunState
 from millstream.run.evaluate import new_waits
@@ -88,22 +88,23 @@ class ActiveRun:
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def emit_begun(self) -> None:
-        """That an earlier process is continued; of a new run, what there is to warn of."""
+        """That an earlier process is continued, and with which config; of a new run, what there is to warn of."""
         resumed, found = self.resumed, self.found
-        if resumed is None:
-            if self.prepared.warning:
-                self.warn(self.prepared.warning)
-            return
-        self.log.emit(
-            Resumed(
-                at=self.clock.now(),
-                incarnation=self.incarnation,
-                version=self.start_version,
-                from_seq=-1 if found is None else found.manifest.covers_seq,
-                digest="" if found is None else found.digest,
-                changes=resumed.changes,
+        if resumed is not None:
+            self.log.emit(
+                Resumed(
+                    at=self.clock.now(),
+                    incarnation=self.incarnation,
+                    version=self.start_version,
+                    from_seq=-1 if found is None else found.manifest.covers_seq,
+                    digest="" if found is None else found.digest,
+                    changes=resumed.changes,
+                )
             )
-        )
+        kept = self.config if resumed is not None and resumed.changes else None
+        self.log.emit(ConfigWritten(at=self.clock.now(), digest=self.folder.config_digest(kept)))
+        if resumed is None and self.prepared.warning:
+            self.warn(self.prepared.warning)
 
     def emit_started(self) -> None:
         pipeline, rollout = self.config.pipeline, self.config.rollout
@@ -124,6 +125,7 @@ class ActiveRun:
                 extra_members=rollout.extra_members,
                 is_first_to_finish=pipeline.is_first_to_finish,
                 max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
+                max_replaced=pipeline.max_replaced,
             )
         )
 

@@ -1,7 +1,9 @@
-"""The control socket of an active run: a Unix socket in its folder, `control.sock`, which only its owner may use.
+"""The control socket of an active run: a Unix socket in a temporary folder, which only its owner may use.
 
-One request a connection, one reply: messages of `millstream.rpc.frames`, no pickle, nothing that listens on a network. It
-exists while the run has engines, replaces one that a killed run has left, and is removed at the end. A run that cannot have one
+`control.json` in the run folder names it, so that the folder holds plain files alone and can be copied at any time. A copy of
+the folder is another run: the socket is not that of the copy. One request a connection, one reply: messages of
+`millstream.rpc.frames`, no pickle, nothing that listens on a network. The socket exists while the run has engines, and is
+removed at the end; what a killed run has left is removed when the next run on this machine has one. A run that cannot have one
 warns, and runs without it.
 """
 
@@ -19,18 +21,27 @@ from typing import overload
 import msgspec
 from msgspec import Struct
 
+from millstream import folders
 from millstream.errors import ConfigError, MillstreamError
 from millstream.events import Status, WaitNow
 from millstream.rpc.frames import FrameError, Frames, frame, read_frame
 from millstream.run.folder import LOCK, RunFolder, resume_command
 from millstream.serving.router import Router
 
-SOCKET = "control.sock"
+CONTROL = "control.json"
+SOCKET = "socket"
 MAX_PATH = 100
 """Bytes of a socket's name: the kernel has room for 107."""
 MAX_BYTES = 1 << 16
 ASK_S = 10.0
 """How long a request may take to arrive."""
+
+
+class ControlFile(Struct, frozen=True, kw_only=True):
+    """What `control.json` says."""
+
+    folder: str  # with the socket
+    inode: int  # of the run folder
 
 
 # The tags are the `type` in the output of `status --json` and `scale --json`: scripts read them.
@@ -103,29 +114,36 @@ class Control:
         self._folder = folder
         self._handler = handler
         self._server: asyncio.Server | None = None
+        self._own: Path | None = None  # the temporary folder
         self._answering: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Raises `OSError` where no socket can be made. Only one process may write to a run's folder, so that a socket that is
-        there was left by a dead one."""
-        (self._folder / SOCKET).unlink(missing_ok=True)
+        """Raises `OSError` where no socket can be made. Only one process may write to a run's folder, so that a `control.json`
+        that is there was left by a dead one."""
+        own = folders.make("millstream-control-")
         listening = socket.socket(socket.AF_UNIX)
         try:
             os.fchmod(listening.fileno(), 0o600)
-            with _address(self._folder) as address:
+            with _address(own) as address:
                 listening.bind(address)
-            (self._folder / SOCKET).chmod(0o600)
+            (own / SOCKET).chmod(0o600)
+            said = ControlFile(folder=str(own), inode=self._folder.stat().st_ino)
+            (self._folder / CONTROL).write_bytes(msgspec.json.encode(said))
             self._server = await asyncio.start_unix_server(self._answer, sock=listening)
         except OSError:
             listening.close()
+            folders.remove(own)
             raise
+        self._own = own
 
     async def close(self) -> None:
         """Clients that still wait for a reply see the end of the connection."""
         if self._server is None:
             return
         self._server.close()
-        (self._folder / SOCKET).unlink(missing_ok=True)
+        if self._own is not None:
+            (self._folder / CONTROL).unlink(missing_ok=True)
+            folders.remove(self._own)
         for task in self._answering:
             task.cancel()
         await asyncio.gather(*self._answering, return_exceptions=True)
@@ -202,9 +220,9 @@ def ask_run(folder: Path, request: ControlRequest) -> RunStatus | ScaleResult:
         raise ConfigError(f"{folder} is not a run folder: it has no config.toml")
     with socket.socket(socket.AF_UNIX) as line:
         try:
-            with _address(folder) as address:
+            with _address(_socket_folder(folder)) as address:
                 line.connect(address)
-        except OSError as error:
+        except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(_why_not(folder, error)) from error
         with suppress(OSError):  # the run has just ended: there will be no reply
             line.sendall(frame(request))
@@ -217,9 +235,17 @@ def ask_run(folder: Path, request: ControlRequest) -> RunStatus | ScaleResult:
     return reply
 
 
-def _why_not(folder: Path, error: OSError) -> str:
+def _socket_folder(folder: Path) -> Path:
+    """Raises `OSError` or `msgspec.DecodeError` if no process has said that it listens for this very folder."""
+    said = msgspec.json.decode((folder / CONTROL).read_bytes(), type=ControlFile)
+    if said.inode != folder.stat().st_ino:
+        raise FileNotFoundError(f"{folder} is a copy")
+    return Path(said.folder)
+
+
+def _why_not(folder: Path, error: Exception) -> str:
     if isinstance(error, PermissionError):
-        return f"{folder / SOCKET} may be used by the owner of the run only: {error.strerror}"
+        return f"the run in {folder} answers its owner only: {error.strerror}"
     if (folder / "summary.json").exists():
         return f"the run in {folder} is finished: nothing of it is running"
     if _is_alive(folder):

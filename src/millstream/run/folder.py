@@ -9,13 +9,14 @@ reference/       the model after its warm-up, where that is the reference
 model/           the trained model
 summary.json     the run in numbers; written when the run is finished
 trace.json       a timeline for ui.perfetto.dev
-control.sock     while the run is active: see `run.control`
+control.json     while the run is active, where its control socket is: see `run.control`
 stacks.txt       waits and stacks, written when the run stalls or on SIGUSR1
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import shutil
 import sys
 from collections import deque
@@ -28,7 +29,7 @@ from msgspec import Struct, structs
 
 from millstream.config import load, to_toml
 from millstream.errors import ConfigError, OutputError
-from millstream.events import Evaluated, RunEnded, WarmedUp
+from millstream.events import ConfigWritten, Evaluated, RunEnded, WarmedUp
 from millstream.events.sinks import read_events, read_history
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
@@ -83,7 +84,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder.lock()
-            folder.config.write_text(to_toml(with_absolute_paths(config)))
+            folder.config.write_bytes(_config_file(config))
         except OSError as error:
             raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
         return folder
@@ -103,11 +104,28 @@ class RunFolder:
                 f"  {_further_command(folder, config)}"
             )
         folder.lock()
+        folder._check_config()
         return folder, config
 
+    def _check_config(self) -> None:
+        """Raises `ConfigError` if `config.toml` is none that a process of this run wrote. Earlier versions did not log that."""
+        logged = (event for event in read_events(self.events) if isinstance(event, ConfigWritten))
+        digests = {event.digest for event in logged} if self.events.exists() else set()
+        if digests and self.config_digest() not in digests:
+            raise ConfigError(
+                f"{self.config} is not as the run wrote it: it was edited. A run is resumed with the config that it began "
+                f"with: restore that file, or start another run with this one:\n"
+                f"  {program()} train {self.config} --set run_dir=ANOTHER\n"
+                f"Where the parts of a run are ({', '.join(MAY_CHANGE)}) is changed by --resume RUN --set KEY=VALUE"
+            )
+
+    def config_digest(self, config: RunConfig | None = None) -> str:
+        """SHA-256 of `config.toml`: as it is, or as `keep` writes it for this config."""
+        return hashlib.sha256(self.config.read_bytes() if config is None else _config_file(config)).hexdigest()
+
     def keep(self, config: RunConfig) -> None:
-        """Replace the config in the folder by the one that the run is resumed with."""
-        self._write(self.config.name, to_toml(with_absolute_paths(config)).encode())
+        """Replace the config in the folder by the one that the run is resumed with. Its digest must be in the log."""
+        self._write(self.config.name, _config_file(config))
 
     def lock(self) -> None:
         """Held until `unlock` or the end of this process: two processes must not write to one run."""
@@ -170,6 +188,10 @@ class RunFolder:
     def cannot_write(self, path: Path, error: OSError) -> str:
         found = f"cannot write {path}: {error.strerror}. The run is not lost: repair that, then type"
         return f"{found}\n  {resume_command(self.path)}"
+
+
+def _config_file(config: RunConfig) -> bytes:
+    return to_toml(with_absolute_paths(config)).encode()
 
 
 def check_changes(changes: Sequence[str]) -> None:

@@ -76,8 +76,6 @@ def resume(
         raise ConfigError(f"the run in {run_dir} has its reward from its config.toml: leave reward= out")
     prepared = prepare_run(config, reward)
     resumed = find_resume_point(folder, prepared.data_digest, tuple(changes))
-    if changes:
-        folder.keep(prepared.config)
     return _run(prepared, folder, sinks, resumed)
 
 
@@ -89,6 +87,9 @@ def _run(prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], resu
     run, outcome = ActiveRun(prepared, folder, log, resumed), FINISHED
     run.emit_begun()
     try:
+        if resumed is not None and resumed.changes:
+            log.sync()  # a config is in the folder only if its digest is in the log
+            folder.keep(prepared.config)
         asyncio.run(_phases(run))
     except BaseException as error:  # whatever ended it: the log says so
         outcome = type(error).__name__

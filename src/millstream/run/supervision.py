@@ -20,7 +20,7 @@ from millstream.errors import Stopped, StoreError
 from millstream.events import StopRequested
 from millstream.run.active import ActiveRun
 from millstream.run.control import (
-    SOCKET,
+    CONTROL,
     Control,
     ControlReply,
     ControlRequest,
@@ -144,7 +144,7 @@ class Supervision:
         try:
             await self._control.open()
         except OSError as error:
-            path = self._run.folder.path / SOCKET
+            path = error.filename or self._run.folder.path / CONTROL
             self._run.warn(f"this run cannot be asked or scaled: {path}: {error.strerror or error}")
 
     async def close_control(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from millstream.clock import Clock
 from millstream.engine import Engine
-from millstream.errors import ConfigError, EngineError, EngineGone, EngineMisconfigured, MillstreamError
+from millstream.errors import ConfigError, EngineError, EngineGone, MillstreamError
 from millstream.events import EventSink, Warned
 from millstream.retry import BackOff, Retry
 from millstream.rpc.process import engine_names
@@ -154,7 +154,7 @@ class Fleet:
         async def one(engine: Engine) -> None:
             try:
                 await engine.load(version, weights)
-            except (EngineGone, EngineMisconfigured) as error:
+            except EngineGone as error:
                 self.router.lose(engine, error)
 
         await asyncio.gather(*map(one, self.router.engines))
@@ -217,7 +217,11 @@ class Fleet:
             return
         try:
             await self._catch_up(engine)
-        except (EngineGone, EngineMisconfigured) as error:
+        except EngineGone as error:
+            if self.router.is_final(engine, error) and name not in self._adding:
+                await self._close(engine)
+                self._give_up(name, f"{name} is not replaced: {error}")
+                return
             self._warn(f"{name} broke before it could join: {error}")
             self.router.report_lost(engine, str(error))
             return

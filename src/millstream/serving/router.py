@@ -263,9 +263,12 @@ class Router:
     def raise_if_final(self, engine: Engine, error: EngineError) -> None:
         """Raise `EngineMisconfigured` if there is no other engine and none has ever answered: the run cannot work as it is set
         up. Otherwise the engine may work later, or the others suffice."""
-        is_alone = all(one is engine for one in self.engines)
-        if isinstance(error, EngineMisconfigured) and is_alone and not self._has_answered:
+        if self.is_final(engine, error):
             raise error
+
+    def is_final(self, engine: Engine, error: EngineError) -> bool:
+        is_alone = all(one is engine for one in self.engines)
+        return isinstance(error, EngineMisconfigured) and is_alone and not self._has_answered
 
     def report_lost(self, engine: Engine, why: str = "") -> None:
         """The engine broke or was given up, perhaps before it joined: the owner of the engines is to replace it. `why`: empty
@@ -281,7 +284,7 @@ class Router:
     def _on_failure(self, replica: Replica, routed: RoutedRequest, error: EngineError) -> None:
         """The request continues elsewhere; the replica is left alone for a back-off, or lost."""
         routed.lose_replica()
-        if isinstance(error, EngineGone | EngineMisconfigured):
+        if isinstance(error, EngineGone):
             self.lose(replica.engine, error)
             return
         loop, failures = asyncio.get_running_loop(), replica.failures

@@ -4,7 +4,8 @@ A thread shares the interpreter with everything else, which costs little while a
 (small models, a laptop) the interpreter's lock becomes the bottleneck, and a process of its own generates about a third
 faster (docs/benchmarks.md). The promises and the bits are the same.
 
-If a worker breaks, or its process dies, every request, now and later, gets an `EngineGone` with the reason.
+If a worker breaks, or its process dies, every request, now and later, gets an `EngineGone` with the reason: an
+`EngineMisconfigured` if the worker's own code raised it, while it was built or in a step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from millstream.engine import EngineStats, OnSampled
 from millstream.engine.native.host import ENGINE_START_S, EngineHost
 from millstream.engine.native.worker import Abort, Add, Command, Load, Pause, Resume, WorkerReport
 from millstream.engine.request import check_request
-from millstream.errors import EngineError, EngineGone, MillstreamError, RequestRefused, WeightsError, WorkerExited
+from millstream.errors import (
+    EngineError,
+    EngineGone,
+    EngineMisconfigured,
+    MillstreamError,
+    RequestRefused,
+    WeightsError,
+    WorkerExited,
+)
 from millstream.events import EventSink, Span
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
@@ -200,7 +209,7 @@ class TorchEngine:
             now = self._clock.now()
             self._sink.emit(Span(at=now, worker=self.name, what="generate", seconds=seconds, num_tokens=tokens))
         if report.broken is not None:
-            self._break(report.broken)
+            self._break(report.broken, EngineMisconfigured if report.is_raised else EngineGone)
 
     def _ended(self, key: RequestKey) -> _Waiter[Completion] | None:
         """The waiter of the request that has ended: requests of one key end in the order in which they started."""
@@ -210,9 +219,9 @@ class TorchEngine:
         self._cancelled[key] -= 1
         return None
 
-    def _break(self, reason: str) -> None:
+    def _break(self, reason: str, kind: type[EngineGone] = EngineGone) -> None:
         with self._lock:
-            self._broken = self._broken or EngineGone(f"{self.name} broke: {reason}")
+            self._broken = self._broken or kind(f"{self.name} broke: {reason}")
             waiters: list[_Waiter[Any]] = [*self._requests.values(), *self._orders.values()]
             self._requests.clear()
             self._orders.clear()

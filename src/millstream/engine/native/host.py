@@ -15,7 +15,7 @@ from millstream.engine import EngineConfig
 from millstream.engine.native.batching import batcher_of
 from millstream.engine.native.strings import DecodeTokens
 from millstream.engine.native.worker import Close, Command, DecodeWorker, Offer, WorkerReport
-from millstream.errors import WeightsUnreachable, WorkerError, WorkerExited
+from millstream.errors import ClusterError, WeightsError, WeightsUnreachable, WorkerError, WorkerExited
 from millstream.rpc.call import CLOSE_S, Remote
 from millstream.rpc.process import WorkerProcess
 from millstream.types import Weights
@@ -153,7 +153,7 @@ class ProcessHost:
 
     def _on_exit(self, error: Exception) -> None:
         if not self._is_closing:
-            self._on_report(WorkerReport([], [], broken=_words(error)))
+            self._on_report(_broken_by(error))
 
     def send(self, command: Command) -> None:
         if not self._pending:
@@ -189,6 +189,7 @@ class ProcessHost:
             self.remote.kill()
             raise WorkerExited(reason) from None
         except Exception as error:  # whatever it was, there is no worker
+            self._on_report(_broken_by(error))  # as `_on_exit` will: which of the two comes first is open
             raise WorkerExited(_words(error)) from error
 
     async def close(self) -> None:
@@ -197,6 +198,12 @@ class ProcessHost:
         self._flush()
         await asyncio.to_thread(self.remote.close, CLOSE_S)
         self._on_close()
+
+
+def _broken_by(error: Exception) -> WorkerReport:
+    """A worker that could not be built would not be built the next time, unless weights, files or a place were missing."""
+    may_heal = isinstance(error, WorkerExited | WeightsError | ClusterError | OSError)
+    return WorkerReport([], [], broken=_words(error), is_raised=not may_heal)
 
 
 def _words(error: Exception) -> str:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from millstream.engine import EngineConfig
 from millstream.engine.native import fused
 from millstream.engine.native.graphs import CudaRecorder, Graphs, size_for
+from millstream.engine.native.memory import check_fits
 from millstream.engine.native.pages import START, DecodePass, PageAllocator, PagePools, PrefillPass, ShapeProbe
 from millstream.engine.native.runner import Chunk, Drawn, Runner
 from millstream.engine.native.sampling import is_restricted, restrict, uniforms
@@ -71,6 +72,7 @@ class PagedRunner:
         self.max_length: int | None = fits if longest is None else min(longest, fits)
         width = -(-self.max_length // page)
         num_pages = min(num_pages, 1 + num_slots * width)
+        check_fits(num_pages * page_bytes, self._device, "engine.cache_gb")
         self._allocator = PageAllocator(num_pages, self._page)
         self._pools = PagePools(
             shapes, num_pages, self._page, num_slots, -(-self.max_length // self._page), model.dtype, self._device

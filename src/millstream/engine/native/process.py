@@ -25,7 +25,7 @@ from millstream.engine import EngineConfig
 from millstream.engine.native.batching import Batcher, batcher_of
 from millstream.engine.native.host import ProcessHost
 from millstream.engine.native.worker import Close, Command, DecodeWorker, Offer, WorkerReport
-from millstream.errors import EngineError, WeightsError
+from millstream.errors import EngineError, MillstreamError, WeightsError
 from millstream.model.adapters import add_adapters, lora_of
 from millstream.model.load import decoder_of, load_tokenizer, model_weights, set_up_cpu
 from millstream.model.lora import LoraConfig
@@ -165,7 +165,8 @@ class ChannelLink:
 
     def refuse(self, error: Exception) -> None:
         """Tell the engine why there will be no worker."""
-        traceback.print_exception(error)
+        if not isinstance(error, MillstreamError | OSError):  # their text says it all
+            traceback.print_exception(error)
         self._channel.fail(self._setup_call, error)
 
     def receive(self, *, block: bool) -> list[Command]:

@@ -8,6 +8,7 @@ Shapes: R requests running, V vocabulary, T tokens in the longest of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millstream.engine.native import fused
+from millstream.engine.native.memory import check_fits
 from millstream.engine.native.runner import Chunk, Drawn
 from millstream.engine.native.sampling import sample, uniforms
 from millstream.engine.native.sequence import TokenSequence
@@ -137,16 +139,21 @@ class SlotCache:
             self._layers[layer] = (self._grown(key), self._grown(value))
 
     def _grown(self, cache: Tensor) -> Tensor:
-        grown = cache.new_zeros(self._num_slots, self.capacity, *cache.shape[2:])
+        grown = self._new(cache, self.num_layers)
         grown[:, : cache.shape[1]] = cache
         return grown
+
+    def _new(self, like: Tensor, num_layers: int) -> Tensor:
+        """An empty cache for tokens like these, `[..., heads, dim]`."""
+        shape = (self._num_slots, self.capacity, *like.shape[-2:])
+        check_fits(2 * num_layers * math.prod(shape) * like.itemsize, like.device, "engine.slots")
+        return like.new_zeros(shape)
 
     def write(self, layer: int, place_N: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> tuple[Tensor, Tensor]:
         """The cache of a layer, with these tokens in it: number p of request r has the place r * capacity + p."""
         if layer not in self._layers:
-            like = (key_NKD, value_NKD)
-            new = [one.new_zeros(self._num_slots, self.capacity, *one.shape[1:]) for one in like]
-            self._layers[layer] = (new[0], new[1])
+            num_layers = self.num_layers + 1
+            self._layers[layer] = (self._new(key_NKD, num_layers), self._new(value_NKD, num_layers))
         keys, values = self._layers[layer]
         keys.flatten(0, 1).index_copy_(0, place_N, key_NKD)
         values.flatten(0, 1).index_copy_(0, place_N, value_NKD)

@@ -69,6 +69,7 @@ class WorkerReport(Struct, array_like=True):
     cache_used: float = 0.0  # this and the next two: as in `EngineStats`
     swap_s: float = 0.0
     num_preempted: int = 0
+    is_raised: bool = False  # it broke by an error in its own code, which another worker would raise as well
 
 
 class Link(Protocol):
@@ -117,6 +118,7 @@ class DecodeWorker:
                 self._send_if_any()
         except Exception as error:  # the border of the worker: the engine must fail what waits
             self._report.broken = f"{type(error).__name__}: {error}"
+            self._report.is_raised = True
             self._send()
 
     def _begin_span(self) -> None:

@@ -1,0 +1,63 @@
+"""The config of a run: the file against its digest in the log, and `run_started` against the file."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tomllib
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from millstream.audit.history import RunTerms
+from millstream.audit.report import MALFORMED, AuditReport, Fields, reason_of
+
+
+def compare_config(path: Path, terms: RunTerms | None, digests: set[str], report: AuditReport) -> None:
+    """`digests`: of the configs that the processes of the run wrote. Logs of earlier versions have none."""
+    if not path.exists():
+        report.expect(not digests, "config", "config.toml is missing")
+        return
+    try:
+        raw = path.read_bytes()
+        is_own = not digests or hashlib.sha256(raw).hexdigest() in digests
+        report.expect(is_own, "config", "config.toml is not as the run wrote it: its SHA-256 is not in the log")
+        if terms is not None:
+            _compare(tomllib.loads(raw.decode()), terms, report)
+    except MALFORMED as error:
+        report.add_finding("config", f"config.toml cannot be read: {reason_of(error)}")
+
+
+def _compare(config: Fields, terms: RunTerms, report: AuditReport) -> None:
+    """Keys that a config of an earlier version does not have are not compared."""
+    for name, due in _terms_of(config).items():
+        found = getattr(terms, name)
+        if due is not None and found is not None:
+            report.expect(found == due, "config", f"run_started says {name} {found}, config.toml has {due}")
+    most = _most_groups(config["pipeline"])
+    if most is not None:
+        report.expect(
+            terms.budget <= most, "config", f"run_started says budget {terms.budget}, config.toml allows {most}"
+        )
+
+
+def _terms_of(config: Fields) -> dict[str, Any]:
+    pipeline, rollout = config["pipeline"], config["rollout"]
+    surplus, overdue, groups = pipeline.get("surplus"), pipeline.get("overdue"), pipeline.get("groups_per_step")
+    same = ("steps", "groups_per_step", "max_lag", "filter_zero_signal")
+    return {
+        "seed": config.get("seed"),
+        **{name: pipeline.get(name) for name in same},
+        **{name: rollout.get(name) for name in ("group_size", "min_group_size", "extra_members")},
+        "is_first_to_finish": None if surplus is None else surplus == "abort",
+        "max_restarts": None if overdue is None else pipeline.get("max_restarts") if overdue == "restart" else 0,
+        "max_replaced": pipeline.get("max_replaced_per_step", None if groups is None else 8 * groups),
+    }
+
+
+def _most_groups(pipeline: Fields) -> int | None:
+    """In flight: those of one batch and `extra_groups`, or as many as the lag allows, counted in decimals."""
+    groups, max_lag, extra = (pipeline.get(name) for name in ("groups_per_step", "max_lag", "extra_groups"))
+    if groups is None or max_lag is None:
+        return None
+    return math.floor((1 + Decimal(str(max_lag))) * int(groups)) if extra is None else int(groups) + int(extra)
