@@ -24,6 +24,7 @@ MillstreamError
 │   └── WorkerExited           the worker process is gone; the message is the reason for its exit
 ├── ClusterError           a cluster that cannot be reached, is too small, or has no room
 ├── CheckpointError        a checkpoint that is not whole, or not of this run
+├── LogError               a line of a run's log that is not an event; names the file and the line
 ├── OutputError            the run folder cannot be written: a full disk, say
 ├── StallError             a wait ran past its deadline; names who waits, for what, and since when
 └── InvariantError         a promise of the design is broken: the run stops, whatever the cost
@@ -34,6 +35,17 @@ Stopped (a KeyboardInterrupt)   the run was asked to stop: Ctrl-C or SIGTERM
 """
 
 from __future__ import annotations
+
+MAX_SHOWN = 80  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value in a message: on one line, and cut off where it is long."""
+    text = (
+        value if isinstance(value, str) else hex(value) if isinstance(value, int) and abs(value) >> 64 else repr(value)
+    )
+    text = text if text.isprintable() else text.encode("unicode_escape").decode()
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 class MillstreamError(Exception):
@@ -112,6 +124,9 @@ class StoreTimeout(StoreError): ...
 
 
 class CheckpointError(MillstreamError): ...
+
+
+class LogError(MillstreamError): ...
 
 
 class OutputError(MillstreamError): ...

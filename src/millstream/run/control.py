@@ -198,8 +198,7 @@ def ask_run(folder: Path, request: StatusRequest) -> RunStatus: ...
 
 def ask_run(folder: Path, request: ControlRequest) -> RunStatus | ScaleResult:
     """Waits for the reply, however long that takes. Raises `ConfigError` if the run refuses, or is not active."""
-    if not RunFolder(folder).config.is_file():
-        raise ConfigError(f"{folder} is not a run folder: it has no config.toml")
+    RunFolder.of_run(folder)
     with socket.socket(socket.AF_UNIX) as line:
         try:
             with _address(folder) as address:
