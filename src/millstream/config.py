@@ -122,7 +122,7 @@ def _override(data: dict[str, Any], override: str, kind: type[Struct]) -> None:
         table = _inner(table, parent, [] if child.isdecimal() else {}, what)
     if not isinstance(table, dict):
         raise ConfigError(f"{what}: {_is_list('.'.join(keys[:-1]), keys[-1])}")
-    table[keys[-1]] = _value(value.strip(), what)
+    table[keys[-1]] = parse_value(value.strip(), what)
 
 
 def _nested(keys: Sequence[str]) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def _is_list(name: str, key: str) -> str:
     return f"{name} is a list of tables, each a [[{name}]] with two brackets; on the command line: --set {name}.0.{key}=..."
 
 
-def _value(text: str, what: str) -> Any:
-    """A TOML value, or else a string without quotes."""
+def parse_value(text: str, what: str) -> Any:
+    """A TOML value, or else a string without quotes. `what` it is the value of, for an error."""
     try:
         found = _parsed(f"value = {text}", what)
     except ConfigError as error:

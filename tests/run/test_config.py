@@ -244,8 +244,8 @@ def test_a_number_that_is_not_finite_is_refused_in_a_config_made_in_python() -> 
     learner = LearnerConfig(max_grad_norm=math.nan)
     with pytest.raises(ConfigError, match=r"learner\.max_grad_norm = nan: expected a finite number"):
         check_combinations(structs.replace(config, learner=learner))
-    with pytest.raises(ConfigError, match=r"pipeline\.steps: expected `int`, got `str`"):
-        check_combinations(structs.replace(config, pipeline=structs.replace(config.pipeline, steps="x")))
+    with pytest.raises(ConfigError, match=r"seed: expected `int`, got `str`"):
+        check_combinations(structs.replace(config, seed="x"))
 
 
 def test_half_of_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
@@ -312,8 +312,15 @@ def test_the_names_of_other_trainers_lead_to_keys_that_exist() -> None:
 # ---- back to TOML --------------------------------------------------------------------------------------------------------
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+WHOLE_TIMES = st.times().map(lambda at: at.replace(fold=0))
 LEAVES = st.one_of(
-    st.booleans(), st.integers(-(2**70), 2**70), st.floats(), TEXT, st.dates(), st.datetimes(), st.times()
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    TEXT,
+    st.dates(),
+    WHOLE_TIMES,
+    st.datetimes().map(lambda at: at.replace(fold=0)),
 )
 VALUES = st.recursive(
     LEAVES,
@@ -328,7 +335,14 @@ def test_whatever_arguments_toml_can_hold_read_back_as_the_same(args: dict[str, 
     data = {"model": {"path": "m"}, "data": {"path": "d"}, "environment": [{"args": args}], "reward": [{"args": args}]}
     config = convert(data, RunConfig, where="here")
     again = convert(tomllib.loads(to_toml(config)), RunConfig, where="there")
-    assert repr(again) == repr(config)
+    assert sorted_repr(again.reward[0].args) == sorted_repr(again.environment[0].args) == sorted_repr(args)
+
+
+def sorted_repr(value: object) -> str:
+    """Tables come last in TOML; NaN is not equal to itself."""
+    if isinstance(value, dict):
+        return repr(sorted((key, sorted_repr(item)) for key, item in value.items()))
+    return repr([sorted_repr(item) for item in value]) if isinstance(value, list) else repr(value)
 
 
 @pytest.mark.parametrize(

@@ -244,13 +244,16 @@ def _prompt(value: Any, where: str, system: str | None) -> str | tuple[Message, 
     if isinstance(value, str) and value:
         return value if system is None else _chat(system, value)
     if isinstance(value, list) and value:
-        return tuple(_message(message, f"{where}: message {number}") for number, message in enumerate(value))
+        return tuple(_message(message, where, number) for number, message in enumerate(value))
     raise DataError(f"{where}: the prompt must be a non-empty string or list of messages, got {shown(value)}")
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: Any, where: str, number: int) -> Message:
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-        raise DataError(f"{where}: a chat prompt is a list of objects with role and content, got {shown(message)}")
+        raise DataError(
+            f"{where}: a chat prompt is a list of objects with role and content, and message {number} is {shown(message)}"
+        )
+    where = f"{where}: message {number}"
     role, content = message["role"], message["content"]
     if not isinstance(role, str) or not role:
         raise DataError(f"{where}: the role is {shown(role)}: expected a string, such as 'user'")
