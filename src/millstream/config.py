@@ -2,7 +2,7 @@
 what.
 
 A component's config is a struct next to the component; `run.config` puts them together. One walk along the schema checks the
-names of all keys, that every number is finite and fits into 64 bits, and that every text can be written (`_problems`). Values
+names of all keys, that every number is finite and fits into 64 bits, and that every text can be written (`problems`). Values
 of type `Any` (the `args` of environments and rewards) belong to the user's own code: only TOML limits them.
 """
 
@@ -90,7 +90,7 @@ def _line_of(pattern: re.Pattern[str], text: str) -> str:
 
 def convert(data: Mapping[str, Any], kind: type[C], *, where: str) -> C:
     """Raises `ConfigError` for the first of its problems."""
-    for problem in _problems(data, kind, "", list(_paths(kind))):
+    for problem in problems(data, kind, "", list(_paths(kind))):
         raise ConfigError(f"{where}: {problem}")
     try:
         return msgspec.convert(data, kind)
@@ -113,7 +113,7 @@ def _override(data: dict[str, Any], override: str, kind: type[Struct]) -> None:
         raise ConfigError(f"--set {shown(override)}: expected KEY=VALUE, such as --set pipeline.max_lag=2")
     keys, what = path.strip().split("."), f"--set {shown(override)}"
     if not value.strip():
-        for problem in _problems(_nested(keys), kind, "", list(_paths(kind))):
+        for problem in problems(_nested(keys), kind, "", list(_paths(kind))):
             raise ConfigError(f"{what}: {problem}")
         _unset(data, keys)
         return
@@ -121,7 +121,7 @@ def _override(data: dict[str, Any], override: str, kind: type[Struct]) -> None:
     for parent, child in itertools.pairwise(keys):
         table = _inner(table, parent, [] if child.isdecimal() else {}, what)
     if not isinstance(table, dict):
-        raise ConfigError(f"{what}: {_is_list('.'.join(keys[:-1]), keys[-1])}")
+        raise ConfigError(f"{what}: {_is_list('.'.join(map(_quoted, keys[:-1])), _quoted(keys[-1]))}")
     table[keys[-1]] = parse_value(value.strip(), what)
 
 
@@ -163,7 +163,7 @@ def _inner(table: Any, key: str, default: Any, what: str) -> Any:
     else:
         inner = table.setdefault(key, default)
     if not isinstance(inner, dict | list):
-        raise ConfigError(f"{what}: {key} is not a table")
+        raise ConfigError(f"{what}: {_quoted(key)} is not a table")
     return inner
 
 
@@ -185,19 +185,20 @@ def parse_value(text: str, what: str) -> Any:
 # ---- the walk --------------------------------------------------------------------------------------------------------
 
 
-def _problems(data: Any, kind: Any, place: str, paths: Sequence[str]) -> Iterator[str]:
-    """What is wrong with the names of keys, with numbers and with texts; `paths` are all keys that there are."""
+def problems(data: Any, kind: Any, place: str, paths: Sequence[str] = ()) -> Iterator[str]:
+    """What is wrong with the names of keys, with numbers and with texts; `paths` are all keys that there are. A type that does
+    not fit is found by `msgspec.convert`."""
     name = place.rstrip(".")
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     if isinstance(data, list):
-        item = next((get_args(one)[0] for one in kinds if get_origin(one) is tuple), None)
+        item = next((get_args(one)[0] for one in kinds if get_origin(one) in (tuple, list)), None)
         if item is None:
             yield f"{name} is not a list"
             return
         for index, value in enumerate(data):
-            yield from _problems(value, item, f"{name}[{index}].", paths)
+            yield from problems(value, item, f"{name}[{index}].", paths)
     elif isinstance(data, Mapping):
-        yield from _problems_of_table(data, kinds, place, paths)
+        yield from _table_problems(data, kinds, place, paths)
     elif isinstance(data, float) and not math.isfinite(data):
         yield f"{name} = {data}: expected a finite number"
     elif isinstance(data, int) and not -(2**63) <= data < 2**63:
@@ -206,16 +207,14 @@ def _problems(data: Any, kind: Any, place: str, paths: Sequence[str]) -> Iterato
         yield f"{name} = {shown(data)}: expected text, and half of a surrogate pair is in it"
 
 
-def _problems_of_table(
-    data: Mapping[str, Any], kinds: Sequence[Any], place: str, paths: Sequence[str]
-) -> Iterator[str]:
+def _table_problems(data: Mapping[str, Any], kinds: Sequence[Any], place: str, paths: Sequence[str]) -> Iterator[str]:
     name, struct = place.rstrip("."), next(_structs(kinds), None)
     if any(get_origin(one) is dict for one in kinds):
         if is_deeper(data, MAX_DEPTH):
             yield f"{name}: tables or lists nested too deeply: expected at most {MAX_DEPTH}"
         return
     if any(get_origin(one) is tuple for one in kinds):
-        yield _is_list(name, next(iter(data), "KEY"))
+        yield _is_list(name, _quoted(next(iter(data), "KEY")))
         return
     if struct is None:
         yield f"{name} is not a table"
@@ -223,7 +222,7 @@ def _problems_of_table(
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
     for key, value in data.items():
         if key in fields:
-            yield from _problems(value, fields[key], f"{place}{key}.", paths)
+            yield from problems(value, fields[key], f"{place}{key}.", paths)
         elif key in REFUSED:
             yield f"{place}{key} is refused: {REFUSED[key]}"
         else:

@@ -9,8 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from millstream.cli import main
-from millstream.errors import LogError
+from millstream.errors import LogError, ModelError
 from millstream.events.sinks import JsonlSink, MetricsSink, read_events, read_history
+from millstream.model.load import load_model, load_tokenizer, save_model
+from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 
 GOLDEN = Path(__file__).parents[1] / "golden/max_lag_2.jsonl"
 LONG = "x" * 300
@@ -34,9 +36,7 @@ def test_an_error_that_is_not_expected_is_one_line_and_its_traceback_is_in_a_fil
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "events.jsonl").touch()
     line = said("audit", str(tmp_path))
-    found = re.fullmatch(
-        r"KeyError: 'millstream\\n\\x1b\[31m'\. That is not expected: the traceback is in (\S+)", line
-    )
+    found = re.fullmatch(r"KeyError: 'millstream\\n\\x1b\[31m'\. That is not expected: the traceback is in (\S+)", line)
     assert found is not None, line
     written = Path(found[1]).read_text()
     assert (
@@ -110,6 +110,36 @@ def test_a_path_of_a_config_that_is_too_long_is_named_with_its_key(tmp_path: Pat
 def test_a_number_that_nothing_can_be_made_of_is_refused_by_key(tmp_path: Path, change: str, message: str) -> None:
     (tmp_path / "a.toml").write_text('[model.tiny]\n[data]\ntoy = "sort_digits"\n')
     assert re.search(message, said("train", str(tmp_path / "a.toml"), "--dry-run", "--set", change))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"null"),
+        ("config.json", b'{"model_type": "qwen3", "num_attention_heads": 0}'),
+        ("config.json", b"[" * 100_000),
+        ("tokenizer.json", b"null"),
+        ("tokenizer_config.json", b"[]"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+        ("generation_config.json", b"null"),
+    ],
+)
+def test_a_damaged_file_of_a_model_is_a_model_error(tmp_path: Path, name: str, content: bytes) -> None:
+    tokenizer = character_tokenizer("ab")
+    save_model(tiny_model(TinyShape(hidden=8, layers=1, heads=2, context=8), tokenizer, seed=0), tokenizer, tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
+        load_tokenizer(tmp_path)
+        load_model(tmp_path)
+
+
+def test_an_argument_of_a_built_in_reward_is_finite(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(
+        '[model.tiny]\n[data]\ntoy = "sort_digits"\n[[reward]]\nfunction = "judge"\n'
+        'args = { url = "http://x", model = "y", prompt = "{completion}", temperature = nan }\n'
+    )
+    line = said("train", str(tmp_path / "a.toml"), "--dry-run")
+    assert re.search(r"reward judge, args\.temperature = nan: expected a finite number", line)
 
 
 # ---- logs ----------------------------------------------------------------------------------------------------------------

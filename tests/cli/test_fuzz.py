@@ -4,6 +4,7 @@ with a traceback. A few cases in the default suite, 2,000 of each kind in the sl
 from __future__ import annotations
 
 import datetime
+import inspect
 import json
 import re
 import tempfile
@@ -23,7 +24,9 @@ import millstream.errors
 from millstream.cli.main import app
 from millstream.config import _paths
 from millstream.env.data import DataConfig, read
+from millstream.env.games.frozen_lake import FrozenLake
 from millstream.env.games.toy import ALPHABET
+from millstream.env.rewards import BUILT_IN_REWARDS
 from millstream.errors import DataError, MillstreamError
 from millstream.model.tiny import character_tokenizer
 from millstream.run.config import RunConfig
@@ -56,7 +59,7 @@ def fuzz(number: int, cases: st.SearchStrategy[Any], check: Callable[[Any], None
 def say(*arguments: str) -> None:
     """Run a command, in this process: it ends by itself, with one message."""
     result = CliRunner().invoke(app, list(arguments))
-    said = f"{arguments}: {result.exit_code}: {result.output}"
+    said = f"{str(arguments)[:1000]}: {result.exit_code}: {result.output[:3000]}"
     assert result.exception is None or isinstance(result.exception, SystemExit), said
     assert result.exit_code in (0, 1, 2), said
     assert "Traceback" not in result.output and "That is not expected" not in result.output, said
@@ -123,6 +126,33 @@ BASE = {
 }
 
 
+def arguments_of(function: Any) -> st.SearchStrategy[dict[str, Any]]:
+    """Values for its own arguments, and for one that it does not have."""
+    names = [*(inspect.signature(function).parameters if callable(function) else []), "strange"]
+    return st.dictionaries(st.sampled_from(names), ANYTHING, max_size=3)
+
+
+REWARDS = st.sampled_from(sorted(set(BUILT_IN_REWARDS) - {"python_tests"})).flatmap(  # that one tries the sandbox
+    lambda name: st.fixed_dictionaries(
+        {"function": st.just(name), "args": arguments_of(BUILT_IN_REWARDS[name].function)},
+        optional={"group": st.booleans(), "process": st.booleans(), "weight": FLOATS},
+    )
+)
+ENVIRONMENTS = st.fixed_dictionaries(
+    {"use": st.sampled_from(["frozen_lake", "single_turn"]), "args": arguments_of(FrozenLake)},
+    optional={"share": FLOATS, "name": TEXTS, "max_concurrent": INTEGERS, "process": st.booleans()},
+)
+NAMED = st.fixed_dictionaries(
+    {},
+    optional={
+        "reward": st.lists(REWARDS, max_size=2),
+        "environment": st.lists(ENVIRONMENTS, max_size=2),
+        "data": st.just({"size": 8, "holdout": 2}),
+        "model": st.just({"tiny": {}}),
+    },
+)
+
+
 def with_base(data: dict[str, Any]) -> dict[str, Any]:
     """Most of them have a model and data, so that what comes after these is reached."""
     return {
@@ -133,7 +163,12 @@ def with_base(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-CONFIGS = st.one_of(tables_of(RunConfig).map(with_base), tables_of(RunConfig).map(with_base), tables_of(RunConfig))
+CONFIGS = st.one_of(
+    tables_of(RunConfig).map(with_base),
+    tables_of(RunConfig),
+    st.builds(lambda one, other: {**BASE, **one, **other}, tables_of(RunConfig), NAMED),
+    NAMED,
+)
 OVERRIDES = st.builds(
     lambda key, value: f"{key}={value}",
     st.one_of(st.sampled_from(sorted(_paths(RunConfig))), TEXTS, st.just("environment.0.args.x.0.y")),

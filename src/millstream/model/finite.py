@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -15,6 +14,6 @@ def names_not_finite(weights: Mapping[str, Tensor]) -> list[str]:
     found = {name: weight for name, weight in weights.items() if weight.is_floating_point() and weight.numel()}
     if not found:
         return []
-    largest = torch._foreach_norm(list(found.values()), ord=math.inf)  # the largest magnitude, or NaN
-    is_finite = torch.stack(largest).isfinite().tolist()
+    bounds = torch.stack([bound for weight in found.values() for bound in torch.aminmax(weight)])  # NaN if one is NaN
+    is_finite = bounds.view(-1, 2).isfinite().all(dim=1).tolist()
     return [name for name, is_sound in zip(found, is_finite, strict=True) if not is_sound]

@@ -45,7 +45,7 @@ def load_model(path: str | Path, *, device: str = "cpu", dtype: torch.dtype = to
     """A causal LM with our attention, from a folder or a hub name."""
     try:
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=NAME, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a library that raises many kinds for a damaged file: reported as one, with its cause
         raise ModelError(_not_loaded(path, f"no causal language model in {path}: {error}", error)) from error
     return model.to(device)
 
@@ -83,7 +83,7 @@ def check_layers(model: PreTrainedModel) -> None:
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # as above
         raise ModelError(_not_loaded(path, no_tokenizer(str(path), str(error)), error)) from error
 
 

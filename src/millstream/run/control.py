@@ -19,7 +19,7 @@ from typing import overload
 import msgspec
 from msgspec import Struct
 
-from millstream.errors import ConfigError, MillstreamError
+from millstream.errors import ConfigError, MillstreamError, shown
 from millstream.events import Status, WaitNow
 from millstream.rpc.frames import FrameError, Frames, frame, read_frame
 from millstream.run.folder import LOCK, RunFolder, resume_command
@@ -183,8 +183,8 @@ def run_status(status: Status, router: Router, names: list[str], version: int) -
 def parse_scale(change: str) -> int:
     """The number in `engines=3`."""
     name, _, number = change.partition("=")
-    if name != "engines" or not number.isdecimal():
-        raise ConfigError(f"{change!r}: expected engines=NUMBER, as in engines=3")
+    if name != "engines" or not number.isdecimal() or len(number) > 9:
+        raise ConfigError(f"{shown(change)}: expected engines=NUMBER, as in engines=3")
     return int(number)
 
 
