@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Fields = dict[str, Any]  # a JSON object that was read from disk: no key and no type is certain
-MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OSError)  # what reading one may raise
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OSError, RecursionError)  # what reading one may raise
 MAX_FINDINGS = 1000
 
 RULES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-import shlex
+import re
 import sys
 import tempfile
 import traceback
@@ -47,20 +47,23 @@ def errors_shown() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def _print_error(error: Exception, lines: list[str]) -> None:
+def _print_error(error: Exception, messages: list[str]) -> None:
+    """A line for each; what to type is on a line of its own, after two spaces. A library's message may have many lines."""
     errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+    lines = [re.sub(r"\s*\n(?!  \S)\s*", " ", message) for message in messages]
     errors.out("\n".join(lines).translate(CONTROL), highlight=False)
 
 
 def _write_traceback(error: Exception) -> str:
     """Where it is, in words."""
-    header = f"millstream {millstream.__version__}, Python {platform.python_version()}: {shlex.join(sys.argv)}\n\n"
+    command = " ".join(sys.argv[1:2])  # not all of it: a token may have been typed
+    header = f"millstream {millstream.__version__} {command}, Python {platform.python_version()}\n\n"
     text = header + "".join(traceback.format_exception(error))
     try:
         with tempfile.NamedTemporaryFile("wb", prefix="millstream-error-", suffix=".txt", delete=False) as file:
             file.write(text.encode("utf-8", "backslashreplace"))
     except OSError as failure:
-        return f"the traceback cannot be written to a file ({failure.strerror})\n{text}"
+        return f"the traceback cannot be written to a file ({failure.strerror}): {text}"
     return f"the traceback is in {file.name}"
 
 
