@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import math
 import re
@@ -23,6 +24,7 @@ from millstream.errors import ConfigError, MillstreamError
 from millstream.learner import LearnerConfig
 from millstream.run.check import check_combinations, check_config
 from millstream.run.config import RunConfig
+from millstream.run.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n'
@@ -336,6 +338,21 @@ def test_whatever_arguments_toml_can_hold_read_back_as_the_same(args: dict[str, 
     config = convert(data, RunConfig, where="here")
     again = convert(tomllib.loads(to_toml(config)), RunConfig, where="there")
     assert sorted_repr(again.reward[0].args) == sorted_repr(again.environment[0].args) == sorted_repr(args)
+
+
+def test_a_run_folder_reads_back_whatever_its_arguments_are(tmp_path: Path) -> None:
+    args = {
+        "limit": math.inf,
+        "a key": {"with.dots": True},
+        "mixed": [1, {"x": [{}]}, "y"],
+        "on": datetime.date(2026, 1, 2),
+    }
+    data = {"model": {"tiny": {}}, "reward": [{"args": args}], "run_dir": str(tmp_path / "run")}
+    config = convert(data, RunConfig, where="here")
+    folder = RunFolder.create(config, "name")
+    folder.unlock()
+    _, again = RunFolder.reopen(folder.path)
+    assert again == config and again.reward[0].args == args
 
 
 def sorted_repr(value: object) -> str:

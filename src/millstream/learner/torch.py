@@ -78,8 +78,9 @@ class TorchLearner:
         return await self._thread.call(self._weights)
 
     def _weights(self) -> Weights:
-        self.rank.check_finite()
-        weights = {name: tensor.detach().clone() for name, tensor in trained_weights(self.model).items()}
+        found = trained_weights(self.model)
+        self.optimizer.check_finite(found)
+        weights = {name: tensor.detach().clone() for name, tensor in found.items()}
         if next(iter(weights.values())).is_cuda:
             torch.cuda.current_stream().synchronize()  # they may be read on another stream
         return weights
