@@ -34,7 +34,7 @@ from millstream.run.text import TokenizerText
 
 GOLDEN = Path(__file__).parents[1] / "golden/max_lag_2.jsonl"
 NUMBERS = [
-    pytest.param(60, id="few"),
+    pytest.param(40, id="few"),
     pytest.param(2_000, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
 ]
 KNOWN = {

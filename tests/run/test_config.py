@@ -332,7 +332,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(TEXT, VALUES, max_size=5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whatever_arguments_toml_can_hold_read_back_as_the_same(args: dict[str, object]) -> None:
     data = {"model": {"path": "m"}, "data": {"path": "d"}, "environment": [{"args": args}], "reward": [{"args": args}]}
     config = convert(data, RunConfig, where="here")

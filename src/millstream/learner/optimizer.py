@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from millstream.errors import LearnerError
 from millstream.learner.config import LearnerConfig
 from millstream.model.finite import names_not_finite
-from millstream.types import Metrics
+from millstream.types import Metrics, Weights
 
 logger = logging.getLogger(__name__)
 OptimizerState = dict[str, Any]
@@ -129,12 +128,15 @@ class Optimizer:
                 f"{LEARNING_RATE_KEYS.get(self._table, f'{self._table}.learning_rate')} lower"
             )
 
-    def check_finite(self, weights: Mapping[str, Tensor]) -> None:
+    def check_finite(self, weights: Weights) -> None:
         """Before weights leave the learner, to engines or to a checkpoint: raises `LearnerError` if one is not finite. Of a
         sharded module, this rank's shards; then it is a collective, and raises in all ranks or in none."""
-        local = {name: getattr(weight, "to_local", lambda weight=weight: weight)() for name, weight in weights.items()}
+        is_sharded = any(hasattr(weight, "to_local") for weight in weights.values())
+        local: dict[str, Tensor] = {
+            name: weight.to_local() if hasattr(weight, "to_local") else weight for name, weight in weights.items()
+        }
         names = names_not_finite(local)
-        if any(hasattr(weight, "to_local") for weight in weights.values()):
+        if is_sharded:
             device = next(iter(local.values())).device
             counts = torch.tensor([name in names for name in local], dtype=torch.int32, device=device)
             torch.distributed.all_reduce(counts)
