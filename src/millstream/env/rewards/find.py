@@ -176,5 +176,5 @@ def _typed(function: Callable[..., Any], config: RewardConfig) -> dict[str, Any]
         try:
             typed[name] = msgspec.convert(value, hints[name])
         except msgspec.ValidationError as error:
-            raise ConfigError(f"reward {config.function}, args.{name} = {shown(value)}: {error}") from error
+            raise ConfigError(f"reward {config.function}, args.{name} = {shown(repr(value))}: {error}") from error
     return typed
