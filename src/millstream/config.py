@@ -191,7 +191,7 @@ def problems(data: Any, kind: Any, place: str, paths: Sequence[str] = ()) -> Ite
     name = place.rstrip(".")
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     if isinstance(data, list):
-        item = next((get_args(one)[0] for one in kinds if get_origin(one) in (tuple, list)), None)
+        item = next((get_args(one)[0] for one in kinds if get_origin(one) in (tuple, list, Sequence)), None)
         if item is None:
             yield f"{name} is not a list"
             return
