@@ -1,22 +1,29 @@
-"""Config files: TOML into frozen structs. An unknown key fails with the nearest name; a wrong type says where and what.
+"""Config files: TOML into frozen structs, and back. An unknown key fails with the nearest name; a wrong value says where and
+what.
 
-A component's config is a struct next to the component; `run.config` puts them together.
+A component's config is a struct next to the component; `run.config` puts them together. One walk along the schema checks the
+names of all keys, that every number is finite and fits into 64 bits, and that every text can be written (`problems`). Values
+of type `Any` (the `args` of environments and rewards) belong to the user's own code: only TOML limits them.
 """
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import itertools
+import math
+import re
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
 
-from millstream.errors import ConfigError
+from millstream.errors import MAX_SHOWN, ConfigError, shown
 
 C = TypeVar("C", bound=Struct)
 
@@ -26,23 +33,65 @@ REFUSED = {
 }
 REFUSED["top_k"] = REFUSED["min_p"] = REFUSED["top_p"]
 
+OTHER_NAMES = {
+    "beta": "kl_coefficient",
+    "gae_lambda": "trace",
+    "gamma": "discount",
+    "gpu_memory_utilization": "memory",
+    "grad_clip": "max_grad_norm",
+    "gradient_checkpointing": "recompute",
+    "kl_coef": "kl_coefficient",
+    "lam": "trace",
+    "lr": "learning_rate",
+    "max_new_tokens": "max_tokens",
+    "n": "group_size",
+    "num_generations": "group_size",
+    "num_steps": "steps",
+    "tensor_parallel_size": "tensor_parallel",
+}
+"""Keys of other trainers, and what they are called here."""
+
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+LONG_INTEGER = re.compile(r"\d[\d_]{4000,}")  # Python reads no longer ones
+DEEP_NESTING = re.compile(r"(?:[\[{][^\[\]{}]*){100}")
+MAX_DEPTH = 64  # of tables and lists in `args`, and in a record of a data set
+UNCHANGED = (datetime.datetime, datetime.date, datetime.time, bytes, Decimal)  # not turned into text on the way to TOML
+
 
 def load(path: Path, kind: type[C], overrides: Sequence[str] = ()) -> C:
     """The config in a TOML file, with `a.b=c` overrides on top; `a.b=` leaves the key unset."""
     try:
-        data = tomllib.loads(path.read_text())
+        text = path.read_bytes().decode()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also a path with a null character
         raise ConfigError(f"{path} is not TOML: {error}") from error
+    data = _parsed(text, str(path))
     for override in overrides:
-        _override(data, override)
+        _override(data, override, kind)
     return convert(data, kind, where=str(path))
 
 
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not TOML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}{_line_of(LONG_INTEGER, text)}: an integer of more than 4,000 digits") from error
+    except RecursionError as error:
+        raise ConfigError(f"{where}{_line_of(DEEP_NESTING, text)}: tables or lists nested too deeply") from error
+
+
+def _line_of(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text) if "\n" in text else None
+    return "" if found is None else f", line {text.count(chr(10), 0, found.start()) + 1}"
+
+
 def convert(data: Mapping[str, Any], kind: type[C], *, where: str) -> C:
-    for message in _unknown(data, kind, "", list(_paths(kind))):
-        raise ConfigError(f"{where}: {message}")
+    """Raises `ConfigError` for the first of its problems."""
+    for problem in problems(data, kind, "", list(_paths(kind))):
+        raise ConfigError(f"{where}: {problem}")
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -55,33 +104,66 @@ def _in_words(message: str) -> str:
     return f"{place.rstrip('`')}: {text[0].lower()}{text[1:]}" if place else message
 
 
-def _override(data: dict[str, Any], override: str) -> None:
+# ---- overrides -------------------------------------------------------------------------------------------------------
+
+
+def _override(data: dict[str, Any], override: str, kind: type[Struct]) -> None:
     path, equals, value = override.partition("=")
-    if not equals or not path:
-        raise ConfigError(f"--set {override}: expected KEY=VALUE, such as --set pipeline.max_lag=2")
-    *parents, last = path.strip().split(".")
+    if not equals or not path.strip():
+        raise ConfigError(f"--set {shown(override)}: expected KEY=VALUE, such as --set pipeline.max_lag=2")
+    keys, what = path.strip().split("."), f"--set {shown(override)}"
+    if not value.strip():
+        for problem in problems(_nested(keys), kind, "", list(_paths(kind))):
+            raise ConfigError(f"{what}: {problem}")
+        _unset(data, keys)
+        return
     table: Any = data
-    for parent, child in itertools.pairwise([*parents, last]):
-        table = _inner(table, parent, [] if child.isdecimal() else {}, override)
+    for parent, child in itertools.pairwise(keys):
+        table = _inner(table, parent, [] if child.isdecimal() else {}, what)
     if not isinstance(table, dict):
-        raise ConfigError(f"--set {override}: {_is_list('.'.join(parents), last)}")
-    if value.strip():
-        table[last] = _value(value.strip())
-    else:
-        table.pop(last, None)
+        raise ConfigError(f"{what}: {_is_list('.'.join(map(_quoted, keys[:-1])), _quoted(keys[-1]))}")
+    table[keys[-1]] = parse_value(value.strip(), what)
 
 
-def _inner(table: Any, key: str, default: Any, override: str) -> Any:
-    """What stands under a key of a table, or under a number in a list of tables."""
+def _nested(keys: Sequence[str]) -> dict[str, Any]:
+    """The tables that a path goes through, as data."""
+    inner: Any = None
+    for key in reversed(keys[1:]):
+        inner = [inner] if key.isdecimal() else {key: inner}
+    return {keys[0]: inner}
+
+
+def _unset(data: dict[str, Any], keys: Sequence[str]) -> None:
+    """Tables that are not there are not made."""
+    table: Any = data
+    for key, is_last in zip(keys, [False] * (len(keys) - 1) + [True], strict=True):
+        place: Any = _index(key, table) if isinstance(table, list) else key
+        if not isinstance(table, dict | list) or (place not in table if isinstance(table, dict) else place is None):
+            return
+        if is_last:
+            del table[place]
+        else:
+            table = table[place]
+
+
+def _index(key: str, table: Sequence[Any]) -> int | None:
+    """Of an item of the list; None if there is none."""
+    found = int(key) if key.isdecimal() and len(key) < 9 else len(table)
+    return found if found < len(table) else None
+
+
+def _inner(table: Any, key: str, default: Any, what: str) -> Any:
+    """What is under a key of a table, or under a number in a list of tables. The next table of a list is made."""
     if isinstance(table, list):
-        if not key.isdecimal() or int(key) > len(table):
-            raise ConfigError(f"--set {override}: no table {key!r} in a list of {len(table)}; they count from 0")
-        table += [{}] if int(key) == len(table) else []
-        inner = table[int(key)]
+        if key == str(len(table)):
+            table.append({})
+        if (index := _index(key, table)) is None:
+            raise ConfigError(f"{what}: no table {key!r} in a list of {len(table)}; they count from 0")
+        inner = table[index]
     else:
         inner = table.setdefault(key, default)
     if not isinstance(inner, dict | list):
-        raise ConfigError(f"--set {override}: {key} is not a table")
+        raise ConfigError(f"{what}: {_quoted(key)} is not a table")
     return inner
 
 
@@ -89,41 +171,88 @@ def _is_list(name: str, key: str) -> str:
     return f"{name} is a list of tables, each a [[{name}]] with two brackets; on the command line: --set {name}.0.{key}=..."
 
 
-def _value(text: str) -> Any:
-    """A TOML value, or else a string without quotes."""
+def parse_value(text: str, what: str) -> Any:
+    """A TOML value, or else a string without quotes. `what` it is the value of, for an error."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+        found = _parsed(f"value = {text}", what)
+    except ConfigError as error:
+        if isinstance(error.__cause__, tomllib.TOMLDecodeError):
+            return text
+        raise
+    return found["value"] if found.keys() == {"value"} else text
 
 
-def _unknown(data: Any, kind: Any, place: str, paths: Sequence[str]) -> Iterator[str]:
-    """What is wrong with the names of keys; `paths` are all that there are."""
-    if get_origin(kind) is tuple and isinstance(data, Mapping):
-        yield _is_list(place.rstrip("."), next(iter(data), "KEY"))
-    for struct in _structs(kind):
-        if isinstance(data, list):
-            for index, item in enumerate(data):
-                yield from _unknown(item, struct, f"{place.rstrip('.')}[{index}].", paths)
+# ---- the walk --------------------------------------------------------------------------------------------------------
+
+
+def problems(data: Any, kind: Any, place: str, paths: Sequence[str] = ()) -> Iterator[str]:
+    """What is wrong with the names of keys, with numbers and with texts; `paths` are all keys that there are. A type that does
+    not fit is found by `msgspec.convert`."""
+    name = place.rstrip(".")
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if isinstance(data, list):
+        item = next((get_args(one)[0] for one in kinds if get_origin(one) in (tuple, list, Sequence)), None)
+        if item is None:
+            yield f"{name} is not a list"
             return
-        if not isinstance(data, Mapping):
-            return
-        fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
-        for key, value in data.items():
-            if key in fields:
-                yield from _unknown(value, fields[key], f"{place}{key}.", paths)
-            elif key in REFUSED:
-                yield f"{place}{key} is refused: {REFUSED[key]}"
-            else:
-                yield f"unknown key {place}{key}{_suggest(key, fields, paths)}"
+        for index, value in enumerate(data):
+            yield from problems(value, item, f"{name}[{index}].", paths)
+    elif isinstance(data, Mapping):
+        yield from _table_problems(data, kinds, place, paths)
+    elif isinstance(data, float) and not math.isfinite(data):
+        yield f"{name} = {data}: expected a finite number"
+    elif isinstance(data, int) and not -(2**63) <= data < 2**63:
+        yield f"{name} = {shown(data)}: expected a number of at most 64 bits"
+    elif isinstance(data, str) and not _is_text(data):
+        yield f"{name} = {shown(data)}: expected text, and half of a surrogate pair is in it"
+
+
+def _table_problems(data: Mapping[str, Any], kinds: Sequence[Any], place: str, paths: Sequence[str]) -> Iterator[str]:
+    name, struct = place.rstrip("."), next(_structs(kinds), None)
+    if any(get_origin(one) is dict for one in kinds):
+        if is_deeper(data, MAX_DEPTH):
+            yield f"{name}: tables or lists nested too deeply: expected at most {MAX_DEPTH}"
+        return
+    if any(get_origin(one) is tuple for one in kinds):
+        yield _is_list(name, _quoted(next(iter(data), "KEY")))
+        return
+    if struct is None:
+        yield f"{name} is not a table"
+        return
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+    for key, value in data.items():
+        if key in fields:
+            yield from problems(value, fields[key], f"{place}{key}.", paths)
+        elif key in REFUSED:
+            yield f"{place}{key} is refused: {REFUSED[key]}"
+        else:
+            yield f"unknown key {place}{_quoted(key)}{_suggest(key, fields, paths)}"
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether tables or lists are nested in it beyond that many levels."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return levels < 0 or any(is_deeper(item, levels - 1) for item in inner)
+
+
+def _quoted(key: str) -> str:
+    return key if BARE_KEY.fullmatch(key) and len(key) <= MAX_SHOWN else f'"{shown(key)}"'
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _structs(kind: Any) -> Iterator[type[Struct]]:
-    """The struct that a type stands for, through Optional and tuple."""
+    """The struct that a type stands for, through Optional and tuple; or that one of several types is."""
     if isinstance(kind, type) and issubclass(kind, Struct):
         yield kind
-    elif get_origin(kind) in (Union, types.UnionType, tuple):
-        for argument in get_args(kind):
+    elif isinstance(kind, tuple) or get_origin(kind) in (Union, types.UnionType, tuple):
+        for argument in kind if isinstance(kind, tuple) else get_args(kind):
             yield from _structs(argument)
 
 
@@ -137,35 +266,78 @@ def _paths(kind: type[Struct], place: str = "") -> Iterator[str]:
 
 
 def _suggest(key: str, fields: Mapping[str, Any], paths: Sequence[str]) -> str:
-    """A key of that name in another table, one of nearly that name in this table, or all of this table."""
-    if elsewhere := [path for path in paths if path.endswith(f".{key}")]:
+    """What another trainer's name is called here, a key of that name in another table, one of nearly that name in this table,
+    or all of this table."""
+    meant = OTHER_NAMES.get(key, key)
+    if meant in fields:
+        return f". Did you mean {meant}?"
+    if elsewhere := [path for path in paths if path.endswith(f".{meant}")]:
         return f". Did you mean {' or '.join(elsewhere)}?"
-    near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
     known = ", ".join(sorted(fields))
     return f". Did you mean {near[0]}?" if near else f". Known here: {known}"
 
 
+# ---- back to TOML ----------------------------------------------------------------------------------------------------
+
+
 def to_toml(config: Struct) -> str:
-    """The resolved config, as TOML that `load` reads back. Keys that are None are comments."""
-    return "\n".join(_toml_lines(msgspec.to_builtins(config), "")).strip() + "\n"
+    """The resolved config as TOML that `load` reads back as the same config. Keys that are None are comments. Raises
+    `ConfigError` for a config that TOML cannot hold, and names the key."""
+    where = "the config cannot be written as TOML"
+    try:
+        data = msgspec.to_builtins(config, builtin_types=UNCHANGED)
+        text = _written(data, where)
+    except (TypeError, RecursionError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    again = convert(_parsed(text, where), type(config), where=where)
+    for place in _differences(data, msgspec.to_builtins(again, builtin_types=UNCHANGED), ""):
+        raise ConfigError(f"{where}: {place} would not be read back as it is")
+    return text
 
 
-def _toml_lines(table: dict[str, Any], name: str) -> Iterator[str]:
-    tables = {key: value for key, value in table.items() if isinstance(value, dict)}
-    arrays = {key: value for key, value in table.items() if _is_array_of_tables(value)}
-    for key, value in table.items():
-        if value is None:
-            yield f"# {key} = (unset)"
-        elif key not in tables and key not in arrays:
-            yield f"{key} = {msgspec.json.encode(value).decode()}"
-    for key, value in tables.items():
-        yield f"\n[{name}{key}]"
-        yield from _toml_lines(value, f"{name}{key}.")
-    for key, items in arrays.items():
-        for item in items:
-            yield f"\n[[{name}{key}]]"
-            yield from _toml_lines(item, f"{name}{key}.")
+def _written(data: dict[str, Any], where: str) -> str:
+    import tomlkit  # a tenth of a second, and most commands write no config
+    from tomlkit.exceptions import TOMLKitError
+
+    def fill(table: Any, values: Mapping[str, Any], place: str) -> Any:
+        for key, value in sorted(values.items(), key=lambda item: _is_table(item[1])):  # tables come last in TOML
+            if not isinstance(key, str) or not _is_text(key):
+                raise ConfigError(f"{where}: {place}{shown(key)}: expected a text as the key")
+            if isinstance(value, dict):
+                table.add(key, fill(tomlkit.table(), value, f"{place}{key}."))
+            elif _is_table(value):
+                table.add(key, tomlkit.aot())
+                for index, item in enumerate(value):
+                    table[key].append(fill(tomlkit.table(), item, f"{place}{key}[{index}]."))
+            elif value is None:
+                table.add(tomlkit.comment(f"{_quoted(key)} = (unset)"))
+            else:
+                try:
+                    item = tomlkit.item(value)
+                    item.as_string().encode()
+                    table.add(key, item)
+                except (ValueError, TOMLKitError) as error:
+                    raise ConfigError(f"{where}: {place}{_quoted(key)} = {shown(value)}: {error}") from error
+        return table
+
+    return tomlkit.dumps(fill(tomlkit.document(), data, "")).strip() + "\n"
 
 
-def _is_array_of_tables(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, dict) for item in value)
+def _is_table(value: Any) -> bool:
+    """A table, or a list of nothing but tables."""
+    is_list = isinstance(value, list | tuple) and bool(value)
+    return isinstance(value, dict) or (is_list and all(isinstance(item, dict) for item in value))
+
+
+def _differences(one: Any, other: Any, place: str) -> Iterator[str]:
+    """The keys whose values differ. NaN is equal to itself here."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one.keys() | other.keys():
+            inner = f"{place}.{_quoted(key)}".strip(".")
+            yield from _differences(one[key], other[key], inner) if key in one and key in other else (inner,)
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            yield from _differences(left, right, f"{place}[{index}]")
+    elif one != other and not (one != one and other != other):
+        yield place

@@ -36,6 +36,17 @@ Stopped (a KeyboardInterrupt)   the run was asked to stop: Ctrl-C or SIGTERM
 
 from __future__ import annotations
 
+MAX_SHOWN = 80  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value in a message: on one line, and cut off where it is long."""
+    text = (
+        value if isinstance(value, str) else hex(value) if isinstance(value, int) and abs(value) >> 64 else repr(value)
+    )
+    text = text if text.isprintable() else text.encode("unicode_escape").decode()
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
 
 class MillstreamError(Exception):
     """The root: `except MillstreamError` catches what Millstream raises, and nothing else."""

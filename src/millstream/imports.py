@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, shown
+from millstream.paths import kind_of
 
 
 def is_own(name: str) -> bool:
@@ -37,15 +38,17 @@ def _module_from(name: str) -> Any:
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            raise ConfigError(f"cannot import {name}: {error}") from error
+            raise ConfigError(f"cannot import {shown(name)}: {error}") from error
+        except (Exception, SystemExit) as error:  # user code, or a name that no module can have
+            raise ConfigError(f"{shown(name)} cannot be imported: {type(error).__name__}: {error}") from error
     path = Path(name)
-    if not path.is_file():
+    if kind_of(path) != "file":
         raise ConfigError(f"no file {path} (looked for it from {Path.cwd()})")
     spec = importlib.util.spec_from_file_location(f"{path.stem} of {path.resolve()}", path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where a dataclass looks for its module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # user code: reported as a config error, with its cause
+    except (Exception, SystemExit) as error:  # user code: reported as a config error, with its cause
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

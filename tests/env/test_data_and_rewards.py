@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import threading
 import time
 from pathlib import Path
@@ -67,6 +68,30 @@ def test_options_of_a_data_set_that_is_read_are_refused_where_none_is() -> None:
         ([{"question": "a"}], r"line 1: no key 'prompt' among 'question': set data\.prompt_key"),
         ([{"prompt": ""}], r"line 1: the prompt must be a non-empty string"),
         ([{"prompt": [{"content": "x"}]}], r"line 1: a chat prompt is a list of objects with role and content"),
+        ([{"prompt": ["hi"]}], r"line 1: a chat prompt .*, and message 0 is hi"),
+        (
+            [{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": None}]}],
+            r"line 1: message 1: the content is None: expected a string, or a list of parts of text",
+        ),
+        ([{"prompt": [{"role": None, "content": "x"}]}], r"line 1: message 0: the role is None: expected a string"),
+        (
+            [{"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}],
+            r"line 1: message 0, part 0 is \{'type': 'image_url'.*: expected text",
+        ),
+        ([{"prompt": None}], r"line 1: the prompt must be a non-empty string or list of messages, got None"),
+        ([{"prompt": "a", "answer": math.nan}], r"line 1: answer is nan: expected a string or a finite number"),
+        ([{"prompt": "a", "answer": ["b"]}], r"line 1: answer is \['b'\]: expected a string or a finite number"),
+        (['{"prompt": "a", "answer": 1e999}'], r"line 1: answer is inf: expected a string or a finite number"),
+        ([{"prompt": "a", "id": {}}], r"line 1: id is \{\}: expected a string or a finite number"),
+        (['{"prompt": "\\ud800"}'], r"line 1: half of a surrogate pair"),
+        (['{"prompt": "a", "other": [{"\\uDC00": 1}]}'], r"line 1: half of a surrogate pair"),
+        (["[" * 100_000], r"line 1: objects or lists nested too deeply"),
+        (['{"prompt": "a", "x": ' + "[" * 500 + "]" * 500 + "}"], r"line 1: objects or lists nested too deeply"),
+        (['{"prompt": "a", "n": ' + "1" * 5000 + "}"], r"line 1: not JSON: Exceeds the limit \(4300 digits\)"),
+        (
+            [{"x" * 5000: 1, **{str(n): n for n in range(99)}}],
+            r"no key 'prompt' among 'x{80}\.\.\.', '0', .*, \.\.\.: set",
+        ),
         ([], "has no tasks"),
         (["", "  "], "has no tasks"),
     ],
@@ -74,6 +99,32 @@ def test_options_of_a_data_set_that_is_read_are_refused_where_none_is() -> None:
 def test_a_bad_line_is_named(tmp_path: Path, lines: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(data(tmp_path, *lines), seed=0)
+
+
+def test_parts_of_text_are_joined_and_null_is_no_answer_and_no_id(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    lines = (
+        {"prompt": [{"role": "user", "content": parts}], "answer": None, "id": None},
+        {"prompt": "\ud83d\ude00", "answer": 1.5, "id": None, "other": math.nan},
+    )
+    first, second = read(data(tmp_path, *lines), seed=0).train
+    assert (first.prompt, first.answer, first.id) == ((Message(role="user", content="ab"),), None, "1")
+    assert (second.prompt, second.answer, second.id) == ("\U0001f600", "1.5", "2")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (".", r"data\.path = \. is a folder: expected a JSONL file .*--set data\.path= --set data\.name=\."),
+        ("/dev/null", r"data\.path = /dev/null is not a file"),
+        ("x" * 300, r"cannot look at data\.path = x{80}\.\.\.: File name too long"),
+        ("a\0b", r"cannot look at data\.path = a\\x00b: embedded null"),
+        ("nowhere.jsonl", r"cannot read data\.path = nowhere\.jsonl: No such file"),
+    ],
+)
+def test_a_path_that_is_no_file_says_what_it_is(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(DataConfig(path=path), seed=0)
 
 
 def test_a_parquet_file_is_read_like_a_jsonl_file(tmp_path: Path) -> None:

@@ -212,6 +212,15 @@ def test_the_body_is_a_copy_of_ones_own_and_has_no_head_of_words() -> None:
     assert not [name for name in one._optimizer.state()["masters"] if "lm_head" in name]
 
 
+def test_a_critic_that_is_not_finite_is_not_kept() -> None:
+    one = TorchCritic(make("qwen3"), CriticConfig(learning_rate=1e39))
+    asyncio.run(train(one, with_returns(rows(4)), 1))
+    with pytest.raises(
+        LearnerError, match=r"not finite.* the critic's optimizer step 0; .*Set critic\.learning_rate lower"
+    ):
+        asyncio.run(one.snapshot())
+
+
 def test_a_step_of_the_critic_that_is_not_finite_is_left_out_and_too_many_end_the_run_by_row_and_key() -> None:
     one = TorchCritic(make("qwen3"), CriticConfig(max_skipped_steps=1))
     some = [replace(row, label=f"row {number}") for number, row in enumerate(with_returns(rows(3)))]

@@ -421,6 +421,23 @@ def test_a_run_of_two_ranks_with_a_warm_up_and_mini_batches_goes_to_its_end(tmp_
 
 
 @pytest.mark.slow
+def test_weights_that_are_not_finite_leave_no_rank_whichever_has_them() -> None:
+    """The rows of one step: with this rate every weight overflows, on every rank."""
+
+    async def program() -> None:
+        learner = several(structs.replace(CASE, learner=LearnerConfig(learning_rate=1e39)), 2)
+        try:
+            await learner.begin_batch()
+            await learner.accumulate(batch(0)[0])
+            assert "skipped_steps" not in await learner.step()
+            with pytest.raises(LearnerError, match=r"not finite.* after the learner's optimizer step 0; .* lower"):
+                await learner.weights()
+        finally:
+            await learner.close()
+
+    asyncio.run(program())
+
+
 def test_a_rank_that_raises_ends_all_of_them_and_is_quoted() -> None:
     async def program() -> None:
         learner = several(CASE, 2)

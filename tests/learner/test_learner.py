@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from millstream.algo import AlgorithmConfig, recipe
-from millstream.errors import LearnerError
+from millstream.errors import LearnerError, ModelError
 from millstream.learner import LearnerConfig
 from millstream.learner.optimizer import learning_rate_share
 from millstream.learner.packing import Packer
 from millstream.learner.rows import RowTensors, share_prompts
 from millstream.learner.scorer import TorchScorer
-from millstream.learner.torch import TorchLearner
+from millstream.learner.torch import TorchLearner, save_trained
+from millstream.model.finite import names_not_finite
 from millstream.objective import LossInputs, TokenLoss
 from millstream.types import Metrics, TrainRow
 from support.learners import learner, rows
@@ -329,6 +330,58 @@ def test_a_step_whose_gradient_is_not_finite_is_left_out_and_too_many_in_a_row_e
             await train(batch)
 
     asyncio.run(program())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_neither_published_nor_kept_nor_saved(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    one = TorchLearner(make("qwen3").to(dtype), LearnerConfig(learning_rate=1e39), recipe.supervised())
+
+    async def program() -> None:
+        await one.weights()
+        await one.begin_batch()
+        await one.accumulate(rows(3))
+        assert "skipped_steps" not in await one.step(), "its gradient is finite"
+        said = (
+            r"weight has a value that is not finite, as have \d+ others after the learner's optimizer step 0; the weights are "
+            r"neither published nor saved\. Set learner\.learning_rate \(.*warmup\.learning_rate\) lower"
+        )
+        for leave in (one.weights, one.snapshot):
+            with pytest.raises(LearnerError, match=said):
+                await leave()
+        with pytest.raises(LearnerError, match=said):
+            one.save(tmp_path / "model")
+
+    asyncio.run(program())
+    with pytest.raises(
+        ModelError, match=r"the model is not saved to .*/model: model\.\S+ has a value that is not finite"
+    ):
+        save_trained(one.model, None, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_model_that_begins_with_a_value_that_is_not_finite_is_not_published() -> None:
+    model = make("qwen3")
+    model.lm_head.weight.data[3, 4] = torch.nan
+    one = TorchLearner(model, LearnerConfig(), recipe.supervised())
+    with pytest.raises(
+        LearnerError, match=r"lm_head\.weight has .* before the first optimizer step: model\.path needs"
+    ):
+        asyncio.run(one.weights())
+
+
+def test_every_kind_of_weight_is_looked_at_and_large_ones_are_finite() -> None:
+    weights = {
+        "nan": torch.tensor([1.0, torch.nan]),
+        "large": torch.full((3,), 3e38),
+        "infinite": torch.tensor([-torch.inf, 0.0], dtype=torch.bfloat16),
+        "large too": torch.full((3,), 1e300, dtype=torch.float64),
+        "whole": torch.ones(2, dtype=torch.int64),
+        "empty": torch.empty(0),
+    }
+    assert names_not_finite(weights) == ["nan", "infinite"]
+    assert names_not_finite({"empty": torch.empty(0)}) == []
 
 
 def test_with_bfloat16_the_masters_keep_what_rounding_would_lose(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from decimal import Decimal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from millstream.errors import InvariantError, LagError
 from millstream.pipeline.admission import Admission, full_budget
+from millstream.pipeline.schedule import PipelineConfig
 
 LAGS = [0, 0.25, 0.5, 1, 1.75, 2, 3, 4]
 
@@ -22,6 +24,14 @@ def invariant_holds(admission: Admission, deadlines: list[int]) -> bool:
         sum(deadline <= d for deadline in deadlines) <= (d - n + 1) * batch - taken
         for d in range(n, n + admission.bound + 2)
     ) and all(deadline >= n for deadline in deadlines)
+
+
+@given(groups=st.integers(1, 10_000), lag=st.decimals(0, 1000, places=4, allow_nan=False, allow_infinity=False))
+@example(groups=60, lag=Decimal("1.05"))
+def test_the_full_budget_is_that_of_the_number_that_was_written(groups: int, lag: Decimal) -> None:
+    scaled = int(lag * 10_000)
+    assert full_budget(groups, float(lag)) == groups + groups * scaled // 10_000
+    assert PipelineConfig(groups_per_step=groups, max_lag=float(lag)).most_groups == full_budget(groups, float(lag))
 
 
 @given(

@@ -79,6 +79,18 @@ def test_too_many_of_them_end_the_run_and_the_rows_are_named(tmp_path: Path) -> 
         run(tmp_path / "run", algorithm=own("never_finite"), learner__max_skipped_steps=1)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"learner__learning_rate": 1e39}, {"warmup__learning_rate": 1e39, "warmup__max_steps": 1}], ids=str
+)
+def test_a_model_that_is_not_finite_is_never_saved(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(LearnerError, match=r"has a value that is not finite.* optimizer step \d+; .* lower"):
+        run(tmp_path / "run", **changes)
+    assert not (tmp_path / "run/model").exists()
+    for state in (tmp_path / "run").rglob("learner.pt"):
+        masters = torch.load(state, weights_only=True)["masters"]
+        assert all(master.isfinite().all() for master in masters.values())
+
+
 def test_rollouts_longer_than_the_token_budget_are_trained_each_on_its_own(tmp_path: Path) -> None:
     few = {"warmup.max_steps": 3, "warmup.check_every": 3, "pipeline.filter_zero_signal": "false"}
     run(tmp_path / "wide", **few)

@@ -249,9 +249,9 @@ def test_a_damaged_line_in_the_middle_of_a_file_of_a_run_is_named_in_one_line(
     lines = (run_dir / name).read_bytes().splitlines(keepends=True)
     (run_dir / name).write_bytes(b"".join([*lines[:10], garbage, *lines[10:]]))
     refusal = refusal_of("train", "--resume", str(run_dir))
-    assert f"{run_dir / name}:11 cannot be read: " in refusal and f"millstream audit {run_dir}" in refusal
+    assert f"{run_dir / name}, line 11 cannot be read: " in refusal and f"millstream audit {run_dir}" in refusal
     if name == "events.jsonl":
-        assert f"{run_dir / name}:11 cannot be read: " in refusal_of("report", str(run_dir))
+        assert f"{run_dir / name}, line 11 cannot be read: " in refusal_of("report", str(run_dir))
     assert audit(run_dir).findings, "the audit lists it"
 
 

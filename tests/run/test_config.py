@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
+import math
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import msgspec
 import pytest
-from msgspec import Struct
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import Struct, structs
 
 from millstream.algo.presets import PRESETS
-from millstream.config import load, to_toml
+from millstream.config import OTHER_NAMES, convert, load, to_toml
+from millstream.env.config import EnvironmentConfig
 from millstream.errors import ConfigError, MillstreamError
+from millstream.learner import LearnerConfig
 from millstream.run.check import check_combinations, check_config
 from millstream.run.config import RunConfig
+from millstream.run.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = '[model]\npath = "m"\n[data]\npath = "d.jsonl"\n'
@@ -54,16 +64,21 @@ def written(tmp_path: Path, text: str) -> Path:
         ("[proximal]\nmicro_batch_tokens = 0", r"proximal: micro_batch_tokens must be at least 1"),
         ("[proximal]\npath = 'm'", r"unknown key proximal\.path\. Did you mean"),
         ("[critic]\nvalue_clip = 0", r"critic: learning_rate, max_grad_norm and value_clip must be above 0"),
-        ('[algorithm]\nkl = "loss"\nkl_coefficient = nan', r"algorithm: kl_coefficient must be above 0 and finite"),
-        ('[algorithm]\nkl = "loss"\nkl_coefficient = inf', r"algorithm: kl_coefficient must be above 0 and finite"),
-        ("[algorithm]\nclip_high = nan", r"algorithm: clip_high must be above 0"),
-        ("[critic]\nlearning_rate = nan", r"critic: learning_rate, max_grad_norm and value_clip must be above 0"),
+        ('[algorithm]\nkl = "loss"\nkl_coefficient = nan', r"algorithm\.kl_coefficient = nan: expected a finite"),
+        ('[algorithm]\nkl = "loss"\nkl_coefficient = inf', r"algorithm\.kl_coefficient = inf: expected a finite"),
+        ("[algorithm]\nclip_high = nan", r"algorithm\.clip_high = nan: expected a finite number"),
+        ("[critic]\nlearning_rate = nan", r"critic\.learning_rate = nan: expected a finite number"),
         (
             "[rollout]\ngroup_size = 1\nmin_group_size = 3",
             r"rollout: min_group_size must be between 1 and group_size",
         ),
         ("= 3", "is not TOML"),
         ("[reward]\nfunction = 'f'", r"reward is a list of tables, each a \[\[reward\]\] with two brackets"),
+        ("[learner]\nlr = 1e-5", r"unknown key learner\.lr\. Did you mean learning_rate\?"),
+        ("[rollout]\nlr = 1e-5", r"Did you mean warmup\.learning_rate or|Did you mean learner\.learning_rate or"),
+        ("[[pipeline]]\nsteps = 1", r"pipeline is not a list"),
+        ("[seed]\nx = 1", r"seed is not a table"),
+        ('"a\\nb" = 1', r'unknown key data\."a\\nb"\. Known here'),
         ("[engine]\nmax_lag = 3", r"unknown key engine\.max_lag\. Did you mean pipeline\.max_lag\?"),
     ],
 )
@@ -191,6 +206,178 @@ def test_all_errors_of_a_config_are_found_in_one_walk(tmp_path: Path) -> None:
         "no.py",
         "no/such",
     ]
+
+
+# ---- numbers and texts ---------------------------------------------------------------------------------------------------
+
+
+def nested(key: str, value: object) -> dict[str, Any]:
+    """The data that sets one key."""
+    data: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
+    table: Any = data
+    for name, child in itertools.pairwise(key.split(".")):
+        table = table[0] if name == "0" else table.setdefault(name, [{}] if child == "0" else {})
+    table[key.rpartition(".")[2]] = value
+    return data
+
+
+def number_keys(kind: type[Struct], place: str = "") -> Iterator[str]:
+    for field in msgspec.structs.fields(kind):
+        kinds = get_args(field.type) or (field.type,)
+        if {int, float} & set(kinds):
+            yield f"{place}{field.name}"
+        number = "0." if get_origin(field.type) is tuple else ""
+        for struct in (one for one in kinds if isinstance(one, type) and issubclass(one, Struct)):
+            yield from number_keys(struct, f"{place}{field.name}.{number}")
+
+
+@pytest.mark.parametrize("key", list(number_keys(RunConfig)))
+def test_every_number_is_finite_and_of_64_bits(key: str) -> None:
+    for value in (math.nan, math.inf, -math.inf, 2**63, -(2**64), 16**5000):
+        with pytest.raises(
+            ConfigError, match=r"expected a finite number|expected a number of at most 64 bits"
+        ) as error:
+            convert(nested(key, value), RunConfig, where="here")
+        assert str(error.value).replace("[0]", ".0").startswith(f"here: {key} = ") and len(str(error.value)) < 200
+
+
+def test_a_number_that_is_not_finite_is_refused_in_a_config_made_in_python() -> None:
+    config = convert({"model": {"path": "m"}, "data": {"path": "d"}}, RunConfig, where="here")
+    learner = LearnerConfig(max_grad_norm=math.nan)
+    with pytest.raises(ConfigError, match=r"learner\.max_grad_norm = nan: expected a finite number"):
+        check_combinations(structs.replace(config, learner=learner))
+    with pytest.raises(ConfigError, match=r"seed: expected `int`, got `str`"):
+        check_combinations(structs.replace(config, seed="x"))
+
+
+def test_half_of_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run_dir = \\udcff: expected text"):
+        load(written(tmp_path, MINIMAL), RunConfig, ["run_dir=\udcff"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"seed = {'1' * 5000}", r"run\.toml, line 5: an integer of more than 4,000 digits"),
+        (f"stop = {'[' * 3000}{']' * 3000}", r"run\.toml, line 5: tables or lists nested too deeply"),
+        (f"stop = {'{a=' * 3000}1{'}' * 3000}", r"run\.toml, line 5: tables or lists nested too deeply"),
+        (f"[[environment]]\nargs.{'a.' * 5000}a = 1", r"environment\[0\]\.args: tables or lists nested"),
+    ],
+)
+def test_what_python_cannot_read_is_one_line_with_the_place(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load(written(tmp_path, MINIMAL + text), RunConfig)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("warmpu=", r"--set warmpu=: unknown key warmpu\. Did you mean warmup\?"),
+        ("learner.lr=", r"unknown key learner\.lr\. Did you mean learning_rate\?"),
+        ("seed.x=", "seed is not a table"),
+        ("seed.0=", "seed is not a list"),
+        ("0=", "unknown key 0"),
+        (".=", "unknown key"),
+        (" =", "expected KEY=VALUE"),
+        ("reward.weight=", "reward is a list of tables"),
+        (f"seed={'1' * 5000}", "--set seed=1+\\.\\.\\.: an integer of more than 4,000 digits"),
+        (f"reward.{'1' * 5000}.weight=3", "in a list of 0; they count from 0"),
+        (f"rollout.stop={'[' * 3000}{']' * 3000}", "nested too deeply"),
+        ("reward.0=5", "reward is a list of tables"),
+    ],
+)
+def test_an_override_that_cannot_be_meant_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(written(tmp_path, MINIMAL), RunConfig, [override])
+
+
+def test_unsetting_a_key_makes_no_table(tmp_path: Path) -> None:
+    plain = load(written(tmp_path, MINIMAL), RunConfig)
+    for override in ("warmup.max_steps=", "critic.value_clip=", "reward.0.weight=", "environment.3.args.x="):
+        assert load(written(tmp_path, MINIMAL), RunConfig, [override]) == plain
+    two = MINIMAL + "[[reward]]\nweight = 2.0\n[[reward]]\nweight = 3.0\n"
+    assert [one.weight for one in load(written(tmp_path, two), RunConfig, ["reward.0="]).reward] == [3.0]
+    assert load(written(tmp_path, two), RunConfig, ["reward.1.weight="]).reward[1].weight == 1.0
+
+
+def test_a_value_of_several_lines_is_text_and_sets_no_other_key(tmp_path: Path) -> None:
+    found = load(written(tmp_path, MINIMAL), RunConfig, ["run_dir='a'\nseed = 3"])
+    assert (found.run_dir, found.seed) == ("'a'\nseed = 3", 0)
+
+
+def test_the_names_of_other_trainers_lead_to_keys_that_exist() -> None:
+    names = {name for _, name in keys(RunConfig)}
+    assert set(OTHER_NAMES.values()) <= names and not set(OTHER_NAMES) & names
+
+
+# ---- back to TOML --------------------------------------------------------------------------------------------------------
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+WHOLE_TIMES = st.times().map(lambda at: at.replace(fold=0))
+LEAVES = st.one_of(
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    TEXT,
+    st.dates(),
+    WHOLE_TIMES,
+    st.datetimes().map(lambda at: at.replace(fold=0)),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXT, inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(TEXT, VALUES, max_size=5))
+@settings(max_examples=100, deadline=None)
+def test_whatever_arguments_toml_can_hold_read_back_as_the_same(args: dict[str, object]) -> None:
+    data = {"model": {"path": "m"}, "data": {"path": "d"}, "environment": [{"args": args}], "reward": [{"args": args}]}
+    config = convert(data, RunConfig, where="here")
+    again = convert(tomllib.loads(to_toml(config)), RunConfig, where="there")
+    assert sorted_repr(again.reward[0].args) == sorted_repr(again.environment[0].args) == sorted_repr(args)
+
+
+def test_a_run_folder_reads_back_whatever_its_arguments_are(tmp_path: Path) -> None:
+    args = {
+        "limit": math.inf,
+        "a key": {"with.dots": True},
+        "mixed": [1, {"x": [{}]}, "y"],
+        "on": datetime.date(2026, 1, 2),
+    }
+    data = {"model": {"tiny": {}}, "reward": [{"args": args}], "run_dir": str(tmp_path / "run")}
+    config = convert(data, RunConfig, where="here")
+    folder = RunFolder.create(config, "name")
+    folder.unlock()
+    _, again = RunFolder.reopen(folder.path)
+    assert again == config and again.reward[0].args == args
+
+
+def sorted_repr(value: object) -> str:
+    """Tables come last in TOML; NaN is not equal to itself."""
+    if isinstance(value, dict):
+        return repr(sorted((key, sorted_repr(item)) for key, item in value.items()))
+    return repr([sorted_repr(item) for item in value]) if isinstance(value, list) else repr(value)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"x": None}, r"environment\[0\]\.args\.x"),
+        ({"x": [1, {"y": None}]}, r"environment\[0\]\.args\.x = \[1, \{'y': None\}\]"),
+        ({"x": test_a_missing_file_is_named}, r"objects of type function"),
+        ({"x": b"a"}, r"environment\[0\]\.args\.x = b'a'"),
+        ({"\ud800": {}}, r"environment\[0\]\.args\.\\ud800: expected a text as the key"),
+        ({1: 2}, r"environment\[0\]\.args\.1: expected a text as the key"),
+        ({"x": {"y": "\ud800"}}, r"environment\[0\]\.args\.x\.y = \\ud800"),
+    ],
+)
+def test_what_toml_cannot_hold_is_refused_before_the_run(args: dict[str, object], message: str) -> None:
+    config = convert({"model": {"path": "m"}, "data": {"path": "d"}}, RunConfig, where="here")
+    with pytest.raises(ConfigError, match=message):
+        check_combinations(structs.replace(config, environment=(EnvironmentConfig(args=args),)))
 
 
 def keys(kind: type[Struct], place: str = "") -> Iterator[tuple[str, str]]:

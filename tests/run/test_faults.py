@@ -39,7 +39,7 @@ def test_an_engine_that_stops_answering_is_replaced_by_name_and_the_run_continue
 
 
 def test_a_run_whose_engine_can_never_work_ends_at_once_with_the_reason_from_its_process(tmp_path: Path) -> None:
-    process = start(command(tmp_path / "run", {"engine.process": "true", "engine.slots": 2 * 10**12}))
+    process = start_command(command(tmp_path / "run", {"engine.process": "true", "engine.slots": 2 * 10**12}))
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 1 and output.count("set engine.slots lower") == 1, output
     assert "Traceback" not in output and "exit code" not in output and "has left" not in output, output

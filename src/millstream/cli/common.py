@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import platform
+import re
+import sys
+import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,22 +14,25 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from millstream.errors import ConfigError, MillstreamError, Stopped
+import millstream
+from millstream.errors import ConfigError, MillstreamError, Stopped, shown
+from millstream.paths import kind_of
 from millstream.run.folder import RunFolder, resume_command
 
 console = Console()
 errors = Console(stderr=True)
+CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
+"""Characters that a terminal would act on, as they are shown."""
 
 
 @contextmanager
 def errors_shown() -> Iterator[None]:
     """A `MillstreamError` becomes one message and exit code 1; a stop, the command that resumes the run and the signal's
-    exit code."""
+    exit code; any other error one line that names the file with its traceback, and exit code 1."""
     try:
         yield
     except MillstreamError as error:
-        errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        errors.out("\n".join([str(error), *getattr(error, "__notes__", ())]), highlight=False)
+        _print_error(error, [str(error), *getattr(error, "__notes__", ())])
         raise typer.Exit(1) from error
     except Stopped as stopped:
         errors.out(str(stopped), highlight=False)
@@ -32,12 +40,37 @@ def errors_shown() -> Iterator[None]:
     except KeyboardInterrupt:
         errors.print("stopped by Ctrl-C")
         raise typer.Exit(130) from None
+    except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):  # typer's own, and a reader such as `head`
+        raise
+    except Exception as error:
+        _print_error(error, [f"{shown(str(error))}. That is not expected: {_write_traceback(error)}"])
+        raise typer.Exit(1) from error
+
+
+def _print_error(error: Exception, messages: list[str]) -> None:
+    """A line for each; what to type is on a line of its own, after two spaces. A library's message may have many lines."""
+    errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+    lines = [re.sub(r"\s*\n(?!  \S)\s*", " ", message) for message in messages]
+    errors.out("\n".join(lines).translate(CONTROL), highlight=False)
+
+
+def _write_traceback(error: Exception) -> str:
+    """Where it is, in words."""
+    command = " ".join(sys.argv[1:2])  # not all of it: a token may have been typed
+    header = f"millstream {millstream.__version__} {command}, Python {platform.python_version()}\n\n"
+    text = header + "".join(traceback.format_exception(error))
+    try:
+        with tempfile.NamedTemporaryFile("wb", prefix="millstream-error-", suffix=".txt", delete=False) as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
+    except OSError as failure:
+        return f"the traceback cannot be written to a file ({failure.strerror}): {text}"
+    return f"the traceback is in {file.name}"
 
 
 def model_in(path: str, what: str) -> str:
     """The path itself, or the model of the run whose folder it is."""
     folder = RunFolder(Path(path))
-    if not folder.config.is_file():
+    if kind_of(folder.config) != "file":
         return path
     if not folder.model.is_dir():
         raise ConfigError(f"the run in {path} has no model yet. To resume the run:\n  {resume_command(folder.path)}")

@@ -28,6 +28,7 @@ from millstream.errors import ConfigError
 from millstream.events import EventSink
 from millstream.events.bias import bias_report
 from millstream.events.sinks import read_history
+from millstream.paths import kind_of
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run import control
 from millstream.run.check import check_combinations, check_config
@@ -38,6 +39,7 @@ from millstream.run.folder import RunFolder, check_changes, program, resume_comm
 if TYPE_CHECKING:
     from millstream.run.folder import RunResult
 
+EVENTS = "events.jsonl"
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -88,9 +90,10 @@ def train_command(
             raise ConfigError("type either a config (millstream train RUN.toml) or a run to resume (--resume RUN)")
         if resume is not None:
             check_changes(overrides or [])
-        if path is not None and path.is_dir():
+        if path is not None and kind_of(path) == "folder":
             raise ConfigError(_not_a_config(path))
-        config = configs.load(path or _config_in(resume), RunConfig, overrides or [])
+        source = path or RunFolder.of_run(resume or Path()).config
+        config = configs.load(source, RunConfig, overrides or [])
         if dry_run:
             for finding in check_config(config).findings:
                 console.out(f"# {finding}", highlight=False)
@@ -109,16 +112,9 @@ def train_command(
 
 
 def _not_a_config(folder: Path) -> str:
-    if RunFolder(folder).config.is_file():
+    if kind_of(RunFolder(folder).config) == "file":
         return f"{folder} is a run folder, not a config. To resume that run:\n  {resume_command(folder)}"
     return f"{folder} is a folder: expected a config, a TOML file. To write one:\n  {program()} init mine.toml"
-
-
-def _config_in(run_dir: Path | None) -> Path:
-    folder = RunFolder(run_dir or Path())
-    if not folder.config.is_file():
-        raise ConfigError(f"{run_dir} is not a run folder: it has no config.toml")
-    return folder.config
 
 
 @contextmanager
@@ -161,15 +157,8 @@ def trace(
 ) -> None:
     """Write a timeline of a run. RUN/trace.json shows every worker at ui.perfetto.dev."""
     with errors_shown():
-        target = _run_folder(run_dir).write_trace()
+        target = RunFolder.of_run(run_dir, EVENTS).write_trace()
         console.print(f"wrote {target}: open it at https://ui.perfetto.dev", highlight=False)
-
-
-def _run_folder(run_dir: Path) -> RunFolder:
-    folder = RunFolder(run_dir)
-    if not folder.events.is_file():
-        raise ConfigError(f"{run_dir} is not a run folder: it has no events.jsonl")
-    return folder
 
 
 @app.command()
@@ -228,7 +217,7 @@ def audit_command(
 ) -> None:
     """Verify what happened to every prompt. Reads a run's events and checkpoints. Exit code 1 if something is wrong."""
     with errors_shown():
-        found = audit(_run_folder(run_dir).path)
+        found = audit(RunFolder.of_run(run_dir, EVENTS).path)
         if as_json:
             console.out(msgspec.json.encode(found, enc_hook=str).decode(), highlight=False)
         else:
@@ -246,7 +235,7 @@ def report(
     """Report which rollouts were trained. Shows what was admitted, trained, filtered, failed and aborted, and tests whether
     long, slow or hard rollouts were lost."""
     with errors_shown():
-        found = bias_report(read_history(_run_folder(run_dir).events))
+        found = bias_report(read_history(RunFolder.of_run(run_dir, EVENTS).events))
         if as_json:
             console.out(msgspec.json.encode(found).decode(), highlight=False)
         else:
@@ -270,8 +259,8 @@ def evaluate_command(
 ) -> None:
     """Evaluate a model on the held-out tasks. Sampled as in training, and greedy."""
     with errors_shown():
-        if path.is_dir():
-            path, model = _config_in(path), model or str(path)
+        if kind_of(path) == "folder":
+            path, model = RunFolder.of_run(path).config, model or str(path)
         config = configs.load(path, RunConfig, overrides or [])
         if model is not None:
             config = structs.replace(
@@ -294,7 +283,7 @@ def init(
 ) -> None:
     """Write a commented config. Fill in your own data, reward and model, then train with it."""
     with errors_shown():
-        if path.exists():
+        if kind_of(path) is not None:
             raise ConfigError(f"{path} exists already: choose another name")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from millstream.engine.vllm.config import VllmConfig
 
 OnUpdate = Literal["keep", "recompute"]
 PREFILL_TOKENS = 4096
+MAX_REPLICAS = 65_536
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -50,6 +51,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if min(self.slots, self.prefill_tokens, self.replicas) < 1 or not 0 < self.answer_s < math.inf:
             raise ValueError("slots, prefill_tokens and replicas must be at least 1, answer_s above 0 and finite")
+        if self.replicas > MAX_REPLICAS:
+            raise ValueError(f"replicas = {self.replicas}: expected at most {MAX_REPLICAS:,}")
         if self.cache_gb is not None and (not 0 < self.cache_gb < math.inf or self.cache == "slots"):
             raise ValueError('cache_gb must be above 0 and finite, and goes with cache = "pages"')
         if (self.kind == "http") != (self.http is not None):

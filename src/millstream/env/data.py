@@ -1,29 +1,37 @@
 """Data sets as lists of tasks, and the order they are trained in.
 
-A record has a prompt, a string or a list of {role, content} messages; every other field is there for the reward to read. With
-`data.system` a string becomes a chat. Every error names the file and the line. What is held out, and the order of an epoch,
-come from the seed alone.
+A record has a prompt, a string or a list of {role, content} messages, and may have an answer, a string or a number; every other
+field is there for the reward to read. With `data.system` a string becomes a chat. Nothing else is turned into text: what is
+neither is refused. Every error names the file and the line. What is held out, and the order of an epoch, come from the seed
+alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
+from millstream.config import MAX_DEPTH, is_deeper
 from millstream.env.games import toy
-from millstream.errors import DataError
+from millstream.errors import DataError, shown
+from millstream.paths import kind_of
 from millstream.seeds import derive_seed
 from millstream.types import Message, Task
 
 MakeTasks = Callable[[int, int], list[Task]]  # from a number and a seed
 DataRecord = tuple[str, Any]  # where it came from, in words, and what it is
 NEEDS_EXTRA = "pip install 'millstream[data]'"
+MAX_SIZE = 10_000_000  # of tasks that are made on the spot: they are held in memory
+MAX_NAMES = 8  # of keys in a message
 
 
 class DataConfig(Struct, frozen=True, kw_only=True):
@@ -47,8 +55,8 @@ class DataConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 "set only one of path (a JSONL or Parquet file), name (of `datasets`) and toy (a built-in task)"
             )
-        if self.holdout < 0 or self.size < 1:
-            raise ValueError("holdout must be at least 0 and size at least 1")
+        if self.holdout < 0 or not 1 <= self.size <= MAX_SIZE:
+            raise ValueError(f"holdout must be at least 0, size from 1 to {MAX_SIZE:,}")
         if self.subset is not None and self.name is None:
             raise ValueError("subset goes with name (a data set of `datasets`): a file has no subsets")
         if self.system is not None and self.path is None and self.name is None:
@@ -133,8 +141,16 @@ def _records(config: DataConfig) -> Iterable[DataRecord]:
     if config.name is not None:
         return _hub_records(config.name, config.subset, config.split)
     path = Path(config.path or "")
-    if not path.is_file():
-        raise DataError(f"cannot read data.path = {path}: No such file (looked for it from {Path.cwd()})")
+    match kind_of(path, "data.path"):
+        case None:
+            raise DataError(f"cannot read data.path = {path}: No such file (looked for it from {Path.cwd()})")
+        case "folder":
+            raise DataError(
+                f"data.path = {path} is a folder: expected a JSONL file (.jsonl) or a Parquet file (.parquet). A folder that "
+                f"the datasets library can load: --set data.path= --set data.name={path}"
+            )
+        case "other":
+            raise DataError(f"data.path = {path} is not a file: expected a JSONL file or a Parquet file")
     return _parquet_records(path) if path.suffix == ".parquet" else _jsonl_records(path)
 
 
@@ -149,9 +165,16 @@ def _jsonl_records(path: Path) -> Iterator[DataRecord]:
         if line.strip():
             where = f"{path}, line {number}"
             try:
-                yield where, json.loads(line)
-            except json.JSONDecodeError as error:
+                record = json.loads(line)
+            except ValueError as error:  # also an integer of more digits than Python reads
                 raise DataError(f"{where}: not JSON: {error}") from error
+            except RecursionError as error:
+                raise DataError(f"{where}: objects or lists nested too deeply") from error
+            if "\\ud" in line.lower() and not _has_whole_characters(record):  # only an escape can write half of a pair
+                raise DataError(
+                    f"{where}: half of a surrogate pair (\\ud800 to \\udfff) in a text: expected whole characters"
+                )
+            yield where, record
 
 
 def _parquet_records(path: Path) -> Iterator[DataRecord]:
@@ -161,7 +184,7 @@ def _parquet_records(path: Path) -> Iterator[DataRecord]:
         raise DataError(f"reading {path} needs pyarrow: {NEEDS_EXTRA}") from error
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, pyarrow.ArrowException, ValueError) as error:  # also text that is not UTF-8
         raise DataError(f"{path} is not a Parquet file: {error}") from error
     for number, row in enumerate(rows, start=1):
         yield f"{path}, row {number}", row
@@ -186,27 +209,75 @@ def _task(record: DataRecord, config: DataConfig, number: int) -> Task:
     if not isinstance(fields, Mapping):
         raise DataError(f"{where}: expected an object, got {type(fields).__name__}")
     if config.prompt_key not in fields:
-        raise DataError(
-            f"{where}: no key {config.prompt_key!r} among {', '.join(map(repr, fields))}: set data.prompt_key"
-        )
-    answer = fields.get(config.answer_key)
+        raise DataError(f"{where}: no key {config.prompt_key!r} among {_names(fields)}: set data.prompt_key")
+    if is_deeper(fields, MAX_DEPTH):
+        raise DataError(f"{where}: objects or lists nested too deeply: expected at most {MAX_DEPTH}")
+    own_id = _plain_text(fields.get("id"), f"{where}: id")
     return Task(
-        id=str(fields.get("id", number)),
+        id=str(number) if own_id is None else own_id,
         prompt=_prompt(fields[config.prompt_key], where, config.system),
-        answer=None if answer is None else str(answer),
+        answer=_plain_text(fields.get(config.answer_key), f"{where}: {config.answer_key}"),
         data={key: value for key, value in fields.items() if key not in (config.prompt_key, config.answer_key)},
     )
+
+
+def _names(fields: Mapping[str, Any]) -> str:
+    names = [repr(shown(name)) for name in fields]
+    return ", ".join([*names[:MAX_NAMES], *(["..."] if len(names) > MAX_NAMES else [])]) or "none"
+
+
+def _plain_text(value: Any, where: str) -> str | None:
+    """A string, or a finite number, a truth value or a date as a string. None: there is none."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, int | float | Decimal | date) or (
+        isinstance(value, float | Decimal) and not math.isfinite(value)
+    ):
+        raise DataError(
+            f"{where} is {shown(value)}: expected a string or a finite number. Leave it out where there is none; what a reward "
+            "reads in another form goes under another key"
+        )
+    return str(value)
 
 
 def _prompt(value: Any, where: str, system: str | None) -> str | tuple[Message, ...]:
     if isinstance(value, str) and value:
         return value if system is None else _chat(system, value)
     if isinstance(value, list) and value:
-        try:
-            return tuple(Message(role=str(m["role"]), content=str(m["content"])) for m in value)
-        except (TypeError, KeyError) as error:
-            raise DataError(f"{where}: a chat prompt is a list of objects with role and content") from error
-    raise DataError(f"{where}: the prompt must be a non-empty string or list of messages, got {value!r}")
+        return tuple(_message(message, where, number) for number, message in enumerate(value))
+    raise DataError(f"{where}: the prompt must be a non-empty string or list of messages, got {shown(value)}")
+
+
+def _message(message: Any, where: str, number: int) -> Message:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise DataError(
+            f"{where}: a chat prompt is a list of objects with role and content, and message {number} is {shown(message)}"
+        )
+    where = f"{where}: message {number}"
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str) or not role:
+        raise DataError(f"{where}: the role is {shown(role)}: expected a string, such as 'user'")
+    if isinstance(content, list):
+        content = "".join(_text_of_part(part, f"{where}, part {number}") for number, part in enumerate(content))
+    if not isinstance(content, str):
+        raise DataError(f"{where}: the content is {shown(content)}: expected a string, or a list of parts of text")
+    return Message(role=role, content=content)
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+    if not isinstance(text, str):
+        raise DataError(f"{where} is {shown(part)}: expected text, as {{'type': 'text', 'text': '...'}}")
+    return text
+
+
+def _has_whole_characters(record: Any) -> bool:
+    """Whether every string in it has whole characters."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _chat(system: str, prompt: str) -> tuple[Message, ...]:

@@ -61,11 +61,20 @@ def find_environment(config: EnvironmentConfig) -> EnvironmentKind:
     if inspect.isclass(target) and hasattr(target, "reset") and hasattr(target, "step"):
         return _kind(config, _with_steps(target, config), target)
     if inspect.isclass(target) and hasattr(target, "rollout"):
-        environment = _bound(target, config)()
+        environment = _made(_bound(target, config), config)
         return _kind(config, environment, environment)
     if inspect.iscoroutinefunction(target):
         return _kind(config, _FreeForm(_bound(target, config, None)), target)
     raise ConfigError(f"{config.use} is not an environment: {EXPECTED}")
+
+
+def _made(make: Callable[[], Environment], config: EnvironmentConfig) -> Environment:
+    try:
+        return make()
+    except ConfigError:
+        raise
+    except Exception as error:  # user code: reported as a config error, with its cause
+        raise ConfigError(f"environment {config.shown} cannot be made: {type(error).__name__}: {error}") from error
 
 
 class _FreeForm:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from millstream.errors import LogError
+from millstream.errors import LogError, shown
 from millstream.events import AnyEvent, Event, EventSink, Resumed, decode_event, encode_event
 from millstream.events.metrics import StepMetrics
 
@@ -138,7 +138,7 @@ def _cut_torn_line(path: Path) -> int:
         begin = _last_newline(file, end - 1) + 1
         file.seek(begin)
         line = file.read(end - begin)
-    return _seq(line) + 1 if line else 0
+    return _read_as(_seq, line, path, "the last line") + 1 if line else 0
 
 
 def _last_newline(file: BinaryIO, end: int) -> int:
@@ -158,7 +158,7 @@ class MetricsSink:
 
     def __init__(self, path: Path, *, upto: int = 0) -> None:
         if path.exists():
-            kept = [line for number, line in _lines(path) if _read(path, number, line, _step) <= upto]
+            kept = [line for number, line in _lines(path) if _read_as(_step, line, path, number) <= upto]
             new = path.with_suffix(".new")
             new.write_bytes(b"".join(kept))
             new.replace(path)
@@ -231,8 +231,7 @@ class Tee:
 def read_events(path: Path) -> Iterator[AnyEvent]:
     """All events of a run folder, whether the run is alive or not. An incomplete last line is left out. Raises `LogError` at a
     line that is not an event."""
-    for number, line in _lines(path):
-        yield _read(path, number, line, decode_event)
+    return (_read_as(decode_event, line, path, number) for number, line in _lines(path))
 
 
 def read_history(path: Path, *, upto: int | None = None) -> Iterator[AnyEvent]:
@@ -241,30 +240,35 @@ def read_history(path: Path, *, upto: int | None = None) -> Iterator[AnyEvent]:
     void: list[tuple[int, int]] = []
     for number, line in _lines(path):
         if b'"kind":"resumed"' in line:
-            event = _read(path, number, line, decode_event)
-            assert isinstance(event, Resumed)
-            void.append((event.from_seq, _seq(line)))
+            event = _read_as(decode_event, line, path, number)
+            if isinstance(event, Resumed):
+                void.append((event.from_seq, _read_as(_seq, line, path, number)))
     for number, line in _lines(path):
-        seq = _read(path, number, line, _seq)
+        seq = _read_as(_seq, line, path, number) if void or upto is not None else 0
         if upto is not None and seq > upto:
             return
         if not any(begin < seq < end for begin, end in void):
-            yield _read(path, number, line, decode_event)
+            yield _read_as(decode_event, line, path, number)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Complete lines, numbered from 1."""
-    with path.open("rb") as lines:
-        yield from ((number, line) for number, line in enumerate(lines, 1) if line.endswith(b"\n"))
+    """The complete lines, numbered from 1. Raises `LogError` if the file cannot be read."""
+    try:
+        with path.open("rb") as lines:
+            yield from ((number, line) for number, line in enumerate(lines, 1) if line.endswith(b"\n"))
+    except OSError as error:
+        raise LogError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _read(path: Path, number: int, line: bytes, decode: Callable[[bytes], T]) -> T:
+def _read_as(decode: Callable[[bytes], T], line: bytes, path: Path, place: int | str) -> T:
+    """Raises `LogError`, which names the file and the line."""
     try:
         return decode(line)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:  # msgspec's errors are of these
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        where = place if isinstance(place, str) else f"line {place}"
         raise LogError(
-            f"{path}:{number} cannot be read: {error}. The file was damaged: restore it from a copy. "
-            f"To list all that is wrong: millstream audit {path.parent}"
+            f"{path}, {where} cannot be read: {error}. Found: {shown(line.rstrip())}. What happened up to there: "
+            f"millstream audit {path.parent}"
         ) from error
 
 

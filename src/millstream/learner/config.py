@@ -9,6 +9,8 @@ from msgspec import Struct
 
 from millstream.model.lora import LoraConfig
 
+MAX_RANKS = 65_536
+
 
 class LearnerConfig(Struct, frozen=True, kw_only=True):
     learning_rate: float = 1e-5
@@ -37,6 +39,8 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("learning_rate and max_grad_norm must be above 0")
         if self.mini_batches < 1 or self.micro_batch_tokens < 1 or self.ranks < 1:
             raise ValueError("mini_batches, micro_batch_tokens and ranks must be at least 1")
+        if self.ranks > MAX_RANKS:
+            raise ValueError(f"ranks = {self.ranks}: expected at most {MAX_RANKS:,}")
         if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_skipped_steps < 0:
             raise ValueError("warmup_steps, weight_decay and max_skipped_steps must be at least 0")
 

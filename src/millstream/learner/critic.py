@@ -132,7 +132,11 @@ class TorchCritic:
         return {"loss": loss, "explained": explained, "value": mean - error, "return": mean}
 
     async def snapshot(self) -> TorchSnapshot:
-        return await self._thread.call(lambda: TorchSnapshot(on_host(self._optimizer.state())))
+        return await self._thread.call(self._snapshot)
+
+    def _snapshot(self) -> TorchSnapshot:
+        self._optimizer.check_finite(dict(self._values.named_parameters()))
+        return TorchSnapshot(on_host(self._optimizer.state()))
 
     def restore(self, folder: Path) -> None:
         self._optimizer.restore(read_state(folder))

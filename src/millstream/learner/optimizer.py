@@ -14,11 +14,13 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
 from millstream.errors import LearnerError
 from millstream.learner.config import LearnerConfig
-from millstream.types import Metrics
+from millstream.model.finite import names_not_finite
+from millstream.types import Metrics, Weights
 
 logger = logging.getLogger(__name__)
 OptimizerState = dict[str, Any]
@@ -125,6 +127,33 @@ class Optimizer:
                 f"{self._table}.max_skipped_steps = {self._config.max_skipped_steps}: set "
                 f"{LEARNING_RATE_KEYS.get(self._table, f'{self._table}.learning_rate')} lower"
             )
+
+    def check_finite(self, weights: Weights) -> None:
+        """Before weights leave the learner, to engines or to a checkpoint: raises `LearnerError` if one is not finite. Of a
+        sharded module, this rank's shards; then it is a collective, and raises in all ranks or in none."""
+        is_sharded = any(hasattr(weight, "to_local") for weight in weights.values())
+        local: dict[str, Tensor] = {
+            name: weight.to_local() if hasattr(weight, "to_local") else weight for name, weight in weights.items()
+        }
+        names = names_not_finite(local)
+        if is_sharded:
+            device = next(iter(local.values())).device
+            counts = torch.tensor([name in names for name in local], dtype=torch.int32, device=device)
+            torch.distributed.all_reduce(counts)
+            names = [name for name, count in zip(local, counts.tolist(), strict=True) if count]
+        if not names:
+            return
+        what = f"{names[0]} has a value that is not finite" + (
+            f", as have {len(names) - 1} others" if names[1:] else ""
+        )
+        if not self.num_steps_done:
+            key = {"learner": "model"}.get(self._table, self._table)
+            raise LearnerError(f"{what}, before the first optimizer step: {key}.path needs another checkpoint")
+        rate = LEARNING_RATE_KEYS.get(self._table, f"{self._table}.learning_rate")
+        raise LearnerError(
+            f"{what} after the {self._table}'s optimizer step {self.num_steps_done - 1}; the weights are neither published nor "
+            f"saved. Set {rate} lower"
+        )
 
     @torch.no_grad()
     def _round_parameters(self) -> None:

@@ -154,6 +154,10 @@ class Rank:
         self._has_stepped = True
         return stepped
 
+    def check_finite(self) -> None:
+        """See `Optimizer.check_finite`. A collective."""
+        self.optimizer.check_finite(trained_weights(self.policy.model))
+
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Each weight unsharded, one after the other. A collective: every rank must iterate to the end."""
         parameters = dict(self.policy.model.named_parameters())

@@ -83,6 +83,7 @@ class RankServer:
             case GatherWeights(number):
                 return self._gather(number)
             case TakeSnapshot(snapshot):
+                self._rank.check_finite()
                 return self._kept.keep(snapshot, on_host(self._rank.state()))
             case WriteSnapshot(snapshot, folder):
                 return self._write(self._kept.pop(snapshot), Path(folder))
@@ -103,6 +104,7 @@ class RankServer:
 
     def _gather(self, number: int) -> WeightsRef | None:
         """A collective: every rank takes part, and rank 0 keeps the weights."""
+        self._rank.check_finite()
         weights = self._rank.weights(self._dtype)
         if self._publisher is not None:
             return self._publisher.put(number, weights)

@@ -12,13 +12,15 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from millstream.errors import ModelError
 from millstream.learner.config import LearnerConfig
 from millstream.learner.optimizer import Optimizer, OptimizerState
 from millstream.learner.rank import Rank, make_policies
 from millstream.learner.state import on_host, read_state, write_state
 from millstream.learner.tally import FiniteGuard
 from millstream.model.adapters import lora_of, merged, save_adapters, trained_weights
-from millstream.model.load import save_model
+from millstream.model.finite import names_not_finite
+from millstream.model.load import model_weights, save_model
 from millstream.objective import Objective
 from millstream.rpc.threads import DaemonThreads
 from millstream.types import Floats, Metrics, TrainRow, Weights
@@ -76,18 +78,25 @@ class TorchLearner:
         return await self._thread.call(self._weights)
 
     def _weights(self) -> Weights:
-        weights = {name: tensor.detach().clone() for name, tensor in trained_weights(self.model).items()}
+        found = trained_weights(self.model)
+        self.optimizer.check_finite(found)
+        weights = {name: tensor.detach().clone() for name, tensor in found.items()}
         if next(iter(weights.values())).is_cuda:
             torch.cuda.current_stream().synchronize()  # they may be read on another stream
         return weights
 
     async def snapshot(self) -> TorchSnapshot:
-        return await self._thread.call(lambda: TorchSnapshot(on_host(self.rank.state())))
+        return await self._thread.call(self._snapshot)
+
+    def _snapshot(self) -> TorchSnapshot:
+        self.rank.check_finite()
+        return TorchSnapshot(on_host(self.rank.state()))
 
     def restore(self, folder: Path) -> None:
         self.rank.restore(read_state(folder))
 
     def save(self, path: Path) -> None:
+        self.rank.check_finite()
         save_trained(self.model, self._tokenizer, path)
 
     async def close(self) -> None:
@@ -97,12 +106,15 @@ class TorchLearner:
 
 
 def save_trained(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:
-    """As a Hugging Face checkpoint. With adapters: the merged model, and in `adapter/` the adapters in peft's format."""
-    if lora_of(model) is None:
-        save_model(model, tokenizer, path)
-        return
-    save_model(merged(model), tokenizer, path)
-    save_adapters(model, path / "adapter")
+    """As a Hugging Face checkpoint. With adapters: the merged model, and in `adapter/` the adapters in peft's format. Raises
+    `ModelError` for a model with a value that is not finite."""
+    has_adapters = lora_of(model) is not None
+    ordinary = merged(model) if has_adapters else model
+    if names := names_not_finite(model_weights(ordinary)):
+        raise ModelError(f"the model is not saved to {path}: {names[0]} has a value that is not finite")
+    save_model(ordinary, tokenizer, path)
+    if has_adapters:
+        save_adapters(model, path / "adapter")
 
 
 class TorchSnapshot:

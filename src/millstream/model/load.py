@@ -59,7 +59,7 @@ def load_model(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a library that raises many kinds for a damaged file: reported as one, with its cause
         raise ModelError(_not_loaded(path, f"no causal language model in {path}: {error}", error)) from error
     return model.to(device)
 
@@ -101,7 +101,7 @@ def check_layers(model: PreTrainedModel) -> None:
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # as above
         raise ModelError(_not_loaded(path, no_tokenizer(str(path), str(error)), error)) from error
 
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from millstream.errors import ModelError
+from millstream.paths import kind_of
 
 EXPECTED = (
     "Expected a folder in Hugging Face format (config.json, weights, a tokenizer), as model.save_pretrained and "
@@ -28,11 +29,11 @@ def check_path(path: str, key: str = "model.path", to_type: str | None = None) -
     `to_type`: what to type before another folder, where it is not a key of a config."""
     to_type = to_type or f"--set {key}="
     expected = f"{EXPECTED}: {to_type}FOLDER"
-    folder = Path(path)
-    if not folder.exists():
+    folder, kind = Path(path), kind_of(path, key)
+    if kind is None:
         if HUB_NAME.fullmatch(path) is None:
             raise ModelError(f"{key} = {path!r}: no such folder (looked for it from {Path.cwd()}). {expected}")
-    elif not folder.is_dir():
+    elif kind != "folder":
         raise ModelError(f"{key} = {path!r} is a file. {expected}")
     elif (folder / "config.toml").is_file():
         raise ModelError(f"{path} is a run folder, and its model a folder in it: {to_type}{folder / 'model'}")

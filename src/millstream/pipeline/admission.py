@@ -50,6 +50,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import NamedTuple
 
 from millstream.errors import InvariantError, LagError
@@ -240,4 +241,5 @@ class Admission:
 
 
 def full_budget(groups_per_step: int, max_lag: float) -> int:
-    return math.floor((1 + max_lag) * groups_per_step)
+    """floor((1 + max_lag) * groups_per_step), of the decimal number that the user wrote: 1.05 is not the float next to it."""
+    return math.floor((1 + Fraction(str(max_lag))) * groups_per_step)

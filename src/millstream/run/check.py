@@ -14,6 +14,7 @@ from typing import NamedTuple
 from millstream import imports
 from millstream.algo import check_algorithm, needs_critic, reads_proximal
 from millstream.cluster.resources import ResourcesConfig, placement_lines, placement_of
+from millstream.config import to_toml
 from millstream.engine.vllm.config import check_installed
 from millstream.env.config import SINGLE_TURN, check_environments
 from millstream.env.data import DataSet, read
@@ -24,6 +25,7 @@ from millstream.env.sandbox.sandbox import what_is_contained
 from millstream.errors import ConfigError, MillstreamError
 from millstream.model.locate import check_path, check_tokenizer
 from millstream.model.lora import check_lora
+from millstream.paths import kind_of
 from millstream.run.config import RunConfig, server_token, weight_ways
 
 
@@ -47,7 +49,8 @@ def check_config(config: RunConfig, *, is_reward_passed: bool = False) -> Checke
     except MillstreamError as error:
         errors.append(error)
     rewards = () if is_reward_passed else (_checked_rewards,)
-    for step in (*rewards, _checked_functions, _checked_models, _checked_engine, _checked_resources):
+    steps = (_checked_functions, _checked_models, _checked_engine, _checked_resources, _checked_run_dir)
+    for step in (*rewards, *steps):
         try:
             findings += step(config)
         except MillstreamError as error:
@@ -59,7 +62,8 @@ def check_config(config: RunConfig, *, is_reward_passed: bool = False) -> Checke
 def check_combinations(config: RunConfig) -> None:
     """Walk the combinations of keys, which no single component can check. Raises as `check_config` does; opens no file."""
     errors = list[MillstreamError]()
-    steps: tuple[Callable[[RunConfig], None], ...] = (
+    steps: tuple[Callable[[RunConfig], object], ...] = (
+        to_toml,  # raises unless it is read back as it is written; for a config made in Python, that checks every value
         _check_algorithm,
         _check_scorers,
         _check_proximal,
@@ -290,11 +294,19 @@ def _checked_engine(config: RunConfig) -> Iterator[str]:
         return
     server_token(http)
     folder = Path(http.folder or "")
-    nearest = next(place for place in (folder.resolve(), *folder.resolve().parents) if place.exists())
+    places = (folder.absolute(), *folder.absolute().parents)
+    nearest = next(place for place in places if kind_of(place, "engine.http.folder") is not None)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ConfigError(f"engine.http.folder = {http.folder!r}: {nearest} is no folder that can be written to")
     yield f"checked: weights can be written to {folder}"
     yield f"not checked: the servers at {', '.join(http.urls)}, which the run asks at its start"
+
+
+def _checked_run_dir(config: RunConfig) -> Iterator[str]:
+    """It need not exist."""
+    if config.run_dir is not None and kind_of(config.run_dir, "run_dir") not in (None, "folder"):
+        raise ConfigError(f"run_dir = {config.run_dir!r} is a file: expected a folder, or a name that is free")
+    yield from ()
 
 
 def _checked_resources(config: RunConfig) -> Iterator[str]:

@@ -43,6 +43,11 @@ class TinyConfig(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.alphabet or len(set(self.alphabet)) < len(self.alphabet):
             raise ValueError("alphabet must have characters, each of them once")
+        for key, most in (("hidden", 16_384), ("layers", 1_024), ("heads", 1_024), ("context", 1_048_576)):
+            if not 1 <= (value := getattr(self, key)) <= most:
+                raise ValueError(f"{key} = {value}: expected 1 to {most:,}")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"hidden = {self.hidden} must be a multiple of 2 * heads = {2 * self.heads}")
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):

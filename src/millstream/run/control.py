@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from millstream import folders
-from millstream.errors import ConfigError, MillstreamError
+from millstream.errors import ConfigError, MillstreamError, shown
 from millstream.events import Status, WaitNow
 from millstream.rpc.frames import FrameError, Frames, frame, read_frame
 from millstream.run.folder import LOCK, RunFolder, resume_command
@@ -201,8 +201,8 @@ def run_status(status: Status, router: Router, names: list[str], version: int) -
 def parse_scale(change: str) -> int:
     """The number in `engines=3`."""
     name, _, number = change.partition("=")
-    if name != "engines" or not number.isdecimal():
-        raise ConfigError(f"{change!r}: expected engines=NUMBER, as in engines=3")
+    if name != "engines" or not number.isdecimal() or len(number) > 9:
+        raise ConfigError(f"{shown(change)}: expected engines=NUMBER, as in engines=3")
     return int(number)
 
 
@@ -216,8 +216,7 @@ def ask_run(folder: Path, request: StatusRequest) -> RunStatus: ...
 
 def ask_run(folder: Path, request: ControlRequest) -> RunStatus | ScaleResult:
     """Waits for the reply, however long that takes. Raises `ConfigError` if the run refuses, or is not active."""
-    if not RunFolder(folder).config.is_file():
-        raise ConfigError(f"{folder} is not a run folder: it has no config.toml")
+    RunFolder.of_run(folder)
     with socket.socket(socket.AF_UNIX) as line:
         try:
             with _address(_socket_folder(folder)) as address:

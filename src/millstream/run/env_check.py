@@ -26,7 +26,7 @@ from millstream.env.registry import Hosted, name_of
 from millstream.env.resolve import EnvironmentKind, find_environment
 from millstream.env.rewards import CompletionScorer, RewardConfig, prepare_rewards
 from millstream.env.single_turn import SingleTurn
-from millstream.errors import ConfigError, EnvironmentFailed
+from millstream.errors import ConfigError, EnvironmentFailed, shown
 from millstream.pipeline.episode import Player
 from millstream.run.config import RunConfig
 from millstream.seeds import derive_seed
@@ -336,10 +336,10 @@ def _tables(use: str | None, args: Sequence[str], config: RunConfig | None) -> l
 def _given(args: Sequence[str]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for arg in args:
-        key, equals, _ = arg.partition("=")
-        if not equals or not key.strip().isidentifier():
-            raise ConfigError(f"--args {arg}: expected KEY=VALUE, such as --args size=5")
-        configs._override(data, arg)
+        key, _, value = arg.partition("=")
+        if not value.strip() or not key.strip().isidentifier():
+            raise ConfigError(f"--args {shown(arg)}: expected KEY=VALUE, such as --args size=5")
+        data[key.strip()] = configs.parse_value(value.strip(), f"--args {shown(arg)}")
     return data
 
 

@@ -17,6 +17,7 @@ from millstream.learner.state import read_trained
 from millstream.learner.torch import save_trained
 from millstream.model.adapters import trained_weights
 from millstream.model.load import load_weights
+from millstream.paths import kind_of
 from millstream.run import build, checkpoint
 from millstream.run.checkpoint import Found
 from millstream.run.config import RunConfig
@@ -42,10 +43,8 @@ def export(run_dir: str | Path, target: str | Path, *, step: int | None = None) 
     """Write what a run has trained so far to a new folder that transformers loads. `step`: of the checkpoint; None: the newest
     one. With adapters: see `save_trained`."""
     run_dir, target = Path(run_dir), Path(target)
-    folder = RunFolder(run_dir)
-    if not folder.config.is_file():
-        raise ConfigError(f"{run_dir} is not a run folder: it has no config.toml")
-    if target.exists():
+    folder = RunFolder.of_run(run_dir)
+    if kind_of(target) is not None:
         raise ConfigError(f"{target} is there already: choose another folder, or remove it")
     config = load(folder.config, RunConfig)
     for attempt in range(1, MAX_EXPORT_TRIES + 1):

@@ -33,6 +33,7 @@ from millstream.events import ConfigWritten, Evaluated, RunEnded, WarmedUp
 from millstream.events.sinks import read_events, read_history
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
+from millstream.paths import kind_of
 from millstream.run.config import RunConfig, with_absolute_paths
 
 FINISHED = "finished"
@@ -72,7 +73,7 @@ class RunFolder:
         """A locked folder for a new run, with the resolved config in it."""
         if config.run_dir is not None:
             path = Path(config.run_dir)
-            if (path / "events.jsonl").exists():
+            if kind_of(path / "events.jsonl", "run_dir") is not None:
                 raise ConfigError(
                     f"{path} holds a run already: choose another run_dir, or resume the run:\n  {resume_command(path)}"
                 )
@@ -90,12 +91,17 @@ class RunFolder:
         return folder
 
     @classmethod
+    def of_run(cls, path: Path, name: str = "config.toml") -> RunFolder:
+        """Raises `ConfigError` unless it has a file of this name, as the folder of a run does."""
+        if kind_of(path / name) != "file":
+            raise ConfigError(f"{path} is not a run folder: it has no {name}")
+        return cls(path)
+
+    @classmethod
     def reopen(cls, path: Path, changes: Sequence[str] = ()) -> tuple[RunFolder, RunConfig]:
         """The locked folder of a run that was stopped or died, and its config with `changes` of where its parts run, such as
         `learner.ranks=1`. Raises `ConfigError` if there is nothing to resume."""
-        folder = cls(path)
-        if not folder.config.is_file():
-            raise ConfigError(f"{path} is not a run folder: it has no config.toml")
+        folder = cls.of_run(path)
         check_changes(changes)
         config = load(folder.config, RunConfig, changes)
         if (path / "summary.json").exists():

@@ -14,13 +14,14 @@ import msgspec
 from msgspec import Struct
 
 from millstream import imports
+from millstream.config import problems
 from millstream.env.rewards.code import PythonTests
 from millstream.env.rewards.config import PASSED, RewardConfig
 from millstream.env.rewards.judge import Judge, RankingJudge
 from millstream.env.rewards.mathematics import math_answer
 from millstream.env.rewards.ranking import shortest_right
 from millstream.env.rewards.text import Format, exact_match, fuzzy_match
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, shown
 from millstream.types import Task
 
 # Also a class that is constructed with `args` and whose objects are called like this.
@@ -170,8 +171,10 @@ def _typed(function: Callable[..., Any], config: RewardConfig) -> dict[str, Any]
     hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
     typed = {}
     for name, value in config.args.items():
+        for problem in problems(value, hints[name], f"args.{name}."):
+            raise ConfigError(f"reward {config.function}, {problem}")
         try:
             typed[name] = msgspec.convert(value, hints[name])
         except msgspec.ValidationError as error:
-            raise ConfigError(f"reward {config.function}, args.{name} = {value!r}: {error}") from error
+            raise ConfigError(f"reward {config.function}, args.{name} = {shown(repr(value))}: {error}") from error
     return typed
