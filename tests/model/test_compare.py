@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     BartConfig,
     BertConfig,
     DiffLlamaConfig,
@@ -27,6 +28,7 @@ from transformers import (
     RobertaConfig,
 )
 
+from millstream import DataConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
 from millstream.engine import EngineConfig
 from millstream.engine.native.build import batcher_of
 from millstream.engine.native.check import check_engine
@@ -38,6 +40,9 @@ from millstream.model import compare
 from millstream.model.load import context_length, load_model, new_model
 from millstream.model.policy import Policy
 from millstream.model.shrink import WINDOW, shrunk
+from millstream.model.tiny import character_tokenizer
+from millstream.rpc.process import LocalLauncher
+from millstream.run.prepare import prepare_run
 from millstream.types import TrainRow
 from support.decoding import drain, teacher_forced
 from support.tiny import CONFIGS, SHAPE, VOCABULARY, make, plain, request
@@ -46,7 +51,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, 
 WRONG: dict[str, Callable[[], Any]] = {
     "a window that its attention is not told of (PhiMoE)": lambda: PhimoeConfig(**SHAPE, sliding_window=9),
     "a window that its attention is not told of (Qwen2-MoE)": lambda: Qwen2MoeConfig(
-        **SHAPE, **MOE, use_sliding_window=True, sliding_window=9, max_window_layers=0
+        **SHAPE, **MOE, use_sliding_window=True, sliding_window=9
     ),
     "a mask of its own (Doge)": lambda: DogeConfig(**SHAPE),
     "positions that do not begin at 0 (RoBERTa)": lambda: RobertaConfig(**SHAPE, is_decoder=True),
@@ -99,8 +104,6 @@ def test_a_model_that_chooses_its_attention_from_a_table_of_its_own_is_refused_w
     small = shrunk(config())
     with pytest.raises(ModelError, match="does not use transformers' attention interface"):
         new_model(small, seed=0)
-    from transformers import AutoModelForCausalLM
-
     AutoModelForCausalLM.from_config(shrunk(config()), attn_implementation="eager").save_pretrained(tmp_path)
     with pytest.raises(
         ModelError, match=r"For\w+ does not use transformers' attention interface: .*Choose another model"
@@ -116,6 +119,25 @@ def test_an_error_of_the_library_is_a_reason_in_one_line() -> None:
         assert "\n" not in str(refused.value) and (
             "Set engine" in str(refused.value) or "choose" in str(refused.value).lower()
         )
+
+
+@pytest.mark.parametrize("config", [MptConfig, FalconConfig, DiffLlamaConfig])
+def test_a_run_with_such_a_model_ends_in_the_driver_before_any_process_starts(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = character_tokenizer("0123456789>")
+    tokenizer.save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(shrunk(config()), attn_implementation="eager").save_pretrained(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1>", "answer": "1"}\n' * 8)
+    run = RunConfig(
+        model=ModelConfig(path=str(tmp_path / "model")),
+        data=DataConfig(path=str(tmp_path / "data.jsonl"), holdout=2),
+        rollout=RolloutConfig(max_tokens=4),
+        reward=(RewardConfig(),),
+    )
+    monkeypatch.setattr(LocalLauncher, "launch", lambda *_, **__: pytest.fail("a process was started"))
+    with pytest.raises(ModelError, match=r"^\w+ForCausalLM (does not use|gives other numbers|cannot run)"):
+        prepare_run(run)
 
 
 # ---- what is right runs ----------------------------------------------------------------------------------------------------

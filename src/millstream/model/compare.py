@@ -67,19 +67,21 @@ def check_pass(model: PreTrainedModel, name: str, run: Pass, remedy: str, *, is_
     if not found.has("small"):
         small = small_model(model.config)
         if small is not None:
-            _check(type(model).__name__, small, name, run, remedy)
+            check_itself(small, name, run, remedy)
             found.add("small")
     if is_small_only or found.has("itself"):
         return
     if not _is_affordable(model) and (device_twin := small_model(model.config, model.dtype)) is not None:
-        _check(type(model).__name__, device_twin.to(model.device), name, run, remedy)
+        check_itself(device_twin.to(model.device), name, run, remedy)
     else:
-        _check(type(model).__name__, model, name, run, remedy)
+        check_itself(model, name, run, remedy)
     found.add("itself")
 
 
-def _check(name: str, model: PreTrainedModel, path: str, run: Pass, remedy: str) -> None:
+def check_itself(model: PreTrainedModel, path: str, run: Pass, remedy: str) -> None:
+    """This very model, whatever is remembered."""
     model.eval()
+    name = type(model).__name__
     try:
         difference, allowed = compare(model, run(model, lengths_for(model)))
     except NOT_OURS:
