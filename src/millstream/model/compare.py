@@ -63,18 +63,17 @@ def check_pass(model: PreTrainedModel, name: str, run: Pass, remedy: str, *, is_
     message and the memory; `remedy`: what to set instead. `is_small_only`: the model itself will be elsewhere."""
     check_layers(model)
     found = Remembered(model, name)
-    small = None
-    if not found.has("small"):
-        small = small_model(model.config)
-        if small is not None:
-            check_itself(small, name, run, remedy)
-            found.add("small")
+    if not found.has("small") and (small := small_model(model.config)) is not None:
+        check_itself(small, name, run, remedy)
+        found.add("small")
     if is_small_only or found.has("itself"):
         return
     if not _is_affordable(model) and (device_twin := small_model(model.config, model.dtype)) is not None:
         check_itself(device_twin.to(model.device), name, run, remedy)
     else:
         check_itself(model, name, run, remedy)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # a cache is as large as the memory that is free
     found.add("itself")
 
 
@@ -87,14 +86,15 @@ def check_itself(model: PreTrainedModel, path: str, run: Pass, remedy: str) -> N
     except NOT_OURS:
         raise
     except ModelError as error:
-        raise ModelError(f"{name}: {error}. {remedy}") from error
+        said = str(error) if name in str(error) else f"{name}: {error}"
+        raise ModelError(f"{said}. {remedy}".strip()) from error
     except Exception as error:  # any error of the library's code, with our inputs: what it says is all that is known
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise ModelError(f"{name} cannot run in {path} ({why}). {remedy}") from error
+        raise ModelError(f"{name} cannot run in {path} ({why}). {remedy}".strip()) from error
     if not difference <= allowed:
         raise ModelError(
             f"{name} gives other numbers in {path} than in transformers: the log-probability of a token differs by "
-            f"{difference:.2g}, expected at most {allowed:.2g}. {remedy}"
+            f"{difference:.2g}, expected at most {allowed:.2g}. {remedy}".strip()
         )
 
 
@@ -208,7 +208,7 @@ class Remembered:
     result depends on. A folder that cannot be read or written remembers nothing."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
-        where = "cpu" if model.device.type == "cpu" else torch.cuda.get_device_name(model.device)
+        where = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
         config = {key: value for key, value in model.config.to_dict().items() if key not in UNIMPORTANT}
         self._small = [name, config, transformers.__version__, torch.__version__, own_digest()]
         self._itself = [*self._small, str(model.dtype), where, str(lora_of(model))]
