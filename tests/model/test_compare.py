@@ -182,13 +182,13 @@ def test_a_model_that_is_too_large_is_checked_by_a_small_one(why: str, monkeypat
     else:
         monkeypatch.setitem(compare.MAX_PARAMETERS, "cpu", 1000)
     model, seen = new_model(config, seed=0), list[PreTrainedModel]()
-    right = compare.compare
+    right = compare.difference_from_library
 
     def watched(checked: PreTrainedModel, scored: Any) -> tuple[float, float]:
         seen.append(checked)
         return right(checked, scored)
 
-    monkeypatch.setattr(compare, "compare", watched)
+    monkeypatch.setattr(compare, "difference_from_library", watched)
     check_learner(model)
     assert len(seen) == 2 and model not in seen
 
@@ -205,13 +205,13 @@ def test_a_context_of_a_few_tokens_is_enough_for_the_check() -> None:
 
 
 def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    calls, right = list[None](), compare.compare
+    calls, right = list[None](), compare.difference_from_library
 
     def counted(*args: Any) -> tuple[float, float]:
         calls.append(None)
         return right(*args)
 
-    monkeypatch.setattr(compare, "compare", counted)
+    monkeypatch.setattr(compare, "difference_from_library", counted)
     return calls
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from millstream.learner.rows import RowTensors
-from millstream.model.compare import Lengths, Scored, check_pass
+from millstream.model.compare import CheckLengths, Scored, check_pass
 from millstream.model.policy import Policy
 from millstream.types import TrainRow
 
@@ -20,7 +20,7 @@ def check_learner(model: PreTrainedModel, *, is_small_only: bool = False) -> Non
 
 
 @torch.no_grad()
-def packed_rows(model: PreTrainedModel, lengths: Lengths) -> list[Scored]:
+def packed_rows(model: PreTrainedModel, lengths: CheckLengths) -> list[Scored]:
     rng = np.random.default_rng(0)
     num_words = model.get_input_embeddings().weight.shape[0]
     prompts = [rng.integers(0, num_words, length) for length in lengths.prompts]

@@ -1,7 +1,7 @@
 """The start-up check of a model: our passes compute what the library's own forward pass computes, or the model is refused.
 
 Our passes hand all tokens to the model as one row and replace its attention. Most architectures do not notice. One that makes a
-mask of its own, counts positions in its own way or keeps a state beside the attention gives other numbers without any error.
+mask of its own, counts positions in its own way or keeps a state outside of the attention gives other numbers without any error.
 So sequences of different lengths, some longer than the window, go through the pass that is about to be used, and through the
 library's eager pass, one at a time. The log-probabilities must agree, within what the dtype costs.
 
@@ -41,7 +41,7 @@ MIN_ALLOWED = 1e-2
 NOT_OURS = (MemoryError, torch.OutOfMemoryError)
 
 
-class Lengths(NamedTuple):
+class CheckLengths(NamedTuple):
     """Tokens of three prompts, and of what follows each."""
 
     prompts: tuple[int, int, int]
@@ -55,7 +55,7 @@ class Scored(NamedTuple):
     logprobs: Sequence[float]
 
 
-Pass = Callable[[PreTrainedModel, Lengths], list[Scored]]
+Pass = Callable[[PreTrainedModel, CheckLengths], list[Scored]]
 
 
 def check_pass(model: PreTrainedModel, name: str, run: Pass, remedy: str, *, is_small_only: bool = False) -> None:
@@ -82,7 +82,7 @@ def check_itself(model: PreTrainedModel, path: str, run: Pass, remedy: str) -> N
     model.eval()
     name = type(model).__name__
     try:
-        difference, allowed = compare(model, run(model, lengths_for(model)))
+        difference, allowed = difference_from_library(model, run(model, lengths_for(model)))
     except NOT_OURS:
         raise
     except ModelError as error:
@@ -101,7 +101,7 @@ def check_itself(model: PreTrainedModel, path: str, run: Pass, remedy: str) -> N
 # ---- the library's own numbers -----------------------------------------------------------------------------------------
 
 
-def compare(model: PreTrainedModel, scored: Sequence[Scored]) -> tuple[float, float]:
+def difference_from_library(model: PreTrainedModel, scored: Sequence[Scored]) -> tuple[float, float]:
     """How far ours are from the library's, and how far they may be. In float32: of any token. In 16 bits: from the library's
     pass in float32, of a sequence, in the median: a mixture of experts may choose another one where two are alike."""
     if any(not one.logprobs for one in scored):
@@ -136,14 +136,14 @@ def library_logprobs(model: PreTrainedModel, scored: Sequence[Scored]) -> list[T
 # ---- what is compared --------------------------------------------------------------------------------------------------
 
 
-def lengths_for(model: PreTrainedModel) -> Lengths:
+def lengths_for(model: PreTrainedModel) -> CheckLengths:
     """Two prompts longer than the window, and a short one, as far as the context has room."""
     longest = context_length(model)
     wanted = (window_of(model.config) or 0) + 30
     total = wanted if longest is None else min(wanted, longest)
     answer = max(1, min(8, total // 4))
     first = max(1, total - answer - 9)
-    return Lengths((first, min(3, first), max(1, total - answer)), answer)
+    return CheckLengths((first, min(3, first), max(1, total - answer)), answer)
 
 
 def window_of(config: Any) -> int | None:

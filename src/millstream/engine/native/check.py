@@ -16,7 +16,7 @@ from millstream.engine.native.batching import Batcher
 from millstream.engine.native.paged import PagedRunner
 from millstream.engine.native.slots import SlotRunner
 from millstream.errors import ModelError
-from millstream.model.compare import Lengths, Scored, check_pass
+from millstream.model.compare import CheckLengths, Scored, check_pass
 from millstream.types import Completion, Request, RequestKey, Sampling
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def check_engine(model: PreTrainedModel, kind: CacheKind, *, is_small_only: bool
     return False
 
 
-def requests(kind: CacheKind, is_fused: bool, model: PreTrainedModel, lengths: Lengths) -> list[Scored]:
+def requests(kind: CacheKind, is_fused: bool, model: PreTrainedModel, lengths: CheckLengths) -> list[Scored]:
     """What a small engine samples for them. Afterwards the model is as it was."""
     num_words = model.get_input_embeddings().weight.shape[0]
     rng = np.random.default_rng(0)
@@ -67,7 +67,7 @@ def requests(kind: CacheKind, is_fused: bool, model: PreTrainedModel, lengths: L
     return [Scored((*tokens, *done[key].tokens), done[key].logprobs) for key, tokens in asked.items()]
 
 
-def _small_batcher(kind: CacheKind, is_fused: bool, model: PreTrainedModel, lengths: Lengths) -> Batcher:
+def _small_batcher(kind: CacheKind, is_fused: bool, model: PreTrainedModel, lengths: CheckLengths) -> Batcher:
     num_slots, longest = len(lengths.prompts), max(lengths.prompts) + lengths.answer
     if kind == "slots":
         runner: SlotRunner | PagedRunner = SlotRunner(model, num_slots)
