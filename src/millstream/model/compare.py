@@ -1,7 +1,7 @@
 """The start-up check of a model: our passes compute what the library's own forward pass computes, or the model is refused.
 
 Our passes hand all tokens to the model as one row and replace its attention. Most architectures do not notice. One that makes a
-mask of its own, counts positions in its own way or keeps a state outside of the attention gives other numbers without any error.
+mask of its own, counts positions in its own way or keeps a state of its own gives other numbers without any error.
 So sequences of different lengths, some longer than the window, go through the pass that is about to be used, and through the
 library's eager pass, one at a time. The log-probabilities must agree, within what the dtype costs.
 
