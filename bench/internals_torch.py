@@ -26,7 +26,7 @@ from millstream.learner.check import check_learner, packed_rows
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
 from millstream.model.compare import check_itself, randomize
-from millstream.model.load import check_layers, new_model, set_up_cpu
+from millstream.model.load import check_layers, new_model, set_up_cpu, strange_layers
 from millstream.model.shrink import HEADS, WINDOW, shrunk, shrunk_table
 from millstream.objective import LossInputs, Objective, TokenLoss
 from millstream.run.build import build_engine

@@ -19,7 +19,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from internals_torch import HEADS, PASSES, WINDOW, refusal, set_up_cpu, shrunk_table
+from internals_torch import HEADS, PASSES, WINDOW, refusal, set_up_cpu, shrunk_table, strange_layers
 from report import Options, Row, alone, publish, say
 
 Table = dict[str, Any]
@@ -111,7 +111,10 @@ def try_kind(kind: str, *, has_variants: bool = True) -> Found:
         table = tiny_table(kind)
         config = config_of(kind, table)
     except Exception as error:  # of the library, at sizes that are ours
+        kinds = strange_layers(CONFIG_MAPPING[kind]())
         reason = f"not tried: no tiny model ({type(error).__name__})"
+        if kinds:  # that is said before any model is made
+            reason = f"{model_class} has layers of kind {', '.join(kinds)}: not supported"
         return Found(kind, model_class, dict.fromkeys(PASSES, reason), [], {})
     verdicts = {name: refusal(config, name) for name in PASSES}
     found = Found(kind, model_class, verdicts, [], {})
@@ -139,6 +142,8 @@ def _try_variant(found: Found, name: str, table: Table) -> None:
 
 def short(reason: str) -> str:
     """A reason without what changes from machine to machine."""
+    if reason.startswith("not tried"):
+        return reason
     if "gives other numbers" in reason:
         return "other numbers"
     if "attention interface" in reason:

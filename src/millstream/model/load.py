@@ -91,9 +91,14 @@ def load_weights(model: PreTrainedModel, weights: Weights) -> None:
 
 def check_layers(model: PreTrainedModel) -> None:
     """Only attention whose rule reaches us: full, or over a sliding window."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if strange := kinds - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"{type(model).__name__} has layers of kind {', '.join(sorted(strange))}: not supported")
+    if strange := strange_layers(model.config):
+        raise ModelError(f"{type(model).__name__} has layers of kind {', '.join(strange)}: not supported")
+
+
+def strange_layers(config: Any) -> list[str]:
+    """The kinds of its layers that have another state or another rule."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return sorted(kinds - {"full_attention", "sliding_attention"})
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -29,6 +29,7 @@ SIZES = {
     "head_dim kv_channels attention_head_size d_head v_head_dim global_head_dim swa_head_dim swa_v_head_dim": HEAD_DIM,
     "qk_rope_head_dim index_head_dim": HEAD_DIM,
     "qk_nope_head_dim rotary_dim": 8,
+    "qk_head_dim": HEAD_DIM + 8,
     "q_lora_rank kv_lora_rank o_lora_rank lora_rank": 16,
     "vocab_size vocab_size_per_layer_input": WORDS,
     "hidden_size_per_layer_input": 16,
