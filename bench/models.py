@@ -29,6 +29,7 @@ MISSING: dict[str, Table] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "reformer": {"is_decoder": True},

@@ -42,7 +42,8 @@ SIZES = {
     "n_group topk_group": 1,
     "n_shared_experts num_shared_experts zero_expert_num": 1,
     "first_k_dense_replace num_dense_layers index_n_heads index_topk": 1,
-    "mamba_n_heads linear_num_value_heads linear_num_key_heads ssm_state_size state_size mamba_d_state": 4,
+    "mamba_n_heads": 2 * HEADS,  # an expansion by 2
+    "linear_num_value_heads linear_num_key_heads ssm_state_size state_size mamba_d_state": 4,
     "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim": 16,
 }
 SMALL = {name: size for names, size in SIZES.items() for name in names.split()}
