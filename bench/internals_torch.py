@@ -4,6 +4,9 @@
 # ruff: noqa: F401
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +17,17 @@ from millstream.algo import kl, losses
 from millstream.algo.recipe import objective
 from millstream.clock import RealClock
 from millstream.engine import Engine
+from millstream.engine.native.build import cache_kind
+from millstream.engine.native.check import check_engine, requests
 from millstream.engine.vllm.config import VllmConfig
+from millstream.errors import ModelError
 from millstream.events.sinks import MemorySink
+from millstream.learner.check import check_learner, packed_rows
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
-from millstream.model.load import new_model, set_up_cpu
+from millstream.model.compare import check_itself, randomize
+from millstream.model.load import check_layers, new_model, set_up_cpu, strange_layers
+from millstream.model.shrink import HEADS, WINDOW, shrunk, shrunk_table
 from millstream.objective import LossInputs, Objective, TokenLoss
 from millstream.run.build import build_engine
 from millstream.weights import TransferWay
@@ -51,3 +60,25 @@ def model_of(config: Any, *, device: str, dtype: torch.dtype, seed: int = 0) -> 
     """A model with random weights."""
     with torch.device(device):
         return new_model(config, seed=seed, dtype=dtype)
+
+
+PASSES: dict[str, list[Callable[..., Any]]] = {
+    "slots": [partial(requests, "slots", False)],
+    "pages": [partial(requests, "pages", True), partial(requests, "pages", False)],
+    "learner": [packed_rows],
+}
+
+
+def refusal(config: Any, name: str) -> str | None:
+    """Why a model of this config, with random weights, is refused by a pass. None: it has the numbers of the library."""
+    reason = None
+    for run in PASSES[name]:
+        try:
+            model = new_model(copy.deepcopy(config), seed=0)
+            check_layers(model)
+            randomize(model, torch.Generator().manual_seed(0))
+            check_itself(model, f"the {name}", run, "")
+            return None
+        except ModelError as error:
+            reason = str(error).strip()
+    return reason

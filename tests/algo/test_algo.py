@@ -318,6 +318,60 @@ def test_extreme_ratios_do_not_overflow(name: str, dtype: torch.dtype) -> None:
                 assert torch.isfinite(loss) and torch.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("distance", [15.0, 20.5, 60.0, 700.0])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "decoupled_ppo"])
+def test_a_bad_token_that_became_far_too_likely_is_pushed_back_however_far_it_is(name: str, distance: float) -> None:
+    """By value and by finite differences. A good one is clipped, as ever."""
+    slope = math.exp(min(distance, 20.0))
+    for advantage in (-2.0, 2.0):
+        logprobs = torch.tensor([-0.5], dtype=torch.float64, requires_grad=True)
+        old = logprobs.detach() - distance
+        x = LossInputs(logprobs, old, old, torch.tensor([advantage]).double(), torch.tensor([0]))
+        loss = LOSSES[name](x).loss_N.sum()
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        step = 1e-4
+        up, down = (LOSSES[name](x._replace(logprobs_N=logprobs.detach() + by)).loss_N.sum() for by in (step, -step))
+        assert math.isclose(float(gradient), float(up - down) / (2 * step), rel_tol=1e-6, abs_tol=1e-6)
+        if advantage < 0:
+            assert math.isclose(float(loss.detach()), 2 * slope * (1 + max(0.0, distance - 20)), rel_tol=1e-12)
+            assert math.isclose(float(gradient), 2 * slope, rel_tol=1e-12)
+        else:
+            assert float(gradient) == 0
+
+
+@pytest.mark.parametrize("distance", [-700.0, -60.0, -20.5, -3.0, 3.0, 20.5, 60.0, 700.0])
+def test_k3_pulls_back_to_the_reference_from_any_distance(distance: float) -> None:
+    """log th - log ref. In the reward it has the same value, without a gradient."""
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    reference = logprobs.detach() - distance
+    found = kl.kl_estimate("k3", logprobs, reference)
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    far = max(0.0, -distance - 20)
+    growth = math.exp(min(-distance, 20.0))
+    assert math.isclose(float(found.detach()), growth * (1 + far) + distance - 1, rel_tol=1e-12)
+    assert math.isclose(float(gradient), 1 - growth, rel_tol=1e-12)
+    numbers = credit.kl_numbers("k3", logprobs.detach().numpy(), reference.numpy())
+    assert math.isclose(float(numbers[0]), float(found.detach()), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_ratios_within_e20_are_what_they_were_bit_for_bit(level: corrections.Level) -> None:
+    torch.manual_seed(0)
+    new = (torch.randn(64) * 3).requires_grad_()
+    old, row_N = torch.randn(64), torch.arange(64) // 2
+    found = corrections.ratio_at(level, new, old, row_N)
+    of_row = {
+        "token": lambda x: x,
+        "sequence": lambda x: row_sums(x, row_N),
+        "geometric": lambda x: row_means(x, row_N),
+    }
+    clamped = of_row[level](new - old).clamp(-20, 20).exp()
+    assert torch.equal(found, clamped)
+    weights = torch.randn(64)
+    pair = [torch.autograd.grad((one * weights).sum(), new, retain_graph=True)[0] for one in (found, clamped)]
+    assert torch.equal(*pair)
+
+
 def part(x: LossInputs, rows: list[int]) -> LossInputs:
     """These rows of a micro-batch, in this order, as a micro-batch of their own."""
     at = torch.cat([torch.nonzero(x.row_N == row)[:, 0] for row in rows])

@@ -7,6 +7,7 @@ import functools
 import logging
 import random
 import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from millstream.engine import EngineConfig
 from millstream.engine.http.config import HttpConfig
 from millstream.engine.native import fused
 from millstream.engine.native.batching import Batcher
+from millstream.engine.native.build import batcher_of, make_runner
 from millstream.engine.native.graphs import Graphs, obstacle_in, size_for
-from millstream.engine.native.paged import PagedRunner, make_runner
+from millstream.engine.native.paged import PagedRunner
 from millstream.engine.native.pages import START, PageAllocator
 from millstream.engine.native.plain import PLAIN
 from millstream.engine.native.slots import SlotRunner
@@ -296,7 +298,7 @@ def test_known_architectures_take_joined_steps_and_others_stay_as_they_are(
 ) -> None:
     model = make(name)
     with caplog.at_level(logging.WARNING):
-        paged(model, num_pages=4000)
+        batcher_of(model, EngineConfig(slots=8, cache="pages", cache_gb=4000 * PAGE_BYTES / 1e9))
     joined = [module for module in model.modules() if "forward" in module.__dict__]
     assert not caplog.records
     assert bool(joined) == (name != "gpt_neox")
@@ -305,12 +307,15 @@ def test_known_architectures_take_joined_steps_and_others_stay_as_they_are(
 
 
 def test_fused_layers_that_give_other_numbers_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # another test may have found that they are right
     right = PLAIN.rms_norm
     monkeypatch.setattr(PLAIN, "rms_norm", lambda *args, **options: right(*args, **options) * 1.5)
-    batcher = paged(make("llama"))
-    assert "run without fused layers" in caplog.text
+    model = make("llama")
+    batcher = batcher_of(model, EngineConfig(slots=8, cache="pages", cache_gb=400 * PAGE_BYTES / 1e9))
+    assert "run without fused layers: LlamaForCausalLM gives other numbers" in caplog.text
+    assert not [module for module in model.modules() if "forward" in module.__dict__]
     answer = alone(batcher, request(0, prompts(1)[0]))
     expected = teacher_forced(plain_model(make("llama")), prompts(1)[0], answer.tokens)
     assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)

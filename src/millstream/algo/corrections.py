@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from millstream.algo.aggregate import row_means, row_sums
+from millstream.algo.credit import MAX_LOG_RATIO
 from millstream.objective import LossInputs, TokenLoss
 
-MAX_LOG_RATIO = 20.0
 Level = Literal["token", "sequence", "geometric"]
 
 
 def ratio(new_N: Tensor, old_N: Tensor) -> Tensor:
-    """Of probabilities, clamped in log space: never overflows."""
-    return _exp(new_N - old_N)
+    """Of probabilities; never overflows: see `bounded_exp`."""
+    return bounded_exp(new_N - old_N)
 
 
 def ratio_at(level: Level, new_N: Tensor, old_N: Tensor, row_N: Tensor) -> Tensor:
@@ -29,13 +29,16 @@ def ratio_at(level: Level, new_N: Tensor, old_N: Tensor, row_N: Tensor) -> Tenso
         case "token":
             return ratio(new_N, old_N)
         case "sequence":
-            return _exp(row_sums(new_N - old_N, row_N))
+            return bounded_exp(row_sums(new_N - old_N, row_N))
         case "geometric":
-            return _exp(row_means(new_N - old_N, row_N))
+            return bounded_exp(row_means(new_N - old_N, row_N))
 
 
-def _exp(log_ratio_N: Tensor) -> Tensor:
-    return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def bounded_exp(log_ratio_N: Tensor) -> Tensor:
+    """exp up to `MAX_LOG_RATIO`, its tangent beyond: e^20 (1 + x - 20). A clamp would bound the value and end the gradient, and
+    a token that has become e^20 times too likely would never be pushed back. Below, exp itself: it falls to 0."""
+    inside_N = log_ratio_N.clamp(max=MAX_LOG_RATIO)
+    return inside_N.exp() * (1 + (log_ratio_N - inside_N))
 
 
 def truncated(x: LossInputs, loss: TokenLoss, *, level: Level, cap: float) -> TokenLoss:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from millstream.algo.advantages import Rewards
 
 Estimator = Literal["k1", "k2", "k3"]
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0  # beyond it, exp is continued by its tangent
 
 
 class Played(NamedTuple):
@@ -61,8 +61,8 @@ def kl_numbers(estimator: Estimator, logprobs_N: Rewards, reference_N: Rewards) 
         case "k2":
             return np.asarray(np.square(log_ratio_N) / 2)
         case "k3":
-            inside_N = np.clip(log_ratio_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-            return np.asarray(np.exp(-inside_N) + inside_N - 1)
+            inside_N = np.minimum(-log_ratio_N, MAX_LOG_RATIO)
+            return np.asarray(np.exp(inside_N) * (1 - log_ratio_N - inside_N) + log_ratio_N - 1)
 
 
 def token_rewards(played: Played, penalty: Penalty | None) -> Rewards:

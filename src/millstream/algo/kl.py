@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from millstream.algo.credit import MAX_LOG_RATIO, Estimator
+from millstream.algo.corrections import bounded_exp
+from millstream.algo.credit import Estimator
 from millstream.errors import ConfigError
 from millstream.objective import LossInputs, TokenLoss
 
@@ -21,8 +22,7 @@ def kl_estimate(estimator: Estimator, logprobs_N: Tensor, reference_N: Tensor) -
         case "k2":
             return log_ratio_N.square() / 2
         case "k3":
-            inside_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            return (-inside_N).exp() + inside_N - 1
+            return bounded_exp(-log_ratio_N) + log_ratio_N - 1
 
 
 def with_kl_penalty(x: LossInputs, loss: TokenLoss, *, estimator: Estimator, coefficient: float) -> TokenLoss:

@@ -1,5 +1,6 @@
 """Losses per token, to be minimised. mu: behaviour; prox: the learner at the start of the batch; th: the policy being
-optimised; A: advantage; sg: stop-gradient. Ratios are exp of log-probability differences, which are clamped against overflow.
+optimised; A: advantage; sg: stop-gradient. Ratios are exp of log-probability differences, beyond e^20 its tangent: no overflow,
+and no end of the gradient (`corrections.bounded_exp`).
 
 With one optimizer step per batch, prox = th and every th/prox is 1; what corrects for staleness is then th/mu (truncated IS,
 CISPO, TOPR, and PPO, GSPO and Kimi with old = mu) or prox/mu (decoupled PPO). `algo.checks` refuses combinations that

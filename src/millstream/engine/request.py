@@ -9,6 +9,7 @@ from millstream.types import Completion, Finish, Request, Sampled, Sampling
 
 MIN_DIVISOR = 1e-6  # of logits: divided by a smaller temperature they leave the range of 32 bits
 CONTEXT_LIMIT = "the model's context of {}: set rollout.max_tokens lower"
+ROPE_LIMIT = "the {} tokens beyond which the model's rope changes for all requests: set rollout.max_tokens lower"
 CACHE_LIMIT = "the {} tokens that fit into the cache: set engine.cache_gb higher, rollout.max_tokens lower"
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millstream.learner import CriticConfig, LearnerConfig
+from millstream.learner.check import check_learner
 from millstream.learner.optimizer import Optimizer
 from millstream.learner.rows import RowTensors, is_finite
 from millstream.learner.scorer import spread
 from millstream.learner.state import on_host, read_state
 from millstream.learner.torch import TorchSnapshot
 from millstream.model.attention import Packed
-from millstream.model.load import check_layers
 from millstream.model.policy import hidden_states
 from millstream.rpc.threads import DaemonThreads
 from millstream.types import Floats, Metrics, TrainRow
@@ -63,7 +63,7 @@ class TorchCritic:
     """A `Critic` (`learner.base`), on the device of the model, which becomes its body."""
 
     def __init__(self, model: PreTrainedModel, config: CriticConfig, *, num_steps: int | None = None) -> None:
-        check_layers(model)
+        check_learner(model)
         self._values = ValueModel(model)
         self._clip = config.value_clip
         learner = LearnerConfig(

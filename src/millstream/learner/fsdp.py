@@ -16,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import LearnerError
+from millstream.learner.check import check_learner
 from millstream.learner.config import LearnerConfig
 from millstream.learner.messages import (
     Accumulate,
@@ -36,7 +37,7 @@ from millstream.learner.packing import deal
 from millstream.learner.processes import GroupSnapshot, RankProcesses
 from millstream.learner.tally import FiniteGuard, StepTally, total_tally
 from millstream.learner.torch import save_trained
-from millstream.model.load import check_layers, load_weights, model_weights
+from millstream.model.load import load_weights, model_weights
 from millstream.model.shared_memory import Layout, SharedWeights, anonymous_memory, layout_of
 from millstream.model.spec import described
 from millstream.rpc.process import Launcher, LocalLauncher
@@ -78,7 +79,7 @@ class FsdpLearner:
         is_proximal_given: bool = False,
         cluster: ClusterRanks | None = None,
     ) -> None:
-        check_layers(model)
+        check_learner(model, is_small_only=True)
         self.model = model
         self._config = config
         self._tokenizer = tokenizer

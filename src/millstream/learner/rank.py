@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from millstream.learner.check import check_learner
 from millstream.learner.config import LearnerConfig
 from millstream.learner.optimizer import Optimizer, OptimizerState, StepResult
 from millstream.learner.rows import RowTensors, not_finite
 from millstream.learner.tally import RunningSums, StepTally, behaviour_distance
 from millstream.model.adapters import copy_of, trained_weights
-from millstream.model.load import check_layers
 from millstream.model.policy import Policy, recompute_activations
 from millstream.objective import LossInputs, Objective
 from millstream.types import Floats, TrainRow
@@ -41,7 +41,7 @@ def make_policies(
 ) -> tuple[Policy, Policy | None]:
     """The policy that is trained; and a copy that holds the proximal policy, where a batch has several optimizer steps and rows
     do not bring its log-probabilities."""
-    check_layers(model)
+    check_learner(model)
     is_kept = config.mini_batches > 1 and not is_proximal_given
     proximal = Policy(copy_of(model), temperature=temperature) if is_kept else None
     policy = Policy(model, temperature=temperature, is_compiled=config.compile)

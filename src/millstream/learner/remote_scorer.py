@@ -21,6 +21,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from millstream.errors import LearnerError, LearnerGone, WeightsError
+from millstream.learner.check import check_learner
 from millstream.learner.config import CriticConfig
 from millstream.learner.messages import (
     Accumulate,
@@ -35,7 +36,7 @@ from millstream.learner.messages import (
 from millstream.learner.processes import GroupSnapshot, LearnerProcesses
 from millstream.learner.scorer import spread
 from millstream.model.adapters import lora_of
-from millstream.model.load import check_layers, model_weights
+from millstream.model.load import model_weights
 from millstream.model.spec import described
 from millstream.retry import BackOff, Retry
 from millstream.rpc.call import Remote
@@ -69,7 +70,7 @@ def publish_setup(
 ) -> Iterator[ScorerSetup]:
     """`model` is called once; the model is not used any more when its weights are published."""
     own = model()
-    check_layers(own)
+    check_learner(own, is_small_only=True)
     publisher = open_publisher()
     try:
         yield ScorerSetup(

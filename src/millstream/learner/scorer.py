@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from millstream.learner.check import check_learner
 from millstream.learner.rows import RowTensors
-from millstream.model.load import check_layers, load_weights
+from millstream.model.load import load_weights
 from millstream.model.policy import Policy
 from millstream.rpc.threads import DaemonThreads
 from millstream.types import Floats, TrainRow, Weights
@@ -20,7 +21,7 @@ class TorchScorer:
     """A `Scorer` and a `Follower` (`learner.base`), on the device of the model."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0, name: str = "reference") -> None:
-        check_layers(model)
+        check_learner(model)
         self._policy = Policy(model.requires_grad_(False), temperature=temperature)
         self._device = next(model.parameters()).device
         self._thread = DaemonThreads(name, most=1)

@@ -82,6 +82,7 @@ class Packed:
     def __init__(self, rows: Sequence[Indices], device: torch.device | str = "cpu") -> None:
         self._rows = rows
         self._device = torch.device(device)
+        self.longest = max(map(len, rows))
         self.position_ids = on_device(_positions(rows)[None], device)
         self._ragged: _Ragged | None = None
         self._rectangles: _Rectangles | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import ModelError
 from millstream.model.attention import NAME
@@ -22,6 +22,11 @@ from millstream.types import Weights
 
 FEW_CORES = 8
 SWITCH_S = 0.0005
+NO_INTERFACE = (
+    "{} does not use transformers' attention interface: neither engine nor learner can run it. Choose another model"
+)
+ROPE_LIMITS = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
+"""Kinds of rope that pick their frequencies by the longest row of a pass, and the key of the length up to which they do not."""
 
 
 def set_up_cpu() -> None:
@@ -59,6 +64,9 @@ def load_model(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
         )
+    except KeyError as error:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        raise ModelError(_without_interface(config, error)) from error
     except Exception as error:  # a library that raises many kinds for a damaged file: reported as one, with its cause
         raise ModelError(_not_loaded(path, f"no causal language model in {path}: {error}", error)) from error
     return model.to(device)
@@ -70,9 +78,18 @@ def new_model(
     """A model with random weights. The same config and seed give the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(
-            config, attn_implementation=NAME, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+        try:
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=NAME, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+        except KeyError as error:
+            raise ModelError(_without_interface(config, error)) from error
+
+
+def _without_interface(config: Any, error: KeyError) -> str:
+    """Some models look their attention up by its name, in a table of their own."""
+    name = (config.architectures or [f"a model of kind {config.model_type}"])[0]
+    return NO_INTERFACE.format(name) if error.args == (NAME,) else f"{name} could not be built: no {error}"
 
 
 def model_weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -93,9 +110,14 @@ def load_weights(model: PreTrainedModel, weights: Weights) -> None:
 
 def check_layers(model: PreTrainedModel) -> None:
     """Only attention whose rule reaches us: full, or over a sliding window."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if strange := kinds - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"{type(model).__name__} has layers of kind {', '.join(sorted(strange))}: not supported")
+    if strange := strange_layers(model.config):
+        raise ModelError(f"{type(model).__name__} has layers of kind {', '.join(strange)}: not supported")
+
+
+def strange_layers(config: Any) -> list[str]:
+    """The kinds of its layers that have another state or another rule."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return sorted(kinds - {"full_attention", "sliding_attention"})
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -117,9 +139,20 @@ def _not_loaded(path: str | Path, from_folder: str, error: Exception) -> str:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """The most tokens that the model's positions were made for; None if its config does not say."""
-    text_config = model.config.get_text_config()
-    return getattr(text_config, "max_position_embeddings", None)
+    """The most tokens that the model's positions were made for, or for which its rope does not look at other rows; None if its
+    config does not say."""
+    config = model.config.get_text_config()
+    limits = (getattr(config, "max_position_embeddings", None), rope_limit(config))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def rope_limit(config: Any) -> int | None:
+    """The length beyond which its rope changes the frequencies of every row in the pass. None: it never does."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    tables = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    keys = [(table, ROPE_LIMITS.get(table.get("rope_type", ""))) for table in tables]
+    found = [table.get(key) or getattr(config, key, None) for table, key in keys if key is not None]
+    return min((limit for limit in found if limit is not None), default=None)
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from millstream.errors import ModelError
+from millstream.errors import LearnerError, ModelError
 from millstream.model.attention import Packed, rows_of
+from millstream.model.load import rope_limit
 from millstream.model.logprobs import Predicted, plain_logprobs, predict
 
 RECOMPILE_LIMIT = 32  # numbers of tokens, each with and without a gradient, before torch gives up compiling
@@ -37,7 +38,7 @@ class Policy(nn.Module):
     ) -> Predicted:
         """Each target is predicted from the token at `before`, at the sampling temperature."""
         if not self._has_plain_head:
-            logits_MV = self.model(logits_to_keep=before_M, **_inputs(tokens_N, packed)).logits[0]
+            logits_MV = self.model(logits_to_keep=before_M, **_inputs(self.model, tokens_N, packed)).logits[0]
             return plain_logprobs(logits_MV, targets_M, self._temperature, needs_entropy)
         hidden_MD = hidden_states(self.model, tokens_N, packed)[before_M]
         return predict(
@@ -50,7 +51,14 @@ class Policy(nn.Module):
         )
 
 
-def _inputs(tokens_N: Tensor, packed: Packed) -> dict[str, Any]:
+def _inputs(model: PreTrainedModel, tokens_N: Tensor, packed: Packed) -> dict[str, Any]:
+    """Raises `LearnerError` for a row whose length would change the rope of all others."""
+    limit = rope_limit(model.config.get_text_config())
+    if limit is not None and packed.longest > limit:
+        raise LearnerError(
+            f"a row of {packed.longest} tokens, and beyond {limit} the rope of {type(model).__name__} has other frequencies "
+            "for all rows of a pass: set rollout.max_tokens lower"
+        )
     return {
         "input_ids": tokens_N[None],
         "position_ids": packed.position_ids,
@@ -61,7 +69,7 @@ def _inputs(tokens_N: Tensor, packed: Packed) -> dict[str, Any]:
 
 def hidden_states(model: PreTrainedModel, tokens_N: Tensor, packed: Packed) -> Tensor:
     """The last ones, of every token."""
-    hidden_ND: Tensor = model.get_decoder()(**_inputs(tokens_N, packed)).last_hidden_state[0]
+    hidden_ND: Tensor = model.get_decoder()(**_inputs(model, tokens_N, packed)).last_hidden_state[0]
     return hidden_ND
 
 
@@ -74,7 +82,7 @@ def has_plain_head(model: PreTrainedModel) -> bool:
         return False
     device = head.weight.device
     tokens_N, packed = torch.arange(4, device=device) % head.out_features, Packed(rows_of([4]), device)
-    found = model(**_inputs(tokens_N, packed)).logits[0]
+    found = model(**_inputs(model, tokens_N, packed)).logits[0]
     return torch.equal(
         head(hidden_states(model, tokens_N, packed)), found
     )  # a cap changes small logits in their last bits

@@ -19,6 +19,8 @@ from millstream.clock import Clock
 from millstream.engine import EngineConfig
 from millstream.engine.http.engine import HttpEngine
 from millstream.engine.http.weight_folder import WeightFolder
+from millstream.engine.native.build import cache_kind
+from millstream.engine.native.check import check_engine
 from millstream.engine.native.engine import TorchEngine
 from millstream.engine.native.host import EngineHost, ThreadHost
 from millstream.engine.native.process import local_process
@@ -30,6 +32,7 @@ from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, ModelError
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
+from millstream.learner.check import check_learner
 from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.messages import ObjectiveSource
 from millstream.learner.torch import TorchLearner
@@ -72,6 +75,15 @@ def _plain_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, Pr
         raise ModelError(f"the tokenizer in {path} has no end token: a rollout could never stop by itself")
     model = load_model(path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code)
     return model, tokenizer
+
+
+def check_passes(config: RunConfig, model: PreTrainedModel) -> None:
+    """A small model of the same architecture goes through the passes of the engine and the learner: what they cannot run is
+    refused here, before anything is started. Raises `ModelError`."""
+    if config.engine.kind == "torch":
+        is_gpu = model.device.type == "cuda" or config.resources.engine_gpus > 0
+        check_engine(model, cache_kind(config.engine, "cuda" if is_gpu else "cpu"), is_small_only=True)
+    check_learner(model, is_small_only=True)
 
 
 def choose_device(asked: str) -> str:

@@ -55,6 +55,7 @@ def prepare_run(config: RunConfig, reward: Reward | None = None) -> Prepared:
     backend = backend_for(config)
     driver_model = structs.replace(config.model, device="cpu") if config.runtime == "ray" else config.model
     model, tokenizer = build.build_model(driver_model, seed=config.seed, lora=config.learner.lora)
+    build.check_passes(config, model)
     text = TokenizerText(tokenizer=tokenizer)
     rewards = prepare_rewards(config.reward, reward)
     environment = build.build_environment(checked.kinds, text, rewards, backend.launcher)

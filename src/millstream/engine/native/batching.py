@@ -25,16 +25,15 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from millstream.engine import EngineConfig, OnUpdate
-from millstream.engine.native.paged import make_runner
+from millstream.engine import OnUpdate
 from millstream.engine.native.runner import Chunk, Drawn, Runner
 from millstream.engine.native.sequence import Completions, TokenSequence
 from millstream.engine.native.slots import SlotRunner
 from millstream.engine.native.strings import DecodeTokens, ends_with_one
-from millstream.engine.request import CACHE_LIMIT, CONTEXT_LIMIT, check_request
+from millstream.engine.request import CACHE_LIMIT, CONTEXT_LIMIT, ROPE_LIMIT, check_request
 from millstream.errors import EngineError, RequestRefused
 from millstream.model.adapters import trained_weights
-from millstream.model.load import check_layers, context_length
+from millstream.model.load import check_layers, context_length, rope_limit
 from millstream.types import Finish, Request, RequestKey, Sampled, Weights
 
 MIN_FREE = 8  # when one slot in this number is free, requests join at once
@@ -46,16 +45,11 @@ class _LaunchedStep(NamedTuple):
     drawn: Drawn
 
 
-def batcher_of(model: PreTrainedModel, config: EngineConfig, decode: DecodeTokens | None = None) -> Batcher:
-    check_layers(model)
-    return Batcher(
-        model,
-        num_slots=config.slots,
-        prefill_tokens=config.prefill_tokens,
-        on_update=config.on_update,
-        runner=make_runner(model.eval(), config),
-        decode=decode,
-    )
+def _limit_of(model: PreTrainedModel, longest: int | None) -> str:
+    """What limits the length of a request, in words."""
+    if longest != context_length(model):
+        return CACHE_LIMIT
+    return CONTEXT_LIMIT if longest != rope_limit(model.config.get_text_config()) else ROPE_LIMIT
 
 
 class Batcher:
@@ -80,9 +74,8 @@ class Batcher:
         self._prefill_tokens = prefill_tokens
         self._on_update = on_update
         self._decode = decode
+        self._limit = _limit_of(model, self._runner.max_length)
         self._num_words = model.get_input_embeddings().weight.shape[0]
-        is_context = self._runner.max_length == context_length(model)
-        self._length_limit = CONTEXT_LIMIT if is_context else CACHE_LIMIT
         self._waiting: deque[TokenSequence] = deque()
         self._running: list[TokenSequence] = []
         self._pending: deque[_LaunchedStep] = deque()
@@ -120,7 +113,7 @@ class Batcher:
         return self._runner.max_length
 
     def add(self, request: Request, *, is_watched: bool = False) -> None:
-        check_request(request, self._runner.max_length, num_words=self._num_words, limit=self._length_limit)
+        check_request(request, self._runner.max_length, num_words=self._num_words, limit=self._limit)
         if request.sampling.stop_strings and self._decode is None:
             raise RequestRefused(f"{request.key}: stop strings need a tokenizer, and this engine was built without one")
         self._waiting.append(TokenSequence(request, is_watched=is_watched))

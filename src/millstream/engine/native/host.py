@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel
 
 from millstream.engine import EngineConfig
-from millstream.engine.native.batching import batcher_of
+from millstream.engine.native.build import batcher_of
 from millstream.engine.native.strings import DecodeTokens
 from millstream.engine.native.worker import Close, Command, DecodeWorker, Offer, WorkerReport
 from millstream.errors import ClusterError, WeightsError, WeightsUnreachable, WorkerError, WorkerExited

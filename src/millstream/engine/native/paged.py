@@ -12,7 +12,6 @@ Shapes: R requests that decode, N tokens of chunks, V vocabulary.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,21 +21,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millstream.engine import EngineConfig
 from millstream.engine.native import fused
 from millstream.engine.native.graphs import CudaRecorder, Graphs, size_for
 from millstream.engine.native.memory import check_fits
 from millstream.engine.native.pages import START, DecodePass, PageAllocator, PagePools, PrefillPass, ShapeProbe
-from millstream.engine.native.runner import Chunk, Drawn, Runner
+from millstream.engine.native.runner import Chunk, Drawn
 from millstream.engine.native.sampling import is_restricted, restrict, uniforms
 from millstream.engine.native.sequence import TokenSequence
-from millstream.engine.native.slots import SlotRunner
 from millstream.errors import EngineError
-from millstream.model.attention import AttentionContext, Packed, on_device, rows_of
+from millstream.model.attention import on_device
 from millstream.model.load import context_length
 from millstream.types import Sampling
 
-logger = logging.getLogger(__name__)
 PAGE_TOKENS = 32
 CPU_GB = 1.0
 GPU_SHARE = 1 / 3  # of what is free
@@ -45,12 +41,22 @@ BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
 class PagedRunner:
-    """See `millstream.engine.native.runner.Runner`. The model is its own from here on: its layers are fused."""
+    """See `millstream.engine.native.runner.Runner`. The model is its own from here on. `is_fused`: whether its layers are
+    (`engine.native.check` decides); `max_length`: of a request, if below the context; `has_graphs`: whether decode steps are
+    captured on a GPU."""
 
     can_chunk = True
 
     def __init__(
-        self, model: PreTrainedModel, num_slots: int, *, cache_gb: float | None = None, page: int = PAGE_TOKENS
+        self,
+        model: PreTrainedModel,
+        num_slots: int,
+        *,
+        cache_gb: float | None = None,
+        page: int = PAGE_TOKENS,
+        is_fused: bool = True,
+        max_length: int | None = None,
+        has_graphs: bool = True,
     ) -> None:
         self._model = model
         self._num_slots = num_slots
@@ -67,9 +73,8 @@ class PagedRunner:
             raise EngineError(
                 f"a page of the cache has {page_bytes / 1e9:.3g} GB, and {num_pages} would fit: set engine.cache_gb higher"
             )
-        longest = context_length(model)
-        fits = (num_pages - 1) * self._page
-        self.max_length: int | None = fits if longest is None else min(longest, fits)
+        limits = [(num_pages - 1) * self._page, context_length(model), max_length]
+        self.max_length: int | None = min(limit for limit in limits if limit is not None)
         width = -(-self.max_length // page)
         num_pages = min(num_pages, 1 + num_slots * width)
         check_fits(num_pages * page_bytes, self._device, "engine.cache_gb")
@@ -82,14 +87,15 @@ class PagedRunner:
         # Entries of the table that have changed since the last launch: slot, index, page.
         self._table_changes: list[tuple[int, int, int]] = []
         self._inputs = torch.zeros(4, num_slots + 1, dtype=torch.int32, device=self._device)
-        self._graphs = None if self._stream is None else Graphs(CudaRecorder(self._stream))
+        self._graphs = Graphs(CudaRecorder(self._stream)) if self._stream is not None and has_graphs else None
         self._swaps: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.num_prefilled = 0  # tokens of prompts that were computed, and not found
         self._sample = fused.operations_for(self._device).sample
         if self._stream is not None:  # tensors made above, and the model itself, may still be in another stream
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.inference_mode(), self.working():
-            _fuse_if_same(model, self._pools)
+        if is_fused:
+            with torch.inference_mode(), self.working():
+                fused.fuse(model)
 
     @property
     def cache_used(self) -> float:
@@ -276,13 +282,6 @@ class PagedRunner:
         return self._draw(out.logits[0], slots_R, uniforms_R, temperatures_R, restrictions)
 
 
-def make_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
-    kind = config.cache or ("pages" if model.device.type == "cuda" else "slots")
-    if kind == "slots":
-        return SlotRunner(model, config.slots)
-    return PagedRunner(model, config.slots, cache_gb=config.cache_gb)
-
-
 def _uniforms(sequences: Sequence[TokenSequence]) -> np.ndarray[Any, np.dtype[np.float64]]:
     positions = [sequence.request.num_sampled + sequence.num_launched for sequence in sequences]
     return np.minimum(uniforms([sequence.request.seed for sequence in sequences], positions), BELOW_ONE)
@@ -327,27 +326,3 @@ def _shapes(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False, context=probe)
     probe.check(model)
     return probe.shapes
-
-
-def _fuse_if_same(model: PreTrainedModel, pools: PagePools) -> None:
-    """Fuse the model's layers, if that gives what the model's own give. No request has a page yet: the slot without a
-    request borrows some."""
-    count = min(24, (pools.num_pages - 1) * pools.page)
-    numbers = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, count)
-    tokens = torch.from_numpy(numbers)[None].to(model.device)
-
-    def logprobs(context: AttentionContext) -> Tensor:
-        positions = torch.arange(count, device=model.device)[None]
-        out = model(input_ids=tokens, position_ids=positions, use_cache=False, context=context)
-        return torch.log_softmax(out.logits[0].float(), -1)
-
-    own = logprobs(Packed(rows_of([count]), model.device))
-    if fused.fuse(model):
-        width = -(-count // pools.page)
-        pools.table[-1, :width] = torch.arange(1, width + 1)
-        difference = float((own - logprobs(PrefillPass(pools, [(len(pools.table) - 1, 0, count)]))).abs().mean())
-        pools.table[-1] = 0
-        if not difference < (1e-3 if model.dtype == torch.float32 else 5e-2):
-            fused.unfuse(model)
-            name = type(model).__name__
-            logger.warning("%s is run without fused layers: they gave other numbers (%.3g)", name, difference)

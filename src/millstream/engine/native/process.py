@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.engine import EngineConfig
-from millstream.engine.native.batching import Batcher, batcher_of
+from millstream.engine.native.batching import Batcher
+from millstream.engine.native.build import batcher_of
 from millstream.engine.native.host import ProcessHost
 from millstream.engine.native.worker import Close, Command, DecodeWorker, Offer, WorkerReport
 from millstream.errors import EngineError, MillstreamError, WeightsError

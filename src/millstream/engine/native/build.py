@@ -1,0 +1,37 @@
+"""From a model and a config to a batcher that is ready to decode: the runner is chosen here, and its passes are checked."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from millstream.engine import EngineConfig
+from millstream.engine.native.batching import Batcher
+from millstream.engine.native.check import CacheKind, check_engine
+from millstream.engine.native.paged import PagedRunner
+from millstream.engine.native.runner import Runner
+from millstream.engine.native.slots import SlotRunner
+from millstream.engine.native.strings import DecodeTokens
+
+
+def batcher_of(model: PreTrainedModel, config: EngineConfig, decode: DecodeTokens | None = None) -> Batcher:
+    return Batcher(
+        model,
+        num_slots=config.slots,
+        prefill_tokens=config.prefill_tokens,
+        on_update=config.on_update,
+        runner=make_runner(model.eval(), config),
+        decode=decode,
+    )
+
+
+def make_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
+    """Raises `ModelError` for a model that would give other numbers than in transformers."""
+    kind = cache_kind(config, model.device.type)
+    is_fused = check_engine(model, kind)
+    if kind == "slots":
+        return SlotRunner(model, config.slots)
+    return PagedRunner(model, config.slots, cache_gb=config.cache_gb, is_fused=is_fused)
+
+
+def cache_kind(config: EngineConfig, device: str) -> CacheKind:
+    return config.cache or ("pages" if device == "cuda" else "slots")

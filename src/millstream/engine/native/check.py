@@ -1,0 +1,77 @@
+"""The start-up check of the engine: requests of different lengths through the batcher and the runner that will serve.
+
+One prompt joins while others decode, and one is cut into chunks where the runner can."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Literal
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from millstream.engine.native import fused
+from millstream.engine.native.batching import Batcher
+from millstream.engine.native.paged import PagedRunner
+from millstream.engine.native.slots import SlotRunner
+from millstream.errors import ModelError
+from millstream.model.compare import CheckLengths, Scored, check_pass
+from millstream.types import Completion, Request, RequestKey, Sampling
+
+logger = logging.getLogger(__name__)
+CacheKind = Literal["slots", "pages"]
+REMEDIES: dict[CacheKind, str] = {
+    "slots": 'Set engine.kind = "vllm"',
+    "pages": 'Set engine.cache = "slots", or engine.kind = "vllm"',
+}
+
+
+def check_engine(model: PreTrainedModel, kind: CacheKind, *, is_small_only: bool = False) -> bool:
+    """Whether the model's layers can be fused. Raises `ModelError` if its requests have other log-probabilities than in the
+    library's own pass, fused or not."""
+    if kind == "pages":
+        try:
+            check_pass(
+                model, "the engine (pages, fused)", partial(requests, kind, True), "", is_small_only=is_small_only
+            )
+            return True
+        except ModelError as error:
+            fused_error = str(error)
+    check_pass(
+        model, f"the engine ({kind})", partial(requests, kind, False), REMEDIES[kind], is_small_only=is_small_only
+    )
+    if kind == "pages" and not is_small_only:
+        logger.warning("%s is run without fused layers: %s", type(model).__name__, fused_error)
+    return False
+
+
+def requests(kind: CacheKind, is_fused: bool, model: PreTrainedModel, lengths: CheckLengths) -> list[Scored]:
+    """What a small engine samples for them. Afterwards the model is as it was."""
+    num_words = model.get_input_embeddings().weight.shape[0]
+    rng = np.random.default_rng(0)
+    asked = {
+        RequestKey(group_id=number, member=0): tuple(rng.integers(0, num_words, length).tolist())
+        for number, length in enumerate(lengths.prompts)
+    }
+    try:
+        batcher = _small_batcher(kind, is_fused, model, lengths)
+        for number, (key, tokens) in enumerate(asked.items()):
+            sampling = Sampling(max_tokens=lengths.answer, temperature=1.0)
+            batcher.add(Request(key=key, tokens=tokens, sampling=sampling, seed=number))
+        done: dict[RequestKey, Completion] = {}
+        while batcher.has_work:
+            done.update(batcher.step())
+    finally:
+        fused.unfuse(model)
+    return [Scored((*tokens, *done[key].tokens), done[key].logprobs) for key, tokens in asked.items()]
+
+
+def _small_batcher(kind: CacheKind, is_fused: bool, model: PreTrainedModel, lengths: CheckLengths) -> Batcher:
+    num_slots, longest = len(lengths.prompts), max(lengths.prompts) + lengths.answer
+    if kind == "slots":
+        runner: SlotRunner | PagedRunner = SlotRunner(model, num_slots)
+    else:
+        runner = PagedRunner(model, num_slots, is_fused=is_fused, max_length=longest, has_graphs=False)
+    first, second, _ = lengths.prompts
+    return Batcher(model, num_slots=num_slots, prefill_tokens=first + second, runner=runner)

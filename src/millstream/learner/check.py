@@ -1,0 +1,44 @@
+"""The start-up check of the learner's forward pass: packed rows, a shared prompt, log-probabilities of chosen tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from millstream.learner.rows import RowTensors
+from millstream.model.compare import CheckLengths, Scored, check_pass
+from millstream.model.policy import Policy
+from millstream.types import TrainRow
+
+REMEDY = "It cannot be trained or scored here: choose another model"
+
+
+def check_learner(model: PreTrainedModel, *, is_small_only: bool = False) -> None:
+    """Raises `ModelError` if rows that are packed have other log-probabilities than in the library's own pass."""
+    check_pass(model, "the learner", packed_rows, REMEDY, is_small_only=is_small_only)
+
+
+@torch.no_grad()
+def packed_rows(model: PreTrainedModel, lengths: CheckLengths) -> list[Scored]:
+    rng = np.random.default_rng(0)
+    num_words = model.get_input_embeddings().weight.shape[0]
+    prompts = [rng.integers(0, num_words, length) for length in lengths.prompts]
+    prompts.append(prompts[0])  # which is computed once for both
+    rows = [
+        _row(np.concatenate([prompt, rng.integers(0, num_words, lengths.answer)]), len(prompt)) for prompt in prompts
+    ]
+    batch = RowTensors(rows, model.device)
+    found = Policy(model, temperature=1.0)(batch.tokens_N, batch.packed, batch.before_M, batch.targets_M)
+    values = batch.per_row(found.logprobs_M)
+    return [Scored(row.tokens.tolist(), logprobs.tolist()) for row, logprobs in zip(rows, values, strict=True)]
+
+
+def _row(tokens: np.ndarray[tuple[int], np.dtype[np.int64]], num_prompt: int) -> TrainRow:
+    nothing = np.zeros(len(tokens), np.float32)
+    return TrainRow(
+        tokens=tokens.astype(np.int32),
+        loss_mask=np.arange(len(tokens)) >= num_prompt,
+        logprobs=nothing,
+        advantages=nothing,
+    )
