@@ -14,6 +14,7 @@ def names_not_finite(weights: Mapping[str, Tensor]) -> list[str]:
     found = {name: weight for name, weight in weights.items() if weight.is_floating_point() and weight.numel()}
     if not found:
         return []
-    bounds = torch.stack([bound for weight in found.values() for bound in torch.aminmax(weight)])  # NaN if one is NaN
-    is_finite = bounds.view(-1, 2).isfinite().all(dim=1).tolist()
+    device = next(iter(found.values())).device  # a merged model may have weights on several
+    bounds = [bound.to(device) for weight in found.values() for bound in torch.aminmax(weight)]  # NaN if one is NaN
+    is_finite = torch.stack(bounds).view(-1, 2).isfinite().all(dim=1).tolist()
     return [name for name, is_sound in zip(found, is_finite, strict=True) if not is_sound]
