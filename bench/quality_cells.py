@@ -54,6 +54,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 """Keys of [algorithm]: presets, with nothing changed but one clip."""
 LAGS = (0, 2, 8)
+NEVER_S = 1e9
 WARM_UP = "warm-up.json"
 RESULTS = "results.jsonl"
 
@@ -167,7 +168,7 @@ def cell_config(settings: Settings, cell: Cell, model: Path, run_dir: Path) -> R
         ),
         algorithm=AlgorithmConfig(**LOSSES[cell.loss]),
         learner=LearnerConfig(learning_rate=settings.learning_rate, schedule=settings.schedule),
-        checkpoint=CheckpointConfig(every_s=None, every_steps=settings.every_steps, keep=len(settings.points) + 1),
+        checkpoint=CheckpointConfig(every_s=NEVER_S, every_steps=settings.every_steps, keep=len(settings.points) + 1),
     )
 
 

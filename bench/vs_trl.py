@@ -146,7 +146,7 @@ class Watch:
 def train_ours(start: Start, keep_every: int, folder: Path) -> Run:
     watch, run_dir = Watch(), folder / "run"
     num_kept = start.config.pipeline.steps // keep_every + 2
-    checkpoint = CheckpointConfig(every_s=None, every_steps=keep_every, keep=num_kept)
+    checkpoint = CheckpointConfig(every_s=1e9, every_steps=keep_every, keep=num_kept)
     train(structs.replace(start.config, run_dir=str(run_dir), checkpoint=checkpoint), sinks=[watch])
     points = []
     for step in range(keep_every, len(watch.steps) + 1, keep_every):

@@ -292,7 +292,7 @@ def to_toml(config: Struct) -> str:
         raise ConfigError(f"{where}: {error}") from error
     again = convert(_parsed(text, where), type(config), where=where)
     for place in _differences(data, msgspec.to_builtins(again, builtin_types=UNCHANGED), ""):
-        raise ConfigError(f"{where}: {place} would not be read back as it is")
+        raise ConfigError(f"{where}: {place} would not be read back as it is (TOML has no None: give it a value)")
     return text
 
 

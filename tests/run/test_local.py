@@ -399,7 +399,7 @@ def test_text_that_the_tokenizer_does_not_know_is_reported_once_at_the_start(fin
     train(
         structs.replace(own_data(finished, tmp_path, "1>", "X>", "2>"), pipeline=PipelineConfig(steps=1)), sinks=[sink]
     )
-    assert len(sink.of(Warned)) == 1 and isinstance(sink.events[0], Warned)
+    assert len(sink.of(Warned)) == 1 and isinstance(sink.events[1], Warned), "after the config, before all else"
 
 
 def test_a_function_is_passed_from_python_and_the_run_folder_tells_of_it(finished: Path, tmp_path: Path) -> None:

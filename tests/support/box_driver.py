@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(os.environ.get("BOX_INSIDE", ""))  # without the package, which takes long to import
+if "BOX_INSIDE" in os.environ:
+    sys.path.append(os.environ["BOX_INSIDE"])  # without the package, which takes long to import
 
 ORDINARY = 54_321
 CAP_SYS_ADMIN = 21

@@ -158,7 +158,9 @@ def small_model(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedMo
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         generator = torch.default_generator.manual_seed(0)
         try:
-            small = AutoModelForCausalLM.from_config(shrunk(config), attn_implementation="eager", dtype=dtype).eval()
+            small = AutoModelForCausalLM.from_config(
+                shrunk(config), attn_implementation="eager", dtype=dtype, trust_remote_code=False
+            ).eval()
             randomize(small, generator)
             with torch.no_grad():
                 small(input_ids=torch.arange(4)[None], use_cache=False)
