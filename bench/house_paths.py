@@ -147,7 +147,6 @@ _AFTER_TO_PIPELINE = (
     Hop("run.run:_phases"),
     Hop("run.run:_reinforce"),
     Hop("pipeline.pipeline:Pipeline.run"),
-    Hop("pipeline.pipeline:Pipeline._run"),
 )
 
 _AFTER_TO_LEARNER = (
@@ -169,7 +168,6 @@ _AFTER_DECODE = (
     Hop("pipeline.episode:Player.play"),
     Hop("env.registry:Environments.rollout"),
     Hop("env.registry:Hosted.rollout"),
-    Hop("env.registry:Hosted._play"),
     Hop("env.single_turn:SingleTurn.rollout"),
     Hop("env.dialog:Conversation.generate"),
     Hop("pipeline.episode:EpisodePart.generate"),
@@ -186,7 +184,6 @@ _AFTER_DECODE = (
     Hop("engine.native.batching:Batcher.step"),
     Hop("engine.native.batching:Batcher._launch"),
     Hop("engine.native.slots:SlotRunner.launch"),
-    Hop("engine.native.slots:SlotRunner._forward"),
 )
 
 _AFTER_OPTIMIZER = (

@@ -38,19 +38,19 @@ class Hosted:
         self._places = None if limit is None else asyncio.Semaphore(limit)
 
     async def rollout(self, context: Context) -> EpisodeReward:
-        if self._places is None:
-            return await self._play(context)
-        place = self._places.acquire()
-        await context.waiting(f"a place in {self.kind.name}", place, is_timed=False)
+        environment = self._isolated or self.environment
+        if self._places is not None:
+            await context.waiting(f"a place in {self.kind.name}", self._places.acquire(), is_timed=False)
         try:
-            return await self._play(context)
+            if self.kind.config.use == SINGLE_TURN:  # its rewards have limits of their own
+                return await environment.rollout(Conversation(context, self._text))
+            return await self._play_in_time(environment, context)
         finally:
-            self._places.release()
+            if self._places is not None:
+                self._places.release()
 
-    async def _play(self, context: Context) -> EpisodeReward:
-        config, environment = self.kind.config, self._isolated or self.environment
-        if config.use == SINGLE_TURN:  # its rewards have limits of their own
-            return await environment.rollout(Conversation(context, self._text))
+    async def _play_in_time(self, environment: Environment, context: Context) -> EpisodeReward:
+        config = self.kind.config
         limit = asyncio.timeout(config.step_timeout_s)
         timed = _Timed(context, _StepClock(limit, config.step_timeout_s))
         try:

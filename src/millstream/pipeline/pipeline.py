@@ -13,7 +13,8 @@ with max_lag = 0 the result depends on ids and seeds alone (`lockstep`). What be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
 
 from millstream.errors import MillstreamError
 from millstream.events import GroupAdmitted, Status, Stepped
@@ -148,37 +149,39 @@ class Pipeline:
 
     async def run(self) -> None:
         """Train to the last step, to the end of the data, or to the end of the batch in progress after `stop`. Raises the error
-        that ended the run, if one did."""
+        that ended the run, if one did. All loops run concurrently; `train` says when the run is over."""
+        async with self._tasks_of_the_run():
+            if self._resumed is not None:
+                await self._parts.store.restore(self._resumed.rows)
+            await self._checkpoint_if_due()
+            is_in_lockstep = self._config.is_in_lockstep
+            loops = [self.feed(), self._finalizer.settle()]
+            loops += [run_stage(stage, self._context, is_in_lockstep=is_in_lockstep) for stage in self._parts.stages]
+            loops += [component.run() for component in (self._critic, self._proximal) if component is not None]
+            loops += self._policy.loops()
+            running = [self._context.spawn(loop) for loop in loops]
+            self.sync.start(self.admission.version)
+            if self._resumed is not None:
+                await self._policy.run_after_step()  # that of the last step may have been cut short
+            await self.train()
+            await self.waits.on("the run", "every engine to load the last version", self.sync.until_everywhere())
+            for task in running:
+                task.cancel()
+            self.sync.finish(are_joining_lost=not self._is_stopping)
+
+    @asynccontextmanager
+    async def _tasks_of_the_run(self) -> AsyncIterator[None]:
+        """Tasks that the block starts end with it."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._context.tasks = tasks
                 try:
-                    await self._run()
+                    yield
                 finally:
                     self.sync.stop()
                     self._rollouts.cancel()
         except BaseExceptionGroup as errors:
             raise _first(errors) from errors
-
-    async def _run(self) -> None:
-        """All loops run concurrently; `train` says when the run is over."""
-        if self._resumed is not None:
-            await self._parts.store.restore(self._resumed.rows)
-        await self._checkpoint_if_due()
-        is_in_lockstep = self._config.is_in_lockstep
-        loops = [self.feed(), self._finalizer.settle()]
-        loops += [run_stage(stage, self._context, is_in_lockstep=is_in_lockstep) for stage in self._parts.stages]
-        loops += [component.run() for component in (self._critic, self._proximal) if component is not None]
-        loops += self._policy.loops()
-        running = [self._context.spawn(loop) for loop in loops]
-        self.sync.start(self.admission.version)
-        if self._resumed is not None:
-            await self._policy.run_after_step()  # that of the last step may have been cut short
-        await self.train()
-        await self.waits.on("the run", "every engine to load the last version", self.sync.until_everywhere())
-        for task in running:
-            task.cancel()
-        self.sync.finish(are_joining_lost=not self._is_stopping)
 
     def stop(self) -> None:
         """End as if the next step were the last, with a checkpoint."""

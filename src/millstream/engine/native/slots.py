@@ -82,29 +82,14 @@ class SlotRunner:
         self._cache.reserve(max(lengths))
         prefill = _Prefill(self._cache, joining, first_slot=len(decoding), device=self._device) if joining else None
         decode = _Decode(self._cache, decoding, lengths[: len(decoding)], device=self._device) if decoding else None
-        logits_RV = self._forward(decode, prefill)
+        context = _StepContext(decode, prefill)
+        out = self._model(**context.inputs(), use_cache=False, context=context)
+        self._check_layers()
+        logits_RV = context.per_request(out.logits[0].float())
         positions = [sequence.request.num_sampled + len(sequence.tokens) for sequence in sequences]
         uniforms_R = uniforms([sequence.request.seed for sequence in sequences], positions)
         drawn = sample(logits_RV, [sequence.request.sampling for sequence in sequences], uniforms_R)
         return lambda: drawn
-
-    def _forward(self, decode: _Decode | None, prefill: _Prefill | None) -> Tensor:
-        """The logits [R, V] that follow the newest token of each request, those that decode first."""
-        parts = [part for part in (decode, prefill) if part is not None]
-        context = _StepContext(decode, prefill)
-        out = self._model(
-            input_ids=torch.cat([part.tokens for part in parts])[None],
-            position_ids=torch.cat([part.position_ids for part in parts], dim=1),
-            use_cache=False,
-            context=context,
-            logits_to_keep=torch.cat([part.last + context.offset(part) for part in parts]),
-        )
-        if prefill is None:
-            return out.logits[0].float()  # type: ignore[no-any-return]
-        self._check_layers()
-        num_decoding = 0 if decode is None else len(decode.tokens)
-        rows = torch.cat([torch.arange(num_decoding, device=self._device), num_decoding + prefill.rows])
-        return out.logits[0].float()[rows]  # type: ignore[no-any-return]
 
     def _check_layers(self) -> None:
         """Every layer must have used our attention: else the model has a state that is not in our cache."""
@@ -241,8 +226,22 @@ class _StepContext:
         self._prefill = prefill
         self._split = 0 if decode is None else len(decode.tokens)
 
-    def offset(self, part: _Decode | _Prefill) -> int:
-        return self._split if part is self._prefill else 0
+    def inputs(self) -> dict[str, Tensor]:
+        """Of the model, which computes logits for the last token of each request and of each distinct prompt."""
+        parts = [part for part in (self._decode, self._prefill) if part is not None]
+        last = [part.last if part is self._decode else part.last + self._split for part in parts]
+        return {
+            "input_ids": torch.cat([part.tokens for part in parts])[None],
+            "position_ids": torch.cat([part.position_ids for part in parts], dim=1),
+            "logits_to_keep": torch.cat(last),
+        }
+
+    def per_request(self, logits: Tensor) -> Tensor:
+        """A row for each request, those that decode first."""
+        if self._prefill is None:
+            return logits
+        decoding = torch.arange(self._split, device=logits.device)
+        return logits[torch.cat([decoding, self._split + self._prefill.rows])]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         cut = self._split
