@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import pytest
 
 from support import boxes
 from support.box_driver import ORDINARY
+from support.commands import start_command
 
 # What each tries: statements that raise OSError where they fail. PID: a process of the user who runs the sandbox. FILE: a file that
 # all may write to, in a folder that all may write to.
@@ -219,23 +219,16 @@ for options in ([], ["--dry-run"], ["--dry-run", "--set", "reward.0.args.allow_u
 
 
 def test_a_run_where_neither_namespaces_nor_landlock_can_be_had_is_refused_unless_the_user_agrees(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "tests": ["assert f(1)"]}\n' * 4)
     (tmp_path / "run.toml").write_text(
         f'[model.tiny]\n[data]\npath = "{tmp_path}/data.jsonl"\nholdout = 0\n[[reward]]\nfunction = "python_tests"\n'
     )
-
-    ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_WALLS, str(tmp_path / "run.toml")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=tmp_path,
-        timeout=200,
-    )
-    run, dry_run, agreed = re.split(r"exit (?=\d)", " ".join(ran.stdout.split()))[:-1]
-    assert [text[0] for text in (dry_run, agreed)] == ["1", "1"] and ran.stdout.endswith("exit 0\n"), ran.stdout
+    monkeypatch.chdir(tmp_path)
+    output, _ = start_command([sys.executable, "-c", WITHOUT_WALLS, str(tmp_path / "run.toml")]).communicate(200)
+    run, dry_run, agreed = re.split(r"exit (?=\d)", " ".join(output.split()))[:-1]
+    assert [text[0] for text in (dry_run, agreed)] == ["1", "1"] and output.endswith("exit 0\n"), output
     for said in (run, dry_run):
         assert "NOT contained: " in said and "--set reward.0.args.allow_uncontained=true" in said
         assert "Traceback" not in said

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from millstream.weights.transfer import WeightsRef
+from support.commands import Command
 
 
 class Peer:
@@ -83,16 +83,12 @@ def forks() -> Iterator[Callable[[], Peer]]:
         door.bind(f"{name}/door")
         door.listen()
         door.settimeout(60)
-        path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "weight_worker.py"), f"{name}/door"],
-            stdin=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )
+        words = [sys.executable, str(Path(__file__).parent / "weight_worker.py"), f"{name}/door"]
+        process = Command(words, 1, 2, has_stdin=True)
         assert process.stdin is not None
 
         def new() -> Peer:
-            process.stdin.write(b"\n")
+            process.stdin.write("\n")
             process.stdin.flush()
             used.append(Peer(door.accept()[0]))
             return used[-1]
