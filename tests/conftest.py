@@ -29,9 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if SOCKET_VARIABLE in os.environ or hasattr(config, "workerinput"):
         return
     folder = tempfile.TemporaryDirectory(prefix="millstream-tests-")
-    os.environ["XDG_CACHE_HOME"] = str(
-        Path(folder.name) / "cache"
-    )  # start-up checks of models are made, once a session
+    os.environ["XDG_CACHE_HOME"] = str(Path(folder.name) / "cache")
+    checked = Path(folder.name) / "cache/millstream/checked"
+    checked.parent.mkdir(parents=True)
+    if hasattr(config, "cache"):  # start-up checks of models are made once, until the code or a library changes
+        checked.symlink_to(config.cache.mkdir("checked-models"))
     os.environ[SOCKET_VARIABLE] = str(Path(folder.name) / "socket")
     words = [sys.executable, "-m", "millstream.rpc.forkserver", os.environ[SOCKET_VARIABLE], "support"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
