@@ -42,6 +42,7 @@ from millstream.rpc.forkserver import SOCKET_VARIABLE
 from millstream.run import build
 from millstream.testing.learner import LearnerSuite
 from millstream.types import Metrics, Sampling, TrainRow
+from support.commands import Command
 from support.processes import children, is_alive
 from support.rank_cases import CASES, SETS, STEPS, WRITTEN_AFTER, Case, batch, mini_batches, row, train
 from support.runs import assert_clean, command, resume, steps_of, until
@@ -116,7 +117,7 @@ def run_ranks(num_ranks: int, folder: Path, cases: str) -> None:
     store = TCPStore("127.0.0.1", 0, num_ranks + 1, is_master=True, wait_for_workers=False)
     program = [sys.executable, str(Path(__file__).parents[1] / "support/rank_cases.py")]
     ranks = [
-        subprocess.Popen([*program, str(rank), str(num_ranks), str(store.port), str(folder), cases])
+        Command([*program, str(rank), str(num_ranks), str(store.port), str(folder), cases], 1, 2)
         for rank in range(num_ranks)
     ]
     try:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from millstream.events.sinks import JsonlSink, read_events
 from millstream.events.summary import intersect_intervals, merge_intervals, summarise, total_length
+from support.commands import run_command
 from support.simulated import World, simulate
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,8 @@ def test_importing_stays_light(module: str) -> None:
 def test_the_example_is_short_and_learns() -> None:
     path = ROOT / "examples/one_file.py"
     assert len(path.read_text().splitlines()) < 200
-    out = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True, timeout=240)
+    out = run_command([sys.executable, str(path)], timeout=240)
+    assert out.returncode == 0, out.stderr
     before, after = (float(line.split()[-1]) for line in out.stdout.splitlines() if line.startswith("accuracy"))
     assert after > before + 0.2, out.stdout
 

@@ -26,14 +26,14 @@ from millstream.run.config import RunConfig, with_absolute_paths
 from millstream.run.folder import RunFolder
 from millstream.run.prepare import prepare_run
 from millstream.types import Task
-from support.commands import start_command
+from support.commands import run_command, start_command
 from support.runs import recipe_in
 from support.tiny import make
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "recipes/demo.toml")
-SHORT = ["--set", "pipeline.steps=6", "--set", "warmup.max_steps=40", "--set", "warmup.check_every=40", "--set", "data.holdout=32", "--set", "pipeline.groups_per_step=4", "--set", "engine.process=false"]  # fmt: skip
-COLD = ["--set", "pipeline.steps=2", "--set", "pipeline.filter_zero_signal=false", "--set", "data.holdout=32", "--set", "pipeline.groups_per_step=4", "--set", "engine.process=false"]  # fmt: skip
+SHORT = ["--set", "data.size=1000", "--set", "pipeline.steps=6", "--set", "warmup.max_steps=40", "--set", "warmup.check_every=40", "--set", "data.holdout=32", "--set", "pipeline.groups_per_step=4", "--set", "engine.process=false"]  # fmt: skip
+COLD = ["--set", "data.size=1000", "--set", "pipeline.steps=2", "--set", "pipeline.filter_zero_signal=false", "--set", "data.holdout=32", "--set", "pipeline.groups_per_step=4", "--set", "engine.process=false"]  # fmt: skip
 """For a run without warm-up (`recipe_in`)."""
 
 
@@ -343,7 +343,7 @@ import msgspec
 train(msgspec.structs.replace(config, warmup=None, pipeline=msgspec.structs.replace(config.pipeline, filter_zero_signal=False)))
 """
     )
-    out = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    out = run_command([sys.executable, str(script)], timeout=120)
     assert out.returncode == 1 and "train has waited 5 s for the learner to step" in out.stderr
 
 
