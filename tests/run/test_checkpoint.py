@@ -36,7 +36,10 @@ STEPS = 40
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run that was killed after ten steps or so."""
     run_dir = tmp_path_factory.mktemp("killed") / "run"
-    kill_at(run_dir, 10, {"pipeline.steps": STEPS})
+    process = start_command(command(run_dir, {"pipeline.steps": STEPS}))
+    until(lambda: steps_of(run_dir) >= 10 and len(sealed_in(run_dir)) > 1, process)
+    process.kill()
+    process.wait()
     assert_clean(run_dir)
     yield run_dir
 
