@@ -2,8 +2,9 @@
 what.
 
 A component's config is a struct next to the component; `run.config` puts them together. One walk along the schema checks the
-names of all keys, that every number is finite and fits into 64 bits, and that every text can be written (`problems`). Values
-of type `Any` (the `args` of environments and rewards) belong to the user's own code: only TOML limits them.
+names of all keys, that every number is finite and fits into 64 bits, that every time fits into a timer, and that every text
+can be written (`problems`). Values of type `Any` (the `args` of environments and rewards) belong to the user's own code: only
+TOML limits them.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ OTHER_NAMES = {
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 LONG_INTEGER = re.compile(r"\d[\d_]{4000,}")  # Python reads no longer ones
 DEEP_NESTING = re.compile(r"(?:[\[{][^\[\]{}]*){100}")
+MAX_SECONDS = 1e9  # of a key that ends in _s: Python's timers end at 9.2e9
 MAX_DEPTH = 64  # of tables and lists in `args`, and in a record of a data set
 UNCHANGED = (datetime.datetime, datetime.date, datetime.time, bytes, Decimal)  # not turned into text on the way to TOML
 
@@ -203,6 +205,8 @@ def problems(data: Any, kind: Any, place: str, paths: Sequence[str] = ()) -> Ite
         yield f"{name} = {data}: expected a finite number"
     elif isinstance(data, int) and not -(2**63) <= data < 2**63:
         yield f"{name} = {shown(data)}: expected a number of at most 64 bits"
+    elif isinstance(data, int | float) and name.endswith("_s") and data > MAX_SECONDS:
+        yield f"{name} = {data:g}: expected at most {MAX_SECONDS:g} seconds"
     elif isinstance(data, str) and not _is_text(data):
         yield f"{name} = {shown(data)}: expected text, and half of a surrogate pair is in it"
 

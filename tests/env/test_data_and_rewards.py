@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import math
+import sys
 import threading
 import time
 from pathlib import Path
@@ -99,6 +100,13 @@ def test_options_of_a_data_set_that_is_read_are_refused_where_none_is() -> None:
 def test_a_bad_line_is_named(tmp_path: Path, lines: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(data(tmp_path, *lines), seed=0)
+
+
+def test_a_line_that_python_can_only_just_read_is_refused_as_too_deep(tmp_path: Path) -> None:
+    limit = sys.getrecursionlimit()
+    for depth in range(limit - 200, limit):
+        with pytest.raises(DataError, match="line 1: objects or lists nested too deeply"):
+            read(data(tmp_path, f'{{"prompt": "a", "other": {"[" * depth}"\\ud83d\\ude00"{"]" * depth}}}'), seed=0)
 
 
 def test_parts_of_text_are_joined_and_null_is_no_answer_and_no_id(tmp_path: Path) -> None:

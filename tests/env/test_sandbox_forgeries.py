@@ -442,3 +442,11 @@ def test_an_object_in_the_place_of_plain_data_fails_with_a_reason() -> None:
         "assert f(2)['a']",
     )
     assert all("the program returned an object (Liar), and " in why and "is for plain data" in why for why in reasons)
+
+
+def test_a_message_that_cannot_be_shown_fails_its_own_test_alone() -> None:
+    program = "class Odd:\n    def __str__(self): raise SystemExit(0)\ndef f(x): return Odd() if x else 4"
+    assert examine(program, "assert isinstance(f(1), int), f(1)", "assert f(0) == 4") == [
+        "AssertionError: (no text)",
+        "",
+    ]

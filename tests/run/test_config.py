@@ -241,6 +241,13 @@ def test_every_number_is_finite_and_of_64_bits(key: str) -> None:
         assert str(error.value).replace("[0]", ".0").startswith(f"here: {key} = ") and len(str(error.value)) < 200
 
 
+@pytest.mark.parametrize("key", [key for key in number_keys(RunConfig) if key.endswith("_s")])
+def test_every_time_fits_into_a_timer(key: str) -> None:
+    for value in (1e10, 1e300, 2**62):
+        with pytest.raises(ConfigError, match=r"= \S+: expected at most 1e\+09 seconds"):
+            convert(nested(key, value), RunConfig, where="here")
+
+
 def test_a_number_that_is_not_finite_is_refused_in_a_config_made_in_python() -> None:
     config = convert({"model": {"path": "m"}, "data": {"path": "d"}}, RunConfig, where="here")
     learner = LearnerConfig(max_grad_norm=math.nan)

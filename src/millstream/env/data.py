@@ -166,11 +166,14 @@ def _jsonl_records(path: Path) -> Iterator[DataRecord]:
             where = f"{path}, line {number}"
             try:
                 record = json.loads(line)
+                is_whole = "\\ud" not in line.lower() or _has_whole_characters(
+                    record
+                )  # only an escape can write half a pair
             except ValueError as error:  # also an integer of more digits than Python reads
                 raise DataError(f"{where}: not JSON: {error}") from error
             except RecursionError as error:
                 raise DataError(f"{where}: objects or lists nested too deeply") from error
-            if "\\ud" in line.lower() and not _has_whole_characters(record):  # only an escape can write half of a pair
+            if not is_whole:
                 raise DataError(
                     f"{where}: half of a surrogate pair (\\ud800 to \\udfff) in a text: expected whole characters"
                 )

@@ -18,6 +18,7 @@ answers questions. The examiner asks them, and trusts no answer: the program may
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib
 import json
 import re
@@ -421,5 +422,8 @@ def _why_not(test: str, namespace: dict[str, Any], talk: Talk) -> str:
     try:
         exec(compile(test, "test.py", "exec"), namespace)
     except BaseException as error:  # a test that raises has not passed, whatever it raises
-        return talk.gone or (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        text = "(no text)"
+        with contextlib.suppress(BaseException):  # the message may be an object of the program, whose __str__ raises
+            text = str(error)
+        return talk.gone or (f"{type(error).__name__}: {text}" if text else type(error).__name__)
     return talk.gone

@@ -21,9 +21,6 @@ class Processes:
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._is_own = False
 
-    def close(self) -> None:
-        os.close(self._proc)
-
     def find(self) -> list[int]:
         if not self._is_own:
             self._look_for_own()
