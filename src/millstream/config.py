@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
@@ -57,6 +57,7 @@ LONG_INTEGER = re.compile(r"\d[\d_]{4000,}")  # Python reads no longer ones
 DEEP_NESTING = re.compile(r"(?:[\[{][^\[\]{}]*){100}")
 MAX_SECONDS = 1e9  # of a key that ends in _s: Python's timers end at 9.2e9
 MAX_DEPTH = 64  # of tables and lists in `args`, and in a record of a data set
+MAX_PROBLEMS = 8  # shown together
 UNCHANGED = (datetime.datetime, datetime.date, datetime.time, bytes, Decimal)  # not turned into text on the way to TOML
 
 
@@ -91,9 +92,13 @@ def _line_of(pattern: re.Pattern[str], text: str) -> str:
 
 
 def convert(data: Mapping[str, Any], kind: type[C], *, where: str) -> C:
-    """Raises `ConfigError` for the first of its problems."""
-    for problem in problems(data, kind, "", list(_paths(kind))):
-        raise ConfigError(f"{where}: {problem}")
+    """Raises `ConfigError` for the first of its problems, with the next ones as notes."""
+    found = list(itertools.islice(problems(data, kind, "", list(_paths(kind))), MAX_PROBLEMS))
+    if found:
+        refused = ConfigError(f"{where}: {found[0]}")
+        for other in found[1:]:
+            refused.add_note(f"And: {other}")
+        raise refused
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -188,8 +193,8 @@ def parse_value(text: str, what: str) -> Any:
 
 
 def problems(data: Any, kind: Any, place: str, paths: Sequence[str] = ()) -> Iterator[str]:
-    """What is wrong with the names of keys, with numbers and with texts; `paths` are all keys that there are. A type that does
-    not fit is found by `msgspec.convert`."""
+    """What is wrong with the names of keys, with numbers, texts and choices; `paths` are all keys that there are. A type that
+    does not fit is found by `msgspec.convert`."""
     name = place.rstrip(".")
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     if isinstance(data, list):
@@ -209,6 +214,9 @@ def problems(data: Any, kind: Any, place: str, paths: Sequence[str] = ()) -> Ite
         yield f"{name} = {data:g}: expected at most {MAX_SECONDS:g} seconds"
     elif isinstance(data, str) and not _is_text(data):
         yield f"{name} = {shown(data)}: expected text, and half of a surrogate pair is in it"
+    elif isinstance(data, str) and (names := _names(kinds)) and data not in names:
+        near = difflib.get_close_matches(data, names, n=1, cutoff=0.5)
+        yield f"{name} = {shown(data)!r}: expected {', '.join(names)}." + (f" Did you mean {near[0]}?" if near else "")
 
 
 def _table_problems(data: Mapping[str, Any], kinds: Sequence[Any], place: str, paths: Sequence[str]) -> Iterator[str]:
@@ -231,6 +239,11 @@ def _table_problems(data: Mapping[str, Any], kinds: Sequence[Any], place: str, p
             yield f"{place}{key} is refused: {REFUSED[key]}"
         else:
             yield f"unknown key {place}{_quoted(key)}{_suggest(key, fields, paths)}"
+
+
+def _names(kinds: Sequence[Any]) -> list[str]:
+    """The only texts that a key may have; empty if it may have any."""
+    return [] if str in kinds else [name for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
 
 
 def is_deeper(value: Any, levels: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -23,7 +24,11 @@ def load_function(name: str) -> Any:
     module = _module_from(module_name)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{module_name} has no function {function_name!r}")
+        near = difflib.get_close_matches(
+            function_name, [key for key, value in vars(module).items() if callable(value)], n=1
+        )
+        meant = f". Did you mean {module_name}:{near[0]}?" if near else ""
+        raise ConfigError(f"{module_name} has no function {function_name!r}{meant}")
     return function
 
 

@@ -67,7 +67,7 @@ def test_options_of_a_data_set_that_is_read_are_refused_where_none_is() -> None:
         ([{"prompt": "a"}, "{oops"], r"data\.jsonl, line 2: not JSON"),
         ([[1, 2]], r"line 1: expected an object, got list"),
         ([{"question": "a"}], r"line 1: no key 'prompt' among 'question': set data\.prompt_key"),
-        ([{"prompt": ""}], r"line 1: the prompt must be a non-empty string"),
+        ([{"prompt": ""}], r"line 1: the prompt must be a non-empty string or list of messages, got ''$"),
         ([{"prompt": [{"content": "x"}]}], r"line 1: a chat prompt is a list of objects with role and content"),
         ([{"prompt": ["hi"]}], r"line 1: a chat prompt .*, and message 0 is hi"),
         (

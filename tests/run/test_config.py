@@ -44,7 +44,9 @@ def written(tmp_path: Path, text: str) -> Path:
         ("[rollout]\nxyz = 1", r"unknown key rollout\.xyz\. Known here: extra_members, group_size, max_parts"),
         ("[rollout]\ntop_p = 0.9", r"rollout\.top_p is refused: training needs the log-probability"),
         ('[pipeline]\nsteps = "many"', r"pipeline\.steps: expected `int`, got `str`"),
-        ("[pipeline]\nsteps = -1", r"pipeline: steps must be at least 0, groups_per_step at least 1"),
+        ("[pipeline]\nsteps = -1", r"pipeline: steps = -1: expected a finite number of at least 0"),
+        ("[pipeline]\ngroups_per_step = 0", r"pipeline: groups_per_step = 0: expected a finite number of at least 1"),
+        ("[pipeline]\nmax_lag = -0.5", r"pipeline: max_lag = -0\.5: expected a finite number of at least 0"),
         (
             "[pipeline]\nextra_groups = 17",
             r"extra_groups = 17 cannot all be trained within max_lag = 1, which allows 16",
@@ -54,7 +56,9 @@ def written(tmp_path: Path, text: str) -> Path:
             r"algorithm: no loss 'gpo': use truncated_is, .* or one of your own.* mean gspo\?",
         ),
         ('[algorithm]\nadvantage = "critic"', r"algorithm: no advantage 'critic': use grpo, dr_grpo"),
-        ('[algorithm]\nname = "grppo"', r"algorithm\.name: invalid enum value 'grppo'"),
+        ('[algorithm]\nname = "grppo"', r"algorithm\.name = 'grppo': expected .*dapo, .*\. Did you mean grpo\?"),
+        ('[learner]\nschedule = "x"', r"learner\.schedule = 'x': expected constant, linear, cosine\.$"),
+        ('[engine]\ncache = "page"', r"engine\.cache = 'page': expected slots, pages\. Did you mean pages\?"),
         ('[algorithm]\nname = "dapo"\ndual_clip = 0.5', r"algorithm: dual_clip must be above 1"),
         ('[pipeline]\nmax_lag = 0\noverdue = "restart"', r'overdue = "restart" has nothing to do here'),
         ("[[reward]]\nfunktion = 'f'", r"unknown key reward\[0\]\.funktion\. Did you mean function\?"),
@@ -85,6 +89,15 @@ def written(tmp_path: Path, text: str) -> Path:
 def test_a_mistake_is_named_with_its_place_and_a_way_out(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(written(tmp_path, MINIMAL + text), RunConfig)
+
+
+def test_several_mistakes_are_shown_together(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key pipeline\.maxlag") as raised:
+        load(written(tmp_path, MINIMAL), RunConfig, ["pipeline.maxlag=1", "learner.lr=nan", "rollout.temperature=inf"])
+    assert raised.value.__notes__ == [
+        "And: unknown key learner.lr. Did you mean learning_rate?",
+        "And: rollout.temperature = inf: expected a finite number",
+    ]
 
 
 @pytest.mark.parametrize("text", ["", '[model]\npath="m"\n[model.tiny]\n[data]\npath="d"', '[model]\n[data]\npath="d"'])

@@ -210,7 +210,7 @@ def test_a_dry_run_prints_the_resolved_config_and_runs_nothing(tmp_path: Path) -
     [
         ("data.path=nowhere.jsonl", "cannot read data.path = nowhere.jsonl"),
         ("data.holdout=3", "Set data.holdout lower"),
-        ("reward.0.function=mine.py:rewrd", "mine.py has no function 'rewrd'"),
+        ("reward.0.function=mine.py:rewrd", "mine.py has no function 'rewrd'. Did you mean mine.py:reward?"),
         ("model.path=nowhere/at/all", "no such folder"),
         ("model.path=bare", "no tokenizer in bare"),
         ("model.path=.", "has no config.json; found: bare, data.jsonl, mine.py, model, run.toml. Expected a folder"),

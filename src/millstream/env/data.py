@@ -248,7 +248,7 @@ def _prompt(value: Any, where: str, system: str | None) -> str | tuple[Message, 
         return value if system is None else _chat(system, value)
     if isinstance(value, list) and value:
         return tuple(_message(message, where, number) for number, message in enumerate(value))
-    raise DataError(f"{where}: the prompt must be a non-empty string or list of messages, got {shown(value)}")
+    raise DataError(f"{where}: the prompt must be a non-empty string or list of messages, got {shown(repr(value))}")
 
 
 def _message(message: Any, where: str, number: int) -> Message:

@@ -41,8 +41,9 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     """A wait for an engine or the learner this long ends the run with an error that names it."""
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.groups_per_step < 1 or not 0 <= self.max_lag < math.inf:
-            raise ValueError("steps must be at least 0, groups_per_step at least 1, max_lag a number from 0")
+        for key, least in (("steps", 0), ("groups_per_step", 1), ("max_lag", 0)):
+            if not least <= (value := getattr(self, key)) < math.inf:
+                raise ValueError(f"{key} = {value}: expected a finite number of at least {least}")
         if self.extra_groups is not None and self.extra_groups < 0:
             raise ValueError("extra_groups must be at least 0")
         most = full_budget(self.groups_per_step, self.max_lag) - self.groups_per_step
