@@ -354,6 +354,16 @@ def test_k3_pulls_back_to_the_reference_from_any_distance(distance: float) -> No
     assert math.isclose(float(numbers[0]), float(found.detach()), rel_tol=1e-12)
 
 
+def test_the_ratio_of_a_token_that_has_become_impossible_is_0() -> None:
+    new = torch.tensor([-math.inf, -1.0, 19.0], requires_grad=True)  # the last one: at e^20, where the tangent begins
+    found = corrections.ratio(new, torch.tensor([-2.0, -1.0, -1.0]))
+    (gradient,) = torch.autograd.grad(found.sum(), new)
+    assert torch.equal(found.detach(), torch.tensor([-math.inf, 0.0, 20.0]).exp())
+    assert torch.equal(gradient, found.detach())
+    k3 = credit.kl_numbers("k3", np.array([-1.0]), np.array([-math.inf]))
+    assert k3.tolist() == [math.inf]  # infinitely far from a reference that never says it
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_ratios_within_e20_are_what_they_were_bit_for_bit(level: corrections.Level) -> None:
     torch.manual_seed(0)

@@ -194,6 +194,18 @@ def test_a_model_that_is_too_large_is_checked_by_a_small_one(why: str, monkeypat
 
 
 @pytest.mark.usefixtures("nothing_remembered")
+def test_a_long_window_is_exceeded_where_no_small_model_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a model with code of its own."""
+    config = CONFIGS["mistral"]()
+    config.sliding_window = compare.MAX_WINDOW + 1
+    config.max_position_embeddings = 2 * compare.MAX_WINDOW
+    monkeypatch.setattr(compare, "small_model", lambda *_: None)
+    model = new_model(config, seed=0)
+    assert sorted(compare.lengths_for(model).prompts)[1] > config.sliding_window
+    check_learner(model)
+
+
+@pytest.mark.usefixtures("nothing_remembered")
 def test_a_context_of_a_few_tokens_is_enough_for_the_check() -> None:
     for context in (2, 3, 9, 24):
         model = new_model(LlamaConfig(**{**SHAPE, "max_position_embeddings": context}), seed=0)

@@ -36,9 +36,10 @@ def ratio_at(level: Level, new_N: Tensor, old_N: Tensor, row_N: Tensor) -> Tenso
 
 def bounded_exp(log_ratio_N: Tensor) -> Tensor:
     """exp up to `MAX_LOG_RATIO`, its tangent beyond: e^20 (1 + x - 20). A clamp would bound the value and end the gradient, and
-    a token that has become e^20 times too likely would never be pushed back. Below, exp itself: it falls to 0."""
-    inside_N = log_ratio_N.clamp(max=MAX_LOG_RATIO)
-    return inside_N.exp() * (1 + (log_ratio_N - inside_N))
+    a token that has become e^20 times too likely would never be pushed back. Below, exp itself: it falls to 0,
+    which is also its value for a token that has become impossible (a log-probability of -inf)."""
+    beyond_N = (log_ratio_N - MAX_LOG_RATIO).relu()
+    return log_ratio_N.clamp(max=MAX_LOG_RATIO).exp() * (1 + beyond_N)
 
 
 def truncated(x: LossInputs, loss: TokenLoss, *, level: Level, cap: float) -> TokenLoss:

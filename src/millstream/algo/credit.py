@@ -61,8 +61,9 @@ def kl_numbers(estimator: Estimator, logprobs_N: Rewards, reference_N: Rewards) 
         case "k2":
             return np.asarray(np.square(log_ratio_N) / 2)
         case "k3":
-            inside_N = np.minimum(-log_ratio_N, MAX_LOG_RATIO)
-            return np.asarray(np.exp(inside_N) * (1 - log_ratio_N - inside_N) + log_ratio_N - 1)
+            beyond_N = np.maximum(-log_ratio_N - MAX_LOG_RATIO, 0)
+            growth_N = np.exp(np.minimum(-log_ratio_N, MAX_LOG_RATIO)) * (1 + beyond_N)
+            return np.asarray(growth_N + log_ratio_N - 1)
 
 
 def token_rewards(played: Played, penalty: Penalty | None) -> Rewards:

@@ -33,7 +33,7 @@ from millstream.model.attention import NAME
 from millstream.model.load import NO_INTERFACE, check_layers, context_length
 from millstream.model.shrink import shrunk
 
-MAX_WINDOW = 1024  # a longer one is checked on the small model, where it has 8 tokens
+MAX_WINDOW = 1024  # a longer one is checked on the small model, where it has 8 tokens, if there is such a model
 MAX_PARAMETERS = {"cpu": 50_000_000, "cuda": 4_000_000_000}
 FLOAT32_ALLOWED = 1e-3  # nats, of any token
 MULTIPLE = 4.0  # of what the library's own rounding to 16 bits costs; of a sequence, in the median
@@ -139,17 +139,17 @@ def library_logprobs(model: PreTrainedModel, scored: Sequence[Scored]) -> list[T
 def lengths_for(model: PreTrainedModel) -> CheckLengths:
     """Two prompts longer than the window, and a short one, as far as the context has room."""
     longest = context_length(model)
-    wanted = (window_of(model.config) or 0) + 30
+    wanted = (window_of(model) or 0) + 30
     total = wanted if longest is None else min(wanted, longest)
     answer = max(1, min(8, total // 4))
     first = max(1, total - answer - 9)
     return CheckLengths((first, min(3, first), max(1, total - answer)), answer)
 
 
-def window_of(config: Any) -> int | None:
-    """The sliding window of its attention, if there is one of at most `MAX_WINDOW` tokens."""
-    window = getattr(config.get_text_config(), "sliding_window", None)
-    return window if isinstance(window, int) and window <= MAX_WINDOW else None
+def window_of(model: PreTrainedModel) -> int | None:
+    """The sliding window of its attention, if there is one."""
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    return window if isinstance(window, int) else None
 
 
 def small_model(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel | None:
@@ -195,9 +195,8 @@ def randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 def _is_affordable(model: PreTrainedModel) -> bool:
     """Whether the model itself is compared. In 16 bits that needs a copy in float32."""
-    window = getattr(model.config.get_text_config(), "sliding_window", None)
     count = sum(parameter.numel() for parameter in model.parameters())
-    if (isinstance(window, int) and window > MAX_WINDOW) or count > MAX_PARAMETERS.get(model.device.type, 0):
+    if (window_of(model) or 0) > MAX_WINDOW or count > MAX_PARAMETERS.get(model.device.type, 0):
         return False
     return model.device.type != "cuda" or bool(torch.cuda.mem_get_info(model.device)[0] > 6 * count)
 
