@@ -27,16 +27,10 @@ SMALL = {
     "rollout.group_size": 4,
     "data.holdout": 0,
     "data.size": 200,
-    "warmup.max_steps": 2,
-    "warmup.check_every": 2,
+    "warmup.max_steps": 30,
+    "warmup.check_every": 30,
     "engine.process": "false",
-    "reward": f"[{{function='{__file__}:odd'}}]",
 }
-
-
-def odd(text: str, answer: str) -> float:
-    """What a model that has learned nothing is rewarded for, now and then."""
-    return float(len(text) % 2)
 
 
 def run(folder: Path, **changes: Any) -> None:
@@ -98,8 +92,9 @@ def test_a_model_that_is_not_finite_is_never_saved(tmp_path: Path, changes: dict
 
 
 def test_rollouts_longer_than_the_token_budget_are_trained_each_on_its_own(tmp_path: Path) -> None:
-    run(tmp_path / "wide", pipeline__filter_zero_signal="false")
-    run(tmp_path / "narrow", pipeline__filter_zero_signal="false", learner__micro_batch_tokens=1)
+    few = {"warmup.max_steps": 3, "warmup.check_every": 3, "pipeline.filter_zero_signal": "false"}
+    run(tmp_path / "wide", **few)
+    run(tmp_path / "narrow", **few, learner__micro_batch_tokens=1)
     assert [step.num_rows for step in steps_of(tmp_path / "narrow")] == [16] * 4
     assert torch.allclose(weights(tmp_path / "narrow"), weights(tmp_path / "wide"), atol=1e-3)
 
