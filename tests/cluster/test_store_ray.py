@@ -26,7 +26,8 @@ pytestmark = pytest.mark.ray
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from millstream.cluster.store import RayStore, connect  # noqa: E402
-from millstream.store.host import StorePlan  # noqa: E402
+from millstream.store.client import Address  # noqa: E402
+from millstream.store.coordinator import StorePlan  # noqa: E402
 
 TASKS = {"train": Reads(("tokens",), by_group=False)}
 MEMORY = 100 << 20
@@ -85,9 +86,10 @@ def on(node: Any) -> Any:
 
 def test_twenty_kills_of_a_coordinator_that_ray_starts_again_lose_nothing(cluster: Cluster, tmp_path: Path) -> None:
     store, rng = RayStore(TASKS, capacity_rows=400), random.Random(0)
+    plan = store.plan
 
     class AsShared:
-        address = store.plan.address
+        address = Address(host=plan.host, port=plan.port, token=plan.token, node=plan.node, folder=plan.memory)
         connect = staticmethod(store.connect)
 
     crew = ProcessGroup(AsShared, tmp_path)  # type: ignore[arg-type]
