@@ -42,7 +42,7 @@ def errors_shown() -> Iterator[None]:
         raise typer.Exit(130) from None
     except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):  # typer's own, and a reader such as `head`
         raise
-    except Exception as error:
+    except Exception as error:  # border of the command line: one line for the user, the traceback in a file
         _print_error(error, [f"{shown(str(error))}. That is not expected: {_write_traceback(error)}"])
         raise typer.Exit(1) from error
 

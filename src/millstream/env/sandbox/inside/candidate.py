@@ -111,7 +111,7 @@ def _more(errors: dict[int, BaseException]) -> Callable[[Iterator[Any], int], tu
                 found.append(next(items))
         except StopIteration:
             return found, True
-        except BaseException as error:
+        except BaseException as error:  # the program's own code: raised in its turn, after the values before it
             if not found:
                 raise
             errors[id(items)] = error
