@@ -29,6 +29,9 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
     """Whether layers recompute their activations in the backward pass: a third more compute, a fraction of the memory."""
     compile: bool = False
     """Whether layers are compiled. On a GPU: a minute at the start, faster steps afterwards."""
+    gpu_share: float | None = None
+    """The share of the GPU's multiprocessors that training uses, where an engine decodes on the same GPU: the rest is always
+    free for decoding. None: 0.61 where at most 384 rollouts can be in flight and max_lag is above 0, else 1."""
     lora: LoraConfig | None = None
     """Train adapters on a frozen model. None: the whole model is trained."""
     max_skipped_steps: int = 3
@@ -41,6 +44,8 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("mini_batches, micro_batch_tokens and ranks must be at least 1")
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks = {self.ranks}: expected at most {MAX_RANKS:,}")
+        if self.gpu_share is not None and not 0 < self.gpu_share <= 1:
+            raise ValueError(f"gpu_share = {self.gpu_share}: expected a number above 0, at most 1")
         if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_skipped_steps < 0:
             raise ValueError("warmup_steps, weight_decay and max_skipped_steps must be at least 0")
 

@@ -5,7 +5,8 @@ On a GPU that thread only fills the device's queue: nothing waits for the device
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from millstream.learner.state import on_host, read_state, write_state
 from millstream.learner.tally import FiniteGuard
 from millstream.model.adapters import lora_of, merged, save_adapters, trained_weights
 from millstream.model.finite import names_not_finite
+from millstream.model.gpu_share import training_stream
 from millstream.model.load import model_weights, save_model
 from millstream.objective import Objective
 from millstream.rpc.threads import DaemonThreads
@@ -30,7 +32,7 @@ T = TypeVar("T")
 
 class TorchLearner:
     """A `RunLearner` (`learner.base`). `is_proximal_given`: rows after a batch's first step have `proximal`, and no copy of the
-    policy is kept for it."""
+    policy is kept for it. `gpu_share`: of the multiprocessors that it may use (`model.gpu_share`)."""
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class TorchLearner:
         num_steps: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         is_proximal_given: bool = False,
+        gpu_share: float = 1.0,
     ) -> None:
         self.model = model
         self._tokenizer = tokenizer
@@ -49,25 +52,37 @@ class TorchLearner:
         self.rank = Rank(*own, config, objective, num_steps=num_steps)
         self._guard = FiniteGuard(config.max_skipped_steps)
         self._thread = DaemonThreads("learner", most=1)
+        self._stream = training_stream(model.device, gpu_share) if model.device.type == "cuda" else None
+        if self._stream is not None:  # the model may still be in another stream
+            self._stream.wait_stream(torch.cuda.current_stream(model.device))
 
     @property
     def optimizer(self) -> Optimizer:
         return self.rank.optimizer
 
+    async def _call(self, work: Callable[[], T]) -> T:
+        """On the learner's thread, and on its stream."""
+
+        def on_stream() -> T:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                return work()
+
+        return await self._thread.call(on_stream)
+
     async def ready(self) -> None:
         """It is ready when it is made."""
 
     async def begin_batch(self) -> None:
-        await self._thread.call(self.rank.begin_batch)
+        await self._call(self.rank.begin_batch)
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
-        await self._thread.call(lambda: self.rank.accumulate(rows))
+        await self._call(lambda: self.rank.accumulate(rows))
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        return await self._thread.call(lambda: self.rank.logprobs(rows))
+        return await self._call(lambda: self.rank.logprobs(rows))
 
     async def step(self) -> Metrics:
-        return await self._thread.call(self._step)
+        return await self._call(self._step)
 
     def _step(self) -> Metrics:
         counted = self.rank.tally()
@@ -75,7 +90,7 @@ class TorchLearner:
         return counted.metrics(self.rank.step(counted)) if counted.units else counted.skipped_rows()
 
     async def weights(self) -> Weights:
-        return await self._thread.call(self._weights)
+        return await self._call(self._weights)
 
     def _weights(self) -> Weights:
         found = trained_weights(self.model)
@@ -86,23 +101,33 @@ class TorchLearner:
         return weights
 
     async def snapshot(self) -> TorchSnapshot:
-        return await self._thread.call(self._snapshot)
+        return await self._call(self._snapshot)
 
     def _snapshot(self) -> TorchSnapshot:
         self.rank.check_finite()
         return TorchSnapshot(on_host(self.rank.state()))
 
     def restore(self, folder: Path) -> None:
+        self._settle()
         self.rank.restore(read_state(folder))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.model.device))
 
     def save(self, path: Path) -> None:
+        self._settle()
         self.rank.check_finite()
         save_trained(self.model, self._tokenizer, path)
 
     async def close(self) -> None:
         """Let the work in hand finish. Another learner may have the model then."""
         await self._thread.close()
+        self._settle()
         self.optimizer.detach()
+
+    def _settle(self) -> None:
+        """Wait for the device: the caller uses another stream."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 def save_trained(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:

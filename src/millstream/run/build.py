@@ -37,6 +37,7 @@ from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.messages import ObjectiveSource
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters, copy_of
+from millstream.model.gpu_share import training_share
 from millstream.model.load import context_length, decoder_of, load_model, load_tokenizer, num_cores
 from millstream.model.locate import check_path
 from millstream.model.lora import LoraConfig
@@ -244,6 +245,7 @@ def build_learner(
             num_steps=num_steps,
             tokenizer=tokenizer,
             is_proximal_given=is_proximal_given,
+            gpu_share=1.0 if recipe.algorithm is None else gpu_share(config, learner),
         )
     if model.device.type == "cuda" and (found := torch.cuda.device_count()) < learner.ranks:
         raise ConfigError(f"learner.ranks = {learner.ranks}, and torch sees {found} GPUs: set learner.ranks = {found}")
@@ -257,6 +259,15 @@ def build_learner(
         tokenizer=tokenizer,
         is_proximal_given=is_proximal_given,
     )
+
+
+def gpu_share(config: RunConfig, learner: LearnerConfig) -> float:
+    """The share of the GPU's multiprocessors for reinforcement learning beside an engine of this process."""
+    if learner.gpu_share is not None:
+        return learner.gpu_share
+    if config.engine.kind != "torch":
+        return 1.0
+    return training_share(config.pipeline.most_groups * config.rollout.group_size, config.pipeline.max_lag)
 
 
 def store_plan(config: RunConfig, stages: Sequence[Stage]) -> tuple[Mapping[str, Reads], int]:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from millstream.model.gpu_share import URGENT_ROWS
+
 logger = logging.getLogger(__name__)
 Restrictions = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, Tensor]
@@ -39,9 +41,9 @@ def size_for(num: int, max_size: int) -> int:
 
 
 class Recorder(Protocol):
-    def record(self, step: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """A function that repeats this step, and the tensors of its outputs. Raises `RuntimeError` if it cannot be recorded,
-        and leaves everything as it was."""
+    def record(self, step: Callable[[], Outputs], *, is_urgent: bool) -> tuple[Callable[[], None], Outputs]:
+        """A function that repeats this step, and the tensors of its outputs. `is_urgent`: its kernels go before those of other
+        streams. Raises `RuntimeError` if it cannot be recorded, and leaves everything as it was."""
         ...
 
 
@@ -75,7 +77,7 @@ class Graphs:
                 self._give_up(f"{obstacle} makes the host wait")
                 return
             try:
-                again, outputs = self._recorder.record(lambda: step(size, own))
+                again, outputs = self._recorder.record(lambda: step(size, own), is_urgent=size <= URGENT_ROWS)
             except RuntimeError as error:
                 self._give_up(str(error))
                 return
@@ -87,23 +89,25 @@ class Graphs:
 
 
 class CudaRecorder:
-    """Records what is launched on this stream, by a thread for which it is the current one. Other streams may use the device
-    meanwhile."""
+    """Records steps for replays on this stream, which is that of the calling thread. Other streams may use the device. The
+    kernels of a graph have the priority of the stream that they were recorded on."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        self._ordinary = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, step: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    def record(self, step: Callable[[], Outputs], *, is_urgent: bool) -> tuple[Callable[[], None], Outputs]:
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            outputs = step()
-            graph.capture_end()
-        except BaseException:  # any error: an open capture would break all later ones
-            self._abandon(graph)
-            raise
+        with torch.cuda.stream(self._stream if is_urgent else self._ordinary):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = step()
+                graph.capture_end()
+            except BaseException:  # any error: an open capture would break all later ones
+                self._abandon(graph)
+                raise
         return graph.replay, outputs
 
     def _abandon(self, graph: Any) -> None:

@@ -30,6 +30,7 @@ from millstream.engine.native.sampling import is_restricted, restrict, uniforms
 from millstream.engine.native.sequence import TokenSequence
 from millstream.errors import EngineError
 from millstream.model.attention import on_device
+from millstream.model.gpu_share import URGENT
 from millstream.model.load import context_length
 from millstream.types import Sampling
 
@@ -65,7 +66,7 @@ class PagedRunner:
         self._is_gpu = self._device.type == "cuda"
         self.depth = 1 if self._is_gpu else 0
         self.join_every = JOIN_EVERY if self._is_gpu else 1
-        self._stream = torch.cuda.Stream(self._device) if self._is_gpu else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self._device, priority=URGENT) if self._is_gpu else None
         shapes = _shapes(model)
         page_bytes = sum(2 * heads * self._page * dim for heads, dim in shapes.values()) * model.dtype.itemsize
         num_pages = int(_cache_bytes(self._device, cache_gb) // page_bytes)
