@@ -16,12 +16,14 @@ from millstream.engine.native import graphs
 from millstream.engine.native.batching import Batcher
 from millstream.engine.native.paged import PagedRunner
 from millstream.engine.native.plain import PLAIN, Heads, Pages
+from millstream.engine.native.speculation import Speculator
 from millstream.events.sinks import MemorySink
 from millstream.model.attention import Rule
 from millstream.model.load import new_model
 from millstream.run.build import build_engine
-from millstream.types import Completion, Sampling
+from millstream.types import Completion, RequestKey, Sampling
 from support.decoding import drain, kept_by, teacher_forced
+from support.drafting import Oracle
 from support.tiny import CONFIGS, SHAPE, VOCABULARY, prompts, request
 from support.tiny import plain as plain_model
 
@@ -186,6 +188,35 @@ def test_sampling_frequencies_fit_the_distribution_with_top_k_and_top_p() -> Non
         chi_square = float(((counts - expected) ** 2 / expected)[expected > 0].sum())
         degrees = int((expected > 0).sum()) - 1
         assert chi_square < degrees + 4 * (2 * degrees) ** 0.5 + 8, "far above what chance gives"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_with_drafts_give_the_tokens_of_plain_steps_in_float32(name: str) -> None:
+    """In captured graphs of their own; the host is a step ahead in between."""
+    asked = [
+        structs.replace(request(number, prompt), sampling=Sampling(max_tokens=60, temperature=number % 3 / 2))
+        for number, prompt in enumerate(prompts(24))
+    ]
+
+    def completions(speculator: Speculator | None) -> tuple[dict[RequestKey, Completion], Batcher]:
+        batcher = batcher_on_gpu(name, torch.float32, num_slots=8, speculator=speculator)
+        for one in asked:
+            batcher.add(one)
+        done: dict[RequestKey, Completion] = {}
+        while batcher.has_work:
+            done.update(batcher.step())
+        return done, batcher
+
+    expected, _ = completions(None)
+    found, batcher = completions(Oracle({key: one.tokens for key, one in expected.items()}))
+    assert batcher.num_drafted > batcher.num_accepted > 200 and batcher.cache_used == 0
+    runner = batcher._runner
+    assert isinstance(runner, PagedRunner) and runner._verify_graphs is not None and runner._verify_graphs._graphs
+    same = [found[key].tokens == one.tokens for key, one in expected.items()]
+    assert sum(same) >= 23, "but for a number that falls on the border of two tokens"
+    for key, one in expected.items():
+        if found[key].tokens == one.tokens:
+            assert found[key].logprobs == pytest.approx(one.logprobs, abs=1e-3)
 
 
 def test_swaps_preemption_and_aborts_on_the_gpu_leave_every_token_with_the_numbers_of_its_version() -> None:

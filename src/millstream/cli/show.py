@@ -205,6 +205,7 @@ def result_table(result: RunResult) -> Table:
         ("rollouts trained", str(summary.rollouts_trained)),
         ("rollouts/s trained", f"{summary.rollouts_per_s:.0f}"),
         ("tokens/s generated", f"{summary.tokens_per_s:.0f}"),
+        *_speculation(summary),
         ("groups admitted", str(summary.groups_admitted)),
         ("trained, filtered, failed", f"{summary.groups_trained}, {summary.groups_filtered}, {summary.groups_failed}"),
         *_declared(summary),
@@ -214,6 +215,12 @@ def result_table(result: RunResult) -> Table:
     ):
         table.add_row(name, "", value)
     return table
+
+
+def _speculation(summary: Summary) -> list[tuple[str, str]]:
+    if not summary.tokens_drafted:
+        return []
+    return [("speculative tokens, accepted", f"{summary.tokens_drafted}, {summary.tokens_accepted}")]
 
 
 def _declared(summary: Summary) -> list[tuple[str, str]]:

@@ -19,6 +19,8 @@ class EngineStats(NamedTuple):
     cache_used: float = 0.0  # share of the cache for keys and values that requests in flight occupy
     swap_s: float = 0.0  # how long the last `load` delayed decoding
     num_preempted: int = 0  # how often a request lost its part of the cache to others and was computed again later
+    num_drafted: int = 0  # tokens of drafts that were checked
+    num_accepted: int = 0  # tokens of drafts that were right
 
 
 class Engine(Protocol):

@@ -13,6 +13,8 @@ from millstream.engine.vllm.config import VllmConfig
 OnUpdate = Literal["keep", "recompute"]
 PREFILL_TOKENS = 4096
 MAX_REPLICAS = 65_536
+MAX_DRAFT = 63
+DRAFT_TOKENS = 7  # of a draft with speculation = "auto"
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -44,6 +46,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     on_update: OnUpdate = "keep"
     """What happens to the keys and values of requests in flight when new weights are loaded: they are kept, or computed again
     under the new weights. Requests that start later never see older ones."""
+    speculation: Literal["auto", "off"] | int = "auto"
+    """Speculative decoding while few requests run, with cache = "pages": tokens that a request has repeated before are guessed,
+    and one step checks all of them. Tokens and log-probabilities are the same. auto: where it is faster; off in lockstep. A
+    number: likewise, with drafts of at most that many tokens."""
 
     answer_s: float = 300.0
     """An engine with work to do that reports nothing for so long is declared broken, by name."""
@@ -69,10 +75,25 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 'process and prefill_tokens are not of kind = "http", whose servers decide: leave them out'
             )
-        if self.kind != "torch" and (self.cache, self.cache_gb, self.on_update) != (None, None, "keep"):
+        own = (self.cache, self.cache_gb, self.on_update, self.speculation)
+        if self.kind != "torch" and own != (None, None, "keep", "auto"):
             raise ValueError(
-                f'cache, cache_gb and on_update are of kind = "torch", and kind = "{self.kind}": leave them out'
+                f'cache, cache_gb, on_update and speculation are of kind = "torch", and kind = "{self.kind}": leave them out'
             )
+        if isinstance(self.speculation, int):
+            if not 1 <= self.speculation <= MAX_DRAFT:
+                raise ValueError(
+                    f'speculation = {self.speculation}: expected "auto", "off", or 1 to {MAX_DRAFT} tokens'
+                )
+            if self.cache == "slots":
+                raise ValueError('speculation is of cache = "pages", and cache = "slots": leave it out')
+
+    @property
+    def max_draft(self) -> int:
+        """Tokens of the longest draft; 0: there are none."""
+        if isinstance(self.speculation, int):
+            return self.speculation
+        return DRAFT_TOKENS if self.speculation == "auto" else 0
 
     @property
     def num_engines(self) -> int:

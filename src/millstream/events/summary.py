@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from millstream.events import (
+    DraftsChecked,
     Event,
     GroupAdmitted,
     GroupLeft,
@@ -36,6 +37,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     rollouts_aborted: int = 0
     learner_restarts: int = 0  # replaced learner processes
     tokens_per_s: float  # generated while training ran
+    tokens_drafted: int = 0  # speculative tokens that were checked, evaluations included
+    tokens_accepted: int = 0  # those that were right
     rollouts_per_s: float
     lag_max: int
     lag_mean: float
@@ -60,6 +63,7 @@ def summarise(events: Iterable[Event]) -> Summary:
     generating = merge_intervals((s.at - s.seconds, s.at) for s in spans if s.what == "generate")
     training = merge_intervals((s.at - s.seconds, s.at) for s in spans if s.worker == "learner")
     seconds = max(end - begin, 1e-9)
+    drafts = [event for event in events if isinstance(event, DraftsChecked)]
     lags = Counter(event.lag for event in taken)
     rollouts = sum(step.num_rollouts for step in steps)
     return Summary(
@@ -75,6 +79,8 @@ def summarise(events: Iterable[Event]) -> Summary:
         rollouts_aborted=sum(isinstance(event, RolloutAborted) for event in events),
         learner_restarts=sum(isinstance(event, LearnerRestarted) for event in events),
         tokens_per_s=sum(span.num_tokens for span in spans if span.what == "generate") / seconds,
+        tokens_drafted=sum(event.num_drafted for event in drafts),
+        tokens_accepted=sum(event.num_accepted for event in drafts),
         rollouts_per_s=rollouts / seconds,
         lag_max=max(lags, default=0),
         lag_mean=sum(lag * count for lag, count in lags.items()) / max(1, sum(lags.values())),

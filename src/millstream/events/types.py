@@ -234,6 +234,14 @@ class Span(Event, frozen=True, kw_only=True):
     num_tokens: int = 0
 
 
+class DraftsChecked(Event, frozen=True, kw_only=True):
+    """Speculative tokens of an engine since its last such event. Those that were right are tokens of its spans."""
+
+    engine: str
+    num_drafted: int
+    num_accepted: int
+
+
 WARMUP = "warmup"  # the name of the warm-up's evaluations
 EVENT_LOOP = "the event loop"  # an owner of stalls that does not wait but is blocked
 
@@ -365,6 +373,7 @@ AnyEvent = (
     | WorkerStarted
     | LearnerRestarted
     | Span
+    | DraftsChecked
     | Stalled
     | Status
     | WarmedUp

@@ -24,7 +24,7 @@ from millstream.rpc.process import Launcher
 from millstream.run import build
 from millstream.run.build import HttpServers, RunEngine
 from millstream.run.build_scorers import DurableCritic, Scorers, build_scorers
-from millstream.run.config import RunConfig
+from millstream.run.config import RunConfig, scheduled_engine
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
 from millstream.store.memory import MemoryStore
@@ -154,7 +154,7 @@ class LocalEngines:
     """Makes engines of this machine, by name."""
 
     def __init__(self, config: RunConfig, context: BackendContext) -> None:
-        self._config = config.engine
+        self._config = scheduled_engine(config)
         self._context = context
         self._servers: HttpServers | None = None
 

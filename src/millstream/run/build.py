@@ -167,6 +167,11 @@ def _torch_engine(
             f'engine.cache_gb = {config.cache_gb:g}, and on a CPU every request has a slot: set engine.cache = "pages", or '
             "leave cache_gb out"
         )
+    if is_cpu and config.cache is None and isinstance(config.speculation, int):
+        raise ConfigError(
+            f"engine.speculation = {config.speculation}, and on a CPU every request has a slot: set engine.cache = "
+            '"pages", or leave speculation out'
+        )
     if is_process and not is_cpu:
         raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
     host: EngineHost

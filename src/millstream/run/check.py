@@ -133,6 +133,11 @@ def _check_proximal(config: RunConfig) -> None:
 
 def _check_engine(config: RunConfig) -> None:
     http = config.engine.http
+    if config.pipeline.is_in_lockstep and isinstance(config.engine.speculation, int):
+        raise ConfigError(
+            f"engine.speculation = {config.engine.speculation} with pipeline.max_lag = 0: drafts would make what is decoded "
+            "together depend on time. Leave engine.speculation out, or set pipeline.lockstep = false"
+        )
     if config.rollout.stop and config.engine.kind != "torch":
         raise ConfigError(
             f'rollout.stop with engine.kind = "{config.engine.kind}": stop strings are looked for by our own engine. Leave '

@@ -182,6 +182,12 @@ def _engine_with_absolute_paths(config: EngineConfig) -> EngineConfig:
     return structs.replace(config, http=structs.replace(config.http, folder=folder))
 
 
+def scheduled_engine(config: RunConfig) -> EngineConfig:
+    """The engine of the run. In lockstep it has no drafts: they would make what is decoded together depend on time."""
+    is_in_lockstep = config.pipeline.is_in_lockstep and config.engine.kind == "torch"
+    return structs.replace(config.engine, speculation="off") if is_in_lockstep else config.engine
+
+
 def server_token(config: HttpConfig) -> str | None:
     """The token of the engine's servers, if any. Raises `ConfigError` if its environment variable is not set."""
     if config.token_variable is None:

@@ -23,7 +23,7 @@ from millstream.pipeline.episode import EpisodeResult, Player
 from millstream.pipeline.limit import Limit
 from millstream.pipeline.waits import Waits
 from millstream.run import build
-from millstream.run.config import RunConfig
+from millstream.run.config import RunConfig, scheduled_engine
 from millstream.run.prepare import Prepared, prepare_run
 from millstream.serving.router import Router
 from millstream.types import Completion, Request, RequestKey, Sampling, Task
@@ -166,7 +166,7 @@ def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
 async def _measure_alone(prepared: Prepared) -> Measured:
     clock, sink, config = RealClock(), Tee([]), prepared.config
     engine = build.build_engine(
-        config.engine, prepared.model, clock=clock, sink=sink, tokenizer=prepared.tokenizer_for_stops
+        scheduled_engine(config), prepared.model, clock=clock, sink=sink, tokenizer=prepared.tokenizer_for_stops
     )
     evaluator = Evaluator(prepared, Router([engine]), clock, sink, new_waits(config, clock, sink))
     try:

@@ -47,7 +47,7 @@ from millstream.rpc.threads import DaemonThreads
 from millstream.run import build
 from millstream.run.backend import BackendContext, LocalEngines
 from millstream.run.build_scorers import DurableCritic, Scorers, build_remote_scorers
-from millstream.run.config import RunConfig, weight_ways
+from millstream.run.config import RunConfig, scheduled_engine, weight_ways
 from millstream.run.replay import ReplayedLearner
 from millstream.store import Store
 from millstream.store.client import StoreClient
@@ -140,7 +140,7 @@ class RayBackend:
         return True
 
     def make_engine(self, name: str) -> Engine:
-        config, context = self._config.engine, self._context
+        config, context = scheduled_engine(self._config), self._context
         if config.kind != "torch":
             assert self._engines is not None
             return self._engines.make(name)

@@ -328,6 +328,7 @@ class EngineSuite(EngineHarness):
         assert after.tokens_generated == before.tokens_generated + sum(len(c.tokens) for c in ended)
         for stats in (before, during, after):
             assert 0.0 <= stats.cache_used <= 1.0 and stats.swap_s >= 0.0 and stats.num_preempted >= 0
+            assert 0 <= stats.num_accepted <= stats.num_drafted
 
     def test_closing_ends_what_is_in_flight_as_aborted_and_refuses_what_comes_later(self) -> None:
         async def program() -> None:

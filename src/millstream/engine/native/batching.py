@@ -6,7 +6,7 @@ tokens, prompts that join; long ones in chunks, where the runner can.
 
 A runner may work ahead: step k + 1 is launched before the tokens of step k are known, so that the device never waits for the
 host. A request that turns out to have stopped in step k then has one token too many, which is dropped; one that ends by its
-length never has.
+length never has. A step that checks drafts (`speculation`) is collected before the next is launched.
 
 When the cache is full, the youngest request is preempted: it waits at the front of the queue, and what it has sampled is kept
 and computed again when it returns. Weights are swapped between two steps: with `keep` the cache of running requests stays, with
@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from millstream.engine import OnUpdate
 from millstream.engine.native.runner import Chunk, Drawn, Runner
 from millstream.engine.native.sequence import Completions, TokenSequence
 from millstream.engine.native.slots import SlotRunner
+from millstream.engine.native.speculation import Speculator
 from millstream.engine.native.strings import DecodeTokens, ends_with_one
 from millstream.engine.request import CACHE_LIMIT, CONTEXT_LIMIT, ROPE_LIMIT, check_request
 from millstream.errors import EngineError, RequestRefused
@@ -41,6 +43,7 @@ MIN_FREE = 8  # when one slot in this number is free, requests join at once
 
 class _LaunchedStep(NamedTuple):
     sequences: list[TokenSequence]
+    drafts: list[tuple[int, ...]]  # of each, what was checked
     version: int
     drawn: Drawn
 
@@ -65,8 +68,10 @@ class Batcher:
         on_update: OnUpdate = "keep",
         runner: Runner | None = None,
         decode: DecodeTokens | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
-        """`runner`: None is slots. `decode`: for stop strings; without it, requests that have some are refused."""
+        """`runner`: None is slots. `decode`: for stop strings; without it, requests that have some are refused. `speculator`:
+        None: there are no drafts."""
         check_layers(model)
         self._model = model.eval()
         self._runner = SlotRunner(model, num_slots) if runner is None else runner
@@ -74,6 +79,7 @@ class Batcher:
         self._prefill_tokens = prefill_tokens
         self._on_update = on_update
         self._decode = decode
+        self._speculator = Speculator(0) if speculator is None else speculator
         self._limit = _limit_of(model, self._runner.max_length)
         self._num_words = model.get_input_embeddings().weight.shape[0]
         self._waiting: deque[TokenSequence] = deque()
@@ -85,6 +91,7 @@ class Batcher:
         self.num_preempted = 0
         self._swap_s = 0.0
         self._num_since_join = 0
+        self._has_prompts = False  # whether the last launch had chunks
 
     @property
     def running(self) -> int:
@@ -107,6 +114,16 @@ class Batcher:
     @property
     def cache_used(self) -> float:
         return self._runner.cache_used
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens of drafts that were checked."""
+        return self._speculator.num_drafted
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens of drafts that were right."""
+        return self._speculator.num_accepted
 
     @property
     def max_length(self) -> int | None:
@@ -179,18 +196,27 @@ class Batcher:
 
     @torch.inference_mode()
     def step(self) -> Completions:
-        """One token for every running request and the first token for those that join. Returns what has ended."""
+        """One token for every running request, more where a draft was right, and the first token for those that join. Returns
+        what has ended."""
+        is_drafting = self._speculator.begin_step(self._running)
+        if is_drafting:
+            self._early = self.settle()
         with self._runner.working():
-            is_launched = self._launch()
+            is_launched = self._launch(is_drafting=is_drafting)
+        self._speculator.observe(self._running)  # while the device works
         finished = self._early
         self._early = []
-        while len(self._pending) > (self._runner.depth if is_launched else 0):
+        while len(self._pending) > (self._runner.depth if is_launched and not is_drafting else 0):
             finished += self._collect()
+        self._speculator.end_step(is_pure=not self._has_prompts)
         return finished
 
-    def _launch(self) -> bool:
+    def _launch(self, *, is_drafting: bool) -> bool:
         decoding = self._make_room()
+        if is_drafting:
+            self._draft(decoding)
         chunks = self._chunks(may_join=self._may_join(len(decoding)))
+        self._has_prompts = bool(chunks)
         if not decoding and not chunks:
             return False
         drawn = self._runner.launch(decoding, chunks)
@@ -202,8 +228,17 @@ class Batcher:
             chunk.sequence.is_prefilling = not chunk.is_last
         for sequence in sampling:
             sequence.num_launched += 1
-        self._pending.append(_LaunchedStep(sampling, self.version, drawn))
+        self._pending.append(_LaunchedStep(sampling, [one.draft for one in sampling], self.version, drawn))
+        for sequence in decoding:
+            sequence.draft = ()
         return True
+
+    def _draft(self, decoding: list[TokenSequence]) -> None:
+        """No request is preempted for a draft: without room for all of them there is none."""
+        self._speculator.draft(decoding)
+        if not self._runner.grow(decoding):
+            for sequence in decoding:
+                sequence.draft = ()
 
     def _make_room(self) -> list[TokenSequence]:
         """The sequences that decode. If their next tokens do not fit, the youngest are preempted, one after the other."""
@@ -261,16 +296,31 @@ class Batcher:
     def _collect(self) -> Completions:
         launched = self._pending.popleft()
         tokens, logprobs = launched.drawn()
-        for sequence, token, logprob in zip(launched.sequences, tokens, logprobs, strict=True):
-            if sequence.finish is None and not sequence.is_aborted:
-                sequence.append(token, logprob, launched.version)
-                self._check_stop_strings(sequence)
-                self.tokens_generated += 1
+        sampled = zip(tokens, logprobs, strict=True)
+        for sequence, draft in zip(launched.sequences, launched.drafts, strict=True):
+            self._accept(sequence, draft, list(islice(sampled, 1 + len(draft))), launched.version)
         ended = {index for index, sequence in enumerate(self._running) if sequence.finish is not None}
         finished = [(self._running[index].request.key, self._running[index].completion()) for index in sorted(ended)]
         if ended:
             self._running = self._runner.leave(self._running, ended)
         return finished
+
+    def _accept(
+        self, sequence: TokenSequence, draft: tuple[int, ...], sampled: list[tuple[int, float]], version: int
+    ) -> None:
+        """Up to and including the first token that differs from the draft: those after it were sampled after another token."""
+        self._speculator.num_drafted += len(draft)
+        for (token, logprob), drafted in zip(sampled, (*draft, None), strict=True):
+            if sequence.finish is not None or sequence.is_aborted:
+                return
+            sequence.append(token, logprob, version)
+            self._check_stop_strings(sequence)
+            self.tokens_generated += 1
+            if token != drafted:
+                return
+            self._speculator.num_accepted += 1
+            sequence.num_computed += 1
+            sequence.num_launched += 1
 
     def _check_stop_strings(self, sequence: TokenSequence) -> None:
         strings = sequence.request.sampling.stop_strings

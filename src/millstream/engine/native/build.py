@@ -10,17 +10,20 @@ from millstream.engine.native.check import CacheKind, check_engine
 from millstream.engine.native.paged import PagedRunner
 from millstream.engine.native.runner import Runner
 from millstream.engine.native.slots import SlotRunner
+from millstream.engine.native.speculation import Speculator
 from millstream.engine.native.strings import DecodeTokens
 
 
 def batcher_of(model: PreTrainedModel, config: EngineConfig, decode: DecodeTokens | None = None) -> Batcher:
+    runner = make_runner(model.eval(), config)
     return Batcher(
         model,
         num_slots=config.slots,
         prefill_tokens=config.prefill_tokens,
         on_update=config.on_update,
-        runner=make_runner(model.eval(), config),
+        runner=runner,
         decode=decode,
+        speculator=Speculator(config.max_draft if runner.can_draft else 0),
     )
 
 

@@ -32,7 +32,7 @@ from millstream.errors import (
     WeightsError,
     WorkerExited,
 )
-from millstream.events import EventSink, Span
+from millstream.events import DraftsChecked, EventSink, Span
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 T = TypeVar("T")
@@ -58,6 +58,8 @@ class TorchEngine:
         self.slots = slots
         self._answer_s = answer_s
         self._num_reports = 0
+        self._num_drafted = 0  # of the last event
+        self._num_accepted = 0
         self._is_paused = False
         self._watching: asyncio.Task[None] | None = None
         self._host = host
@@ -196,6 +198,8 @@ class TorchEngine:
                 cache_used=report.cache_used,
                 swap_s=report.swap_s,
                 num_preempted=report.num_preempted,
+                num_drafted=report.num_drafted,
+                num_accepted=report.num_accepted,
             )
             news = [(self._requests.get(key), said) for key, said in report.sampled if not self._cancelled[key]]
             answers = [(self._ended(key), completion) for key, completion in report.finished]
@@ -208,8 +212,18 @@ class TorchEngine:
         for seconds, tokens in report.spans:
             now = self._clock.now()
             self._sink.emit(Span(at=now, worker=self.name, what="generate", seconds=seconds, num_tokens=tokens))
+        if report.spans:
+            self._emit_drafts(report)
         if report.broken is not None:
             self._break(report.broken, EngineMisconfigured if report.is_raised else EngineGone)
+
+    def _emit_drafts(self, report: WorkerReport) -> None:
+        num_drafted, num_accepted = report.num_drafted - self._num_drafted, report.num_accepted - self._num_accepted
+        if num_drafted:
+            now = self._clock.now()
+            self._sink.emit(DraftsChecked(at=now, engine=self.name, num_drafted=num_drafted, num_accepted=num_accepted))
+        self._num_drafted = report.num_drafted
+        self._num_accepted = report.num_accepted
 
     def _ended(self, key: RequestKey) -> _Waiter[Completion] | None:
         """The waiter of the request that has ended: requests of one key end in the order in which they started."""

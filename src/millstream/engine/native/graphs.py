@@ -24,6 +24,7 @@ from millstream.model.gpu_share import URGENT_ROWS
 logger = logging.getLogger(__name__)
 Restrictions = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, Tensor]
+MIN_VERIFY_ROWS = 8
 DecodeStep = Callable[[int, Restrictions | None], Outputs]
 Rehearse = Callable[[int], AbstractContextManager[None]]
 # torch's tags of an operation whose result the host must read before it can continue
@@ -38,6 +39,11 @@ def size_for(num: int, max_size: int) -> int:
         step = max(8, (1 << (num - 1).bit_length()) // 16)
         size = -(-num // step) * step
     return min(size, max_size)
+
+
+def verify_size(num: int) -> int:
+    """As `size_for`, of a step that checks drafts: a power of two, since few sizes occur often enough to be worth a graph."""
+    return max(MIN_VERIFY_ROWS, 1 << (num - 1).bit_length())
 
 
 class Recorder(Protocol):

@@ -7,13 +7,17 @@ are: the host is one step ahead.
 
 The same code runs on a CPU, without graphs and with the plain twins of the kernels (`engine.native.plain`).
 
-Shapes: R requests that decode, N tokens of chunks, V vocabulary.
+A step that checks drafts has a row for each token of a draft as well: the same slot, the next position. All of its keys and
+values are written before any row attends. Those of tokens that turn out to be wrong are overwritten by later steps.
+
+Shapes: R rows that decode, N tokens of chunks, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,12 +26,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millstream.engine.native import fused
-from millstream.engine.native.graphs import CudaRecorder, Graphs, size_for
+from millstream.engine.native.graphs import CudaRecorder, Graphs, size_for, verify_size
 from millstream.engine.native.memory import check_fits
-from millstream.engine.native.pages import START, DecodePass, PageAllocator, PagePools, PrefillPass, ShapeProbe
+from millstream.engine.native.pages import (
+    START,
+    DecodePass,
+    PageAllocator,
+    PagePools,
+    PrefillPass,
+    ShapeProbe,
+    VerifyPass,
+)
 from millstream.engine.native.runner import Chunk, Drawn
-from millstream.engine.native.sampling import is_restricted, restrict, uniforms
+from millstream.engine.native.sampling import Uniforms, is_restricted, restrict, uniforms
 from millstream.engine.native.sequence import TokenSequence
+from millstream.engine.native.speculation import MAX_ROWS
 from millstream.errors import EngineError
 from millstream.model.attention import on_device
 from millstream.model.gpu_share import URGENT
@@ -38,6 +51,7 @@ PAGE_TOKENS = 32
 CPU_GB = 1.0
 GPU_SHARE = 1 / 3  # of what is free
 JOIN_EVERY = 8
+Ints = np.ndarray[Any, np.dtype[Any]]
 BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
@@ -47,6 +61,7 @@ class PagedRunner:
     captured on a GPU."""
 
     can_chunk = True
+    can_draft = True
 
     def __init__(
         self,
@@ -83,12 +98,20 @@ class PagedRunner:
         self._pools = PagePools(
             shapes, num_pages, self._page, num_slots, -(-self.max_length // self._page), model.dtype, self._device
         )
-        self._last = torch.zeros(num_slots + 1, dtype=torch.int64, device=self._device)
+        max_rows = max(num_slots + 1, MAX_ROWS)
+        # The newest token of each slot, and after them those that the host gives to the rows of a step.
+        self._last = torch.zeros(num_slots + 1 + max_rows, dtype=torch.int64, device=self._device)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Entries of the table that have changed since the last launch: slot, index, page.
         self._table_changes: list[tuple[int, int, int]] = []
-        self._inputs = torch.zeros(4, num_slots + 1, dtype=torch.int32, device=self._device)
-        self._graphs = Graphs(CudaRecorder(self._stream)) if self._stream is not None and has_graphs else None
+        # Of each row: its slot, its position, where its token is in `_last`; the random number and the temperature (float32).
+        self._inputs = torch.zeros(5, max_rows, dtype=torch.int32, device=self._device)
+        self._graphs: Graphs | None = None
+        self._verify_graphs: Graphs | None = None
+        if self._stream is not None and has_graphs:
+            recorder = CudaRecorder(self._stream)
+            self._graphs = Graphs(recorder)
+            self._verify_graphs = Graphs(recorder)
         self._swaps: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.num_prefilled = 0  # tokens of prompts that were computed, and not found
         self._sample = fused.operations_for(self._device).sample
@@ -134,7 +157,7 @@ class PagedRunner:
                 sequence.num_named = index + 1
 
     def grow(self, sequences: Sequence[TokenSequence]) -> bool:
-        full = [sequence for sequence in sequences if sequence.num_computed == len(sequence.pages) * self._page]
+        full = [sequence for sequence in sequences for _ in range(self._num_missing(sequence))]
         taken = self._allocator.take(len(full))
         if taken is None:
             return False
@@ -142,6 +165,11 @@ class PagedRunner:
             self._table_changes.append((sequence.slot, len(sequence.pages), page))
             sequence.pages.append(page)
         return True
+
+    def _num_missing(self, sequence: TokenSequence) -> int:
+        """Pages for its next token and its draft. It may have more than it needs, from a draft that was wrong."""
+        num_tokens = sequence.num_computed + 1 + len(sequence.draft)
+        return max(0, -(-num_tokens // self._page) - len(sequence.pages))
 
     def leave(self, running: list[TokenSequence], leaving: set[int]) -> list[TokenSequence]:
         for index in leaving:
@@ -201,23 +229,43 @@ class PagedRunner:
 
     def _decode(self, sequences: Sequence[TokenSequence]) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities [R], valid until the next call."""
-        num = len(sequences)
-        size = size_for(num, self._num_slots) if self._graphs is not None else num
-        inputs = np.zeros((4, size), np.int32)
-        inputs[0, num:] = self._num_slots
-        inputs[0, :num] = [sequence.slot for sequence in sequences]
-        inputs[1, :num] = [sequence.num_computed for sequence in sequences]
-        numbers, temperatures = inputs[2:].view(np.float32)
-        numbers[:num] = _uniforms(sequences)
-        temperatures[:num] = [sequence.request.sampling.temperature for sequence in sequences]
-        restrictions = _restrictions([sequence.request.sampling for sequence in sequences], size, self._device)
-        given = torch.from_numpy(inputs)
-        self._inputs[:, :size].copy_(given.pin_memory() if self._is_gpu else given, non_blocking=True)
-        if self._graphs is None:
-            tokens, logprobs = self._decode_inputs(size, restrictions)
+        owners, places = _rows_of(sequences)
+        num, is_verify = len(owners), len(owners) > len(sequences)
+        graphs = self._verify_graphs if is_verify else self._graphs
+        size = num if graphs is None else verify_size(num) if is_verify else size_for(num, self._num_slots)
+        inputs = np.zeros((5, size), np.int32)
+        inputs[0] = self._num_slots
+        inputs[0, :num] = np.array([sequence.slot for sequence in sequences])[owners]
+        inputs[1, :num] = np.array([sequence.num_computed for sequence in sequences])[owners] + places
+        inputs[2] = inputs[0]
+        self._give_tokens(sequences, inputs[2])
+        samplings = [sequences[owner].request.sampling for owner in owners.tolist()]
+        numbers, temperatures = inputs[3:].view(np.float32)
+        numbers[:num] = _uniforms(sequences, owners, places)
+        temperatures[:num] = [sampling.temperature for sampling in samplings]
+        restrictions = _restrictions(samplings, size, self._device)
+        self._inputs[:, :size].copy_(self._on_its_way(inputs), non_blocking=True)
+        step = partial(self._decode_inputs, VerifyPass if is_verify else DecodePass)
+        if graphs is None:
+            tokens, logprobs = step(size, restrictions)
         else:
-            tokens, logprobs = self._graphs.replay(size, self._rehearse, self._decode_inputs, restrictions)
+            tokens, logprobs = graphs.replay(size, self._rehearse, step, restrictions)
         return tokens[:num], logprobs[:num]
+
+    def _give_tokens(self, sequences: Sequence[TokenSequence], sources: Ints) -> None:
+        """If the host knows the newest tokens it gives them, with the drafts, and says where they are in `_last`. After a step
+        with drafts only the host knows which token is the newest of a slot."""
+        if any(sequence.num_launched > len(sequence.tokens) for sequence in sequences):
+            return
+        tokens = [token for sequence in sequences for token in (sequence.tokens[-1], *sequence.draft)]
+        begin, end = self._num_slots + 1, self._num_slots + 1 + len(tokens)
+        self._last[begin:end].copy_(self._on_its_way(np.array(tokens, np.int64)), non_blocking=True)
+        sources[: len(tokens)] = np.arange(begin, end)
+
+    def _on_its_way(self, given: Ints) -> Tensor:
+        """A tensor from which a copy to the device need not be waited for."""
+        tensor = torch.from_numpy(given)
+        return tensor.pin_memory() if self._is_gpu else tensor
 
     @contextmanager
     def _rehearse(self, size: int) -> Iterator[None]:
@@ -230,15 +278,17 @@ class PagedRunner:
         finally:
             self._inputs[:, :size] = saved
 
-    def _decode_inputs(self, size: int, restrictions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        slots, positions = self._inputs[0, :size], self._inputs[1, :size]
+    def _decode_inputs(
+        self, kind: type[DecodePass | VerifyPass], size: int, restrictions: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        slots, positions, sources = self._inputs[:3, :size]
         out = self._model(
-            input_ids=self._last[slots.long()][None],
+            input_ids=self._last[sources.long()][None],
             position_ids=positions[None],
             use_cache=False,
-            context=DecodePass(self._pools, slots, positions),
+            context=kind(self._pools, slots, positions),
         )
-        numbers, temperatures = self._inputs[2:, :size].view(torch.float32)
+        numbers, temperatures = self._inputs[3:, :size].view(torch.float32)
         return self._draw(out.logits[0], slots.long(), numbers, temperatures, restrictions)
 
     def _draw(
@@ -276,16 +326,26 @@ class PagedRunner:
             nothing = torch.zeros(0, device=self._device)
             return nothing.long(), nothing
         samplings = [sequence.request.sampling for sequence in sequences]
-        numbers = np.array([_uniforms(sequences), [one.temperature for one in samplings]], np.float32)
+        numbers = np.array(
+            [_uniforms(sequences, *_rows_of(sequences)), [one.temperature for one in samplings]], np.float32
+        )
         uniforms_R, temperatures_R = on_device(numbers, self._device)
         slots_R = on_device(np.array([sequence.slot for sequence in sequences], np.int64), self._device)
         restrictions = _restrictions(samplings, len(sequences), self._device)
         return self._draw(out.logits[0], slots_R, uniforms_R, temperatures_R, restrictions)
 
 
-def _uniforms(sequences: Sequence[TokenSequence]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    positions = [sequence.request.num_sampled + sequence.num_launched for sequence in sequences]
-    return np.minimum(uniforms([sequence.request.seed for sequence in sequences], positions), BELOW_ONE)
+def _rows_of(sequences: Sequence[TokenSequence]) -> tuple[Ints, Ints]:
+    """Of each row of a step: the index of its request, and its place there: 0 for the newest token, then those of the draft."""
+    counts = np.array([1 + len(sequence.draft) for sequence in sequences])
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+
+
+def _uniforms(sequences: Sequence[TokenSequence], owners: Ints, places: Ints) -> Uniforms:
+    positions = np.array([sequence.request.num_sampled + sequence.num_launched for sequence in sequences])
+    seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
+    return np.minimum(uniforms(seeds[owners], positions[owners] + places), BELOW_ONE)
 
 
 def _restrictions(samplings: Sequence[Sampling], size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:

@@ -185,6 +185,15 @@ class DecodePass(_PagedPass):
         return out
 
 
+class VerifyPass(_PagedPass):
+    """Several new tokens for each slot: the newest, and a draft after it. Each is a row as in a `DecodePass`, which attends to
+    the tokens before it in the same pass: all rows must be written before any attends."""
+
+    def _attend(self, query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
+        out: Tensor = self.pools.operations.decode_attention(query_NHD, pages, rule)
+        return out
+
+
 class PrefillPass(_PagedPass):
     """Consecutive tokens of each slot (slot, begin, end), which attend to all tokens before them. Pages that are shared with
     another slot of this pass are complete in time: all slots write before any attends."""

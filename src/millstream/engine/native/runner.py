@@ -31,6 +31,7 @@ class Runner(Protocol):
     # step, however short they are: better one for several of them.
     join_every: int
     can_chunk: bool  # whether a prompt can be computed in several passes
+    can_draft: bool  # whether a step can check drafts
     max_length: int | None  # tokens of the longest request that can run; None: there is no limit
 
     @property
@@ -47,7 +48,7 @@ class Runner(Protocol):
         ...
 
     def grow(self, sequences: Sequence[TokenSequence]) -> bool:
-        """Room for one more token of each, or, False, for none."""
+        """Room for one more token of each and for its draft, or, False, for none."""
         ...
 
     def leave(self, running: list[TokenSequence], leaving: set[int]) -> list[TokenSequence]:
@@ -72,5 +73,6 @@ class Runner(Protocol):
         ...
 
     def launch(self, decoding: Sequence[TokenSequence], chunks: Sequence[Chunk]) -> Drawn:
-        """One token for each sequence that decodes, then for each chunk that is a request's last."""
+        """For each sequence that decodes, one token after its newest and one after each of its draft; then one for each chunk
+        that is a request's last."""
         ...

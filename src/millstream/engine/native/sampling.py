@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from millstream.types import Sampling
@@ -21,11 +22,11 @@ GOLDEN = 0x9E3779B97F4A7C15
 Uniforms = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Uniforms:
+def uniforms(seeds: ArrayLike, positions: ArrayLike) -> Uniforms:
     """One number in [0, 1) for each request's seed and the position of the token: output number `position` of the generator
     SplitMix64 (Steele, Lea and Flood, 2014) that starts at the seed. It has no state: a request can move to another engine."""
     with np.errstate(over="ignore"):
-        z = np.array(seeds, np.uint64) + (np.array(positions, np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+        z = np.asarray(seeds, np.uint64) + (np.asarray(positions, np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z ^= z >> np.uint64(31)

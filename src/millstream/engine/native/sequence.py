@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millstream.engine.native.drafts import DraftHistory
 from millstream.engine.request import PartialCompletion
 from millstream.types import Completion, Request, RequestKey, Sampled
 
@@ -10,9 +11,11 @@ Completions = list[tuple[RequestKey, Completion]]
 
 class TokenSequence(PartialCompletion):
     """A request in the engine: its tokens, and how far it is. `slot`, `pages`, `num_named` and `last_page_number` belong to its
-    runner."""
+    runner, `history` to the speculator."""
 
     __slots__ = (
+        "draft",
+        "history",
         "is_aborted",
         "is_mixed",
         "is_prefilling",
@@ -39,6 +42,8 @@ class TokenSequence(PartialCompletion):
         self.is_prefilling = True  # whether tokens before the newest are still to be computed
         self.is_aborted = False  # what is sampled for it from now on is dropped
         self.is_mixed = False  # whether its keys and values are of several versions
+        self.draft: tuple[int, ...] = ()  # guesses of the tokens after the newest, which the next step checks
+        self.history: DraftHistory | None = None
         self.slot = -1
         self.pages: list[int] = []
         self.num_named = 0  # pages that other requests can find

@@ -33,6 +33,7 @@ class SlotRunner:
     depth = 0
     join_every = 1
     can_chunk = False
+    can_draft = False
     cache_used = 0.0
     swap_s = None
 

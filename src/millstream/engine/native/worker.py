@@ -70,6 +70,8 @@ class WorkerReport(Struct, array_like=True):
     swap_s: float = 0.0
     num_preempted: int = 0
     is_raised: bool = False  # it broke by an error in its own code, which another worker would raise as well
+    num_drafted: int = 0  # this and the next: as in `EngineStats`
+    num_accepted: int = 0
 
 
 class Link(Protocol):
@@ -183,6 +185,8 @@ class DecodeWorker:
         report.waiting = self._batcher.waiting
         report.tokens_generated = self._batcher.tokens_generated
         report.num_preempted = self._batcher.num_preempted
+        report.num_drafted = self._batcher.num_drafted
+        report.num_accepted = self._batcher.num_accepted
         report.cache_used = self._batcher.cache_used
         report.swap_s = self._batcher.swap_s
         self._link.send(report)
