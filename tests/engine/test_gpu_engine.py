@@ -211,7 +211,7 @@ def test_steps_with_drafts_give_the_tokens_of_plain_steps_in_float32(name: str) 
     found, batcher = completions(Oracle({key: one.tokens for key, one in expected.items()}))
     assert batcher.num_drafted > batcher.num_accepted > 200 and batcher.cache_used == 0
     runner = batcher._runner
-    assert isinstance(runner, PagedRunner) and runner._verify_graphs is not None and runner._verify_graphs._graphs
+    assert isinstance(runner, PagedRunner) and runner._wide_graphs is not None and runner._wide_graphs._graphs
     same = [found[key].tokens == one.tokens for key, one in expected.items()]
     assert sum(same) >= 23, "but for a number that falls on the border of two tokens"
     for key, one in expected.items():

@@ -28,6 +28,8 @@ from millstream.engine.native.graphs import Graphs, obstacle_in, size_for
 from millstream.engine.native.paged import PagedRunner
 from millstream.engine.native.pages import START, PageAllocator
 from millstream.engine.native.plain import PLAIN
+from millstream.engine.native.runner import Chunk
+from millstream.engine.native.sequence import TokenSequence
 from millstream.engine.native.slots import SlotRunner
 from millstream.errors import ConfigError, EngineError, RequestRefused
 from millstream.events.sinks import MemorySink
@@ -44,8 +46,11 @@ PAGE_BYTES = 3 * 2 * 2 * 4 * 16 * 4
 """Of a page of four tokens of a tiny llama: layers, keys and values, heads, tokens, dimension, float32."""
 
 
-def paged(model: Any, *, num_slots: int = 8, num_pages: int = 400, depth: int = 0, **options: Any) -> Batcher:
-    runner = PagedRunner(model.eval(), num_slots, page=4, cache_gb=num_pages * PAGE_BYTES / 1e9)
+def paged(
+    model: Any, *, num_slots: int = 8, num_pages: int = 400, depth: int = 0, max_joined: int = 0, **options: Any
+) -> Batcher:
+    cache_gb = num_pages * PAGE_BYTES / 1e9
+    runner = PagedRunner(model.eval(), num_slots, page=4, cache_gb=cache_gb, max_joined=max_joined)
     runner.depth = depth
     return Batcher(model, num_slots=num_slots, runner=runner, **options)
 
@@ -98,6 +103,59 @@ def test_a_page_has_one_owner_and_what_is_found_has_the_tokens_that_were_looked_
 
 
 # ---- what is computed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_prompts_that_are_rows_of_a_decode_step_give_what_a_pass_of_their_own_gives(name: str, depth: int) -> None:
+    """Groups that share a prompt, prompts in chunks, preemption, a weight update and requests that continue, all in one."""
+    asked = [
+        structs.replace(
+            request(number // 3, prompt, max_tokens=20, temperature=number % 2),
+            key=RequestKey(group_id=number // 3, member=number % 3),
+            seed=number,
+        )
+        for number, prompt in enumerate(prompt for prompt in prompts(8) for _ in range(3))
+    ]
+    other = trained_weights(new_model(CONFIGS[name](), seed=1))
+
+    def run(max_joined: int) -> tuple[dict[RequestKey, Completion], list[bool]]:
+        batcher = paged(make(name), num_slots=6, num_pages=60, depth=depth, max_joined=max_joined, prefill_tokens=12)
+        runner = runner_of(batcher)
+        can_join, joined = runner._can_join, list[bool]()
+
+        def watched(decoding: Any, chunks: Any) -> bool:
+            joined.append(can_join(decoding, chunks))
+            return joined[-1]
+
+        runner._can_join = watched  # type: ignore[method-assign]
+        for one in asked:
+            batcher.add(one)
+        done: dict[RequestKey, Completion] = {}
+        for step in range(10_000):
+            if not batcher.has_work:
+                break
+            if step == 25:
+                batcher.load(1, other)
+            done.update(batcher.step())
+        assert batcher.cache_used == 0
+        return done, joined
+
+    (expected, apart), (found, together) = run(0), run(64)
+    assert not any(apart) and any(together)
+    assert found.keys() == expected.keys() == {one.key for one in asked}
+    for key, one in expected.items():
+        assert found[key].tokens == one.tokens and found[key].versions == one.versions
+        assert found[key].logprobs == pytest.approx(one.logprobs, abs=1e-4)
+
+
+def test_a_prompt_that_would_read_too_much_as_rows_has_a_pass_of_its_own() -> None:
+    batcher = paged(make("llama"), max_joined=64)
+    runner = runner_of(batcher)
+    sequence = TokenSequence(request(0, tuple(range(5, 45))))
+    assert runner._can_join([], [Chunk(sequence, 0, 40)])
+    assert not runner._can_join([], [Chunk(sequence, 0, 65)]), "more tokens than may join"
+    assert not runner._can_join([], [Chunk(sequence, 3000, 3040)]), "each of them would read 3,000 others"
 
 
 def test_the_members_of_a_group_compute_the_pages_of_their_prompt_once() -> None:
@@ -413,7 +471,7 @@ class PlayBack:
     def __init__(self, *, error: str | None = None) -> None:
         self.error, self.num_recorded = error, 0
 
-    def record(self, step: Any) -> Any:
+    def record(self, step: Any, *, is_urgent: bool) -> Any:
         self.num_recorded += 1
         if self.error is not None:
             raise RuntimeError(self.error)

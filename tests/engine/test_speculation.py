@@ -22,7 +22,7 @@ from millstream.engine.native import graphs, speculation
 from millstream.engine.native.batching import Batcher
 from millstream.engine.native.build import batcher_of
 from millstream.engine.native.drafts import LONGEST_MATCH, SHORTEST_MATCH, DraftHistory
-from millstream.engine.native.graphs import Graphs, verify_size
+from millstream.engine.native.graphs import Graphs, wide_size
 from millstream.engine.native.paged import PagedRunner
 from millstream.engine.native.pages import START
 from millstream.engine.native.sampling import sample, uniforms
@@ -505,7 +505,7 @@ def test_steps_with_drafts_have_graphs_of_their_own_in_few_sizes(monkeypatch: py
     sizes = []
 
     class Recording:
-        def record(self, step: Any) -> Any:
+        def record(self, step: Any, *, is_urgent: bool) -> Any:
             outputs = step()
             sizes.append(len(outputs[0]))
 
@@ -520,10 +520,10 @@ def test_steps_with_drafts_have_graphs_of_their_own_in_few_sizes(monkeypatch: py
     batcher = paged(make("llama"), Oracle(tokens_of(expected)), num_slots=3)
     runner = batcher._runner
     assert isinstance(runner, PagedRunner)
-    runner._verify_graphs = Graphs(Recording())
+    runner._wide_graphs = Graphs(Recording())
     assert_same(completions(batcher, asked), expected)
-    assert sizes and set(sizes) <= {8, 16, 32}
-    assert all(num <= verify_size(num) <= MAX_ROWS for num in range(2, MAX_ROWS + 1))
+    assert sizes and set(sizes) <= {8, 16, 24, 32}
+    assert all(num <= wide_size(num) <= MAX_ROWS for num in range(2, MAX_ROWS + 1))
 
 
 # ---- the engine --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from millstream.model.gpu_share import URGENT_ROWS
 logger = logging.getLogger(__name__)
 Restrictions = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, Tensor]
-MIN_VERIFY_ROWS = 8
+MIN_WIDE_ROWS = 8
 DecodeStep = Callable[[int, Restrictions | None], Outputs]
 Rehearse = Callable[[int], AbstractContextManager[None]]
 # torch's tags of an operation whose result the host must read before it can continue
@@ -41,9 +41,11 @@ def size_for(num: int, max_size: int) -> int:
     return min(size, max_size)
 
 
-def verify_size(num: int) -> int:
-    """As `size_for`, of a step that checks drafts: a power of two, since few sizes occur often enough to be worth a graph."""
-    return max(MIN_VERIFY_ROWS, 1 << (num - 1).bit_length())
+def wide_size(num: int) -> int:
+    """As `size_for`, of a step with several rows for a slot: in steps of about a quarter, since a size occurs less often."""
+    power = 1 << (num - 1).bit_length()
+    step = max(MIN_WIDE_ROWS, power // 8)
+    return -(-num // step) * step
 
 
 class Recorder(Protocol):

@@ -7,8 +7,9 @@ are: the host is one step ahead.
 
 The same code runs on a CPU, without graphs and with the plain twins of the kernels (`engine.native.plain`).
 
-A step that checks drafts has a row for each token of a draft as well: the same slot, the next position. All of its keys and
-values are written before any row attends. Those of tokens that turn out to be wrong are overwritten by later steps.
+A step may be *wide*: a draft that it checks, and a short prompt that joins, have a row for each of their tokens: the same slot,
+the next position. All keys and values are written before any row attends. Those of a draft that turns out to be wrong are
+overwritten by later steps.
 
 Shapes: R rows that decode, N tokens of chunks, V vocabulary.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millstream.engine.native import fused
-from millstream.engine.native.graphs import CudaRecorder, Graphs, size_for, verify_size
+from millstream.engine.native.graphs import CudaRecorder, Graphs, size_for, wide_size
 from millstream.engine.native.memory import check_fits
 from millstream.engine.native.pages import (
     START,
@@ -35,10 +36,11 @@ from millstream.engine.native.pages import (
     PagePools,
     PrefillPass,
     ShapeProbe,
-    VerifyPass,
+    WidePass,
 )
+from millstream.engine.native.rows import Ints, StepRows
 from millstream.engine.native.runner import Chunk, Drawn
-from millstream.engine.native.sampling import Uniforms, is_restricted, restrict, uniforms
+from millstream.engine.native.sampling import is_restricted, restrict, uniforms
 from millstream.engine.native.sequence import TokenSequence
 from millstream.engine.native.speculation import MAX_ROWS
 from millstream.errors import EngineError
@@ -51,7 +53,8 @@ PAGE_TOKENS = 32
 CPU_GB = 1.0
 GPU_SHARE = 1 / 3  # of what is free
 JOIN_EVERY = 8
-Ints = np.ndarray[Any, np.dtype[Any]]
+MAX_JOINED = 256  # tokens of prompts in a decode step
+MAX_READS = 65_536  # tokens that they read, all together
 BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
@@ -73,7 +76,9 @@ class PagedRunner:
         is_fused: bool = True,
         max_length: int | None = None,
         has_graphs: bool = True,
+        max_joined: int | None = None,
     ) -> None:
+        """`max_joined`: tokens of prompts that may be rows of a decode step. None: none on a CPU."""
         self._model = model
         self._num_slots = num_slots
         self._page = page
@@ -81,7 +86,7 @@ class PagedRunner:
         self._is_gpu = self._device.type == "cuda"
         self.depth = 1 if self._is_gpu else 0
         self.join_every = JOIN_EVERY if self._is_gpu else 1
-        self._stream = torch.cuda.Stream(self._device, priority=URGENT) if self._is_gpu else None
+        self._stream = torch.cuda.Stream(self._device, priority=URGENT) if self._is_gpu else None  # type: ignore[no-untyped-call]
         shapes = _shapes(model)
         page_bytes = sum(2 * heads * self._page * dim for heads, dim in shapes.values()) * model.dtype.itemsize
         num_pages = int(_cache_bytes(self._device, cache_gb) // page_bytes)
@@ -98,20 +103,22 @@ class PagedRunner:
         self._pools = PagePools(
             shapes, num_pages, self._page, num_slots, -(-self.max_length // self._page), model.dtype, self._device
         )
-        max_rows = max(num_slots + 1, MAX_ROWS)
+        self._max_joined = max_joined if max_joined is not None else MAX_JOINED if self._is_gpu else 0
+        self._max_rows = max(num_slots + self._max_joined, MAX_ROWS)
         # The newest token of each slot, and after them those that the host gives to the rows of a step.
-        self._last = torch.zeros(num_slots + 1 + max_rows, dtype=torch.int64, device=self._device)
+        self._last = torch.zeros(num_slots + 1 + self._max_rows, dtype=torch.int64, device=self._device)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Entries of the table that have changed since the last launch: slot, index, page.
         self._table_changes: list[tuple[int, int, int]] = []
-        # Of each row: its slot, its position, where its token is in `_last`; the random number and the temperature (float32).
-        self._inputs = torch.zeros(5, max_rows, dtype=torch.int32, device=self._device)
+        # Of each row: its slot, its position, where its token is and where its sample goes in `_last`; the random number and
+        # the temperature (float32).
+        self._inputs = torch.zeros(6, wide_size(self._max_rows), dtype=torch.int32, device=self._device)
         self._graphs: Graphs | None = None
-        self._verify_graphs: Graphs | None = None
+        self._wide_graphs: Graphs | None = None
         if self._stream is not None and has_graphs:
             recorder = CudaRecorder(self._stream)
             self._graphs = Graphs(recorder)
-            self._verify_graphs = Graphs(recorder)
+            self._wide_graphs = Graphs(recorder)
         self._swaps: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.num_prefilled = 0  # tokens of prompts that were computed, and not found
         self._sample = fused.operations_for(self._device).sample
@@ -215,11 +222,22 @@ class PagedRunner:
 
     def launch(self, decoding: Sequence[TokenSequence], chunks: Sequence[Chunk]) -> Drawn:
         self._update_table()
-        parts = [self._decode(decoding)] if decoding else []
-        if chunks:
+        are_joined = bool(chunks) and self._can_join(decoding, chunks)
+        parts = [self._decode(decoding, chunks if are_joined else ())] if decoding or are_joined else []
+        if chunks and not are_joined:
             parts.append(self._prefill(chunks))
         tokens, logprobs = (torch.cat(some) if len(some) > 1 else some[0] for some in zip(*parts, strict=True))
-        return _copy_to_host(tokens, logprobs) if self._is_gpu else lambda: (tokens.tolist(), logprobs.tolist())
+        if not self._is_gpu:
+            return lambda: (tokens.tolist(), logprobs.tolist())
+        return _copy_to_host(tokens, logprobs)
+
+    def _can_join(self, decoding: Sequence[TokenSequence], chunks: Sequence[Chunk]) -> bool:
+        """Whether tokens of prompts are rows of the decode step: so few that a pass of their own, which the host launches
+        kernel by kernel, would take longer. Each row reads all tokens before it."""
+        num_rows = sum(1 + len(sequence.draft) for sequence in decoding)
+        num_tokens = sum(chunk.end - chunk.begin for chunk in chunks)
+        num_reads = sum((chunk.end - chunk.begin) * (chunk.begin + chunk.end) // 2 for chunk in chunks)
+        return num_tokens <= self._max_joined and num_rows + num_tokens <= self._max_rows and num_reads <= MAX_READS
 
     def _update_table(self) -> None:
         if self._table_changes:
@@ -227,40 +245,45 @@ class PagedRunner:
             self._pools.table.index_put_((slots, indices), pages.int())
             self._table_changes.clear()
 
-    def _decode(self, sequences: Sequence[TokenSequence]) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities [R], valid until the next call."""
-        owners, places = _rows_of(sequences)
-        num, is_verify = len(owners), len(owners) > len(sequences)
-        graphs = self._verify_graphs if is_verify else self._graphs
-        size = num if graphs is None else verify_size(num) if is_verify else size_for(num, self._num_slots)
-        inputs = np.zeros((5, size), np.int32)
-        inputs[0] = self._num_slots
-        inputs[0, :num] = np.array([sequence.slot for sequence in sequences])[owners]
-        inputs[1, :num] = np.array([sequence.num_computed for sequence in sequences])[owners] + places
-        inputs[2] = inputs[0]
-        self._give_tokens(sequences, inputs[2])
-        samplings = [sequences[owner].request.sampling for owner in owners.tolist()]
-        numbers, temperatures = inputs[3:].view(np.float32)
-        numbers[:num] = _uniforms(sequences, owners, places)
-        temperatures[:num] = [sampling.temperature for sampling in samplings]
-        restrictions = _restrictions(samplings, size, self._device)
+    def _decode(self, sequences: Sequence[TokenSequence], chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities of the rows of these sequences, then of those chunks that are a request's last. Valid
+        until the next call."""
+        rows = StepRows.of(sequences, chunks, self._num_slots)
+        num, is_wide = len(rows.slots), len(rows.slots) > len(sequences)
+        graphs = self._wide_graphs if is_wide else self._graphs
+        size = num if graphs is None else wide_size(num) if is_wide else size_for(num, self._num_slots)
+        inputs = np.zeros((6, size), np.int32)
+        inputs[0] = inputs[3] = self._num_slots
+        inputs[0, :num] = rows.slots
+        inputs[1, :num] = rows.positions
+        inputs[2, :num] = self._sources(rows)
+        inputs[3, :num] = rows.targets
+        numbers, temperatures = inputs[4:].view(np.float32)
+        numbers[:num] = np.minimum(uniforms(rows.seeds, rows.numbers), BELOW_ONE)
+        temperatures[:num] = [sampling.temperature for sampling in rows.samplings]
+        restrictions = _restrictions(rows.samplings, size, self._device)
         self._inputs[:, :size].copy_(self._on_its_way(inputs), non_blocking=True)
-        step = partial(self._decode_inputs, VerifyPass if is_verify else DecodePass)
+        step = partial(self._decode_inputs, WidePass if is_wide else DecodePass)
         if graphs is None:
             tokens, logprobs = step(size, restrictions)
         else:
             tokens, logprobs = graphs.replay(size, self._rehearse, step, restrictions)
-        return tokens[:num], logprobs[:num]
+        if not chunks:
+            return tokens[:num], logprobs[:num]
+        self.num_prefilled += sum(chunk.end - chunk.begin for chunk in chunks)
+        kept = on_device(rows.kept, self._device)
+        return tokens[kept], logprobs[kept]
 
-    def _give_tokens(self, sequences: Sequence[TokenSequence], sources: Ints) -> None:
-        """If the host knows the newest tokens it gives them, with the drafts, and says where they are in `_last`. After a step
-        with drafts only the host knows which token is the newest of a slot."""
-        if any(sequence.num_launched > len(sequence.tokens) for sequence in sequences):
-            return
-        tokens = [token for sequence in sequences for token in (sequence.tokens[-1], *sequence.draft)]
-        begin, end = self._num_slots + 1, self._num_slots + 1 + len(tokens)
-        self._last[begin:end].copy_(self._on_its_way(np.array(tokens, np.int64)), non_blocking=True)
-        sources[: len(tokens)] = np.arange(begin, end)
+    def _sources(self, rows: StepRows) -> Ints:
+        """Where the token of each row is in `_last`: in its slot, or behind the slots, if the host gives it."""
+        is_given = rows.tokens >= 0
+        given = rows.tokens[is_given].astype(np.int64)
+        begin, end = self._num_slots + 1, self._num_slots + 1 + len(given)
+        if len(given):
+            self._last[begin:end].copy_(self._on_its_way(given), non_blocking=True)
+        sources = rows.slots.copy()
+        sources[is_given] = np.arange(begin, end)
+        return sources
 
     def _on_its_way(self, given: Ints) -> Tensor:
         """A tensor from which a copy to the device need not be waited for."""
@@ -273,23 +296,24 @@ class PagedRunner:
         saved = self._inputs[:, :size].clone()
         self._inputs[:, :size] = 0
         self._inputs[0, :size] = self._num_slots
+        self._inputs[3, :size] = self._num_slots
         try:
             yield
         finally:
             self._inputs[:, :size] = saved
 
     def _decode_inputs(
-        self, kind: type[DecodePass | VerifyPass], size: int, restrictions: tuple[Tensor, Tensor] | None
+        self, kind: type[DecodePass | WidePass], size: int, restrictions: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        slots, positions, sources = self._inputs[:3, :size]
+        slots, positions, sources, targets = self._inputs[:4, :size]
         out = self._model(
             input_ids=self._last[sources.long()][None],
             position_ids=positions[None],
             use_cache=False,
             context=kind(self._pools, slots, positions),
         )
-        numbers, temperatures = self._inputs[3:, :size].view(torch.float32)
-        return self._draw(out.logits[0], slots.long(), numbers, temperatures, restrictions)
+        numbers, temperatures = self._inputs[4:, :size].view(torch.float32)
+        return self._draw(out.logits[0], targets.long(), numbers, temperatures, restrictions)
 
     def _draw(
         self,
@@ -326,26 +350,12 @@ class PagedRunner:
             nothing = torch.zeros(0, device=self._device)
             return nothing.long(), nothing
         samplings = [sequence.request.sampling for sequence in sequences]
-        numbers = np.array(
-            [_uniforms(sequences, *_rows_of(sequences)), [one.temperature for one in samplings]], np.float32
-        )
+        drawn = uniforms([one.request.seed for one in sequences], [one.next_number for one in sequences])
+        numbers = np.array([np.minimum(drawn, BELOW_ONE), [one.temperature for one in samplings]], np.float32)
         uniforms_R, temperatures_R = on_device(numbers, self._device)
         slots_R = on_device(np.array([sequence.slot for sequence in sequences], np.int64), self._device)
         restrictions = _restrictions(samplings, len(sequences), self._device)
         return self._draw(out.logits[0], slots_R, uniforms_R, temperatures_R, restrictions)
-
-
-def _rows_of(sequences: Sequence[TokenSequence]) -> tuple[Ints, Ints]:
-    """Of each row of a step: the index of its request, and its place there: 0 for the newest token, then those of the draft."""
-    counts = np.array([1 + len(sequence.draft) for sequence in sequences])
-    owners = np.repeat(np.arange(len(counts)), counts)
-    return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
-
-
-def _uniforms(sequences: Sequence[TokenSequence], owners: Ints, places: Ints) -> Uniforms:
-    positions = np.array([sequence.request.num_sampled + sequence.num_launched for sequence in sequences])
-    seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
-    return np.minimum(uniforms(seeds[owners], positions[owners] + places), BELOW_ONE)
 
 
 def _restrictions(samplings: Sequence[Sampling], size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:

@@ -185,9 +185,9 @@ class DecodePass(_PagedPass):
         return out
 
 
-class VerifyPass(_PagedPass):
-    """Several new tokens for each slot: the newest, and a draft after it. Each is a row as in a `DecodePass`, which attends to
-    the tokens before it in the same pass: all rows must be written before any attends."""
+class WidePass(_PagedPass):
+    """Several new tokens for a slot: the newest and a draft after it, or a prompt. Each is a row as in a `DecodePass`, which
+    attends to the tokens before it in the same pass: all rows must be written before any attends."""
 
     def _attend(self, query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
         out: Tensor = self.pools.operations.decode_attention(query_NHD, pages, rule)

@@ -59,6 +59,11 @@ class TokenSequence(PartialCompletion):
         return (*self.request.tokens, *self.tokens)
 
     @property
+    def next_number(self) -> int:
+        """Of the token that the next step samples, among all that are sampled for the request."""
+        return self.request.num_sampled + self.num_launched
+
+    @property
     def can_decode(self) -> bool:
         return not self.is_prefilling and self.finish is None and self.num_launched < self.request.sampling.max_tokens
 
