@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from millstream import EngineConfig, LearnerConfig, ModelConfig, PipelineConfig, RolloutConfig, RunConfig
-from millstream.model.gpu_share import TRAINING_SHARE, training_share, training_stream
+from millstream.model.gpu_share import TRAINING_SHARE, Turns, training_share, training_stream
 from millstream.run.build import gpu_share
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
@@ -62,6 +63,41 @@ def test_an_engine_elsewhere_leaves_training_the_whole_gpu() -> None:
         rollout=RolloutConfig(group_size=8),
     )
     assert gpu_share(run, LearnerConfig()) == 1.0
+
+
+def test_a_capture_never_runs_beside_training_and_does_not_wait_for_it() -> None:
+    turns = Turns()
+    with turns.training(), turns.capture() as is_free:
+        assert not is_free
+    with turns.capture() as is_free:
+        assert is_free
+
+
+def test_training_lets_a_capture_that_found_it_at_work_go_first() -> None:
+    turns, order = Turns(), list[str]()
+    with turns.training(), turns.capture():
+        pass
+    waiting = threading.Thread(target=lambda: _train(turns, order))
+    waiting.start()
+    with turns.capture() as is_free:
+        assert is_free, "training waits for it"
+        order.append("captured")
+    waiting.join()
+    assert order == ["captured", "trained"]
+
+
+def _train(turns: Turns, order: list[str]) -> None:
+    with turns.training():
+        order.append("trained")
+
+
+def test_an_engine_that_wanted_to_capture_and_has_nothing_to_do_any_more_stops_training_once_only() -> None:
+    turns = Turns()
+    with turns.training(), turns.capture():
+        pass
+    with turns.training():  # after a short wait
+        pass
+    assert not turns._is_wanted.is_set()
 
 
 @pytest.mark.gpu

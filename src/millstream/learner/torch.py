@@ -6,7 +6,6 @@ On a GPU that thread only fills the device's queue: nothing waits for the device
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +20,7 @@ from millstream.learner.state import on_host, read_state, write_state
 from millstream.learner.tally import FiniteGuard
 from millstream.model.adapters import lora_of, merged, save_adapters, trained_weights
 from millstream.model.finite import names_not_finite
-from millstream.model.gpu_share import training_stream
+from millstream.model.gpu_share import TURNS, training_stream
 from millstream.model.load import model_weights, save_model
 from millstream.objective import Objective
 from millstream.rpc.threads import DaemonThreads
@@ -64,10 +63,10 @@ class TorchLearner:
         """On the learner's thread, and on its stream."""
 
         def on_stream() -> T:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with TURNS.training(), torch.cuda.stream(self._stream):
                 return work()
 
-        return await self._thread.call(on_stream)
+        return await self._thread.call(work if self._stream is None else on_stream)
 
     async def ready(self) -> None:
         """It is ready when it is made."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from millstream.model.gpu_share import URGENT_ROWS
+from millstream.model.gpu_share import TURNS, URGENT_ROWS
 
 logger = logging.getLogger(__name__)
 Restrictions = tuple[Tensor, Tensor]
@@ -66,7 +66,9 @@ class Graphs:
         it returns now."""
         key = (size, restrictions is not None)
         if key not in self._graphs and not self._is_given_up:
-            self._capture(size, rehearse, step, restrictions)
+            with TURNS.capture() as is_free:
+                if is_free:
+                    self._capture(size, rehearse, step, restrictions)
         if key not in self._graphs:
             return step(size, restrictions)
         again, own, outputs = self._graphs[key]
