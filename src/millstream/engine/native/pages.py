@@ -180,6 +180,12 @@ class _PagedPass:
 class DecodePass(_PagedPass):
     """One new token for each slot, which attends to all tokens before it."""
 
+    def attend_fused(
+        self, layer: int, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, rule: Rule
+    ) -> Tensor:
+        pages = self.pools.at(layer, self.slots_N, self.positions_N)
+        return self.pools.operations.attend_new(qkv_NE, cos_ND, sin_ND, heads, pages, rule).flatten(1)
+
     def _attend(self, query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
         out: Tensor = self.pools.operations.decode_attention(query_NHD, pages, rule)
         return out
