@@ -106,21 +106,21 @@ def _product(
     up_at = W + (near + columns).to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
     up = tl.zeros([BM, BN], tl.float32)
-    squares = tl.zeros([BM], tl.float32)
+    squares = tl.zeros([BM, BK], tl.float32)
+    if HAS_NORM:
+        weight = tl.load(NORM + k)
     for at in range(0, K, BK):
         x = tl.load(x_at + at) if IS_EVEN else tl.load(x_at + at, mask=(m < num)[:, None], other=0.0)
         if HAS_NORM:
             wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            weight = tl.load(NORM + at + k).to(tl.float32)
-            if IS_GEMMA:
-                weight += 1.0
-            x = (wide * weight[None, :]).to(x.dtype)
+            squares += wide * wide
+            x = (wide * (1.0 + weight.to(tl.float32))[None, :]).to(x.dtype) if IS_GEMMA else x * weight[None, :]
+            weight = tl.load(NORM + at + BK + k, mask=at + BK + k < K, other=0.0)  # one tile before it is needed
         acc = tl.dot(x, tl.trans(tl.load(w_at + at)), acc, input_precision=PRECISION)
         if GATE > 0:
             up = tl.dot(x, tl.trans(tl.load(up_at + at)), up, input_precision=PRECISION)
     if HAS_NORM:
-        scale = tl.rsqrt(squares / K + epsilon)[:, None]
+        scale = tl.rsqrt(tl.sum(squares, 1) / K + epsilon)[:, None]
         acc *= scale
         up *= scale
     if GATE > 0:
