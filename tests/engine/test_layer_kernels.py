@@ -30,22 +30,34 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     if has_gpu != (request.param == "cuda"):
         pytest.skip("torch sees no GPU here" if request.param == "cuda" else "the kernels are compiled here")
     if not has_gpu:
-        _let_arrays_be_bounds(monkeypatch)
+        _complete_interpreter(monkeypatch)
     torch.manual_seed(0)
     return torch.device("cuda" if has_gpu else "cpu")
 
 
-def _let_arrays_be_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy 2.4 makes no int of an array with one element, which Triton's interpreter has for every scalar."""
+def _complete_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton's interpreter leaves out: every scalar is an array with one element, of which numpy 2.4 makes no int; and
+    numbers in bfloat16 are multiplied as if they were integers."""
+    from triton import language
     from triton.runtime import interpreter
 
-    before = interpreter._patch_lang_tensor
+    patch_before, dot_before = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 
     def patch(tensor: Any, scope: Any) -> None:
-        before(tensor, scope)
+        patch_before(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def wide(handle: Any) -> Any:
+        if handle.dtype != language.bfloat16:
+            return handle
+        data = interpreter._convert_float(handle.data, language.bfloat16, language.float32, None)
+        return interpreter.TensorHandle(data.view("float32"), language.float32)
+
+    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return dot_before(self, wide(a), wide(b), *others)
+
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def noise(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:

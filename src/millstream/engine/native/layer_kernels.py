@@ -114,7 +114,8 @@ def _product(
         if HAS_NORM:
             wide = x.to(tl.float32)
             squares += wide * wide
-            x = (wide * (1.0 + weight.to(tl.float32))[None, :]).to(x.dtype) if IS_GEMMA else x * weight[None, :]
+            factor = weight.to(tl.float32) + 1.0 if IS_GEMMA else weight.to(tl.float32)
+            x = (wide * factor[None, :]).to(x.dtype)
             weight = tl.load(NORM + at + BK + k, mask=at + BK + k < K, other=0.0)  # one tile before it is needed
         acc = tl.dot(x, tl.trans(tl.load(w_at + at)), acc, input_precision=PRECISION)
         if GATE > 0:
