@@ -6,8 +6,8 @@ token of context costs), and the kernels of a layer. Beside fused layers: the sa
     .venv/bin/python bench/decode_step.py --tune 16,64            tiles of products and attention at these rows, the best first
 
 The shape is a Qwen3 of 474M parameters (28 layers, hidden 1024, 16 heads of 128, 8 of keys). Cells that do not fit into the
-cache are left out. `serial`: fused layers whose kernels do not start before the one before has ended; `cold`: fused layers
-without prefetching. Without a GPU: a tiny shape and the plain twins, which shows that it runs.
+cache are left out. `early`: fused layers whose kernels start before the one before has ended; `warm`: which also bring weights
+to the L2 cache meanwhile. Without a GPU: a tiny shape and the plain twins, which shows that it runs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +31,8 @@ from report import Options, Row, alone, cost, not_measured, publish, say
 IS_GPU = torch.cuda.is_available()
 WAYS = {
     "layers": "fused layers",
-    "serial": "fused layers, one kernel at a time",
-    "cold": "fused layers, no prefetch",
+    "early": "fused layers, early starts",
+    "warm": "fused layers, early starts, prefetch",
     "modules": "fused modules",
 }
 NUM_REPLAYS = 30
@@ -87,8 +88,8 @@ def wait() -> None:
 
 
 def runner_of(way: str, shape: Shape, num_slots: int, longest: int, cache_gb: float) -> Any:
-    tiles.Switches.is_early = way != "serial"
-    tiles.Switches.has_prefetch = way != "cold"
+    tiles.Switches.is_early = way in ("early", "warm")
+    tiles.Switches.has_prefetch = way == "warm"
     config = qwen3(**shape._asdict(), context=2 * longest)
     device, dtype = ("cuda", torch.bfloat16) if IS_GPU else ("cpu", torch.float32)
     model = model_of(config, device=device, dtype=dtype).eval()
@@ -165,7 +166,7 @@ def line(ms: dict[tuple[int, int], float], rows: int) -> tuple[float, float] | N
     cells = [(num * context, value) for (num, context), value in ms.items() if num == rows]
     if len(cells) < 2:
         return None
-    slope, intercept = np.polyfit(*zip(*cells, strict=True), 1)
+    slope, intercept = np.polyfit([tokens for tokens, _ in cells], [value for _, value in cells], 1)
     return float(intercept), 1e6 * float(slope)
 
 
@@ -225,8 +226,7 @@ def products_of(shape: Shape) -> dict[str, Product]:
 
 
 def candidates(product: Product, rows: int) -> Iterator[Any]:
-    all_splits = (1, 2, 4, 8) if product.kind == "added" else (1,)
-    for columns, depth, splits, stages in itertools.product((16, 32, 64), (64, 128, 256), all_splits, (3, 5)):
+    for columns, depth, splits, stages in itertools.product((16, 32, 64), (64, 128, 256), (1, 2, 4, 8), (3, 5)):
         programs = -(-product.columns // columns) * splits
         wide = columns * (2 if product.kind == "gated" else 1)
         held = 2 * stages * depth * (tiles.padded(rows) + wide)
@@ -248,15 +248,16 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
 
 def layers_of(product: Product, rows: int, shape: Shape) -> Callable[[Any], Callable[[], None]]:
     """From a tile (None: what the library does) to one pass over all layers."""
-    from internals_torch import KERNELS, Norm, Projection, layer_kernels
+    from internals_torch import KERNELS, Norm, Normed, Projection, layer_kernels
 
     def weights(*size: int) -> Tensor:
-        return torch.randn(*size, device="cuda", dtype=torch.bfloat16) * size[-1] ** -0.5
+        return torch.randn(*size, device="cuda", dtype=torch.bfloat16).mul_(size[-1] ** -0.5)
 
     wide = product.columns * (2 if product.kind == "gated" else 1)
     all_weights = [Projection(weights(wide, product.depth), None) for _ in range(shape.layers)]
     norm, x = Norm(weights(product.depth), 1e-6, False), weights(rows, product.depth)
-    out = weights(rows, product.columns)
+    out, next_norm = weights(rows, product.columns), Norm(weights(product.columns), 1e-6, False)
+    normed = Normed(x, torch.rand(rows, 32, device="cuda"), 1e-6)
 
     def launch(one: Any, tile: Any) -> None:
         if tile is None:
@@ -266,13 +267,17 @@ def layers_of(product: Product, rows: int, shape: Shape) -> Callable[[Any], Call
             elif product.kind == "added":
                 out.add_(part)
         elif product.kind == "normed":
-            layer_kernels.normed_product(x, norm, one, tile)
+            layer_kernels.product(normed, one, tile)
         elif product.kind == "gated":
-            layer_kernels.gated_product(x, norm, one, "silu", tile)
+            layer_kernels.gated_product(normed, one, "silu", tile)
         else:
-            layer_kernels.add_product(out, x, one, tile)
+            layer_kernels.add_product(out, x, one, next_norm, tile)
 
-    return lambda tile: lambda: [launch(one, tile) for one in all_weights] and None
+    def all_layers(tile: Any) -> None:
+        for one in all_weights:
+            launch(one, tile)
+
+    return lambda tile: partial(all_layers, tile)
 
 
 def tune_products(shape: Shape, rows: int, repeat: int) -> Iterator[Row]:
@@ -301,8 +306,8 @@ def tune_attention(shape: Shape, rows: int, options: argparse.Namespace) -> Iter
     before = dict(tiles.ATTENTION)
     found: list[tuple[float, Any]] = []
     all_splits = sorted({max(1, min(32, scale // rows)) for scale in (16, 64, 128)} | {4})
-    for tokens, splits, stages, span in itertools.product((32, 64, 128), all_splits, (2, 3), (1, 4)):
-        cut = tiles.Attention(tokens, splits, tokens * span, 4, stages)
+    for tokens, splits, stages, warps in itertools.product((32, 64), all_splits, (3, 4, 6), (2, 4)):
+        cut = tiles.Attention(tokens, splits, 128 if rows <= 16 else 512, warps, stages)
         tiles.ATTENTION.clear()
         tiles.ATTENTION[1 << 62] = cut
         try:

@@ -23,7 +23,7 @@ from millstream.engine.native.build import cache_kind
 from millstream.engine.native.check import check_engine, requests
 from millstream.engine.native.fused_layer import LAYERS
 from millstream.engine.native.paged import PagedRunner
-from millstream.engine.native.plain import Norm, Projection
+from millstream.engine.native.plain import Norm, Normed, Projection
 from millstream.engine.vllm.config import VllmConfig
 from millstream.errors import ModelError
 from millstream.events.sinks import MemorySink

@@ -2,8 +2,8 @@
 
 A program has one row, one key/value head with all its queries, and one split of the tokens. What it is given is either queries
 (`attend`: keys and values are in their pages already), or the product of queries, keys and values (`attend_new`): then every
-program norms and rotates its queries, and the one that has the newest token also norms and rotates its key, starts from it, and
-writes key and value to their page.
+program norms and rotates its queries, and the one that has the newest token first norms and rotates its key, and writes key and
+value to their page. Queries and keys are multiplied in halves, since a rotation turns one half into the other.
 
 A row has as many splits as its length needs. The program of a row and head that arrives last joins the splits, always in the
 same order; no program waits for another.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millstream.engine.native.layer_kernels import counters_for, early, prefetch, wait_for_inputs
+from millstream.engine.native.layer_kernels import counters_for, early, let_next_start, prefetch, wait_for_inputs
 from millstream.engine.native.plain import Heads, Pages
 from millstream.engine.native.tiles import Switches, attention_for
 from millstream.model.attention import Rule
@@ -26,25 +26,26 @@ AHEAD = 128  # tokens of a split that are brought to the L2 cache before the ker
 
 
 @triton.jit
-def turned(
+def _turned(
     BASE, at, is_there, COS, SIN, NORM, epsilon, D: tl.constexpr, HAS_NORM: tl.constexpr, IS_GEMMA: tl.constexpr
 ):
-    """Heads whose first numbers are at `at`, normed and rotated."""
-    d = tl.arange(0, D)
-    other = (d + D // 2) % D
-    raw = tl.load(BASE + at[:, None] + d[None, :], mask=is_there[:, None], other=0.0)
-    x = raw.to(tl.float32)
-    y = tl.load(BASE + at[:, None] + other[None, :], mask=is_there[:, None], other=0.0).to(tl.float32)
+    """Heads whose first numbers are at `at`, normed and rotated: both halves."""
+    d = tl.arange(0, D // 2)
+    place = BASE + at[:, None] + d[None, :]
+    raw = tl.load(place, mask=is_there[:, None], other=0.0)
+    x, y = raw.to(tl.float32), tl.load(place + D // 2, mask=is_there[:, None], other=0.0).to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / D + epsilon)[:, None]
-        wx, wy = tl.load(NORM + d).to(tl.float32)[None, :], tl.load(NORM + other).to(tl.float32)[None, :]
+        scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / D + epsilon)[:, None]
+        wx, wy = tl.load(NORM + d).to(tl.float32)[None, :], tl.load(NORM + D // 2 + d).to(tl.float32)[None, :]
         if IS_GEMMA:
             x, y = x * scale * (1.0 + wx), y * scale * (1.0 + wy)
         else:
             x, y = (x * scale).to(raw.dtype).to(tl.float32) * wx, (y * scale).to(raw.dtype).to(tl.float32) * wy
         x, y = x.to(raw.dtype).to(tl.float32), y.to(raw.dtype).to(tl.float32)
-    cos, sin = tl.load(COS + d).to(tl.float32)[None, :], tl.load(SIN + d).to(tl.float32)[None, :]
-    return (x * cos + tl.where(d < D // 2, -1.0, 1.0)[None, :] * y * sin).to(raw.dtype)
+    cos_x, sin_x = tl.load(COS + d).to(tl.float32)[None, :], tl.load(SIN + d).to(tl.float32)[None, :]
+    cos_y = tl.load(COS + D // 2 + d).to(tl.float32)[None, :]
+    sin_y = tl.load(SIN + D // 2 + d).to(tl.float32)[None, :]
+    return (x * cos_x - y * sin_x).to(raw.dtype), (y * cos_y + x * sin_y).to(raw.dtype)
 
 
 @triton.jit
@@ -55,36 +56,22 @@ def _capped(x, softcap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def _newest(
-    q, QKV, COS, SIN, KNORM, K, V, TABLE, row, head, slot, position, is_here, scale, softcap, epsilon, table_stride,
-    page_stride, H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_NORM: tl.constexpr, IS_GEMMA: tl.constexpr,
+def _write_newest(
+    QKV, COS, SIN, KNORM, K, V, TABLE, row, head, position, epsilon, page_stride,
+    H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, S: tl.constexpr, HAS_NORM: tl.constexpr, IS_GEMMA: tl.constexpr,
 ):  # fmt: skip
-    """The newest token, if it is here: its key and value are written to their page. Returns the state of a softmax over it:
-    highest score, sum, weighted values."""
-    d, one = tl.arange(0, D), tl.zeros([1], tl.int64)
+    """The key and the value of the newest token, to their page."""
+    d, half, one = tl.arange(0, D), tl.arange(0, D // 2), tl.zeros([1], tl.int64)
     base = row * (H + 2 * KH) * D + head * D
-    key = turned(
-        QKV,
-        base + H * D + one,
-        (one == 0) & is_here,
-        COS + row * D,
-        SIN + row * D,
-        KNORM,
-        epsilon,
-        D,
-        HAS_NORM,
-        IS_GEMMA,
+    x, y = _turned(
+        QKV, base + H * D + one, one == 0, COS + row * D, SIN + row * D, KNORM, epsilon, D, HAS_NORM, IS_GEMMA
     )
-    value = tl.load(QKV + base + (H + KH) * D + d, mask=(d < D) & is_here, other=0.0)
-    page = tl.load(TABLE + slot * table_stride + position // S).to(tl.int64)
-    place = page * page_stride + head * S * D + (position % S) * D + d
-    tl.store(K + place[None, :], key, mask=((d < D) & is_here)[None, :])
-    tl.store(V + place, value, mask=(d < D) & is_here)
-    x = _capped(tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale, softcap, HAS_CAP)
-    top = tl.where(is_here, x, -1e30)
-    total = tl.where(is_here, tl.full(x.shape, 1.0, tl.float32), 0.0)
-    return top, total, total[:, None] * value.to(tl.float32)[None, :]
+    value = tl.load(QKV + base + (H + KH) * D + d)
+    page = tl.load(TABLE + position // S).to(tl.int64)
+    place = page * page_stride + head * S * D + (position % S) * D
+    tl.store(K + place + half[None, :], x)
+    tl.store(K + place + D // 2 + half[None, :], y)
+    tl.store(V + place + d, value)
 
 
 @triton.jit
@@ -139,28 +126,27 @@ def _attend(
     if AHEAD > 0:  # noqa: SIM102  # known to the compiler, and the other is not
         if split < live:
             _prefetch_pages(K, V, TABLE, slot, head, lo, hi, table_stride, page_stride, D, S, AHEAD, LINE)
-    if IS_EARLY:
-        wait_for_inputs()
+    wait_for_inputs(IS_EARLY)
     if split < live:
-        g, d = tl.arange(0, GP), tl.arange(0, DP)
+        g, d = tl.arange(0, GP), tl.arange(0, DP // 2)
         if IS_NEW:
+            if split == live - 1:
+                _write_newest(
+                    Q, COS, SIN, KNORM, K, V, TABLE + slot * table_stride, row, head, end - 1, epsilon, page_stride,
+                    H, KH, D, S, HAS_NORM, IS_GEMMA,
+                )  # fmt: skip
             heads = row * (H + 2 * KH) * D + (head * G + g) * D
-            q = turned(Q, heads, g < G, COS + row * D, SIN + row * D, QNORM, epsilon, D, HAS_NORM, IS_GEMMA)
-            top, total, acc = _newest(
-                q, Q, COS, SIN, KNORM, K, V, TABLE, row, head, slot, end - 1, split == live - 1, scale, softcap, epsilon,
-                table_stride, page_stride, H, KH, D, S, HAS_CAP, HAS_NORM, IS_GEMMA,
-            )  # fmt: skip
-            hi = tl.minimum(hi, end - 1)
+            q, other_q = _turned(Q, heads, g < G, COS + row * D, SIN + row * D, QNORM, epsilon, D, HAS_NORM, IS_GEMMA)
+            tl.debug_barrier()  # what this program has written is read below
         else:
-            is_own = (g < G)[:, None] & (d < D)[None, :]
-            q = tl.load(Q + (row * H + head * G + g)[:, None] * D + d[None, :], mask=is_own, other=0.0)
-            top = tl.full([GP], -1e30, tl.float32)
-            total = tl.zeros([GP], tl.float32)
-            acc = tl.zeros([GP, DP], tl.float32)
+            heads = Q + (row * H + head * G + g)[:, None] * D + d[None, :]
+            q = tl.load(heads, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+            other_q = tl.load(heads + DP // 2, mask=(g < G)[:, None] & (d + DP // 2 < D)[None, :], other=0.0)
         top, total, acc = _over_pages(
-            q, top, total, acc, K, V, TABLE + slot * table_stride, head, first, lo, hi, scale, softcap, page_stride,
-            D, DP, S, T, HAS_CAP, PRECISION,
+            q, other_q, K, V, TABLE + slot * table_stride, head, first, lo, hi, scale, softcap, page_stride,
+            GP, D, DP, S, T, HAS_CAP, PRECISION,
         )  # fmt: skip
+        let_next_start(IS_EARLY)
         _write_out(
             top, total, acc, OUT, PARTS, STATES, COUNTERS + row * KH + head, row, head, split, live,
             H, G, GP, D, DP, SPLITS,
@@ -168,26 +154,46 @@ def _attend(
 
 
 @triton.jit
+def _page_at(TABLE, at, hi, S: tl.constexpr, T: tl.constexpr):
+    """The page of a tile that is one page, else the page of each of its tokens [T, 1]."""
+    if T == S:
+        return tl.load(TABLE + at // S, mask=at < hi, other=0)
+    else:  # noqa: RET505  # only one of them is compiled
+        t = at + tl.arange(0, T)
+        return tl.load(TABLE + t // S, mask=t < hi, other=0)[:, None]
+
+
+@triton.jit
 def _over_pages(
-    q, top, total, acc, K, V, TABLE, head, first, lo, hi, scale, softcap, page_stride,
-    D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr, T: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    q, other_q, K, V, TABLE, head, first, lo, hi, scale, softcap, page_stride, GP: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, S: tl.constexpr, T: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A softmax over the tokens from `lo` to `hi`, from this state on. The pages of a tile are read one tile before: so the
-    compiler knows the addresses of keys and values early, and has several tiles in flight."""
-    d = tl.arange(0, DP)
-    page = tl.load(TABLE + (lo + tl.arange(0, T)) // S, mask=lo + tl.arange(0, T) < hi, other=0)
+    """A softmax over the tokens from `lo` to `hi`: highest score, sum, weighted values. The pages of a tile are read one tile
+    before: so the compiler knows the addresses of keys and values early, and has several tiles in flight."""
+    d, half = tl.arange(0, DP), tl.arange(0, DP // 2)
+    top = tl.full([GP], -1e30, tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, DP], tl.float32)
+    page = _page_at(TABLE, lo, hi, S, T)
     for at in range(lo, hi, T):
         t = at + tl.arange(0, T)
         is_seen = (t < hi) & (t >= first)
-        where = (page.to(tl.int64) * page_stride + head * S * D + (t % S) * D)[:, None] + d[None, :]
-        page = tl.load(TABLE + (t + T) // S, mask=t + T < hi, other=0)
+        inside = tl.arange(0, T) if T == S else t % S
+        where = page.to(tl.int64) * page_stride + head * S * D + (inside * D)[:, None]
+        page = _page_at(TABLE, at + T, hi, S, T)
         is_there = (t < hi)[:, None]
-        if DP > D:
-            is_there = is_there & (d < D)[None, :]
-        k = tl.load(K + where, mask=is_there, other=0.0)
-        v = tl.load(V + where, mask=is_there, other=0.0)
-        x = _capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, HAS_CAP)
-        x = tl.where(is_seen[None, :], x, -1e30)
+        if DP == D:
+            k = tl.load(K + where + half[None, :], mask=is_there, other=0.0)
+            other_k = tl.load(K + where + DP // 2 + half[None, :], mask=is_there, other=0.0)
+            v = tl.load(V + where + d[None, :], mask=is_there, other=0.0)
+        else:
+            k = tl.load(K + where + half[None, :], mask=is_there & (half < D)[None, :], other=0.0)
+            is_other = is_there & (half + DP // 2 < D)[None, :]
+            other_k = tl.load(K + where + DP // 2 + half[None, :], mask=is_other, other=0.0)
+            v = tl.load(V + where + d[None, :], mask=is_there & (d < D)[None, :], other=0.0)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        x = tl.dot(other_q, tl.trans(other_k), x, input_precision=PRECISION)
+        x = tl.where(is_seen[None, :], _capped(x * scale, softcap, HAS_CAP), -1e30)
         new_top = tl.maximum(top, tl.max(x, 1))
         shrink = tl.exp(top - new_top)
         p = tl.where(is_seen[None, :], tl.exp(x - new_top[:, None]), 0.0)
@@ -208,7 +214,7 @@ def _write_out(
     queries = row * H + head * G + g
     if live == 1:
         out_at = OUT + queries[:, None] * D + d[None, :]
-        tl.store(out_at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=is_own)
+        tl.store(out_at, (acc * (1.0 / total)[:, None]).to(OUT.dtype.element_ty), mask=is_own)
     else:
         part = queries * SPLITS + split
         tl.store(PARTS + part[:, None] * D + d[None, :], acc, mask=is_own)
@@ -247,7 +253,7 @@ def _launch(
     num, num_heads, dim = out.shape
     key_heads, size = pages.keys.shape[1], pages.keys.shape[2]
     group = num_heads // key_heads
-    padded_dim = max(16, triton.next_power_of_2(dim))
+    padded_dim = max(32, triton.next_power_of_2(dim))
     cut = attention_for(num * key_heads, 2 * padded_dim * out.element_size())
     parts = torch.empty(num * num_heads * cut.splits, dim, dtype=torch.float32, device=out.device)
     states = torch.empty(num * num_heads * cut.splits, 2, dtype=torch.float32, device=out.device)

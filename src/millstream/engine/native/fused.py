@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from millstream.engine.native.plain import PLAIN, Heads, Norm, Operations, Projection
+from millstream.engine.native.plain import PLAIN, Heads, Norm, Normed, Operations, Projection
 from millstream.model.attention import Rule
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3")
@@ -28,6 +28,8 @@ ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"
 
 
 class FusedContext(Protocol):
+    normed: Normed | None  # what one layer hands to the next
+
     def attend_fused(
         self, layer: int, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, rule: Rule
     ) -> Tensor:
@@ -117,7 +119,8 @@ class FusedMLP(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         operations = operations_for(x.device)
-        inner = operations.gated_product(x.view(-1, x.shape[-1]), None, self.gate_up, self.activation)
+        normed = Normed(x.view(-1, x.shape[-1]), None, 0.0)
+        inner = operations.gated_product(normed, self.gate_up, self.activation)
         out: Tensor = self.down(inner.view(*x.shape[:-1], -1))
         return out
 

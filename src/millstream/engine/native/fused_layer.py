@@ -1,7 +1,9 @@
-"""Fused decoder layers: norm and product, attention, product and residual sum are one operation each, five in a layer.
+"""Fused decoder layers: five operations a layer, each of which is one kernel where there are few rows.
 
-    qkv = normed_product(x)     attention     x += product     inner = gated_product(x)     x += product
+    qkv = product(normed)            attention      x += product, normed = norm(x)
+    inner = gated_product(normed)                   x += product, normed = norm(x)
 
+The last norm is that of the next layer: the pass's context hands it on.
 For the known architectures (`engine.native.fused.FAMILIES`) whose layers are a norm and an attention, a norm and an MLP, and
 whose modules `fused.fuse` has replaced. Other layers, such as those of Gemma 2 and 3, keep their fused modules.
 """
@@ -30,12 +32,15 @@ Part = TypeVar("Part")
 
 def fuse_layers(model: nn.Module) -> int:
     """In place, after `fused.fuse`. Returns the number of fused layers. `fused.unfuse` undoes it."""
-    num = 0
-    for module in model.modules():
-        if type(module).__name__ in LAYERS and (layer := _layer(module)) is not None:
-            module.forward = FusedForward(module, layer)
-            num += 1
-    return num
+    found = [(module, _layer(module)) for module in model.modules() if type(module).__name__ in LAYERS]
+    layers = [(module, layer) for module, layer in found if layer is not None]
+    by_number = {layer.attention.layer: layer for _, layer in layers}
+    for module, layer in layers:
+        number = layer.attention.layer
+        after = by_number.get(number + 1)
+        linked = layer._replace(is_first=number - 1 not in by_number, next_norm=after and after.first_norm)
+        module.forward = FusedForward(module, linked)
+    return len(layers)
 
 
 class FusedLayer(NamedTuple):
@@ -43,6 +48,8 @@ class FusedLayer(NamedTuple):
     mlp: FusedMLP
     first_norm: FusedNorm
     second_norm: FusedNorm
+    is_first: bool = True  # the layer before it is not fused
+    next_norm: FusedNorm | None = None  # of the layer after it, if that is fused
 
     def __call__(
         self,
@@ -54,11 +61,15 @@ class FusedLayer(NamedTuple):
     ) -> Tensor:
         """Changes `hidden_states` in place, and returns them."""
         operations, x_NE = operations_for(hidden_states.device), hidden_states[0]
-        qkv_NE = operations.normed_product(x_NE, self.first_norm.norm, self.attention.qkv)
+        normed = operations.normed(x_NE, self.first_norm.norm) if self.is_first else context.normed
+        assert normed is not None, "the layer before has made it"
+        qkv_NE = operations.product(normed, self.attention.qkv)
         attended_NE = self.attention.attend(qkv_NE, position_embeddings, context)
-        operations.add_product(x_NE, attended_NE, _projection(self.attention.out))
-        inner_NE = operations.gated_product(x_NE, self.second_norm.norm, self.mlp.gate_up, self.mlp.activation)
-        operations.add_product(x_NE, inner_NE, _projection(self.mlp.down))
+        normed = operations.add_product(x_NE, attended_NE, _projection(self.attention.out), self.second_norm.norm)
+        assert normed is not None, "it has a norm"
+        inner_NE = operations.gated_product(normed, self.mlp.gate_up, self.mlp.activation)
+        next_norm = None if self.next_norm is None else self.next_norm.norm
+        context.normed = operations.add_product(x_NE, inner_NE, _projection(self.mlp.down), next_norm)
         return hidden_states
 
 

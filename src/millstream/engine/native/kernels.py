@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from millstream.engine.native import attention_kernels, layer_kernels
-from millstream.engine.native.plain import Heads, Norm, Pages, Projection
+from millstream.engine.native.plain import Heads, Norm, Normed, Pages, Projection
 from millstream.engine.native.tiles import MAX_ROWS, fits
 from millstream.model.attention import Rule
 
 VOCABULARY_TILE = 4096
-MIN_HEAD_DIM = 16  # that a matrix unit multiplies
+MIN_HEAD_DIM = 32  # a matrix unit multiplies halves of it
 
 
 @triton.jit
@@ -174,24 +174,26 @@ class KernelOperations:
             return self.decode_attention(self.rotate_and_write(qkv_NE, cos_ND, sin_ND, heads, pages), pages, rule)
         return attention_kernels.attend_new(qkv_NE, cos_ND, sin_ND, heads, pages, rule)
 
-    def normed_product(self, x_NE: Tensor, norm: Norm, projection: Projection) -> Tensor:
-        if _are_few_rows(x_NE, projection.weight):
-            return layer_kernels.normed_product(x_NE, norm, projection)
-        return F.linear(self.rms_norm(x_NE, *norm), *projection)
+    def normed(self, x_NE: Tensor, norm: Norm) -> Normed:
+        return Normed(self.rms_norm(x_NE, *norm), None, norm.epsilon)
 
-    def gated_product(self, x_NE: Tensor, norm: Norm | None, projection: Projection, activation: str) -> Tensor:
-        if _are_few_rows(x_NE, projection.weight):
-            return layer_kernels.gated_product(x_NE, norm, projection, activation)
-        x_NE = x_NE if norm is None else self.rms_norm(x_NE, *norm)
-        return self.gated(F.linear(x_NE, *projection), activation)
+    def product(self, normed: Normed, projection: Projection) -> Tensor:
+        if _are_few_rows(normed.values, projection.weight):
+            return layer_kernels.product(normed, projection)
+        return F.linear(normed.values, *projection)
 
-    def add_product(self, sum_NE: Tensor, x_NF: Tensor, projection: Projection) -> None:
-        if _are_few_rows(x_NF, projection.weight, sum_NE):
-            layer_kernels.add_product(sum_NE, x_NF, projection)
-            return
+    def gated_product(self, normed: Normed, projection: Projection, activation: str) -> Tensor:
+        if _are_few_rows(normed.values, projection.weight):
+            return layer_kernels.gated_product(normed, projection, activation)
+        return self.gated(F.linear(normed.values, *projection), activation)
+
+    def add_product(self, sum_NE: Tensor, x_NF: Tensor, projection: Projection, norm: Norm | None) -> Normed | None:
+        if _are_few_rows(x_NF, projection.weight, sum_NE) and fits(sum_NE.shape[1]):
+            return layer_kernels.add_product(sum_NE, x_NF, projection, norm)
         sum_NE.addmm_(x_NF, projection.weight.t())
         if projection.bias is not None:
             sum_NE += projection.bias
+        return None if norm is None else self.normed(sum_NE, norm)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, is_gemma: bool) -> Tensor:
         x = x.contiguous()

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millstream.engine.native.fused import operations_for
-from millstream.engine.native.plain import Heads, Pages
+from millstream.engine.native.plain import Heads, Normed, Pages
 from millstream.errors import ModelError
 from millstream.model.attention import Rule, can_be_ragged, on_device, ragged, scores, within_window
 
@@ -158,6 +158,7 @@ class _PagedPass:
         self.pools = pools
         self.slots_N = slots_N
         self.positions_N = positions_N
+        self.normed: Normed | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """See `millstream.model.attention.AttentionContext`."""

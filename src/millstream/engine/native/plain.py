@@ -39,6 +39,14 @@ class Norm(NamedTuple):
     is_gemma: bool  # as of `Heads`
 
 
+class Normed(NamedTuple):
+    """Rows after an RMS norm. Kernels may leave its scale to the next product."""
+
+    values: Tensor  # [N, E]
+    squares: Tensor | None  # [N, tiles of columns]: sums of squares, whose scale is still to be multiplied in
+    epsilon: float
+
+
 class Projection(NamedTuple):
     """The weights of one linear module, or of several that are joined."""
 
@@ -75,14 +83,16 @@ class Operations(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, is_gemma: bool) -> Tensor: ...
 
-    def normed_product(self, x_NE: Tensor, norm: Norm, projection: Projection) -> Tensor: ...
+    def normed(self, x_NE: Tensor, norm: Norm) -> Normed: ...
 
-    def gated_product(self, x_NE: Tensor, norm: Norm | None, projection: Projection, activation: str) -> Tensor:
+    def product(self, normed: Normed, projection: Projection) -> Tensor: ...
+
+    def gated_product(self, normed: Normed, projection: Projection, activation: str) -> Tensor:
         """The activation of the first half of the columns, times the second half."""
         ...
 
-    def add_product(self, sum_NE: Tensor, x_NF: Tensor, projection: Projection) -> None:
-        """Added in place."""
+    def add_product(self, sum_NE: Tensor, x_NF: Tensor, projection: Projection, norm: Norm | None) -> Normed | None:
+        """Add a product in place. Returns the sum after the next norm, if there is one."""
         ...
 
     def sample(self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,15 +146,18 @@ class PlainOperations:
         gate, up = gate_up_NE.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
-    def normed_product(self, x_NE: Tensor, norm: Norm, projection: Projection) -> Tensor:
-        return F.linear(self.rms_norm(x_NE, *norm), *projection)
+    def normed(self, x_NE: Tensor, norm: Norm) -> Normed:
+        return Normed(self.rms_norm(x_NE, *norm), None, norm.epsilon)
 
-    def gated_product(self, x_NE: Tensor, norm: Norm | None, projection: Projection, activation: str) -> Tensor:
-        x_NE = x_NE if norm is None else self.rms_norm(x_NE, *norm)
-        return self.gated(F.linear(x_NE, *projection), activation)
+    def product(self, normed: Normed, projection: Projection) -> Tensor:
+        return F.linear(normed.values, *projection)
 
-    def add_product(self, sum_NE: Tensor, x_NF: Tensor, projection: Projection) -> None:
+    def gated_product(self, normed: Normed, projection: Projection, activation: str) -> Tensor:
+        return self.gated(F.linear(normed.values, *projection), activation)
+
+    def add_product(self, sum_NE: Tensor, x_NF: Tensor, projection: Projection, norm: Norm | None) -> Normed | None:
         sum_NE += F.linear(x_NF, *projection)
+        return None if norm is None else self.normed(sum_NE, norm)
 
     def sample(self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
         is_greedy_R = temperatures_R == 0

@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 ProductKind = Literal["normed", "gated", "added"]
 MAX_ROWS = 64  # of a product that our kernels compute: with more rows cuBLAS does
 NUM_PROCESSORS = 132
+MIN_PROGRAMS = 120
+MAX_DEPTH = 768  # of a program, if it can be split
 MIN_DEPTH = 16  # what one instruction of a matrix unit multiplies
 MAX_SHARED = 160_000  # bytes of a processor's shared memory for a program's loads in flight
 
@@ -29,7 +31,7 @@ class Tile(NamedTuple):
 class Attention(NamedTuple):
     """A program of the attention over pages: one row, one key/value head, one split of the tokens."""
 
-    tokens: int  # at a time
+    tokens: int  # at a time: fastest where it is the size of a page
     splits: int  # a power of two
     min_span: int  # tokens of a split
     warps: int
@@ -40,19 +42,22 @@ class Switches:
     """What the benchmark turns off to see what it is worth."""
 
     # The programs of a kernel start while those of the kernel before it still run, and wait where they need its results.
-    is_early: bool = True
-    # Weights are brought to the L2 cache before that.
-    has_prefetch: bool = True
+    is_early: bool = False
+    # Weights, and the first keys and values of a split, are brought to the L2 cache first.
+    has_prefetch: bool = False
 
 
 # (kind, rows rounded up to 16, 32 or 64, depth, columns) -> what was best on an H200
-TILES: dict[tuple[ProductKind, int, int, int], Tile] = {}
+TILES: dict[tuple[ProductKind, int, int, int], Tile] = {
+    ("added", 16, 2048, 1024): Tile(columns=32, depth=64, splits=4, warps=4, stages=5),
+    ("added", 16, 3072, 1024): Tile(columns=32, depth=128, splits=4, warps=4, stages=5),
+}
 # rows x key/value heads, at most -> what was best on an H200
 ATTENTION: dict[int, Attention] = {
-    32: Attention(tokens=64, splits=32, min_span=64, warps=4, stages=3),
-    64: Attention(tokens=64, splits=16, min_span=64, warps=4, stages=3),
-    128: Attention(tokens=64, splits=8, min_span=128, warps=4, stages=3),
-    1 << 62: Attention(tokens=64, splits=4, min_span=512, warps=4, stages=3),
+    32: Attention(tokens=32, splits=16, min_span=64, warps=4, stages=4),
+    64: Attention(tokens=32, splits=8, min_span=64, warps=4, stages=4),
+    128: Attention(tokens=32, splits=4, min_span=128, warps=4, stages=4),
+    1 << 62: Attention(tokens=32, splits=4, min_span=512, warps=4, stages=4),
 }
 
 
@@ -82,14 +87,13 @@ def attention_for(programs: int, token_bytes: int = 512) -> Attention:
 
 
 def _by_rule(kind: ProductKind, rows: int, depth: int, columns: int, itemsize: int) -> Tile:
-    """At least as many programs as processors, if 16 columns are left to each; then as many splits as that takes."""
-    wide = 64
-    while wide > 16 and -(-columns // wide) < NUM_PROCESSORS * 3 // 4:
-        wide //= 2
+    """About as many programs as processors, or more, none of which has a long way to go."""
+    wide = 64 if columns >= 64 * NUM_PROCESSORS else 32
     splits = 1
-    if kind == "added":
-        while -(-columns // wide) * splits < NUM_PROCESSORS * 3 // 4 and _can_split(depth, 2 * splits):
-            splits *= 2
+    while (-(-columns // wide) * splits < MIN_PROGRAMS or depth // splits > MAX_DEPTH) and _can_split(
+        depth, 2 * splits
+    ):
+        splits *= 2
     stages = 4 if rows < 64 else 3
     held = (stages - 1) * (rows + wide * (2 if kind == "gated" else 1)) * itemsize
     sizes = (128, 64, 32, 16)
