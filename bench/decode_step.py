@@ -6,8 +6,9 @@ token of context costs), and the kernels of a layer. Beside fused layers: the sa
     .venv/bin/python bench/decode_step.py --tune 16,64            tiles of products and attention at these rows, the best first
 
 The shape is a Qwen3 of 474M parameters (28 layers, hidden 1024, 16 heads of 128, 8 of keys). Cells that do not fit into the
-cache are left out. `early`: fused layers whose kernels start before the one before has ended; `warm`: which also bring weights
-to the L2 cache meanwhile. Without a GPU: a tiny shape and the plain twins, which shows that it runs.
+cache are left out. Ways: `modules` and `layers`; `fetch`: fused layers that first bring what they read to the L2 cache; `early`:
+whose kernels start before the one before has ended; `warm`: both. Without a GPU: a tiny shape and the plain twins, which shows
+that it runs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from report import Options, Row, alone, cost, not_measured, publish, say
 IS_GPU = torch.cuda.is_available()
 WAYS = {
     "layers": "fused layers",
+    "fetch": "fused layers, prefetch",
     "early": "fused layers, early starts",
     "warm": "fused layers, early starts, prefetch",
     "modules": "fused modules",
@@ -89,7 +91,7 @@ def wait() -> None:
 
 def runner_of(way: str, shape: Shape, num_slots: int, longest: int, cache_gb: float) -> Any:
     tiles.Switches.is_early = way in ("early", "warm")
-    tiles.Switches.has_prefetch = way == "warm"
+    tiles.Switches.has_prefetch = way in ("fetch", "warm")
     config = qwen3(**shape._asdict(), context=2 * longest)
     device, dtype = ("cuda", torch.bfloat16) if IS_GPU else ("cpu", torch.float32)
     model = model_of(config, device=device, dtype=dtype).eval()

@@ -22,7 +22,7 @@ from millstream.engine.native.plain import Heads, Pages
 from millstream.engine.native.tiles import Switches, attention_for
 from millstream.model.attention import Rule
 
-AHEAD = 128  # tokens of a split that are brought to the L2 cache before the kernel's inputs are there
+AHEAD = 64  # tokens of a split that are brought to the L2 cache before the kernel's inputs are there
 
 
 @triton.jit
@@ -57,21 +57,32 @@ def _capped(x, softcap, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def _write_newest(
-    QKV, COS, SIN, KNORM, K, V, TABLE, row, head, position, epsilon, page_stride,
+    QKV, COS, SIN, KNORM, K, V, TABLE, row, head, position, is_here, epsilon, page_stride,
     H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, S: tl.constexpr, HAS_NORM: tl.constexpr, IS_GEMMA: tl.constexpr,
 ):  # fmt: skip
-    """The key and the value of the newest token, to their page."""
+    """The key and the value of the newest token to their page, if it is here. No branch: so this program's other loads are not
+    behind these."""
     d, half, one = tl.arange(0, D), tl.arange(0, D // 2), tl.zeros([1], tl.int64)
     base = row * (H + 2 * KH) * D + head * D
     x, y = _turned(
-        QKV, base + H * D + one, one == 0, COS + row * D, SIN + row * D, KNORM, epsilon, D, HAS_NORM, IS_GEMMA
+        QKV,
+        base + H * D + one,
+        (one == 0) & is_here,
+        COS + row * D,
+        SIN + row * D,
+        KNORM,
+        epsilon,
+        D,
+        HAS_NORM,
+        IS_GEMMA,
     )
-    value = tl.load(QKV + base + (H + KH) * D + d)
+    value = tl.load(QKV + base + (H + KH) * D + d, mask=(d < D) & is_here, other=0.0)
     page = tl.load(TABLE + position // S).to(tl.int64)
     place = page * page_stride + head * S * D + (position % S) * D
-    tl.store(K + place + half[None, :], x)
-    tl.store(K + place + D // 2 + half[None, :], y)
-    tl.store(V + place + d, value)
+    is_half = ((half < D) & is_here)[None, :]
+    tl.store(K + place + half[None, :], x, mask=is_half)
+    tl.store(K + place + D // 2 + half[None, :], y, mask=is_half)
+    tl.store(V + place + d, value, mask=(d < D) & is_here)
 
 
 @triton.jit
@@ -104,6 +115,16 @@ def _prefetch_pages(K, V, TABLE, slot, head, lo, hi, table_stride, page_stride, 
 
 
 @triton.jit
+def _page_at(TABLE, at, hi, S: tl.constexpr, T: tl.constexpr):
+    """The page of a tile that is one page, else the page of each of its tokens [T, 1]."""
+    if T == S:
+        return tl.load(TABLE + at // S, mask=at < hi, other=0)
+    else:  # noqa: RET505  # only one of them is compiled
+        t = at + tl.arange(0, T)
+        return tl.load(TABLE + t // S, mask=t < hi, other=0)[:, None]
+
+
+@triton.jit
 def _attend(
     Q, COS, SIN, QNORM, KNORM, K, V, OUT, PARTS, STATES, COUNTERS, TABLE, SLOTS, POSITIONS,
     scale, softcap, window, epsilon, table_stride, page_stride,
@@ -126,15 +147,15 @@ def _attend(
     if AHEAD > 0:  # noqa: SIM102  # known to the compiler, and the other is not
         if split < live:
             _prefetch_pages(K, V, TABLE, slot, head, lo, hi, table_stride, page_stride, D, S, AHEAD, LINE)
+    page = _page_at(TABLE + slot * table_stride, lo, hi, S, T)
     wait_for_inputs(IS_EARLY)
     if split < live:
         g, d = tl.arange(0, GP), tl.arange(0, DP // 2)
         if IS_NEW:
-            if split == live - 1:
-                _write_newest(
-                    Q, COS, SIN, KNORM, K, V, TABLE + slot * table_stride, row, head, end - 1, epsilon, page_stride,
-                    H, KH, D, S, HAS_NORM, IS_GEMMA,
-                )  # fmt: skip
+            _write_newest(
+                Q, COS, SIN, KNORM, K, V, TABLE + slot * table_stride, row, head, end - 1, split == live - 1, epsilon,
+                page_stride, H, KH, D, S, HAS_NORM, IS_GEMMA,
+            )  # fmt: skip
             heads = row * (H + 2 * KH) * D + (head * G + g) * D
             q, other_q = _turned(Q, heads, g < G, COS + row * D, SIN + row * D, QNORM, epsilon, D, HAS_NORM, IS_GEMMA)
             tl.debug_barrier()  # what this program has written is read below
@@ -143,7 +164,7 @@ def _attend(
             q = tl.load(heads, mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
             other_q = tl.load(heads + DP // 2, mask=(g < G)[:, None] & (d + DP // 2 < D)[None, :], other=0.0)
         top, total, acc = _over_pages(
-            q, other_q, K, V, TABLE + slot * table_stride, head, first, lo, hi, scale, softcap, page_stride,
+            q, other_q, page, K, V, TABLE + slot * table_stride, head, first, lo, hi, scale, softcap, page_stride,
             GP, D, DP, S, T, HAS_CAP, PRECISION,
         )  # fmt: skip
         let_next_start(IS_EARLY)
@@ -154,18 +175,8 @@ def _attend(
 
 
 @triton.jit
-def _page_at(TABLE, at, hi, S: tl.constexpr, T: tl.constexpr):
-    """The page of a tile that is one page, else the page of each of its tokens [T, 1]."""
-    if T == S:
-        return tl.load(TABLE + at // S, mask=at < hi, other=0)
-    else:  # noqa: RET505  # only one of them is compiled
-        t = at + tl.arange(0, T)
-        return tl.load(TABLE + t // S, mask=t < hi, other=0)[:, None]
-
-
-@triton.jit
 def _over_pages(
-    q, other_q, K, V, TABLE, head, first, lo, hi, scale, softcap, page_stride, GP: tl.constexpr, D: tl.constexpr,
+    q, other_q, page, K, V, TABLE, head, first, lo, hi, scale, softcap, page_stride, GP: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, S: tl.constexpr, T: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A softmax over the tokens from `lo` to `hi`: highest score, sum, weighted values. The pages of a tile are read one tile
@@ -174,7 +185,6 @@ def _over_pages(
     top = tl.full([GP], -1e30, tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
-    page = _page_at(TABLE, lo, hi, S, T)
     for at in range(lo, hi, T):
         t = at + tl.arange(0, T)
         is_seen = (t < hi) & (t >= first)
