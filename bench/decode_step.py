@@ -6,7 +6,7 @@ token of context costs), and the kernels of a layer. Beside fused layers: the sa
     .venv/bin/python bench/decode_step.py --tune 16,64            tiles of products and attention at these rows, the best first
 
 The shape is a Qwen3 of 474M parameters (28 layers, hidden 1024, 16 heads of 128, 8 of keys). Cells that do not fit into the
-cache are left out. Ways: `modules` and `layers`; `fetch`: fused layers that first bring what they read to the L2 cache; `early`:
+cache are left out. Ways: `modules`; `layers`; `fetch`: fused layers that first bring what they read to the L2 cache; `early`:
 whose kernels start before the one before has ended; `warm`: both. Without a GPU: a tiny shape and the plain twins, which shows
 that it runs.
 """
