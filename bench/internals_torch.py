@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,9 +18,14 @@ from millstream.algo import kl, losses
 from millstream.algo.recipe import objective
 from millstream.clock import RealClock
 from millstream.engine import Engine
+from millstream.engine.native import tiles
 from millstream.engine.native.build import cache_kind
 from millstream.engine.native.check import check_engine, requests
 from millstream.engine.native.drafts import DraftHistory
+from millstream.engine.native.fused_layer import LAYERS
+from millstream.engine.native.paged import PagedRunner
+from millstream.engine.native.pages import DecodePass
+from millstream.engine.native.plain import Norm, Normed, Projection
 from millstream.engine.vllm.config import VllmConfig
 from millstream.errors import ModelError
 from millstream.events.sinks import MemorySink
@@ -61,6 +67,20 @@ def model_of(config: Any, *, device: str, dtype: torch.dtype, seed: int = 0) -> 
     """A model with random weights."""
     with torch.device(device):
         return new_model(config, seed=seed, dtype=dtype)
+
+
+def paged_layers(model: Any) -> list[Any]:
+    """The decoder layers of a model that are fused."""
+    return [one for one in model.modules() if type(one).__name__ in LAYERS and "forward" in one.__dict__]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs Triton."""
+    if name == "layer_kernels":
+        return importlib.import_module("millstream.engine.native.layer_kernels")
+    if name == "KERNELS":
+        return importlib.import_module("millstream.engine.native.kernels").KERNELS
+    raise AttributeError(name)
 
 
 PASSES: dict[str, list[Callable[..., Any]]] = {

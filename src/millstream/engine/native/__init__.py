@@ -14,7 +14,9 @@ Each fast path has a plain twin, and a test that they agree:
 
     fast path                                  plain twin                                     test
     kernels.KERNELS (Triton)                   plain.PLAIN (torch)                            test_gpu_engine
+    layer_kernels, attention_kernels (Triton)  plain.PLAIN (torch)                            test_layer_kernels
     fused.fuse (joined products, one norm)     the library's layers; check.check_engine       test_paged
+    fused_layer.fuse_layers (5 operations)     the library's layers; check.check_engine       test_paged
     graphs.Graphs (replayed decode step)       the same step, launched kernel by kernel       test_paged, test_gpu_engine
     paged.PagedRunner (pages, shared prefixes) slots.SlotRunner                               test_paged
     slots.SlotRunner (continuous batching)     transformers, one request at a time            test_engine

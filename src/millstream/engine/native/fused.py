@@ -4,7 +4,8 @@ gate and up are one, norms and activations are one kernel each.
 The weights stay where the library's modules expect them, as views of the joined ones: copying new weights into the model's
 parameters changes both. Modules that are not known, that are wrapped (adapters), or that share a weight with another, stay as
 they are; and so do the products of a model with adapters, since copies of it share their weights. A copy of a fused model has
-the library's own layers again. `engine.native.paged` checks that a fused model gives what the model gave before.
+the library's own layers again. `engine.native.check` checks that a fused model gives what the model gave before.
+`engine.native.fused_layer` fuses what is between these modules.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from millstream.engine.native.plain import PLAIN, Heads, Operations
+from millstream.engine.native.plain import PLAIN, Heads, Norm, Normed, Operations, Projection
 from millstream.model.attention import Rule
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3")
@@ -27,6 +28,8 @@ ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"
 
 
 class FusedContext(Protocol):
+    normed: Normed | None  # what one layer hands to the next
+
     def attend_fused(
         self, layer: int, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, rule: Rule
     ) -> Tensor:
@@ -72,24 +75,31 @@ class FusedForward:
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module = module
-        self._forward = forward
+        self.forward = forward
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return self._forward(*args, **options)
+        return self.forward(*args, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
         module = copy.deepcopy(self._module, memo)
         return MethodType(type(module).forward, module)
 
 
-def _norm(module: Any) -> Callable[..., Tensor] | None:
-    is_gemma, epsilon = _is_gemma(module), _epsilon(module)
-    rms_norm = operations_for(module.weight.device).rms_norm
+class FusedNorm(NamedTuple):
+    module: Any
+    epsilon: float
+    is_gemma: bool
 
-    def forward(hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, module.weight, epsilon, is_gemma=is_gemma)
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        return operations_for(hidden_states.device).rms_norm(hidden_states, *self.norm)
 
-    return forward
+    @property
+    def norm(self) -> Norm:
+        return Norm(self.module.weight, self.epsilon, self.is_gemma)
+
+
+def _norm(module: Any) -> FusedNorm:
+    return FusedNorm(module, _epsilon(module), _is_gemma(module))
 
 
 def _is_gemma(norm: nn.Module) -> bool:
@@ -100,30 +110,60 @@ def _epsilon(norm: Any) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
-def _mlp(module: Any) -> Callable[..., Tensor] | None:
+class FusedMLP(NamedTuple):
+    """Gate and up as one product."""
+
+    gate_up: Projection
+    activation: str
+    down: nn.Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        operations = operations_for(x.device)
+        normed = Normed(x.view(-1, x.shape[-1]), None, 0.0)
+        inner = operations.gated_product(normed, self.gate_up, self.activation)
+        out: Tensor = self.down(inner.view(*x.shape[:-1], -1))
+        return out
+
+
+def _mlp(module: Any) -> FusedMLP | None:
     parts = (module.gate_proj, module.up_proj)
     activation = ACTIVATIONS.get(type(module.act_fn).__name__)
     if activation is None or not _are_plain(*parts, module.down_proj):
         return None
-    weight, bias = _join_weights(parts)
-    gated = operations_for(weight.device).gated
-
-    def forward(x: Tensor) -> Tensor:
-        product = F.linear(x, weight, bias)
-        inner = gated(product.view(-1, product.shape[-1]), activation)
-        out: Tensor = module.down_proj(inner.view(*x.shape[:-1], -1))
-        return out
-
-    return forward
+    return FusedMLP(_join_weights(parts), activation, module.down_proj)
 
 
-def _attention(module: Any) -> Callable[..., tuple[Tensor, None]] | None:
+class FusedAttention(NamedTuple):
+    """Queries, keys and values as one product."""
+
+    qkv: Projection
+    heads: Heads
+    rule: Rule
+    layer: int
+    out: nn.Linear
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        *_: Any,
+        context: FusedContext,
+        **__: Any,
+    ) -> tuple[Tensor, None]:
+        qkv = F.linear(hidden_states[0], *self.qkv)
+        return self.out(self.attend(qkv, position_embeddings, context)[None]), None
+
+    def attend(self, qkv_NE: Tensor, position_embeddings: tuple[Tensor, Tensor], context: FusedContext) -> Tensor:
+        cos, sin = position_embeddings
+        return context.attend_fused(self.layer, qkv_NE, cos[0], sin[0], self.heads, self.rule)
+
+
+def _attention(module: Any) -> FusedAttention | None:
     parts = (module.q_proj, module.k_proj, module.v_proj)
     dim: int = module.head_dim
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     if not _are_plain(*parts, module.o_proj) or dim & (dim - 1) or (norms[0] is None) != (norms[1] is None):
         return None
-    weight, bias = _join_weights(parts)
     heads = Heads(
         num=parts[0].out_features // dim,
         num_keys=parts[1].out_features // dim,
@@ -138,16 +178,7 @@ def _attention(module: Any) -> Callable[..., tuple[Tensor, None]] | None:
         window = getattr(module.config, "sliding_window", None)
     softcap = module.attn_logit_softcapping if type(module).__name__ == "Gemma2Attention" else None
     rule = Rule(module.scaling, window, softcap)
-
-    def forward(
-        hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, context: FusedContext, **__: Any
-    ) -> tuple[Tensor, None]:
-        cos, sin = position_embeddings
-        qkv = F.linear(hidden_states[0], weight, bias)
-        out = context.attend_fused(module.layer_idx, qkv, cos[0], sin[0], heads, rule)
-        return module.o_proj(out[None]), None
-
-    return forward
+    return FusedAttention(_join_weights(parts), heads, rule, module.layer_idx, module.o_proj)
 
 
 def _are_plain(*modules: nn.Module) -> bool:
@@ -156,7 +187,7 @@ def _are_plain(*modules: nn.Module) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _join_weights(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+def _join_weights(parts: Sequence[nn.Linear]) -> Projection:
     """One tensor of all weights, and of all biases, of which the modules' own are views from now on."""
     weight = torch.cat([part.weight for part in parts])
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
@@ -171,7 +202,7 @@ def _join_weights(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
         if bias is not None:
             part.bias.data = bias[at : at + part.out_features]
         at += part.out_features
-    return weight, bias
+    return Projection(weight, bias)
 
 
 _MAKERS: dict[str, Callable[[Any], Callable[..., Any] | None]] = {

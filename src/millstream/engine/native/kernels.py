@@ -1,6 +1,7 @@
 """The operations of a forward pass over pages as Triton kernels (`KERNELS`). Imported only where there is a GPU.
 
-Each has a plain twin in `engine.native.plain`. All of them read the slot and the position of a token from memory, so that a
+Each has a plain twin in `engine.native.plain`. Attention of decode steps is in `attention_kernels`, products of few rows are in
+`layer_kernels`; with more rows cuBLAS multiplies. All of them read the slot and the position of a token from memory, so that a
 captured graph serves any batch of its size.
 """
 # mypy: ignore-errors
@@ -8,85 +9,18 @@ captured graph serves any batch of its size.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from millstream.engine.native.plain import Heads, Pages
+from millstream.engine.native import attention_kernels, layer_kernels
+from millstream.engine.native.plain import Heads, Norm, Normed, Pages, Projection
+from millstream.engine.native.tiles import MAX_ROWS, fits
 from millstream.model.attention import Rule
 
-TILE = 64  # tokens whose scores a program of the attention computes at a time
-PROGRAMS = 512  # with fewer programs than this the device is not full, and requests are split
-MAX_SPLITS = 32
 VOCABULARY_TILE = 4096
-
-
-@triton.jit
-def _decode(
-    Q, K, V, OUT, PART, MAX, SUM, TABLE, SLOTS, POSITIONS, scale, softcap, window, table_stride, page_stride,
-    H: tl.constexpr, KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    S: tl.constexpr, T: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(SLOTS + row).to(tl.int64)
-    end = tl.load(POSITIONS + row) + 1
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(end - window, 0)
-    begin = first // T * T
-    span = tl.cdiv(tl.cdiv(end - begin, SPLITS), T) * T
-    lo = begin + split * span
-    hi = tl.minimum(lo + span, end)
-    g, d = tl.arange(0, GP), tl.arange(0, DP)
-    q_at = row.to(tl.int64) * H * D + (head * G + g)[:, None] * D + d[None, :]
-    is_own = (g < G)[:, None]
-    if DP > D:
-        is_own = is_own & (d < D)[None, :]
-    q = tl.load(Q + q_at, mask=is_own, other=0.0)
-    top = tl.full([GP], -1e30, tl.float32)
-    total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, DP], tl.float32)
-    for at in range(lo, hi, T):
-        t = at + tl.arange(0, T)
-        is_seen = t < hi
-        if HAS_WINDOW:
-            is_seen = is_seen & (t >= first)
-        page = tl.load(TABLE + slot * table_stride + t // S, mask=t < hi, other=0).to(tl.int64)
-        where = page * page_stride + head * S * D + (t % S) * D
-        is_there = (t < hi)[:, None]
-        if DP > D:
-            is_there = is_there & (d < D)[None, :]
-        k = tl.load(K + where[:, None] + d[None, :], mask=is_there, other=0.0)
-        v = tl.load(V + where[:, None] + d[None, :], mask=is_there, other=0.0)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if HAS_CAP:
-            x = softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
-        x = tl.where(is_seen[None, :], x, -1e30)
-        new_top = tl.maximum(top, tl.max(x, 1))
-        shrink = tl.exp(top - new_top)
-        p = tl.where(is_seen[None, :], tl.exp(x - new_top[:, None]), 0.0)
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        top = new_top
-    if SPLITS == 1:
-        tl.store(OUT + q_at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=is_own)
-    else:
-        part = (row.to(tl.int64) * H + head * G + g) * SPLITS + split
-        tl.store(PART + part[:, None] * D + d[None, :], acc, mask=is_own)
-        tl.store(MAX + part, top, mask=g < G)
-        tl.store(SUM + part, total, mask=g < G)
-
-
-@triton.jit
-def _join_splits(PART, MAX, SUM, OUT, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    s, d = tl.arange(0, SPLITS), tl.arange(0, DP)
-    top = tl.load(MAX + row * SPLITS + s)
-    weight = tl.exp(top - tl.max(top, 0))
-    total = tl.sum(tl.load(SUM + row * SPLITS + s) * weight, 0)
-    parts = tl.load(PART + (row * SPLITS + s)[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
-    tl.store(OUT + row * D + d, (tl.sum(parts * weight[:, None], 0) / total).to(OUT.dtype.element_ty), mask=d < D)
+MIN_HEAD_DIM = 32  # a matrix unit multiplies halves of it
 
 
 @triton.jit
@@ -162,36 +96,45 @@ def _gated(X, Y, E, IS_SILU: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _sample(X, U, TEMPERATURES, TOKENS, LOGPROBS, stride, V, B: tl.constexpr):
+def _sum_tile(X, TEMPERATURES, TOPS, BEST, SUMS, stride, V, B: tl.constexpr):
+    """Of a tile of the vocabulary: the highest logit, the token that has it, and the sum of the weights against it."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(TEMPERATURES + row)
+    v = tile * B + tl.arange(0, B)
+    x = tl.load(X + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)
+    x /= tl.where(temperature == 0.0, 1.0, temperature)
+    top = tl.max(x, 0)
+    at = row * tl.num_programs(1) + tile
+    tl.store(TOPS + at, top)
+    tl.store(BEST + at, tile * B + tl.argmax(x, 0))
+    tl.store(SUMS + at, tl.sum(tl.where(x > -float("inf"), tl.exp(x - top), 0.0), 0))
+
+
+@triton.jit
+def _draw(
+    X, U, TEMPERATURES, TOPS, BEST, SUMS, TOKENS, LOGPROBS, stride, V, tiles, TILES: tl.constexpr, B: tl.constexpr
+):
+    """The tile in which the cumulative sum crosses the threshold, then the token in it."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(TEMPERATURES + row)
-    is_greedy = temperature == 0.0
-    divisor = tl.where(is_greedy, 1.0, temperature)
-    best, best_at = -float("inf"), 0
-    top, total = -float("inf"), 0.0
-    for at in range(0, V, B):
-        v = at + tl.arange(0, B)
-        x = tl.load(X + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float32) / divisor
-        highest = tl.max(x, 0)
-        if highest > best:
-            best, best_at = highest, at + tl.argmax(x, 0)
-        new_top = tl.maximum(top, highest)
-        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top), 0)
-        top = new_top
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    i = tl.arange(0, TILES)
+    tops = tl.load(TOPS + row * tiles + i, mask=i < tiles, other=-float("inf"))
+    top = tl.max(tops, 0)
+    sums = tl.load(SUMS + row * tiles + i, mask=i < tiles, other=0.0) * tl.exp(tops - top)
+    total = tl.sum(sums, 0)
     threshold = tl.load(U + row) * total
-    before, chosen, last = 0.0, -1, best_at
-    for at in range(0, V, B):
-        if chosen < 0:
-            v = at + tl.arange(0, B)
-            x = tl.load(X + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float32) / divisor
-            weight = tl.exp(x - top)
-            sums = before + tl.cumsum(weight, 0)
-            crossed = tl.min(tl.where((sums > threshold) & (weight > 0), v, V), 0)
-            last = tl.maximum(last, tl.max(tl.where(weight > 0, v, 0), 0))
-            if crossed < V:
-                chosen = crossed
-            before += tl.sum(weight, 0)
-    token = tl.where(is_greedy, best_at, tl.where(chosen < 0, last, chosen))
+    until = tl.cumsum(sums, 0)
+    last = tl.max(tl.where(sums > 0, i, 0), 0)
+    chosen = tl.minimum(tl.min(tl.where((until > threshold) & (sums > 0), i, TILES), 0), last)
+    before = tl.sum(tl.where(i < chosen, sums, 0.0), 0)
+    v = chosen * B + tl.arange(0, B)
+    x = tl.load(X + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float32) / divisor
+    weight = tl.exp(x - top)
+    crossed = tl.min(tl.where((before + tl.cumsum(weight, 0) > threshold) & (weight > 0), v, V), 0)
+    token = tl.minimum(crossed, tl.max(tl.where(weight > 0, v, 0), 0))
+    if temperature == 0.0:
+        token = tl.load(BEST + row * tiles + tl.argmax(tops, 0))
     value = tl.load(X + row * stride + token).to(tl.float32) / divisor
     tl.store(TOKENS + row, token.to(tl.int64))
     tl.store(LOGPROBS + row, value - top - tl.log(total))
@@ -222,32 +165,37 @@ class KernelOperations:
         return query
 
     def decode_attention(self, query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
-        """Heads of any dimension: what is missing to a power of two is masked."""
-        num, heads, dim = query_NHD.shape
-        key_heads, size = pages.keys.shape[1], pages.keys.shape[2]
-        group = heads // key_heads
-        splits = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(PROGRAMS, num * key_heads)))
-        padded = max(16, triton.next_power_of_2(dim))
-        query_NHD = query_NHD.contiguous()
-        out = torch.empty_like(query_NHD)
-        parts, tops, sums = out, out, out
-        if splits > 1:
-            parts = torch.empty(num * heads * splits, dim, dtype=torch.float32, device=out.device)
-            tops, sums = torch.empty(2, num * heads * splits, dtype=torch.float32, device=out.device)
-        _decode[(num, key_heads, splits)](
-            query_NHD, pages.keys, pages.values, out, parts, tops, sums, pages.table, pages.slots_N, pages.positions_N,
-            dim**-0.5 if rule.scaling is None else rule.scaling, rule.softcap or 1.0, rule.window or 0,
-            pages.table.stride(0), pages.keys.stride(0),
-            H=heads, KH=key_heads, G=group, GP=max(16, triton.next_power_of_2(group)), D=dim, DP=padded,
-            S=size, T=TILE, SPLITS=splits,
-            HAS_WINDOW=rule.window is not None, HAS_CAP=rule.softcap is not None,
-            PRECISION="ieee" if query_NHD.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
-        )  # fmt: skip
-        if splits > 1:
-            _join_splits[(num * heads,)](parts, tops, sums, out, D=dim, DP=padded, SPLITS=splits, num_warps=1)
-        return out
+        return attention_kernels.attend(query_NHD, pages, rule)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, *, is_gemma: bool) -> Tensor:
+    def attend_new(
+        self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages, rule: Rule
+    ) -> Tensor:
+        if heads.dim < MIN_HEAD_DIM:
+            return self.decode_attention(self.rotate_and_write(qkv_NE, cos_ND, sin_ND, heads, pages), pages, rule)
+        return attention_kernels.attend_new(qkv_NE, cos_ND, sin_ND, heads, pages, rule)
+
+    def normed(self, x_NE: Tensor, norm: Norm) -> Normed:
+        return Normed(self.rms_norm(x_NE, *norm), None, norm.epsilon)
+
+    def product(self, normed: Normed, projection: Projection) -> Tensor:
+        if _are_few_rows(normed.values, projection.weight):
+            return layer_kernels.product(normed, projection)
+        return F.linear(normed.values, *projection)
+
+    def gated_product(self, normed: Normed, projection: Projection, activation: str) -> Tensor:
+        if _are_few_rows(normed.values, projection.weight):
+            return layer_kernels.gated_product(normed, projection, activation)
+        return self.gated(F.linear(normed.values, *projection), activation)
+
+    def add_product(self, sum_NE: Tensor, x_NF: Tensor, projection: Projection, norm: Norm | None) -> Normed | None:
+        if _are_few_rows(x_NF, projection.weight, sum_NE) and fits(sum_NE.shape[1]):
+            return layer_kernels.add_product(sum_NE, x_NF, projection, norm)
+        sum_NE.addmm_(x_NF, projection.weight.t())
+        if projection.bias is not None:
+            sum_NE += projection.bias
+        return None if norm is None else self.normed(sum_NE, norm)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, is_gemma: bool) -> Tensor:
         x = x.contiguous()
         y, size = torch.empty_like(x), x.shape[-1]
         padded = triton.next_power_of_2(size)
@@ -267,10 +215,24 @@ class KernelOperations:
         tokens = torch.empty(num, dtype=torch.int64, device=logits_RV.device)
         logprobs = torch.empty(num, dtype=torch.float32, device=logits_RV.device)
         tile = min(VOCABULARY_TILE, triton.next_power_of_2(size))
-        _sample[(num,)](
-            logits_RV, uniforms_R, temperatures_R, tokens, logprobs, logits_RV.stride(0), size, B=tile, num_warps=8
+        tiles = triton.cdiv(size, tile)
+        tops, sums = torch.empty(2, num, tiles, dtype=torch.float32, device=logits_RV.device)
+        best = torch.empty(num, tiles, dtype=torch.int32, device=logits_RV.device)
+        _sum_tile[(num, tiles)](
+            logits_RV, temperatures_R, tops, best, sums, logits_RV.stride(0), size, B=tile, num_warps=4
         )
+        _draw[(num,)](
+            logits_RV, uniforms_R, temperatures_R, tops, best, sums, tokens, logprobs, logits_RV.stride(0), size, tiles,
+            TILES=triton.next_power_of_2(tiles), B=tile, num_warps=8,
+        )  # fmt: skip
         return tokens, logprobs
+
+
+def _are_few_rows(*tensors: Tensor) -> bool:
+    """Whether our kernels compute the product of the first of these tensors. In float16 it could overflow before it is
+    multiplied by the scale of its norm."""
+    num, depth = tensors[0].shape
+    return num <= MAX_ROWS and fits(depth) and all(t.is_contiguous() and t.dtype != torch.float16 for t in tensors)
 
 
 KERNELS = KernelOperations()

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millstream.engine.native import fused
+from millstream.engine.native.fused_layer import fuse_layers
 from millstream.engine.native.graphs import CudaRecorder, Graphs, size_for, wide_size
 from millstream.engine.native.memory import check_fits
 from millstream.engine.native.pages import (
@@ -127,6 +128,7 @@ class PagedRunner:
         if is_fused:
             with torch.inference_mode(), self.working():
                 fused.fuse(model)
+                fuse_layers(model)
 
     @property
     def cache_used(self) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millstream.engine.native.fused import operations_for
-from millstream.engine.native.plain import Heads, Pages
+from millstream.engine.native.plain import Heads, Normed, Pages
 from millstream.errors import ModelError
 from millstream.model.attention import Rule, can_be_ragged, on_device, ragged, scores, within_window
 
@@ -158,6 +158,7 @@ class _PagedPass:
         self.pools = pools
         self.slots_N = slots_N
         self.positions_N = positions_N
+        self.normed: Normed | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """See `millstream.model.attention.AttentionContext`."""
@@ -179,6 +180,12 @@ class _PagedPass:
 
 class DecodePass(_PagedPass):
     """One new token for each slot, which attends to all tokens before it."""
+
+    def attend_fused(
+        self, layer: int, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, rule: Rule
+    ) -> Tensor:
+        pages = self.pools.at(layer, self.slots_N, self.positions_N)
+        return self.pools.operations.attend_new(qkv_NE, cos_ND, sin_ND, heads, pages, rule).flatten(1)
 
     def _attend(self, query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
         out: Tensor = self.pools.operations.decode_attention(query_NHD, pages, rule)

@@ -31,6 +31,29 @@ class Heads(NamedTuple):
     is_gemma: bool  # whether norms multiply by 1 + weight, before they round
 
 
+class Norm(NamedTuple):
+    """An RMS norm over the hidden dimension."""
+
+    weight: Tensor
+    epsilon: float
+    is_gemma: bool  # as of `Heads`
+
+
+class Normed(NamedTuple):
+    """Rows after an RMS norm. Kernels may leave its scale to the next product."""
+
+    values: Tensor  # [N, E]
+    squares: Tensor | None  # [N, tiles of columns]: sums of squares, whose scale is still to be multiplied in
+    epsilon: float
+
+
+class Projection(NamedTuple):
+    """The weights of one linear module, or of several that are joined."""
+
+    weight: Tensor  # [columns, depth]
+    bias: Tensor | None
+
+
 class Pages(NamedTuple):
     """Where the keys and values of some tokens are."""
 
@@ -52,9 +75,25 @@ class Operations(Protocol):
         """Each query is the newest token of its slot and attends to all tokens of the slot up to its own position."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, *, is_gemma: bool) -> Tensor: ...
+    def attend_new(
+        self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages, rule: Rule
+    ) -> Tensor:
+        """`rotate_and_write`, then `decode_attention`: one new token for each slot."""
+        ...
 
-    def gated(self, gate_up_NE: Tensor, activation: str) -> Tensor: ...
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, is_gemma: bool) -> Tensor: ...
+
+    def normed(self, x_NE: Tensor, norm: Norm) -> Normed: ...
+
+    def product(self, normed: Normed, projection: Projection) -> Tensor: ...
+
+    def gated_product(self, normed: Normed, projection: Projection, activation: str) -> Tensor:
+        """The activation of the first half of the columns, times the second half."""
+        ...
+
+    def add_product(self, sum_NE: Tensor, x_NF: Tensor, projection: Projection, norm: Norm | None) -> Normed | None:
+        """Add a product in place. Returns the sum after the next norm, if there is one."""
+        ...
 
     def sample(self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
         """As `engine.native.sampling.sample`, with tensors: tokens and log-probabilities. Temperature 0 takes the likeliest."""
@@ -72,7 +111,7 @@ class PlainOperations:
         keys[page_N, :, offset_N] = key_NKD
         values[page_N, :, offset_N] = value_NKD
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, *, is_gemma: bool) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, is_gemma: bool) -> Tensor:
         normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
         if is_gemma:
             return (normed * (1.0 + weight.float())).to(x.dtype)
@@ -82,8 +121,8 @@ class PlainOperations:
         all_heads = qkv_NE.view(len(qkv_NE), -1, heads.dim)
         query, key, value = all_heads.tensor_split([heads.num, heads.num + heads.num_keys], dim=1)
         if heads.query_norm is not None and heads.key_norm is not None:
-            query = self.rms_norm(query, heads.query_norm, heads.epsilon, is_gemma=heads.is_gemma)
-            key = self.rms_norm(key, heads.key_norm, heads.epsilon, is_gemma=heads.is_gemma)
+            query = self.rms_norm(query, heads.query_norm, heads.epsilon, heads.is_gemma)
+            key = self.rms_norm(key, heads.key_norm, heads.epsilon, heads.is_gemma)
         self.write(_rotate(key, cos_ND, sin_ND), value, pages)
         return _rotate(query, cos_ND, sin_ND)
 
@@ -98,9 +137,27 @@ class PlainOperations:
         mask = within_window(positions_N[:, None], at[None], rule.window)[:, None, None]
         return scores(query_NHD[:, :, None], key, value, mask, rule)[:, :, 0]
 
+    def attend_new(
+        self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages, rule: Rule
+    ) -> Tensor:
+        return self.decode_attention(self.rotate_and_write(qkv_NE, cos_ND, sin_ND, heads, pages), pages, rule)
+
     def gated(self, gate_up_NE: Tensor, activation: str) -> Tensor:
         gate, up = gate_up_NE.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def normed(self, x_NE: Tensor, norm: Norm) -> Normed:
+        return Normed(self.rms_norm(x_NE, *norm), None, norm.epsilon)
+
+    def product(self, normed: Normed, projection: Projection) -> Tensor:
+        return F.linear(normed.values, *projection)
+
+    def gated_product(self, normed: Normed, projection: Projection, activation: str) -> Tensor:
+        return self.gated(F.linear(normed.values, *projection), activation)
+
+    def add_product(self, sum_NE: Tensor, x_NF: Tensor, projection: Projection, norm: Norm | None) -> Normed | None:
+        sum_NE += F.linear(x_NF, *projection)
+        return None if norm is None else self.normed(sum_NE, norm)
 
     def sample(self, logits_RV: Tensor, uniforms_R: Tensor, temperatures_R: Tensor) -> tuple[Tensor, Tensor]:
         is_greedy_R = temperatures_R == 0
