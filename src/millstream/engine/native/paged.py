@@ -50,7 +50,7 @@ PAGE_TOKENS = 32
 CPU_GB = 1.0
 GPU_SHARE = 1 / 3  # of what is free
 JOIN_EVERY = 8
-Ints = np.ndarray[Any, np.dtype[Any]]
+HostInts = np.ndarray[Any, np.dtype[Any]]
 BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
@@ -156,8 +156,10 @@ class PagedRunner:
                 sequence.num_named = index + 1
 
     def grow(self, sequences: Sequence[TokenSequence]) -> bool:
+        """Room for drafts only if every one of these requests could still get a page."""
         full = [sequence for sequence in sequences for _ in range(self._num_missing(sequence))]
-        taken = self._allocator.take(len(full))
+        num_kept = len(sequences) if any(sequence.draft for sequence in sequences) else 0
+        taken = self._allocator.take(len(full)) if len(full) + num_kept <= self._allocator.num_free else None
         if taken is None:
             return False
         for sequence, page in zip(full, taken, strict=True):
@@ -251,7 +253,7 @@ class PagedRunner:
             tokens, logprobs = graphs.replay(size, self._rehearse, step, restrictions)
         return tokens[:num], logprobs[:num]
 
-    def _give_tokens(self, sequences: Sequence[TokenSequence], sources: Ints) -> None:
+    def _give_tokens(self, sequences: Sequence[TokenSequence], sources: HostInts) -> None:
         """If the host knows the newest tokens it gives them, with the drafts, and says where they are in `_last`. After a step
         with drafts only the host knows which token is the newest of a slot."""
         if any(sequence.num_launched > len(sequence.tokens) for sequence in sequences):
@@ -261,7 +263,7 @@ class PagedRunner:
         self._last[begin:end].copy_(self._on_its_way(np.array(tokens, np.int64)), non_blocking=True)
         sources[: len(tokens)] = np.arange(begin, end)
 
-    def _on_its_way(self, given: Ints) -> Tensor:
+    def _on_its_way(self, given: HostInts) -> Tensor:
         """A tensor from which a copy to the device need not be waited for."""
         tensor = torch.from_numpy(given)
         return tensor.pin_memory() if self._is_gpu else tensor
@@ -334,14 +336,14 @@ class PagedRunner:
         return self._draw(out.logits[0], slots_R, uniforms_R, temperatures_R, restrictions)
 
 
-def _rows_of(sequences: Sequence[TokenSequence]) -> tuple[Ints, Ints]:
+def _rows_of(sequences: Sequence[TokenSequence]) -> tuple[HostInts, HostInts]:
     """Of each row of a step: the index of its request, and its place there: 0 for the newest token, then those of the draft."""
     counts = np.array([1 + len(sequence.draft) for sequence in sequences])
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
 
 
-def _uniforms(sequences: Sequence[TokenSequence], owners: Ints, places: Ints) -> Uniforms:
+def _uniforms(sequences: Sequence[TokenSequence], owners: HostInts, places: HostInts) -> Uniforms:
     positions = np.array([sequence.request.num_sampled + sequence.num_launched for sequence in sequences])
     seeds = np.array([sequence.request.seed for sequence in sequences], np.uint64)
     return np.minimum(uniforms(seeds[owners], positions[owners] + places), BELOW_ONE)
