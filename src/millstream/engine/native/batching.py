@@ -20,7 +20,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -42,8 +41,10 @@ MIN_FREE = 8  # when one slot in this number is free, requests join at once
 
 
 class _LaunchedStep(NamedTuple):
+    """Its rows: what is sampled for which request, and what the draft of the request has there. None: its draft ends before."""
+
     sequences: list[TokenSequence]
-    drafts: list[tuple[int, ...]]  # of each, what was checked
+    drafted: Sequence[int | None]
     version: int
     drawn: Drawn
 
@@ -228,10 +229,17 @@ class Batcher:
             chunk.sequence.is_prefilling = not chunk.is_last
         for sequence in sampling:
             sequence.num_launched += 1
-        self._pending.append(_LaunchedStep(sampling, [one.draft for one in sampling], self.version, drawn))
-        for sequence in decoding:
-            sequence.draft = ()
+        rows, drafted = self._rows_of(sampling) if is_drafting else (sampling, [None] * len(sampling))
+        self._pending.append(_LaunchedStep(rows, drafted, self.version, drawn))
         return True
+
+    def _rows_of(self, sampling: list[TokenSequence]) -> tuple[list[TokenSequence], list[int | None]]:
+        """See `_LaunchedStep`. Drafts end here."""
+        rows = [(sequence, token) for sequence in sampling for token in (*sequence.draft, None)]
+        for sequence in sampling:
+            sequence.draft = ()
+        self._speculator.num_drafted += len(rows) - len(sampling)
+        return [sequence for sequence, _ in rows], [token for _, token in rows]
 
     def _draft(self, decoding: list[TokenSequence]) -> None:
         """No request is preempted for a draft: without room for all of them there is none."""
@@ -296,31 +304,26 @@ class Batcher:
     def _collect(self) -> Completions:
         launched = self._pending.popleft()
         tokens, logprobs = launched.drawn()
-        sampled = zip(tokens, logprobs, strict=True)
-        for sequence, draft in zip(launched.sequences, launched.drafts, strict=True):
-            self._accept(sequence, draft, list(islice(sampled, 1 + len(draft))), launched.version)
+        wrong = None  # the request whose draft differs from what was sampled: its next rows came after another token
+        for sequence, drafted, token, logprob in zip(
+            launched.sequences, launched.drafted, tokens, logprobs, strict=True
+        ):
+            if sequence is wrong or sequence.finish is not None or sequence.is_aborted:
+                continue
+            sequence.append(token, logprob, launched.version)
+            self._check_stop_strings(sequence)
+            self.tokens_generated += 1
+            if token == drafted:
+                self._speculator.num_accepted += 1
+                sequence.num_computed += 1
+                sequence.num_launched += 1
+            else:
+                wrong = sequence
         ended = {index for index, sequence in enumerate(self._running) if sequence.finish is not None}
         finished = [(self._running[index].request.key, self._running[index].completion()) for index in sorted(ended)]
         if ended:
             self._running = self._runner.leave(self._running, ended)
         return finished
-
-    def _accept(
-        self, sequence: TokenSequence, draft: tuple[int, ...], sampled: list[tuple[int, float]], version: int
-    ) -> None:
-        """Up to and including the first token that differs from the draft: those after it were sampled after another token."""
-        self._speculator.num_drafted += len(draft)
-        for (token, logprob), drafted in zip(sampled, (*draft, None), strict=True):
-            if sequence.finish is not None or sequence.is_aborted:
-                return
-            sequence.append(token, logprob, version)
-            self._check_stop_strings(sequence)
-            self.tokens_generated += 1
-            if token != drafted:
-                return
-            self._speculator.num_accepted += 1
-            sequence.num_computed += 1
-            sequence.num_launched += 1
 
     def _check_stop_strings(self, sequence: TokenSequence) -> None:
         strings = sequence.request.sampling.stop_strings

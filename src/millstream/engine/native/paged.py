@@ -39,7 +39,7 @@ from millstream.engine.native.pages import (
     ShapeProbe,
     WidePass,
 )
-from millstream.engine.native.rows import Ints, StepRows
+from millstream.engine.native.rows import HostInts, StepRows
 from millstream.engine.native.runner import Chunk, Drawn
 from millstream.engine.native.sampling import is_restricted, restrict, uniforms
 from millstream.engine.native.sequence import TokenSequence
@@ -166,8 +166,10 @@ class PagedRunner:
                 sequence.num_named = index + 1
 
     def grow(self, sequences: Sequence[TokenSequence]) -> bool:
+        """Room for drafts only if every one of these requests could still get a page."""
         full = [sequence for sequence in sequences for _ in range(self._num_missing(sequence))]
-        taken = self._allocator.take(len(full))
+        num_kept = len(sequences) if any(sequence.draft for sequence in sequences) else 0
+        taken = self._allocator.take(len(full)) if len(full) + num_kept <= self._allocator.num_free else None
         if taken is None:
             return False
         for sequence, page in zip(full, taken, strict=True):
@@ -276,7 +278,7 @@ class PagedRunner:
         kept = on_device(rows.kept, self._device)
         return tokens[kept], logprobs[kept]
 
-    def _sources(self, rows: StepRows) -> Ints:
+    def _sources(self, rows: StepRows) -> HostInts:
         """Where the token of each row is in `_last`: in its slot, or behind the slots, if the host gives it."""
         is_given = rows.tokens >= 0
         given = rows.tokens[is_given].astype(np.int64)
@@ -287,7 +289,7 @@ class PagedRunner:
         sources[is_given] = np.arange(begin, end)
         return sources
 
-    def _on_its_way(self, given: Ints) -> Tensor:
+    def _on_its_way(self, given: HostInts) -> Tensor:
         """A tensor from which a copy to the device need not be waited for."""
         tensor = torch.from_numpy(given)
         return tensor.pin_memory() if self._is_gpu else tensor

@@ -11,20 +11,20 @@ from millstream.engine.native.runner import Chunk
 from millstream.engine.native.sequence import TokenSequence
 from millstream.types import Sampling
 
-Ints = np.ndarray[Any, np.dtype[Any]]
+HostInts = np.ndarray[Any, np.dtype[Any]]
 
 
 class StepRows(NamedTuple):
     """The rows of a decode step: of each request its newest token, then those of its draft; then tokens of prompts."""
 
-    slots: Ints
-    positions: Ints
-    tokens: Ints  # -1: the device knows it
-    targets: Ints  # the slot of which the sampled token is the newest, as far as the device knows
-    seeds: Ints
-    numbers: Ints  # of the token that is sampled, in its request
+    slots: HostInts
+    positions: HostInts
+    tokens: HostInts  # -1: the device knows it
+    targets: HostInts  # the slot of which the sampled token is the newest, as far as the device knows
+    seeds: HostInts
+    numbers: HostInts  # of the token that is sampled, in its request
     samplings: list[Sampling]
-    kept: Ints  # the rows whose samples are used
+    kept: HostInts  # the rows whose samples are used
 
     @staticmethod
     def of(sequences: Sequence[TokenSequence], chunks: Sequence[Chunk], no_slot: int) -> StepRows:
