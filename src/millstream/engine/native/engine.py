@@ -32,7 +32,7 @@ from millstream.errors import (
     WeightsError,
     WorkerExited,
 )
-from millstream.events import EventSink, Span
+from millstream.events import EventSink, PathChosen, Span
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 T = TypeVar("T")
@@ -208,6 +208,9 @@ class TorchEngine:
         for seconds, tokens in report.spans:
             now = self._clock.now()
             self._sink.emit(Span(at=now, worker=self.name, what="generate", seconds=seconds, num_tokens=tokens))
+        if report.path is not None:
+            at, path = self._clock.now(), report.path
+            self._sink.emit(PathChosen(at=at, worker=self.name, path=path.name, why=path.why))
         if report.broken is not None:
             self._break(report.broken, EngineMisconfigured if report.is_raised else EngineGone)
 

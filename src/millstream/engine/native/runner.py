@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from millstream.engine.native.sequence import TokenSequence
+from millstream.types import ComputePath
 
 Drawn = Callable[[], tuple[list[int], list[float]]]  # waits for what was launched: tokens and log-probabilities
 
@@ -32,6 +33,11 @@ class Runner(Protocol):
     join_every: int
     can_chunk: bool  # whether a prompt can be computed in several passes
     max_length: int | None  # tokens of the longest request that can run; None: there is no limit
+
+    @property
+    def path(self) -> ComputePath:
+        """What computes now. It may become a slower one while it runs."""
+        ...
 
     @property
     def cache_used(self) -> float:
