@@ -48,6 +48,13 @@ class RequestKey(Struct, frozen=True, kw_only=True, order=True):
     turn: int = 0
 
 
+class ComputePath(Struct, frozen=True, array_like=True):
+    """Which of several ways a part computes, in words, and why it is not the fastest one; empty: it is."""
+
+    name: str
+    why: str = ""
+
+
 class Sampling(Struct, frozen=True, kw_only=True):
     max_tokens: int
     temperature: float = 1.0  # 0 is greedy; the log-probabilities are then those of temperature 1

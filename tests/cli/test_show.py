@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 import millstream
 from millstream.cli import main
 from millstream.cli.main import app
-from millstream.cli.show import Lines
+from millstream.cli.show import Lines, result_table
 from millstream.cli.view import View, sparkline
 from millstream.config import load
 from millstream.events import (
     Evaluated,
     Event,
     LearnerRestarted,
+    PathChosen,
     ReplicaJoined,
     ReplicaLeft,
     RolloutEnded,
@@ -59,6 +60,9 @@ STATUS = Status(
         WaitNow(owner="feed", what="room under the lag bound", seconds=0.2),
     ],
 )
+
+
+ACCURACIES = ("accuracy_before", "accuracy_after", "greedy_before", "greedy_after")
 
 
 def events() -> list[Event]:
@@ -130,6 +134,34 @@ def test_the_view_and_the_lines_show_engines_that_leave_or_join_and_learners_tha
         assert "the learner was restarted at step 5: rank 1 died; 2 batches since step 3 were replayed, 7 s" in text
 
 
+def test_the_view_the_lines_and_the_table_at_the_end_say_what_computes_and_why_it_is_not_faster() -> None:
+    view = View(Console(file=io.StringIO()), num_steps=6, max_lag=1)
+    lines = Console(file=io.StringIO(), width=200)
+    shown = Lines(lines, num_steps=6)
+    graphs, why = "pages, fused layers, decode steps as CUDA graphs", "no graph can be made: aten::nonzero"
+    slower = PathChosen(at=2.0, worker="engine-1", path="pages, fused layers, decode steps kernel by kernel", why=why)
+    chosen = [PathChosen(at=0.0, worker=f"engine-{number}", path=graphs) for number in (0, 1, 2)]
+    found = [*chosen, chosen[0], slower, PathChosen(at=3.0, worker="learner", path="packed rows")]
+    for event in found:
+        view.emit(event)
+        shown.emit(event)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(view)
+    summary = summarise(found)
+    result = RunResult(run_dir="runs/1", summary=summary, **dict.fromkeys(ACCURACIES))
+    console.print(result_table(result))
+    assert summary.paths["engine-1"] == f"{slower.path} ({why})" and summary.paths["engine-0"] == graphs
+    said = [line.partition("] ")[2] for line in lines.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert said == [
+        *(f"engine-{number}: {graphs}" for number in (0, 1, 2)),
+        f"engine-1: {slower.path} ({why})",
+        "learner: packed rows",
+    ], "each path once"
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count(f"{slower.path} ({why})") == 2, "in the view and in the table"
+    assert "engine-0, engine-2" in text and text.count("packed rows") == 2
+
+
 def test_the_view_and_the_lines_show_a_sample_of_every_evaluation() -> None:
     sample = Sample(prompt="2+2=", completion="5[b]", reward=0.25, answer="4")
     evaluated = Evaluated(at=0.0, name="step 3", version=3, accuracy=0.5, num_tasks=2, sample=sample)
@@ -145,8 +177,7 @@ def test_what_to_type_next_stands_alone_on_lines_that_are_not_broken(monkeypatch
     console = Console(file=io.StringIO(), width=80)
     monkeypatch.setattr(main, "console", console)
     run_dir = "/a/folder/with/quite/a/long/name/for/a/terminal/that/is/eighty/columns/wide/runs/mine-1"
-    accuracies = dict.fromkeys(("accuracy_before", "accuracy_after", "greedy_before", "greedy_after"))
-    main._show_result(RunResult(run_dir=run_dir, summary=summarise([]), **accuracies))
+    main._show_result(RunResult(run_dir=run_dir, summary=summarise([]), **dict.fromkeys(ACCURACIES)))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert f"    millstream audit {run_dir}" in lines and f"    millstream eval {run_dir} --show 3" in lines
     assert f"run folder    {run_dir}" in lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,16 @@ from millstream.clock import RealClock
 from millstream.engine import EngineConfig
 from millstream.engine.native import graphs
 from millstream.engine.native.batching import Batcher
+from millstream.engine.native.check import check_engine
 from millstream.engine.native.paged import PagedRunner
 from millstream.engine.native.plain import PLAIN, Heads, Pages
 from millstream.engine.native.speculation import Speculator
 from millstream.events.sinks import MemorySink
+from millstream.model import compare
+from millstream.model.adapters import add_adapters, copy_of, merged, trained_weights
 from millstream.model.attention import Rule
-from millstream.model.load import new_model
+from millstream.model.load import load_weights, new_model
+from millstream.model.lora import LoraConfig
 from millstream.run.build import build_engine
 from millstream.types import Completion, RequestKey, Sampling
 from support.decoding import drain, kept_by, teacher_forced
@@ -245,7 +250,7 @@ def test_swaps_preemption_and_aborts_on_the_gpu_leave_every_token_with_the_numbe
 
 @pytest.mark.parametrize("is_known_before", [True, False])
 def test_a_mixture_of_experts_that_no_graph_can_hold_is_launched_kernel_by_kernel_and_torch_is_left_in_order(
-    is_known_before: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_known_before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_known_before:  # then the capture itself fails
         monkeypatch.setattr(graphs, "_is_obstacle", lambda *_: False)
@@ -261,7 +266,7 @@ def test_a_mixture_of_experts_that_no_graph_can_hold_is_launched_kernel_by_kerne
     for number, prompt in enumerate(prompts(6)):
         expected = teacher_forced(twin, prompt, done[number].tokens)
         assert torch.allclose(torch.tensor(done[number].logprobs), expected, atol=1e-3)
-    assert caplog.text.count("kernel by kernel") == 1
+    assert batcher.path.name.endswith("decode steps kernel by kernel") and "no graph can be made" in batcher.path.why
     assert torch.rand(3, device=CUDA).isfinite().all(), "random numbers can still be drawn"
     beside, before = torch.cuda.Stream(), torch.cuda.memory_allocated()
     for _ in range(3):
@@ -289,3 +294,65 @@ def test_an_engine_on_the_gpu_answers_everybody_and_says_how_long_a_swap_took() 
         await engine.close()
 
     asyncio.run(run())
+
+
+# ---- fused layers with adapters ------------------------------------------------------------------------------------------
+
+
+def with_adapters(name: str, dtype: torch.dtype) -> Any:
+    """A tiny model whose norms and attention matter, with adapters that change its numbers."""
+    model = new_model(CONFIGS[name](), seed=0)
+    compare.randomize(model, torch.Generator().manual_seed(0))
+    add_adapters(model, LoraConfig(rank=4, alpha=8.0), seed=1)
+    return model.to(CUDA, dtype).eval()
+
+
+@pytest.mark.parametrize("has_adapters", [False, True], ids=["whole", "adapters"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt_neox"])
+def test_every_family_starts_with_fused_layers(
+    name: str, dtype: torch.dtype, has_adapters: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = with_adapters(name, dtype)
+    if not has_adapters:
+        model = merged(model).to(CUDA, dtype)
+    assert check_engine(model, "pages") == ""
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_fused_adapters_give_the_numbers_of_the_merged_model_and_new_ones_take_effect(name: str) -> None:
+    model = with_adapters(name, torch.float32)
+    before = torch.cuda.memory_allocated()
+    copies = [copy_of(model), copy_of(model)]
+    runners = [PagedRunner(one, 8, cache_gb=0.01) for one in copies]
+    frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    assert torch.cuda.memory_allocated() - before < 2 * 0.011e9 + frozen, "joined once, for all of them"
+    batcher = Batcher(copies[0], num_slots=8, runner=runners[0])
+    for version in (1, 2):
+        generator = torch.Generator().manual_seed(version)
+        weights = {
+            key: 0.1 * torch.randn(value.shape, generator=generator).to(CUDA)
+            for key, value in trained_weights(model).items()
+        }
+        load_weights(model, weights)
+        batcher.load(version, weights)
+        twin, done = plain_model(merged(model).cpu()), dict[int, Completion]()
+        for number, prompt in enumerate(prompts(8)):
+            batcher.add(request(number, prompt))
+        drain(batcher, done)
+        for number, prompt in enumerate(prompts(8)):
+            expected = teacher_forced(twin, prompt, done[number].tokens)
+            assert torch.allclose(torch.tensor(done[number].logprobs), expected, atol=1e-3)
+    assert batcher.path.name == "pages, fused layers, decode steps as CUDA graphs" and not batcher.path.why
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_attention_in_float32_is_there_for_every_dimension_of_a_head(dim: int) -> None:
+    """The start-up check runs a copy of the model in float32 through the kernels."""
+    from millstream.engine.native.kernels import KERNELS
+
+    pages = pages_of(torch.float32, num=5, longest=100, heads=2, dim=dim)
+    query, rule = torch.randn(5, 8, dim, device=CUDA), Rule(None, None, None)
+    found, expected = (of.decode_attention(query, pages, rule) for of in (KERNELS, PLAIN))
+    assert torch.allclose(found, expected, atol=1e-4)

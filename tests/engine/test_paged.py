@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import random
 import resource
 from pathlib import Path
@@ -351,28 +350,27 @@ def test_with_recompute_every_token_has_the_numbers_of_its_version_over_its_whol
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_known_architectures_take_joined_steps_and_others_stay_as_they_are(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_known_architectures_take_joined_steps_and_others_stay_as_they_are_and_the_path_says_so(name: str) -> None:
     model = make(name)
-    with caplog.at_level(logging.WARNING):
-        batcher_of(model, EngineConfig(slots=8, cache="pages", cache_gb=4000 * PAGE_BYTES / 1e9))
+    path = batcher_of(model, EngineConfig(slots=8, cache="pages", cache_gb=4000 * PAGE_BYTES / 1e9)).path
     joined = [module for module in model.modules() if "forward" in module.__dict__]
-    assert not caplog.records
     assert bool(joined) == (name != "gpt_neox")
+    if name == "gpt_neox":
+        assert path.name == "pages, the library's layers" and path.why.startswith("GPTNeoXForCausalLM is none of Llama")
+    else:
+        assert (path.name, path.why) == ("pages, fused layers", "")
     if joined:
         assert len(joined) >= 3 * 4, "attention, gate and two norms of every layer"
 
 
-def test_fused_layers_that_give_other_numbers_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_fused_layers_that_give_other_numbers_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # another test may have found that they are right
     right = PLAIN.rms_norm
     monkeypatch.setattr(PLAIN, "rms_norm", lambda *args, **options: right(*args, **options) * 1.5)
     model = make("llama")
     batcher = batcher_of(model, EngineConfig(slots=8, cache="pages", cache_gb=400 * PAGE_BYTES / 1e9))
-    assert "run without fused layers: LlamaForCausalLM gives other numbers" in caplog.text
+    assert batcher.path.name == "pages, the library's layers"
+    assert "LlamaForCausalLM gives other numbers in the engine (pages, fused)" in batcher.path.why
     assert not [module for module in model.modules() if "forward" in module.__dict__]
     answer = alone(batcher, request(0, prompts(1)[0]))
     expected = teacher_forced(plain_model(make("llama")), prompts(1)[0], answer.tokens)
@@ -382,7 +380,7 @@ def test_fused_layers_that_give_other_numbers_are_not_used(
 def test_new_weights_reach_fused_ones_through_the_names_of_the_library() -> None:
     model = make("qwen2")
     names = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    assert fused.fuse(model) > 0
+    assert fused.fuse(model).num > 0
     assert {name: tuple(value.shape) for name, value in model.named_parameters()} == names
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
@@ -442,9 +440,10 @@ def test_new_weights_reach_both_layers_that_have_one_in_common() -> None:
 def test_what_adapters_stand_on_stays_shared_with_the_learner_and_they_alone_are_loaded() -> None:
     model = make("qwen3")
     add_adapters(model, LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "v_proj")), seed=0)
-    before = {name: value.data_ptr() for name, value in model.named_parameters() if not value.requires_grad}
     batcher, beside = paged(copy_of(model)), paged(copy_of(model))
-    assert {name: value.data_ptr() for name, value in model.named_parameters() if not value.requires_grad} == before
+    for one in (batcher, beside):
+        for name, value in one._model.named_parameters():
+            assert (value.data_ptr() == model.get_parameter(name).data_ptr()) == (not value.requires_grad)
     torch.manual_seed(0)
     weights = {name: torch.randn_like(value) * 0.1 for name, value in trained_weights(model).items()}
     batcher.load(1, weights)
@@ -515,12 +514,8 @@ def mixture(implementation: str) -> Any:
         ("eager", False, None),
     ],
 )
-def test_a_step_that_no_graph_can_hold_is_launched_kernel_by_kernel_with_one_warning(
-    name: str,
-    is_captured: bool,
-    error: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_a_step_that_no_graph_can_hold_is_launched_kernel_by_kernel_and_the_path_says_why(
+    name: str, is_captured: bool, error: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make(name) if name in CONFIGS else mixture(name)
     twin, recorder = plain_model(model), PlayBack(error=error)
@@ -534,11 +529,13 @@ def test_a_step_that_no_graph_can_hold_is_launched_kernel_by_kernel_with_one_war
     for number, prompt in enumerate(asked):
         expected = teacher_forced(twin, prompt, done[number].tokens)
         assert torch.allclose(torch.tensor(done[number].logprobs), expected, atol=1e-4)
-    assert [record.levelname for record in caplog.records] == ([] if is_captured else ["WARNING"])
+    path = runner_of(batcher).path
     if is_captured:
+        assert path.name.endswith("decode steps as CUDA graphs") and "graph" not in path.why
         assert recorder.num_recorded >= 3, "a graph for every size, and for those with top_k"
     else:
-        assert "kernel by kernel" in caplog.text and (error or "aten") in caplog.text
+        assert path.name.endswith("decode steps kernel by kernel")
+        assert "no graph can be made" in path.why and (error or "aten") in path.why
         assert recorder.num_recorded == int(error is not None), "what cannot be recorded is not tried, or once"
 
 

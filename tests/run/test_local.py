@@ -62,6 +62,11 @@ def test_a_short_run_leaves_a_folder_that_says_everything(finished: Path, tmp_pa
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 6 and summary["groups_trained"] == 24 and summary["lag_max"] <= max_lag
     assert {"accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "overlap_share"} <= summary.keys()
+    assert summary["paths"] == {
+        "engine": "a slot for each request, the library's layers",
+        "learner": "packed rows, padded attention, layers not compiled",
+    }
+    assert "learner: packed rows, padded attention" in output and "a slot for each request" in output
     events = list(read_events(folder / "events.jsonl"))
     assert sum(isinstance(event, GroupTaken) for event in events) == 24
     assert {event.what for event in events if isinstance(event, Span)} >= {"generate", "accumulate", "step"}

@@ -15,6 +15,7 @@ from millstream.events import (
     Evaluated,
     Event,
     LearnerRestarted,
+    PathChosen,
     ReplicaJoined,
     ReplicaLeft,
     Resumed,
@@ -29,7 +30,7 @@ from millstream.events import (
 )
 from millstream.events.bias import BiasReport
 from millstream.events.metrics import StepMetrics
-from millstream.events.summary import Summary
+from millstream.events.summary import Summary, path_words
 
 if TYPE_CHECKING:
     from millstream.run.control import RunStatus, ScaleResult
@@ -92,6 +93,7 @@ class Lines:
         self._shown_at = float("-inf")
         self._counted_at = float("-inf")
         self._repeats: Counter[str] = Counter()
+        self._paths: dict[str, str] = {}
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
@@ -119,6 +121,9 @@ class Lines:
                 self._say(event.at, alarm(event))
             case ReplicaJoined():
                 self._say(event.at, joined(event))
+            case PathChosen() if self._paths.get(event.worker) != path_words(event):
+                self._paths[event.worker] = path_words(event)
+                self._say(event.at, f"{event.worker}: {path_words(event)}")
             case RolloutFailed() if event.is_final:
                 self._say_failed(event)
             case RunEnded():
@@ -195,6 +200,10 @@ def result_table(result: RunResult) -> Table:
         losses = (f"{result.held_out_loss_before:.3f}", f"{result.held_out_loss_after:.3f}")
         table.add_row("held-out loss, supervised", *losses)
     summary = result.summary
+    if summary.paths:
+        table.add_section()
+    for path, workers in _by_path(summary).items():
+        table.add_row(workers, "", path)
     if not summary.steps:  # supervised training alone, or a run that had no data
         return table
     table.add_section()
@@ -221,6 +230,14 @@ def _speculation(summary: Summary) -> list[tuple[str, str]]:
     if not summary.tokens_drafted:
         return []
     return [("speculative tokens, accepted", f"{summary.tokens_drafted}, {summary.tokens_accepted}")]
+
+
+def _by_path(summary: Summary) -> dict[str, str]:
+    """Paths, each with the workers that have it."""
+    found: dict[str, str] = {}
+    for worker, path in summary.paths.items():
+        found[path] = f"{found[path]}, {worker}" if path in found else worker
+    return found
 
 
 def _declared(summary: Summary) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ from millstream.events import (
     Event,
     GroupTaken,
     LearnerRestarted,
+    PathChosen,
     ReplicaJoined,
     ReplicaLeft,
     Resumed,
@@ -39,6 +40,7 @@ from millstream.events import (
     Warned,
 )
 from millstream.events.metrics import StepMetrics
+from millstream.events.summary import path_words
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 RECENT = 20  # steps that the shown rates and rewards are averaged over
@@ -60,6 +62,7 @@ class View:
         self._status: Status | None = None
         self._warmed: WarmedUp | None = None
         self._begun: tuple[float, int] | None = None
+        self._paths: dict[str, str] = {}
         self._failure = ""
         self._phase = "loading the model and the data"
         self._version = 0
@@ -104,6 +107,8 @@ class View:
                 self._notes.append(alarm(event))
             case ReplicaJoined():
                 self._notes.append(joined(event))
+            case PathChosen():
+                self._paths[event.worker] = path_words(event)
             case RolloutFailed():
                 self._num_failed += 1
                 self._failure = f"{self._num_failed} failed rollouts; the last: {event.message}"
@@ -151,6 +156,8 @@ class View:
         grid.add_row("speed", speed if self._recent else "-")
         lags = "  ".join(f"{lag}: {count}" for lag, count in sorted(self._lags.items()))
         grid.add_row("groups by lag", f"{lags or '-'}  (never above {self._lag_bound})")
+        for worker, path in self._paths.items():
+            grid.add_row(worker, Text(path))
         if self._status is not None:
             s = self._status
             grid.add_row(

@@ -15,6 +15,7 @@ from millstream.events import (
     GroupRestarted,
     GroupTaken,
     LearnerRestarted,
+    PathChosen,
     RolloutAborted,
     Span,
     Stepped,
@@ -46,6 +47,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     overlap_share: float  # of the learner's busy time, the share in which an engine was generating
     learner_share: float  # of all the time, the share in which the learner was busy
     engine_share: float
+    paths: dict[str, str] = {}  # what computed at the end, by worker, and why it was not faster
 
 
 Interval = tuple[float, float]
@@ -88,7 +90,12 @@ def summarise(events: Iterable[Event]) -> Summary:
         overlap_share=total_length(intersect_intervals(generating, training)) / max(total_length(training), 1e-9),
         learner_share=total_length(training) / seconds,
         engine_share=total_length(generating) / seconds,
+        paths={event.worker: path_words(event) for event in events if isinstance(event, PathChosen)},
     )
+
+
+def path_words(event: PathChosen) -> str:
+    return f"{event.path} ({event.why})" if event.why else event.path
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:

@@ -212,6 +212,14 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
     node: str
 
 
+class PathChosen(Event, frozen=True, kw_only=True):
+    """What computes in an engine or in the learner from now on: at its start, and when it changes."""
+
+    worker: str
+    path: str
+    why: str = ""  # why it is not the fastest one; empty: it is
+
+
 class LearnerRestarted(Event, frozen=True, kw_only=True):
     """The processes of the learner or the critic died and were replaced: restored from a checkpoint, then all batches trained
     since were replayed."""
@@ -371,6 +379,7 @@ AnyEvent = (
     | ReplicaLeft
     | ReplicaJoined
     | WorkerStarted
+    | PathChosen
     | LearnerRestarted
     | Span
     | DraftsChecked

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -76,12 +78,54 @@ def _adapted(model: PreTrainedModel) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
+class LowRank(NamedTuple):
+    """The adapter of a linear layer: its output has scaling * up down x added to it."""
+
+    down: Tensor  # [rank, inputs]
+    up: Tensor  # [outputs, rank]
+    scaling: float
+
+
+def linear_parts(module: Any) -> tuple[nn.Linear, LowRank | None] | None:
+    """A linear layer, and its adapter where it has one. None: it is another kind of layer, or its adapter is."""
+    if type(module) is nn.Linear:
+        return module, None
+    base = getattr(module, "base_layer", None)
+    if type(base) is not nn.Linear or getattr(module, "active_adapters", None) != [NAME]:
+        return None
+    down, up = module.lora_A[NAME], module.lora_B[NAME]
+    is_usual = (
+        not (module.merged or module.disable_adapters or getattr(module, "lora_variant", None)) and up.bias is None
+    )
+    if not is_usual or type(module.lora_dropout[NAME]) is not nn.Identity or down.weight.dtype != base.weight.dtype:
+        return None
+    return base, LowRank(down.weight, up.weight, module.scaling[NAME])
+
+
 def lora_of(model: PreTrainedModel) -> LoraConfig | None:
     """What `add_adapters` made of it; None if it has none."""
     if not hasattr(model, "peft_config"):
         return None
     found = model.peft_config[NAME]
     return LoraConfig(rank=found.r, alpha=found.lora_alpha, targets=tuple(sorted(found.target_modules)))
+
+
+@contextmanager
+def random_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block the adapters change every product by about a tenth, as trained ones might. Afterwards they are what they
+    were."""
+    generator = torch.Generator().manual_seed(0)
+    kept = []
+    for layer in _adapted(model).values():
+        base, down, up = (one.weight.data for one in (layer.get_base_layer(), layer.lora_A[NAME], layer.lora_B[NAME]))
+        kept.append((up, up.clone()))
+        size = 0.1 * float(base.std() / down.std()) / (layer.scaling[NAME] * len(down) ** 0.5)
+        up.copy_(size * torch.randn(up.shape, generator=generator))
+    try:
+        yield
+    finally:
+        for up, value in kept:
+            up.copy_(value)
 
 
 def trained_weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -104,8 +104,18 @@ def on_device(array: np.ndarray[Any, Any], device: torch.device | str) -> Tensor
 
 
 def can_be_ragged(query: Tensor, rule: Rule) -> bool:
-    is_short = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and is_short and rule.softcap is None and query.shape[-1] <= MAX_HEAD_DIM
+    return not why_padded(query.device.type, query.dtype, rule.softcap, query.shape[-1])
+
+
+def why_padded(device: str, dtype: torch.dtype, softcap: float | None, head_dim: int) -> str:
+    """Why attention over ragged rows needs padding; empty: it does not."""
+    if device != "cuda":
+        return "ragged attention needs a GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"ragged attention needs 16 bits, and the model has {str(dtype).removeprefix('torch.')}"
+    if softcap is not None:
+        return "the model caps its attention scores"
+    return f"heads of {head_dim} are above {MAX_HEAD_DIM}" if head_dim > MAX_HEAD_DIM else ""
 
 
 MAX_HEAD_DIM = 256

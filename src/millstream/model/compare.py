@@ -5,9 +5,11 @@ mask of its own, counts positions in its own way or keeps a state of its own giv
 So sequences of different lengths, some longer than the window, go through the pass that is about to be used, and through the
 library's eager pass, one at a time. The log-probabilities must agree, within what the dtype costs.
 
-Each pass is checked on two models: a small one of the same architecture with random weights, in float32 on the CPU, where every
-mistake shows; and the model itself, on its device and in its dtype. If that is too large, or its window is, a small one takes
-its place there, too. What has passed is remembered (`Remembered`): the next start costs nothing.
+Each pass is checked on two models: a small one of the same architecture with random weights, in float32 on the CPU; and the
+model itself, on its device. If that is too large, or its window is, a small one takes its place there, too. A model in 16 bits
+is checked twice: as a copy in float32, where a mistake shows that rounding would hide, and as it is, where it may differ from
+float32 by a multiple of what the library's own pass in 16 bits does. Adapters, which begin at 0, have random weights meanwhile.
+What has passed is remembered (`Remembered`): the next start costs nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import copy
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,16 +30,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from millstream.errors import ModelError
-from millstream.model.adapters import lora_of
+from millstream.model.adapters import add_adapters, lora_of, random_adapters
 from millstream.model.attention import NAME
 from millstream.model.load import NO_INTERFACE, check_layers, context_length
+from millstream.model.lora import LoraConfig
 from millstream.model.shrink import shrunk
 
 MAX_WINDOW = 1024  # a longer one is checked on the small model, where it has 8 tokens, if there is such a model
 MAX_PARAMETERS = {"cpu": 50_000_000, "cuda": 4_000_000_000}
 FLOAT32_ALLOWED = 1e-3  # nats, of any token
-MULTIPLE = 4.0  # of what the library's own rounding to 16 bits costs; of a sequence, in the median
-MIN_ALLOWED = 1e-2
+MULTIPLE = 3.0  # of what the library's own rounding to 16 bits costs, in the median of all tokens
+MIN_ALLOWED = 5e-3
 NOT_OURS = (MemoryError, torch.OutOfMemoryError)
 
 
@@ -63,12 +66,13 @@ def check_pass(model: PreTrainedModel, name: str, run: Pass, remedy: str, *, is_
     message and the memory; `remedy`: what to set instead. `is_small_only`: the model itself will be elsewhere."""
     check_layers(model)
     found = Remembered(model, name)
-    if not found.has("small") and (small := small_model(model.config)) is not None:
+    lora = lora_of(model)
+    if not found.has("small") and (small := small_model(model.config, torch.float32, lora)) is not None:
         check_itself(small, name, run, remedy)
         found.add("small")
     if is_small_only or found.has("itself"):
         return
-    if not _is_affordable(model) and (device_twin := small_model(model.config, model.dtype)) is not None:
+    if not _is_affordable(model) and (device_twin := small_model(model.config, model.dtype, lora)) is not None:
         check_itself(device_twin.to(model.device), name, run, remedy)
     else:
         check_itself(model, name, run, remedy)
@@ -79,10 +83,42 @@ def check_pass(model: PreTrainedModel, name: str, run: Pass, remedy: str, *, is_
 
 def check_itself(model: PreTrainedModel, path: str, run: Pass, remedy: str) -> None:
     """This very model, whatever is remembered."""
-    model.eval()
+    with random_adapters(model.eval()):
+        scored = _scored(model, path, run, remedy)
+        if model.dtype == torch.float32:
+            _compare(model, scored, model, path, remedy)
+            return
+        exact = copy.deepcopy(model).float()
+        try:
+            scored_exactly = _scored(exact, path, run, remedy)
+        except ModelError:
+            pass  # operations of the device that have no float32: what was computed in 16 bits is all there is
+        else:
+            _compare(exact, scored_exactly, exact, f"{path} in float32", remedy)
+        _compare(model, scored, exact, path, remedy)
+
+
+def _scored(model: PreTrainedModel, path: str, run: Pass, remedy: str) -> list[Scored]:
+    with _refused(model, path, remedy):
+        return run(model, lengths_for(model))
+
+
+def _compare(model: PreTrainedModel, scored: Sequence[Scored], exact: PreTrainedModel, path: str, remedy: str) -> None:
+    with _refused(model, path, remedy):
+        difference, allowed = difference_from_library(model, scored, exact)
+    if not difference <= allowed:
+        raise ModelError(
+            f"{type(model).__name__} gives other numbers in {path} than in transformers: the log-probability of a token "
+            f"differs by {difference:.2g}, expected at most {allowed:.2g}. {remedy}".strip()
+        )
+
+
+@contextmanager
+def _refused(model: PreTrainedModel, path: str, remedy: str) -> Iterator[None]:
+    """Whatever is raised within the block is a `ModelError` with the remedy."""
     name = type(model).__name__
     try:
-        difference, allowed = difference_from_library(model, run(model, lengths_for(model)))
+        yield
     except NOT_OURS:
         raise
     except ModelError as error:
@@ -91,28 +127,24 @@ def check_itself(model: PreTrainedModel, path: str, run: Pass, remedy: str) -> N
     except Exception as error:  # any error of the library's code, with our inputs: what it says is all that is known
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise ModelError(f"{name} cannot run in {path} ({why}). {remedy}".strip()) from error
-    if not difference <= allowed:
-        raise ModelError(
-            f"{name} gives other numbers in {path} than in transformers: the log-probability of a token differs by "
-            f"{difference:.2g}, expected at most {allowed:.2g}. {remedy}".strip()
-        )
 
 
 # ---- the library's own numbers -----------------------------------------------------------------------------------------
 
 
-def difference_from_library(model: PreTrainedModel, scored: Sequence[Scored]) -> tuple[float, float]:
+def difference_from_library(
+    model: PreTrainedModel, scored: Sequence[Scored], exact: PreTrainedModel
+) -> tuple[float, float]:
     """How far ours are from the library's, and how far they may be. In float32: of any token. In 16 bits: from the library's
-    pass in float32, of a sequence, in the median: a mixture of experts may choose another one where two are alike."""
+    pass in float32 (`exact`), of all tokens, in the median: a mixture of experts may choose another one where two are alike."""
     if any(not one.logprobs for one in scored):
         return float("nan"), 0.0
     ours = [torch.tensor(one.logprobs, dtype=torch.float64) for one in scored]
     theirs = library_logprobs(model, scored)
-    if model.dtype == torch.float32:
-        return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)), FLOAT32_ALLOWED
-    exact = library_logprobs(copy.deepcopy(model).float(), scored)
-    cost = max(float((a - b).abs().median()) for a, b in zip(theirs, exact, strict=True))
-    found = max(float((a - b).abs().median()) for a, b in zip(ours, exact, strict=True))
+    if model is exact:
+        return float((torch.cat(ours) - torch.cat(theirs)).abs().max()), FLOAT32_ALLOWED
+    right = torch.cat(library_logprobs(exact, scored))
+    found, cost = (float((torch.cat(some) - right).abs().median()) for some in (ours, theirs))
     return found, max(MULTIPLE * cost, MIN_ALLOWED)
 
 
@@ -139,9 +171,9 @@ def library_logprobs(model: PreTrainedModel, scored: Sequence[Scored]) -> list[T
 def lengths_for(model: PreTrainedModel) -> CheckLengths:
     """Two prompts longer than the window, and a short one, as far as the context has room."""
     longest = context_length(model)
-    wanted = (window_of(model) or 0) + 30
+    wanted = (window_of(model) or 0) + 96
     total = wanted if longest is None else min(wanted, longest)
-    answer = max(1, min(8, total // 4))
+    answer = max(1, min(24, total // 4))
     first = max(1, total - answer - 9)
     return CheckLengths((first, min(3, first), max(1, total - answer)), answer)
 
@@ -152,9 +184,11 @@ def window_of(model: PreTrainedModel) -> int | None:
     return window if isinstance(window, int) else None
 
 
-def small_model(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel | None:
-    """A model of the same architecture that is small, on the CPU, with weights that let every part matter. None: the library
-    cannot make one of that size."""
+def small_model(
+    config: Any, dtype: torch.dtype = torch.float32, lora: LoraConfig | None = None
+) -> PreTrainedModel | None:
+    """A model of the same architecture that is small, on the CPU, with weights that let every part matter, and with such
+    adapters. None: the library cannot make one of that size."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         generator = torch.default_generator.manual_seed(0)
         try:
@@ -162,6 +196,8 @@ def small_model(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedMo
                 shrunk(config), attn_implementation="eager", dtype=dtype, trust_remote_code=False
             ).eval()
             randomize(small, generator)
+            if lora is not None:
+                add_adapters(small, lora, seed=0)
             with torch.no_grad():
                 small(input_ids=torch.arange(4)[None], use_cache=False)
         except Exception:  # any error of the library's code, at sizes that are ours
@@ -211,8 +247,9 @@ class Remembered:
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         where = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
         config = {key: value for key, value in model.config.to_dict().items() if key not in UNIMPORTANT}
-        self._small = [name, config, transformers.__version__, torch.__version__, own_digest()]
-        self._itself = [*self._small, str(model.dtype), where, str(lora_of(model))]
+        versions = [transformers.__version__, torch.__version__, own_digest()]
+        self._small = [name, config, str(lora_of(model)), *versions]
+        self._itself = [*self._small, str(model.dtype), where]
 
     def _file(self, what: str) -> Path:
         key = json.dumps([what, self._small if what == "small" else self._itself], sort_keys=True, default=str)

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from millstream.algo.recipe import Recipe
-from millstream.events import WARMUP, EventSink
+from millstream.events import WARMUP, EventSink, PathChosen
 from millstream.learner import LearnerConfig, RunLearner
+from millstream.learner.path import learner_path
 from millstream.model.adapters import lora_of, merged
 from millstream.model.load import save_model
 from millstream.run.active import ActiveRun
@@ -92,6 +93,10 @@ def _learner(
     version: int,
 ) -> RunLearner:
     backend, tokenizer, waits = run.prepared.backend, run.prepared.tokenizer, run.waits
+    is_on_ray, model = run.config.runtime == "ray", run.prepared.model
+    device = ("cuda" if run.config.resources.learner_gpus else "cpu") if is_on_ray else model.device.type
+    path = learner_path(model, config, device)
+    run.log.emit(PathChosen(at=run.clock.now(), worker="learner", path=path.name, why=path.why))
 
     def make() -> RunLearner:
         return backend.build_learner(tokenizer, learner=config, recipe=recipe, num_steps=num_steps)

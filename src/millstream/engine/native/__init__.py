@@ -15,13 +15,14 @@ Each fast path has a plain twin, and a test that they agree:
     fast path                                  plain twin                                     test
     kernels.KERNELS (Triton)                   plain.PLAIN (torch)                            test_gpu_engine
     layer_kernels, attention_kernels (Triton)  plain.PLAIN (torch)                            test_layer_kernels
-    fused.fuse (joined products, one norm)     the library's layers; check.check_engine       test_paged
+    fused.fuse (joined products, one norm)     the library's layers; check.check_engine       test_fused, test_paged
     fused_layer.fuse_layers (5 operations)     the library's layers; check.check_engine       test_paged
     graphs.Graphs (replayed decode step)       the same step, launched kernel by kernel       test_paged, test_gpu_engine
     paged.PagedRunner (pages, shared prefixes) slots.SlotRunner                               test_paged
     slots.SlotRunner (continuous batching)     transformers, one request at a time            test_engine
 
 At every start `check.check_engine` compares what the chosen runner samples with the library's own pass: a model that differs is
-run without fused layers, or refused. One that cannot be captured is run without graphs.
+run without fused layers, or refused. One that cannot be captured is run without graphs. `Runner.path` says which it is and why;
+a worker reports it (`WorkerReport.path`), and the engine emits it as the event `PathChosen`.
 `sampling` draws a token from its request's own random number, so that it does not depend on the batch.
 """

@@ -35,7 +35,7 @@ from millstream.engine.request import CACHE_LIMIT, CONTEXT_LIMIT, ROPE_LIMIT, ch
 from millstream.errors import EngineError, RequestRefused
 from millstream.model.adapters import trained_weights
 from millstream.model.load import check_layers, context_length, rope_limit
-from millstream.types import Finish, Request, RequestKey, Sampled, Weights
+from millstream.types import ComputePath, Finish, Request, RequestKey, Sampled, Weights
 
 MIN_FREE = 8  # when one slot in this number is free, requests join at once
 
@@ -111,6 +111,10 @@ class Batcher:
         """How long the last `load` delayed decoding."""
         measured = self._runner.swap_s
         return self._swap_s if measured is None else measured
+
+    @property
+    def path(self) -> ComputePath:
+        return self._runner.path
 
     @property
     def cache_used(self) -> float:

@@ -30,10 +30,10 @@ def batcher_of(model: PreTrainedModel, config: EngineConfig, decode: DecodeToken
 def make_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     """Raises `ModelError` for a model that would give other numbers than in transformers."""
     kind = cache_kind(config, model.device.type)
-    is_fused = check_engine(model, kind)
+    why_unfused = check_engine(model, kind)
     if kind == "slots":
         return SlotRunner(model, config.slots)
-    return PagedRunner(model, config.slots, cache_gb=config.cache_gb, is_fused=is_fused)
+    return PagedRunner(model, config.slots, cache_gb=config.cache_gb, why_unfused=why_unfused)
 
 
 def cache_kind(config: EngineConfig, device: str) -> CacheKind:

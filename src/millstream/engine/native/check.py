@@ -4,7 +4,6 @@ One prompt joins while others decode, and one is cut into chunks where the runne
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Literal
 
@@ -19,7 +18,6 @@ from millstream.errors import ModelError
 from millstream.model.compare import CheckLengths, Scored, check_pass
 from millstream.types import Completion, Request, RequestKey, Sampling
 
-logger = logging.getLogger(__name__)
 CacheKind = Literal["slots", "pages"]
 REMEDIES: dict[CacheKind, str] = {
     "slots": 'Set engine.kind = "vllm"',
@@ -27,23 +25,22 @@ REMEDIES: dict[CacheKind, str] = {
 }
 
 
-def check_engine(model: PreTrainedModel, kind: CacheKind, *, is_small_only: bool = False) -> bool:
-    """Whether the model's layers can be fused. Raises `ModelError` if its requests have other log-probabilities than in the
-    library's own pass, fused or not."""
+def check_engine(model: PreTrainedModel, kind: CacheKind, *, is_small_only: bool = False) -> str:
+    """Why the model's layers are not fused; empty: they can be. Raises `ModelError` if its requests have other
+    log-probabilities than in the library's own pass, fused or not."""
+    why = "a cache of slots has none"
     if kind == "pages":
         try:
             check_pass(
                 model, "the engine (pages, fused)", partial(requests, kind, True), "", is_small_only=is_small_only
             )
-            return True
+            return ""
         except ModelError as error:
-            fused_error = str(error)
+            why = str(error)
     check_pass(
         model, f"the engine ({kind})", partial(requests, kind, False), REMEDIES[kind], is_small_only=is_small_only
     )
-    if kind == "pages" and not is_small_only:
-        logger.warning("%s is run without fused layers: %s", type(model).__name__, fused_error)
-    return False
+    return why
 
 
 def requests(kind: CacheKind, is_fused: bool, model: PreTrainedModel, lengths: CheckLengths) -> list[Scored]:
@@ -72,6 +69,12 @@ def _small_batcher(kind: CacheKind, is_fused: bool, model: PreTrainedModel, leng
     if kind == "slots":
         runner: SlotRunner | PagedRunner = SlotRunner(model, num_slots)
     else:
-        runner = PagedRunner(model, num_slots, is_fused=is_fused, max_length=longest, has_graphs=False)
+        runner = PagedRunner(
+            model,
+            num_slots,
+            why_unfused="" if is_fused else "for the check",
+            max_length=longest,
+            has_graphs=False,
+        )
     first, second, _ = lengths.prompts
     return Batcher(model, num_slots=num_slots, prefill_tokens=first + second, runner=runner)

@@ -32,7 +32,7 @@ from millstream.errors import (
     WeightsError,
     WorkerExited,
 )
-from millstream.events import DraftsChecked, EventSink, Span
+from millstream.events import DraftsChecked, EventSink, PathChosen, Span
 from millstream.types import Completion, Request, RequestKey, Sampled, Weights
 
 T = TypeVar("T")
@@ -214,6 +214,9 @@ class TorchEngine:
             self._sink.emit(Span(at=now, worker=self.name, what="generate", seconds=seconds, num_tokens=tokens))
         if report.spans:
             self._emit_drafts(report)
+        if report.path is not None:
+            at, path = self._clock.now(), report.path
+            self._sink.emit(PathChosen(at=at, worker=self.name, path=path.name, why=path.why))
         if report.broken is not None:
             self._break(report.broken, EngineMisconfigured if report.is_raised else EngineGone)
 

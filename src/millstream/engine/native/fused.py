@@ -2,10 +2,10 @@
 gate and up are one, norms and activations are one kernel each.
 
 The weights stay where the library's modules expect them, as views of the joined ones: copying new weights into the model's
-parameters changes both. Modules that are not known, that are wrapped (adapters), or that share a weight with another, stay as
-they are; and so do the products of a model with adapters, since copies of it share their weights. A copy of a fused model has
-the library's own layers again. `engine.native.check` checks that a fused model gives what the model gave before.
-`engine.native.fused_layer` fuses what is between these modules.
+parameters changes both. Modules that are not known, or that share a weight with another, stay as they are. A copy of a fused
+model has the library's own layers again. `engine.native.adapted` has the modules of a model with adapters;
+`engine.native.fused_layer` fuses what is between these modules; `engine.native.check` compares a fused model with the
+library's pass.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from millstream.engine.native.adapted import adapted_attention, adapted_mlp, are_linear, join
 from millstream.engine.native.plain import PLAIN, Heads, Norm, Normed, Operations, Projection
 from millstream.model.attention import Rule
 
@@ -46,21 +47,41 @@ def operations_for(device: torch.device) -> Operations:
     return KERNELS
 
 
-def fuse(model: nn.Module) -> int:
-    """In place. Returns the number of fused modules."""
-    makers = {"RMSNorm": _norm} if hasattr(model, "peft_config") else _MAKERS
+class FusedCount(NamedTuple):
+    """How many modules are fused, of those that are of a known kind."""
+
+    num: int
+    known: int
+
+    @property
+    def words(self) -> str:
+        if not self.num:
+            return "the library's layers"
+        return "fused layers" if self.num == self.known else f"fused layers ({self.num} of {self.known} modules)"
+
+    def why(self, model: nn.Module) -> str:
+        """Why the others are not; empty: all are."""
+        if not self.known:
+            return f"{type(model).__name__} is none of {', '.join(FAMILIES)}"
+        return "" if self.num == self.known else "the others share weights, or have another form"
+
+
+def fuse(model: nn.Module) -> FusedCount:
+    """In place."""
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    fused = 0
+    num = known = 0
     for module in model.modules():
         kind = type(module).__name__
-        make = next((make for end, make in makers.items() if kind in {f"{name}{end}" for name in FAMILIES}), None)
-        if make is None or any(uses[id(p)] > 1 for p in module.parameters()):
+        make = next((make for end, make in _MAKERS.items() if kind in {f"{name}{end}" for name in FAMILIES}), None)
+        if make is None:
             continue
-        forward = make(module)
+        known += 1
+        is_shared = any(uses[id(p)] > 1 for p in module.parameters())
+        forward = None if is_shared else make(module)
         if forward is not None:
             module.forward = FusedForward(module, forward)
-            fused += 1
-    return fused
+            num += 1
+    return FusedCount(num, known)
 
 
 def unfuse(model: nn.Module) -> None:
@@ -128,8 +149,10 @@ class FusedMLP(NamedTuple):
 def _mlp(module: Any) -> FusedMLP | None:
     parts = (module.gate_proj, module.up_proj)
     activation = ACTIVATIONS.get(type(module.act_fn).__name__)
-    if activation is None or not _are_plain(*parts, module.down_proj):
+    if activation is None:
         return None
+    if not _are_plain(*parts, module.down_proj):
+        return adapted_mlp(module, activation)
     return FusedMLP(_join_weights(parts), activation, module.down_proj)
 
 
@@ -162,7 +185,7 @@ def _attention(module: Any) -> FusedAttention | None:
     parts = (module.q_proj, module.k_proj, module.v_proj)
     dim: int = module.head_dim
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
-    if not _are_plain(*parts, module.o_proj) or dim & (dim - 1) or (norms[0] is None) != (norms[1] is None):
+    if not are_linear(*parts, module.o_proj) or dim & (dim - 1) or (norms[0] is None) != (norms[1] is None):
         return None
     heads = Heads(
         num=parts[0].out_features // dim,
@@ -178,6 +201,8 @@ def _attention(module: Any) -> FusedAttention | None:
         window = getattr(module.config, "sliding_window", None)
     softcap = module.attn_logit_softcapping if type(module).__name__ == "Gemma2Attention" else None
     rule = Rule(module.scaling, window, softcap)
+    if not _are_plain(*parts, module.o_proj):
+        return adapted_attention(module, heads, rule)
     return FusedAttention(_join_weights(parts), heads, rule, module.layer_idx, module.o_proj)
 
 
@@ -185,23 +210,10 @@ def _are_plain(*modules: nn.Module) -> bool:
     return all(type(module) is nn.Linear for module in modules)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def _join_weights(parts: Sequence[nn.Linear]) -> Projection:
     """One tensor of all weights, and of all biases, of which the modules' own are views from now on."""
-    weight = torch.cat([part.weight for part in parts])
-    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-    if (
-        weight.is_cuda
-    ):  # what is freed below may be used by another stream: it must not be reused before it has been read
-        for old in (tensor for part in parts for tensor in (part.weight, part.bias) if tensor is not None):
-            old.data.record_stream(torch.cuda.current_stream(weight.device))
-    at = 0
-    for part in parts:
-        part.weight.data = weight[at : at + part.out_features]
-        if bias is not None:
-            part.bias.data = bias[at : at + part.out_features]
-        at += part.out_features
+    weight = join([part.weight for part in parts])
+    bias = None if parts[0].bias is None else join([part.bias for part in parts])
     return Projection(weight, bias)
 
 

@@ -4,12 +4,11 @@ All that a graph reads is in memory that does not move: a batch is copied there 
 
 Not every model can be captured: one whose control flow depends on its own numbers (some mixtures of experts) makes the host
 wait within a step. A failed capture leaves torch's allocator and its random numbers in the state of a capture, so this is found
-out before: the operations of the first step are checked. Such a model is launched kernel by kernel, with one warning.
+out before: the operations of the first step are checked. Such a model is launched kernel by kernel, and `why_not` says why.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
@@ -21,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from millstream.model.gpu_share import TURNS, URGENT_ROWS
 
-logger = logging.getLogger(__name__)
 Restrictions = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, Tensor]
 MIN_WIDE_ROWS = 8
@@ -59,13 +57,13 @@ class Graphs:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], Restrictions | None, Outputs]] = {}
-        self._is_given_up = False
+        self.why_not = ""  # why no more graphs are made; empty: they are
 
     def replay(self, size: int, rehearse: Rehearse, step: DecodeStep, restrictions: Restrictions | None) -> Outputs:
         """The outputs that `step` returned when its graph was made, with the values of this replay. Without a graph: those that
         it returns now."""
         key = (size, restrictions is not None)
-        if key not in self._graphs and not self._is_given_up:
+        if key not in self._graphs and not self.why_not:
             with TURNS.capture() as is_free:
                 if is_free:
                     self._capture(size, rehearse, step, restrictions)
@@ -84,18 +82,14 @@ class Graphs:
             if self._graphs:
                 step(size, own)  # kernels are compiled, libraries set up
             elif (obstacle := obstacle_in(lambda: step(size, own))) is not None:
-                self._give_up(f"{obstacle} makes the host wait")
+                self.why_not = f"{obstacle} makes the host wait"
                 return
             try:
                 again, outputs = self._recorder.record(lambda: step(size, own), is_urgent=size <= URGENT_ROWS)
             except RuntimeError as error:
-                self._give_up(str(error))
+                self.why_not = str(error) or type(error).__name__
                 return
         self._graphs[size, own is not None] = again, own, outputs
-
-    def _give_up(self, reason: str) -> None:
-        self._is_given_up = True
-        logger.warning("decode steps are launched kernel by kernel, which is slower: no graph can be made (%s)", reason)
 
 
 class CudaRecorder:

@@ -48,7 +48,7 @@ from millstream.errors import EngineError
 from millstream.model.attention import on_device
 from millstream.model.gpu_share import URGENT
 from millstream.model.load import context_length
-from millstream.types import Sampling
+from millstream.types import ComputePath, Sampling
 
 PAGE_TOKENS = 32
 CPU_GB = 1.0
@@ -60,9 +60,9 @@ BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
 class PagedRunner:
-    """See `millstream.engine.native.runner.Runner`. The model is its own from here on. `is_fused`: whether its layers are
-    (`engine.native.check` decides); `max_length`: of a request, if below the context; `has_graphs`: whether decode steps are
-    captured on a GPU."""
+    """See `millstream.engine.native.runner.Runner`. The model is its own from here on. `why_unfused`: why its layers are not
+    fused, and empty if they are (`engine.native.check` decides); `max_length`: of a request, if below the context;
+    `has_graphs`: whether decode steps are captured on a GPU."""
 
     can_chunk = True
     can_draft = True
@@ -74,7 +74,7 @@ class PagedRunner:
         *,
         cache_gb: float | None = None,
         page: int = PAGE_TOKENS,
-        is_fused: bool = True,
+        why_unfused: str = "",
         max_length: int | None = None,
         has_graphs: bool = True,
         max_joined: int | None = None,
@@ -125,10 +125,24 @@ class PagedRunner:
         self._sample = fused.operations_for(self._device).sample
         if self._stream is not None:  # tensors made above, and the model itself, may still be in another stream
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        if is_fused:
+        self._fused = fused.FusedCount(0, 0)
+        self._why_unfused = why_unfused
+        if not why_unfused:
             with torch.inference_mode(), self.working():
-                fused.fuse(model)
+                self._fused = fused.fuse(model)
                 fuse_layers(model)
+            if self._stream is not None:
+                self._stream.synchronize()  # weights that were joined may be another's, too, on another stream
+
+    @property
+    def path(self) -> ComputePath:
+        """The cache, the layers, and on a GPU the decode steps."""
+        names, why = ["pages", self._fused.words], [self._why_unfused or self._fused.why(self._model)]
+        if self._graphs is not None:
+            why_not = self._graphs.why_not
+            names.append("decode steps kernel by kernel" if why_not else "decode steps as CUDA graphs")
+            why.append(why_not and f"no graph can be made: {why_not}")
+        return ComputePath(", ".join(names), "; ".join(filter(None, why)))
 
     @property
     def cache_used(self) -> float:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from millstream.engine.native.sequence import TokenSequence
+from millstream.types import ComputePath
 
 Drawn = Callable[[], tuple[list[int], list[float]]]  # waits for what was launched: tokens and log-probabilities
 
@@ -33,6 +34,11 @@ class Runner(Protocol):
     can_chunk: bool  # whether a prompt can be computed in several passes
     can_draft: bool  # whether a step can check drafts
     max_length: int | None  # tokens of the longest request that can run; None: there is no limit
+
+    @property
+    def path(self) -> ComputePath:
+        """What computes now. It may become a slower one while it runs."""
+        ...
 
     @property
     def cache_used(self) -> float:

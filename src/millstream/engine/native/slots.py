@@ -25,6 +25,7 @@ from millstream.engine.native.sequence import TokenSequence
 from millstream.errors import ModelError
 from millstream.model.attention import Packed, Rule, on_device, rows_of, scores, within_window
 from millstream.model.load import context_length
+from millstream.types import ComputePath
 
 
 class SlotRunner:
@@ -36,6 +37,7 @@ class SlotRunner:
     can_draft = False
     cache_used = 0.0
     swap_s = None
+    path = ComputePath("a slot for each request, the library's layers")
 
     def __init__(self, model: PreTrainedModel, num_slots: int) -> None:
         fused.unfuse(model)  # it may come from a paged runner

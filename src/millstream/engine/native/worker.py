@@ -14,7 +14,7 @@ from msgspec import Struct
 from millstream.engine.base import SPAN_S
 from millstream.engine.native.batching import Batcher
 from millstream.errors import EngineError, RequestRefused
-from millstream.types import Completion, Request, RequestKey, Sampled, Weights
+from millstream.types import Completion, ComputePath, Request, RequestKey, Sampled, Weights
 from millstream.weights.transfer import WeightsRef
 
 
@@ -72,6 +72,7 @@ class WorkerReport(Struct, array_like=True):
     is_raised: bool = False  # it broke by an error in its own code, which another worker would raise as well
     num_drafted: int = 0  # this and the next: as in `EngineStats`
     num_accepted: int = 0
+    path: ComputePath | None = None  # what computes from now on; None: the same as before
 
 
 class Link(Protocol):
@@ -100,11 +101,13 @@ class DecodeWorker:
         self._is_closed = False
         self._began: float | None = None
         self._tokens_at_begin = 0
+        self._path: ComputePath | None = None
         self._report = WorkerReport([], [])
 
     def run(self) -> None:
         """Until `Close`. Each turn: execute the commands that have come, then one decode step, then report."""
         try:
+            self._send()  # what computes
             while not self._is_closed:
                 is_idle = self._is_paused or not self._batcher.has_work
                 if is_idle:
@@ -189,4 +192,7 @@ class DecodeWorker:
         report.num_accepted = self._batcher.num_accepted
         report.cache_used = self._batcher.cache_used
         report.swap_s = self._batcher.swap_s
+        path = self._batcher.path
+        report.path = None if path == self._path else path
+        self._path = path
         self._link.send(report)

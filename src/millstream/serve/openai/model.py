@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from msgspec import Struct
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
-from millstream.events import Event
+from millstream.events import Event, PathChosen
+from millstream.events.summary import path_words
 from millstream.model.load import context_length, set_up_cpu
 from millstream.model.locate import check_path
 from millstream.run.build import build_engine, build_model, end_tokens
@@ -19,6 +21,7 @@ from millstream.run.text import TokenizerText
 from millstream.serve.auth import check_token
 from millstream.serve.openai.service import ModelServiceConfig, Served, host_model
 
+logger = logging.getLogger(__name__)
 DEFAULT_CONTEXT = 8192  # of a model whose config has no context length
 
 
@@ -35,10 +38,12 @@ class ServedConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("engine.replicas and several engine.http.urls are for training: a service has one engine")
 
 
-class NullSink:
-    """Discards events."""
+class PathSink:
+    """Logs what computes where it is not the fastest path, and discards all other events."""
 
-    def emit(self, event: Event) -> None: ...
+    def emit(self, event: Event) -> None:
+        if isinstance(event, PathChosen) and event.why:
+            logger.warning("%s: %s", event.worker, path_words(event))
 
 
 def build_served(config: ServedConfig) -> Served:
@@ -49,7 +54,7 @@ def build_served(config: ServedConfig) -> Served:
     limits = [length for length in (context_length(model), config.max_length) if length is not None]
     return Served(
         name=config.name or config.model.path or "tiny",
-        engine=build_engine(config.engine, model, clock=RealClock(), sink=NullSink()),
+        engine=build_engine(config.engine, model, clock=RealClock(), sink=PathSink()),
         text=text,
         end_tokens=end_tokens(model, tokenizer),
         vocabulary=int(model.get_input_embeddings().num_embeddings),
