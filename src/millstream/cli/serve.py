@@ -20,6 +20,7 @@ class Device(StrEnum):
 
 
 class Dtype(StrEnum):
+    AUTO = "auto"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
@@ -61,7 +62,9 @@ def serve_command(
     device: Annotated[
         Device, typer.Option("--device", help="Where the model runs. auto: on a GPU if there is one.")
     ] = Device.AUTO,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="The type of the weights.")] = Dtype.FLOAT32,
+    dtype: Annotated[
+        Dtype, typer.Option("--dtype", help="The type of the weights. auto: bfloat16 on a GPU.")
+    ] = Dtype.AUTO,
     slots: Annotated[
         int, typer.Option("--slots", min=1, help="The number of answers that are decoded at the same time.")
     ] = 32,

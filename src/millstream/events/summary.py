@@ -15,6 +15,8 @@ from millstream.events import (
     GroupTaken,
     LearnerRestarted,
     RolloutAborted,
+    Sizes,
+    SizesChosen,
     Span,
     Stepped,
 )
@@ -43,6 +45,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     overlap_share: float  # of the learner's busy time, the share in which an engine was generating
     learner_share: float  # of all the time, the share in which the learner was busy
     engine_share: float
+    sizes: Sizes | None = None  # None: the log does not say
 
 
 Interval = tuple[float, float]
@@ -82,6 +85,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         overlap_share=total_length(intersect_intervals(generating, training)) / max(total_length(training), 1e-9),
         learner_share=total_length(training) / seconds,
         engine_share=total_length(generating) / seconds,
+        sizes=next((event.sizes for event in reversed(events) if isinstance(event, SizesChosen)), None),
     )
 
 

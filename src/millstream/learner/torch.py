@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 class TorchLearner:
     """A `RunLearner` (`learner.base`). `is_proximal_given`: rows after a batch's first step have `proximal`, and no copy of the
-    policy is kept for it."""
+    policy is kept for it. `is_fixed`: see `Rank`."""
 
     def __init__(
         self,
@@ -42,11 +42,12 @@ class TorchLearner:
         num_steps: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         is_proximal_given: bool = False,
+        is_fixed: bool = False,
     ) -> None:
         self.model = model
         self._tokenizer = tokenizer
         own = make_policies(model, config, temperature, is_proximal_given=is_proximal_given)
-        self.rank = Rank(*own, config, objective, num_steps=num_steps)
+        self.rank = Rank(*own, config, objective, num_steps=num_steps, is_fixed=is_fixed)
         self._guard = FiniteGuard(config.max_skipped_steps)
         self._thread = DaemonThreads("learner", most=1)
 

@@ -16,7 +16,7 @@ from millstream.engine.native.strings import DecodeTokens
 def batcher_of(model: PreTrainedModel, config: EngineConfig, decode: DecodeTokens | None = None) -> Batcher:
     return Batcher(
         model,
-        num_slots=config.slots,
+        num_slots=config.num_slots,
         prefill_tokens=config.prefill_tokens,
         on_update=config.on_update,
         runner=make_runner(model.eval(), config),
@@ -29,8 +29,8 @@ def make_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     kind = cache_kind(config, model.device.type)
     is_fused = check_engine(model, kind)
     if kind == "slots":
-        return SlotRunner(model, config.slots)
-    return PagedRunner(model, config.slots, cache_gb=config.cache_gb, is_fused=is_fused)
+        return SlotRunner(model, config.num_slots)
+    return PagedRunner(model, config.num_slots, cache_gb=config.pool_gb, is_fused=is_fused)
 
 
 def cache_kind(config: EngineConfig, device: str) -> CacheKind:
