@@ -70,7 +70,7 @@ def resumed(event: Resumed) -> str:
     return f"resumed from step {event.version}{changes}"
 
 
-def chosen(event: SizesChosen) -> str:
+def sizes_line(event: SizesChosen) -> str:
     kept = ", as at its start" if event.is_kept else ""
     return f"on {event.device}: {sizes_in_words(event.sizes)}{kept}"
 
@@ -126,7 +126,7 @@ class Lines:
             case Resumed():
                 self._say(event.at, resumed(event))
             case SizesChosen():
-                self._say(event.at, chosen(event))
+                self._say(event.at, sizes_line(event))
             case _ if isinstance(event, Alarm):
                 self._say(event.at, alarm(event))
             case ReplicaJoined():

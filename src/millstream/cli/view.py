@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from millstream.cli.show import Alarm, alarm, chosen, joined, resumed, sample_line, warmed_words
+from millstream.cli.show import Alarm, alarm, joined, resumed, sample_line, sizes_line, warmed_words
 from millstream.events import (
     WARMUP,
     Evaluated,
@@ -96,7 +96,7 @@ class View:
                 self._notes.append(resumed(event))
                 self._version = event.version
             case SizesChosen():
-                self._notes.append(chosen(event))
+                self._notes.append(sizes_line(event))
             case _ if isinstance(event, Alarm):
                 self._notes.append(alarm(event))
             case ReplicaJoined():
