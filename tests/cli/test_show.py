@@ -23,6 +23,7 @@ from millstream.events import (
     Evaluated,
     Event,
     LearnerRestarted,
+    MicroBatchLowered,
     PathChosen,
     ReplicaJoined,
     ReplicaLeft,
@@ -31,6 +32,8 @@ from millstream.events import (
     RunEnded,
     RunStarted,
     Sample,
+    Sizes,
+    SizesChosen,
     Span,
     Stalled,
     Status,
@@ -113,6 +116,32 @@ def test_plain_lines_say_the_same_where_there_is_no_terminal() -> None:
         lines.emit(event)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 6/6  reward" in text and "sampled before: accuracy 0.125" in text and "has waited 31 s" in text
+
+
+def test_the_view_and_the_lines_say_which_sizes_were_chosen_and_that_memory_ran_out() -> None:
+    view = View(Console(file=io.StringIO()), num_steps=6, max_lag=1)
+    lines = Console(file=io.StringIO(), width=200)
+    shown = Lines(lines, num_steps=6)
+    sizes = Sizes(
+        dtype="bfloat16",
+        slots=512,
+        cache_gb=40.0,
+        micro_batch_tokens=16384,
+        is_compiled=True,
+        needed_gb=70.0,
+        free_gb=80.0,
+    )
+    chosen = SizesChosen(at=0.5, sizes=sizes, device="cuda:0", is_kept=True)
+    lowered = MicroBatchLowered(at=3.0, micro_batch_tokens=8192)
+    for event in (chosen, lowered):
+        shown.emit(event)
+        view.emit(event)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(view)
+    for text in (console.file.getvalue(), lines.file.getvalue()):  # type: ignore[attr-defined]
+        line = "512 slots, 40 GB of cache, micro-batches of 16,384 tokens, compiled (about 70.0 of 80.0 GB), as at its start"
+        assert f"on cuda:0: bfloat16, {line}" in text
+        assert "the learner ran out of memory: micro-batches have 8,192 tokens from here on" in text
 
 
 def test_the_view_and_the_lines_show_engines_that_leave_or_join_and_learners_that_restart() -> None:

@@ -270,6 +270,24 @@ def test_when_the_cache_is_full_the_youngest_give_way_and_nobody_notices(depth: 
     assert batcher.cache_used == 0, "every page has come back"
 
 
+def test_a_cache_that_is_too_small_for_its_slots_makes_fewer_requests_run_and_no_storm_of_preemptions() -> None:
+    asked = [request(number, prompt, max_tokens=60) for number, prompt in enumerate(prompts(96))]
+    batcher = paged(make("llama"), num_slots=32, num_pages=100)
+    for one in asked:
+        batcher.add(one)
+    done: dict[int, Completion] = {}
+    drain(batcher, done)
+    assert len(done) == len(asked)
+    assert 0 < batcher.num_preempted < len(asked), "no request gives way more than once, on average"
+    for one in asked[:40]:
+        batcher.add(structs.replace(one, sampling=structs.replace(one.sampling, max_tokens=2)))
+    for _ in range(60):
+        drain(batcher, {})
+        for one in asked[:32]:
+            batcher.add(structs.replace(one, sampling=structs.replace(one.sampling, max_tokens=2)))
+    assert batcher._max_running == 32, "short requests need little of the cache: in time all slots are used again"
+
+
 def test_a_request_that_could_never_fit_is_refused_and_a_cache_without_a_page_as_well() -> None:
     batcher = paged(make("llama"), num_pages=11)
     with pytest.raises(RequestRefused, match=r"40 tokens that fit into the cache: set engine\.cache_gb higher"):
@@ -308,7 +326,7 @@ def test_pages_or_slots_and_their_size_are_chosen_by_the_config() -> None:
     with pytest.raises(ValueError, match="answer_s"):
         EngineConfig(answer_s=float("nan"))
     servers = HttpConfig(urls=("http://127.0.0.1:1",), flavour="openai", weights="none")
-    assert EngineConfig(kind="http", http=servers).slots == 128
+    assert EngineConfig(kind="http", http=servers).num_slots == 128
     for unread in ({"prefill_tokens": 7}, {"process": False}):
         with pytest.raises(ValueError, match="leave them out"):
             EngineConfig(kind="http", http=servers, **unread)  # type: ignore[arg-type]

@@ -14,10 +14,16 @@ from millstream import RunConfig, train
 from millstream.algo import AlgorithmConfig, recipe
 from millstream.audit import audit
 from millstream.config import load
+from millstream.engine.native.build import make_runner
+from millstream.engine.native.paged import PagedRunner
+from millstream.events import SizesChosen
+from millstream.events.sinks import MemorySink
 from millstream.learner import LearnerConfig
 from millstream.learner.torch import TorchLearner
 from millstream.model.attention import Indices, Packed, Rule, _Ragged, _Rectangles
 from millstream.model.load import new_model
+from millstream.run.prepare import prepare_run
+from millstream.run.sizes import memory_warning
 from millstream.types import TrainRow
 from support.tiny import CONFIGS, VOCABULARY
 
@@ -139,3 +145,66 @@ def test_a_run_in_bfloat16_goes_to_its_end_and_its_audit_is_clean(changes: list[
     result = train(load(ROOT / "recipes/demo.toml", RunConfig, words))
     assert result.summary.steps == 4 and result.summary.lag_max <= 2
     assert audit(tmp_path / "run").is_clean
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def plain_demo(*changes: str) -> RunConfig:
+    """The demo without the sizes that it sets for a CPU."""
+    return load(ROOT / "recipes/demo.toml", RunConfig, ["engine.slots=", "learner.micro_batch_tokens=", *changes])
+
+
+def test_by_default_a_gpu_gets_bfloat16_pages_and_compiled_layers_where_the_run_is_long() -> None:
+    long, short = (prepare_run(plain_demo(f"pipeline.steps={steps}", "warmup=")) for steps in (10**6, 10))
+    assert long.model.is_cuda and long.model.dtype == torch.bfloat16
+    assert (long.config.learner.compile, short.config.learner.compile) == (True, False)
+    assert isinstance(make_runner(long.model, long.config.engine), PagedRunner)
+    assert long.config.engine.slots == 512, "48 groups of 8 can be in flight, and 512 tasks are held out"
+    assert long.config.learner.micro_batch_tokens == 8192, "a batch has no more tokens"
+    assert not memory_warning(long.sizes)
+
+
+def test_a_run_with_all_defaults_goes_to_its_end_and_says_its_sizes(tmp_path: Path) -> None:
+    changes = ["pipeline.steps=4", "warmup.max_steps=20", "warmup.check_every=20", "data.holdout=32"]
+    seen = MemorySink()
+    result = train(plain_demo(f"run_dir={tmp_path / 'run'}", *changes), sinks=[seen])
+    (chosen,) = (event for event in seen.events if isinstance(event, SizesChosen))
+    assert chosen.device.startswith("cuda") and chosen.sizes.dtype == "bfloat16" and chosen.sizes.needed_gb is not None
+    assert result.summary.steps == 4 and audit(tmp_path / "run").is_clean
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_learner_that_really_runs_out_of_memory_continues_with_the_gradient_of_an_undisturbed_one(
+    dtype: torch.dtype, compiled: bool
+) -> None:
+    batch, objective = rows(4000), recipe.objective(AlgorithmConfig(), max_tokens=128)
+    config = LearnerConfig(micro_batch_tokens=1 << 19, compile=compiled)
+    model = new_model(CONFIGS["qwen3"](), seed=0, dtype=dtype).to(CUDA)
+    calm = gradient(TorchLearner(copy.deepcopy(model), config, objective), batch)
+    one = TorchLearner(model, config, objective)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(CUDA).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**29) / total)
+    try:
+        asyncio.run(one.accumulate(batch))
+        found = torch.cat([grad.flatten() for grad in one.optimizer.gradients().values()]).float().cpu()
+        assert asyncio.run(one.step())["micro_batch_tokens"] < sum(len(row.tokens) for row in batch)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+    assert (found - calm).norm() < (0.02 if dtype == torch.bfloat16 else 1e-3) * calm.norm()
+
+
+def test_an_engine_and_a_learner_with_chosen_sizes_fit_on_the_gpu_and_the_estimate_is_near(tmp_path: Path) -> None:
+    """365M parameters; 64 rollouts of up to 1,024 tokens a step, which random weights hardly ever end earlier."""
+    words = ["model.tiny.hidden=1024", "model.tiny.layers=28", "model.tiny.heads=16", "model.tiny.context=2048"]
+    words += ["rollout.max_tokens=1024", "pipeline.groups_per_step=8", "pipeline.steps=3", "data.holdout=8", "warmup="]
+    words += ["pipeline.filter_zero_signal=false", f"run_dir={tmp_path / 'run'}", "engine.prefill_tokens=4096"]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    result = train(plain_demo(*words))
+    sizes, used = result.summary.sizes, torch.cuda.max_memory_allocated() / 1e9
+    assert result.summary.steps == 3 and sizes is not None and sizes.needed_gb is not None
+    assert 0.4 * sizes.needed_gb < used < 1.1 * sizes.needed_gb, (used, sizes)

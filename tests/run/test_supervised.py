@@ -33,6 +33,7 @@ from millstream.errors import ConfigError, Stopped
 from millstream.events import Evaluated, Event, WarmedUp, WarmupSealed
 from millstream.events.sinks import MemorySink, read_events
 from millstream.learner import LearnerConfig
+from millstream.learner.packing import packed
 from millstream.learner.torch import TorchLearner
 from millstream.pipeline.waits import Waits
 from millstream.run import build
@@ -40,7 +41,7 @@ from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig, WarmupConfig
 from millstream.run.evaluate import evaluate
 from millstream.run.run import resume, train
-from millstream.run.sft import SupervisedTraining, learner_config, packed, sft_batches
+from millstream.run.sft import SupervisedTraining, learner_config, sft_batches
 from millstream.seeds import derive_seed
 from millstream.types import Floats, Metrics, Task, TrainRow, Weights
 from support.commands import start_command

@@ -33,6 +33,7 @@ from millstream.pipeline.schedule import PipelineConfig
 from millstream.run import control
 from millstream.run.check import check_combinations, check_config
 from millstream.run.config import RunConfig
+from millstream.run.device import estimated_lines
 from millstream.run.env_check import env_report_lines, run_env_check
 from millstream.run.folder import RunFolder, check_changes, program, resume_command
 
@@ -95,7 +96,7 @@ def train_command(
         source = path or RunFolder.of_run(resume or Path()).config
         config = configs.load(source, RunConfig, overrides or [])
         if dry_run:
-            for finding in check_config(config).findings:
+            for finding in (*check_config(config).findings, *estimated_lines(config)):
                 console.out(f"# {finding}", highlight=False)
             console.out(configs.to_toml(config), end="", highlight=False)
             return

@@ -20,6 +20,7 @@ class Device(StrEnum):
 
 
 class Dtype(StrEnum):
+    AUTO = "auto"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
@@ -28,6 +29,7 @@ HostOption = Annotated[
     str, typer.Option("--host", help="The address to listen on. Other than this machine's own only with a token.")
 ]
 PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="The port to listen on. 0: any free port.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="The type of the weights. auto: bfloat16 on a GPU.")]
 TokenOption = Annotated[
     str | None,
     typer.Option(
@@ -61,7 +63,7 @@ def serve_command(
     device: Annotated[
         Device, typer.Option("--device", help="Where the model runs. auto: on a GPU if there is one.")
     ] = Device.AUTO,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="The type of the weights.")] = Dtype.FLOAT32,
+    dtype: DtypeOption = Dtype.AUTO,
     slots: Annotated[
         int, typer.Option("--slots", min=1, help="The number of answers that are decoded at the same time.")
     ] = 32,

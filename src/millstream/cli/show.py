@@ -15,6 +15,7 @@ from millstream.events import (
     Evaluated,
     Event,
     LearnerRestarted,
+    MicroBatchLowered,
     PathChosen,
     ReplicaJoined,
     ReplicaLeft,
@@ -22,6 +23,7 @@ from millstream.events import (
     RolloutFailed,
     RunEnded,
     Sample,
+    SizesChosen,
     Stalled,
     Stepped,
     StopRequested,
@@ -31,6 +33,7 @@ from millstream.events import (
 from millstream.events.bias import BiasReport
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import Summary, path_words
+from millstream.run.device import sizes_in_words
 
 if TYPE_CHECKING:
     from millstream.run.control import RunStatus, ScaleResult
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 
 NEXT_LINE = "\n" + 12 * " "
-Alarm = CheckpointFailed | LearnerRestarted | ReplicaLeft | Stalled | StopRequested | Warned
+Alarm = CheckpointFailed | LearnerRestarted | MicroBatchLowered | ReplicaLeft | Stalled | StopRequested | Warned
 
 
 def alarm(event: Alarm) -> str:
@@ -48,6 +51,8 @@ def alarm(event: Alarm) -> str:
         )
     if isinstance(event, Warned):
         return f"warning: {event.message}"
+    if isinstance(event, MicroBatchLowered):
+        return f"the learner ran out of memory: micro-batches have {event.micro_batch_tokens:,} tokens from here on"
     if isinstance(event, LearnerRestarted):
         replayed = f"{event.num_batches_replayed} batches since step {event.from_version} were replayed"
         return f"{event.who} was restarted at step {event.to_version}: {event.why}; {replayed}, {event.seconds:.0f} s"
@@ -64,6 +69,11 @@ def alarm(event: Alarm) -> str:
 def resumed(event: Resumed) -> str:
     changes = f", with {', '.join(event.changes)}" if event.changes else ""
     return f"resumed from step {event.version}{changes}"
+
+
+def sizes_line(event: SizesChosen) -> str:
+    kept = ", as at its start" if event.is_kept else ""
+    return f"on {event.device}: {sizes_in_words(event.sizes)}{kept}"
 
 
 def joined(event: ReplicaJoined) -> str:
@@ -117,7 +127,9 @@ class Lines:
                     self._say(event.at, f"a sample: {sample_line(event.sample)}")
             case Resumed():
                 self._say(event.at, resumed(event))
-            case CheckpointFailed() | LearnerRestarted() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
+            case SizesChosen():
+                self._say(event.at, sizes_line(event))
+            case _ if isinstance(event, Alarm):
                 self._say(event.at, alarm(event))
             case ReplicaJoined():
                 self._say(event.at, joined(event))
@@ -221,6 +233,7 @@ def result_table(result: RunResult) -> Table:
         *([("restarts of the learner", str(summary.learner_restarts))] if summary.learner_restarts else []),
         ("groups by lag", lags),
         ("training overlapped by generation", f"{summary.overlap_share:.0%}"),
+        *([] if summary.sizes is None else [("sizes", sizes_in_words(summary.sizes))]),
     ):
         table.add_row(name, "", value)
     return table

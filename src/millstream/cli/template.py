@@ -35,5 +35,4 @@ name = "truncated_is"             # or "grpo", "dapo", "cispo", "gspo", ...: doc
 
 [learner]
 learning_rate = 1e-6
-micro_batch_tokens = 8192         # lower it if memory runs out
 """

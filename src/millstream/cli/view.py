@@ -16,28 +16,23 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from millstream.cli.show import alarm, joined, resumed, sample_line, warmed_words
+from millstream.cli.show import Alarm, alarm, joined, resumed, sample_line, sizes_line, warmed_words
 from millstream.events import (
     WARMUP,
-    CheckpointFailed,
     Evaluated,
     Event,
     GroupTaken,
-    LearnerRestarted,
     PathChosen,
     ReplicaJoined,
-    ReplicaLeft,
     Resumed,
     RolloutFailed,
     RunStarted,
     Sample,
-    Stalled,
+    SizesChosen,
     Status,
     Stepped,
-    StopRequested,
     WaitNow,
     WarmedUp,
-    Warned,
 )
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import path_words
@@ -103,7 +98,9 @@ class View:
                 self._begun = (event.at, event.version)
                 self._notes.append(resumed(event))
                 self._version = event.version
-            case CheckpointFailed() | LearnerRestarted() | ReplicaLeft() | Stalled() | StopRequested() | Warned():
+            case SizesChosen():
+                self._notes.append(sizes_line(event))
+            case _ if isinstance(event, Alarm):
                 self._notes.append(alarm(event))
             case ReplicaJoined():
                 self._notes.append(joined(event))

@@ -12,6 +12,7 @@ from millstream.engine.vllm.config import VllmConfig
 
 OnUpdate = Literal["keep", "recompute"]
 PREFILL_TOKENS = 4096
+SLOTS = 128
 MAX_REPLICAS = 65_536
 MAX_DRAFT = 63
 DRAFT_TOKENS = 7  # of a draft with speculation = "auto"
@@ -25,8 +26,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """None: with kind = "vllm", its defaults."""
     http: HttpConfig | None = None
 
-    slots: int = 128
-    """Requests decoded at the same time by one engine (kind = "http": by all servers together); more wait in a queue."""
+    slots: int | Literal["auto"] = "auto"
+    """Requests decoded at the same time by one engine (kind = "http": by all servers together); more wait in a queue. auto: on
+    a GPU the rollouts that can be in flight, if the cache is large enough, at most 1,024; otherwise 128."""
     prefill_tokens: int = PREFILL_TOKENS
     """Prompt tokens computed in one forward pass."""
 
@@ -40,9 +42,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     cache: Literal["slots", "pages"] | None = None
     """How keys and values are kept. pages: in a pool of a fixed size that requests share; slots: one for every request, as long
     as the longest. None: pages on a GPU, slots on a CPU, where they are faster."""
-    cache_gb: float | None = None
-    """The size of the pool of pages; on a CPU only with cache = "pages". None: on a GPU a third of what is free, since a
-    learner may be there too; else 1 GB."""
+    cache_gb: float | Literal["auto"] = "auto"
+    """The size of the pool of pages; on a CPU only with cache = "pages". auto: on a GPU what the slots need, as far as the
+    learner leaves it (a third of what is free where that is not known); else 1 GB."""
     on_update: OnUpdate = "keep"
     """What happens to the keys and values of requests in flight when new weights are loaded: they are kept, or computed again
     under the new weights. Requests that start later never see older ones."""
@@ -55,11 +57,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """An engine with work to do that reports nothing for so long is declared broken, by name."""
 
     def __post_init__(self) -> None:
-        if min(self.slots, self.prefill_tokens, self.replicas) < 1 or not 0 < self.answer_s < math.inf:
+        if min(self.num_slots, self.prefill_tokens, self.replicas) < 1 or not 0 < self.answer_s < math.inf:
             raise ValueError("slots, prefill_tokens and replicas must be at least 1, answer_s above 0 and finite")
         if self.replicas > MAX_REPLICAS:
             raise ValueError(f"replicas = {self.replicas}: expected at most {MAX_REPLICAS:,}")
-        if self.cache_gb is not None and (not 0 < self.cache_gb < math.inf or self.cache == "slots"):
+        if self.cache_gb != "auto" and (not 0 < self.cache_gb < math.inf or self.cache == "slots"):
             raise ValueError('cache_gb must be above 0 and finite, and goes with cache = "pages"')
         if (self.kind == "http") != (self.http is not None):
             raise ValueError('kind = "http" and an [engine.http] table go together: set both, or neither')
@@ -76,7 +78,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 'process and prefill_tokens are not of kind = "http", whose servers decide: leave them out'
             )
         own = (self.cache, self.cache_gb, self.on_update, self.speculation)
-        if self.kind != "torch" and own != (None, None, "keep", "auto"):
+        if self.kind != "torch" and own != (None, "auto", "keep", "auto"):
             raise ValueError(
                 f'cache, cache_gb, on_update and speculation are of kind = "torch", and kind = "{self.kind}": leave them out'
             )
@@ -94,6 +96,16 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         if isinstance(self.speculation, int):
             return self.speculation
         return DRAFT_TOKENS if self.speculation == "auto" else 0
+
+    @property
+    def num_slots(self) -> int:
+        """A run decides before what `auto` is (`run.sizes`); an engine alone has 128."""
+        return SLOTS if self.slots == "auto" else self.slots
+
+    @property
+    def pool_gb(self) -> float | None:
+        """The size of the pool of pages. None: the engine decides."""
+        return None if self.cache_gb == "auto" else self.cache_gb
 
     @property
     def num_engines(self) -> int:

@@ -17,6 +17,8 @@ from millstream.events import (
     LearnerRestarted,
     PathChosen,
     RolloutAborted,
+    Sizes,
+    SizesChosen,
     Span,
     Stepped,
 )
@@ -48,6 +50,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     learner_share: float  # of all the time, the share in which the learner was busy
     engine_share: float
     paths: dict[str, str] = {}  # what computed at the end, by worker, and why it was not faster
+    sizes: Sizes | None = None  # None: the log does not say
 
 
 Interval = tuple[float, float]
@@ -91,6 +94,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         learner_share=total_length(training) / seconds,
         engine_share=total_length(generating) / seconds,
         paths={event.worker: path_words(event) for event in events if isinstance(event, PathChosen)},
+        sizes=next((event.sizes for event in reversed(events) if isinstance(event, SizesChosen)), None),
     )
 
 

@@ -9,7 +9,7 @@ those up to `from_seq` belong to the history behind the weights; the rest was un
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -29,6 +29,26 @@ class ConfigWritten(Event, frozen=True, kw_only=True):
     """A process of the run has begun, with the `config.toml` of this SHA-256."""
 
     digest: str
+
+
+class Sizes(Struct, frozen=True, kw_only=True):
+    """What the keys of a config are that may be `auto`, and what the run needs by estimate. See `run.sizes`."""
+
+    dtype: Literal["float32", "bfloat16"]
+    slots: int  # of each engine
+    cache_gb: float | None  # of each engine; None: it has no pages, or decides itself
+    micro_batch_tokens: int
+    is_compiled: bool
+    needed_gb: float | None = None  # of the GPU; None: there is none, or its memory is not known
+    free_gb: float | None = None
+
+
+class SizesChosen(Event, frozen=True, kw_only=True):
+    """A process of the run has begun, with these sizes."""
+
+    sizes: Sizes
+    device: str
+    is_kept: bool = False  # those of the run's start, where others would change the last bits
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
@@ -220,6 +240,12 @@ class PathChosen(Event, frozen=True, kw_only=True):
     why: str = ""  # why it is not the fastest one; empty: it is
 
 
+class MicroBatchLowered(Event, frozen=True, kw_only=True):
+    """The learner was out of memory in a pass: its rows were computed again in smaller passes, as are all rows from here on."""
+
+    micro_batch_tokens: int
+
+
 class LearnerRestarted(Event, frozen=True, kw_only=True):
     """The processes of the learner or the critic died and were replaced: restored from a checkpoint, then all batches trained
     since were replayed."""
@@ -361,6 +387,7 @@ class RunEnded(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     ConfigWritten
+    | SizesChosen
     | RunStarted
     | Resumed
     | GroupAdmitted
@@ -380,6 +407,7 @@ AnyEvent = (
     | ReplicaJoined
     | WorkerStarted
     | PathChosen
+    | MicroBatchLowered
     | LearnerRestarted
     | Span
     | DraftsChecked

@@ -10,6 +10,7 @@ from msgspec import Struct
 from millstream.model.lora import LoraConfig
 
 MAX_RANKS = 65_536
+PASS_TOKENS = 8192
 
 
 class LearnerConfig(Struct, frozen=True, kw_only=True):
@@ -19,16 +20,18 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
     warmup_steps: int = 0
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    micro_batch_tokens: int = 8192
-    """Tokens of one forward and backward pass, on each rank; bounds the memory."""
+    micro_batch_tokens: int | Literal["auto"] = "auto"
+    """Tokens of one forward and backward pass, on each rank; bounds the memory. auto: what fits on the GPU, at most 16,384; on
+    a CPU 8,192."""
     ranks: int = 1
     """Processes that the model is sharded over, each with its own GPU; on a CPU, each with one thread."""
     mini_batches: int = 1
     """Optimizer steps per batch. Above 1 the proximal policy stays that of the batch's start, and clipping takes effect."""
     recompute: bool = False
     """Whether layers recompute their activations in the backward pass: a third more compute, a fraction of the memory."""
-    compile: bool = False
-    """Whether layers are compiled. On a GPU: a minute at the start, faster steps afterwards."""
+    compile: bool | Literal["auto"] = "auto"
+    """Whether layers are compiled. On a GPU: a minute at the start, faster steps afterwards. auto: on a GPU, if the run is long
+    enough for that."""
     gpu_share: float | None = None
     """The share of the GPU's multiprocessors that training uses, where an engine decodes on the same GPU: the rest is always
     free for decoding. None: 0.61 where at most 384 rollouts can be in flight and max_lag is above 0, else 1."""
@@ -40,7 +43,7 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.learning_rate <= 0 or self.max_grad_norm <= 0:
             raise ValueError("learning_rate and max_grad_norm must be above 0")
-        if self.mini_batches < 1 or self.micro_batch_tokens < 1 or self.ranks < 1:
+        if self.mini_batches < 1 or self.pass_tokens < 1 or self.ranks < 1:
             raise ValueError("mini_batches, micro_batch_tokens and ranks must be at least 1")
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks = {self.ranks}: expected at most {MAX_RANKS:,}")
@@ -48,6 +51,15 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(f"gpu_share = {self.gpu_share}: expected a number above 0, at most 1")
         if self.warmup_steps < 0 or self.weight_decay < 0 or self.max_skipped_steps < 0:
             raise ValueError("warmup_steps, weight_decay and max_skipped_steps must be at least 0")
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of one pass. A run decides before what `auto` is (`run.sizes`); a learner alone has 8,192."""
+        return PASS_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.compile is True
 
 
 class ReferenceConfig(Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from millstream.learner import CriticConfig, LearnerConfig
 from millstream.learner.check import check_learner
 from millstream.learner.optimizer import Optimizer
+from millstream.learner.passes import LOCKSTEP, Passes
 from millstream.learner.rows import RowTensors, is_finite
 from millstream.learner.scorer import spread
 from millstream.learner.state import on_host, read_state
@@ -62,8 +63,12 @@ def value_loss(values_M: Tensor, old_M: Tensor, returns_M: Tensor, clip: float |
 class TorchCritic:
     """A `Critic` (`learner.base`), on the device of the model, which becomes its body."""
 
-    def __init__(self, model: PreTrainedModel, config: CriticConfig, *, num_steps: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: CriticConfig, *, num_steps: int | None = None, is_fixed: bool = False
+    ) -> None:
+        """`is_fixed`: passes are never made smaller."""
         check_learner(model)
+        self._passes = Passes("critic", why_fixed=LOCKSTEP if is_fixed else "")
         self._values = ValueModel(model)
         self._clip = config.value_clip
         learner = LearnerConfig(
@@ -85,8 +90,11 @@ class TorchCritic:
     async def score(self, rows: Sequence[TrainRow]) -> list[Floats]:
         return await self._thread.call(lambda: self._score(rows))
 
-    @torch.no_grad()
     def _score(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        return [values for some in self._passes.run(rows, self._score_pass) for values in some]
+
+    @torch.no_grad()
+    def _score_pass(self, rows: Sequence[TrainRow]) -> list[Floats]:
         batch = RowTensors(rows, self._device)
         if not batch.num_trained:
             return [np.zeros(len(row.tokens), np.float32) for row in rows]
@@ -97,19 +105,22 @@ class TorchCritic:
 
     def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         sound = [row for row in rows if is_finite(row)]  # the learner reports the others
-        if not any(row.loss_mask.any() for row in sound):
+        self._passes.run(sound, self._add, self._optimizer)
+
+    def _add(self, rows: Sequence[TrainRow]) -> None:
+        if not any(row.loss_mask.any() for row in rows):
             return
-        batch = RowTensors(sound, self._device)
+        batch = RowTensors(rows, self._device)
         returns_M, old_M = batch.column("returns"), batch.column("values")
         values_M = self._values(batch.tokens_N, batch.packed, batch.before_M)
         loss_M = value_loss(values_M, old_M, returns_M, self._clip)
         loss = loss_M.sum()
         loss.backward()  # type: ignore[no-untyped-call]
         bad = sorted(set(batch.row_M[~loss_M.detach().isfinite()].tolist()))
-        self._suspects += [sound[index].label for index in bad]
         error_M = returns_M - values_M.detach()
         sums = [loss.detach(), error_M.sum(), error_M.square().sum(), returns_M.sum(), returns_M.square().sum()]
         self._sums += torch.stack(sums).double().cpu()
+        self._suspects += [rows[index].label for index in bad]
         self._num_tokens += batch.num_trained
 
     async def step(self) -> Metrics:

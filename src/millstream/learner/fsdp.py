@@ -77,6 +77,7 @@ class FsdpLearner:
         num_steps: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         is_proximal_given: bool = False,
+        is_fixed: bool = False,
         cluster: ClusterRanks | None = None,
     ) -> None:
         check_learner(model, is_small_only=True)
@@ -97,6 +98,7 @@ class FsdpLearner:
             temperature=temperature,
             num_steps=num_steps,
             is_proximal_given=is_proximal_given,
+            is_fixed=is_fixed,
         )
         self._shared: SharedWeights | None = None
         self._fetcher = None if cluster is None else WeightsFetcher(cluster.node)
@@ -140,7 +142,7 @@ class FsdpLearner:
         """By rank, by pass. A single rank gets what the learner of one device gets, and computes the same bits."""
         if self._config.ranks == 1:
             return [[rows]]
-        return deal(rows, self._config.ranks, max_tokens=self._config.micro_batch_tokens)
+        return deal(rows, self._config.ranks, max_tokens=self._config.pass_tokens)
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         return await self._thread.call(lambda: self._logprobs(rows)) if rows else []

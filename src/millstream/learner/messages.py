@@ -39,6 +39,7 @@ class RankPlan(Struct, frozen=True, kw_only=True):
     objective: ObjectiveSource
     temperature: float
     num_steps: int | None
+    is_fixed: bool = False  # see `Rank`
     is_proximal_given: bool = False  # rows have `proximal` where it is read: no copy of the policy is kept for it
 
 
@@ -61,6 +62,7 @@ class ScorerSetup(Struct, frozen=True, kw_only=True):
     device: str
     weights: WeightsRef  # of the whole model
     temperature: float = 1.0  # of a scorer
+    is_fixed: bool = False  # passes are never made smaller
     critic: CriticConfig | None = None
     num_steps: int | None = None  # of a critic: optimizer steps in all, for its schedule
 

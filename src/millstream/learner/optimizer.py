@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from millstream.types import Metrics, Weights
 
 logger = logging.getLogger(__name__)
 OptimizerState = dict[str, Any]
+Marks = dict[str, tuple[int, int] | None]
 MAX_NAMES = 8  # of rows, in a message
 LEARNING_RATE_KEYS = {"learner": "learner.learning_rate (of supervised training: warmup.learning_rate)"}
 
@@ -63,19 +66,22 @@ class Optimizer:
             raise LearnerError("no parameter of the model requires a gradient: there is nothing to train")
         self._masters = {name: _master(p) for name, p in self._parameters.items()}
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._adder(self._masters[name]))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._adder(name, self._masters[name]))  # type: ignore[no-untyped-call]
             for name, parameter in self._parameters.items()
             if self._masters[name] is not parameter
         ]
+        self._left_out: set[str] = set()
         masters = list(self._masters.values())
         self._adam = torch.optim.AdamW(masters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
         self.num_steps_done = 0
         self._num_skipped_in_a_row = 0
 
-    def _adder(self, master: Tensor) -> Any:
+    def _adder(self, name: str, master: Tensor) -> Any:
         def add(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            if master.grad is None:
+            if name in self._left_out:
+                pass
+            elif master.grad is None:
                 master.grad = parameter.grad.float()
             else:
                 master.grad.add_(parameter.grad)
@@ -86,6 +92,37 @@ class Optimizer:
     def gradients(self) -> dict[str, Tensor]:
         """The sums so far, of the parameters that have one."""
         return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+
+    def marks(self) -> Marks:
+        """What each sum is now: another tensor, or the same one after an addition, has another mark."""
+        grads = {name: master.grad for name, master in self._masters.items()}
+        return {name: None if grad is None else (id(grad), grad._version) for name, grad in grads.items()}
+
+    def added(self, since: Marks) -> set[str]:
+        """The parameters whose sums have changed since then. A backward pass adds to each once: the gradient of all rows."""
+        return {name for name, mark in self.marks().items() if mark != since[name]}
+
+    @contextmanager
+    def leaving_out(self, names: Collection[str]) -> Iterator[None]:
+        """Passes in this block add nothing to the sums of these parameters. What a pass before it has left unfinished is
+        dropped."""
+        own = {name: parameter for name, parameter in self._parameters.items() if self._masters[name] is parameter}
+        for name in self._parameters.keys() - own.keys():
+            self._parameters[name].grad = None
+        kept = {name: own[name].grad for name in own.keys() & set(names)}
+        hooks = [own[name].register_post_accumulate_grad_hook(_drop) for name in kept]  # type: ignore[no-untyped-call]
+        before = self._left_out
+        self._left_out = before | set(names)
+        for name in kept:
+            own[name].grad = None
+        try:
+            yield
+        finally:
+            self._left_out = before
+            for hook in hooks:
+                hook.remove()
+            for name, grad in kept.items():
+                own[name].grad = grad
 
     def detach(self) -> None:
         """Release the module to another optimizer. Two on one module would take each other's gradients."""
@@ -192,6 +229,10 @@ class Optimizer:
                     for key, value in moments.items()
                 }
         self.num_steps_done = state["num_steps_done"]
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

@@ -3,7 +3,7 @@ result depends on the rows alone, never on timing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from millstream.types import TrainRow
 
@@ -32,6 +32,20 @@ class Packer:
         return rows
 
 
+def packed(rows: Iterable[TrainRow], max_tokens: int) -> Iterator[list[TrainRow]]:
+    """Micro-batches of at most `max_tokens` tokens, in order."""
+    packer = Packer(max_tokens)
+    for row in rows:
+        if full := packer.add(row):
+            yield full
+    if rest := packer.flush():
+        yield rest
+
+
+def num_tokens(rows: Sequence[TrainRow]) -> int:
+    return sum(len(row.tokens) for row in rows)
+
+
 MAX_IMBALANCE = 1.1  # tokens of the fullest rank, with rows of one prompt kept together, over those without
 
 
@@ -42,19 +56,19 @@ def deal(rows: Sequence[TrainRow], num_ranks: int, *, max_tokens: int) -> list[l
     apart = _balanced([[row] for row in rows], num_ranks)
     if _fullest(shares) > MAX_IMBALANCE * _fullest(apart):
         shares = apart
-    packed = [_passes(share, max_tokens) for share in shares]
-    most = max(map(len, packed))
-    return [passes + [[] for _ in range(most - len(passes))] for passes in packed]
+    by_rank = [list(packed(share, max_tokens)) for share in shares]
+    most = max(map(len, by_rank))
+    return [passes + [[] for _ in range(most - len(passes))] for passes in by_rank]
 
 
 def _balanced(bundles: Sequence[list[TrainRow]], num_ranks: int) -> list[list[TrainRow]]:
     """Greedy: the largest bundle first, each to the rank with the fewest tokens."""
     shares: list[list[TrainRow]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for bundle in sorted(bundles, key=_num_tokens, reverse=True):  # stable: equals keep their order
+    for bundle in sorted(bundles, key=num_tokens, reverse=True):  # stable: equals keep their order
         rank = loads.index(min(loads))
         shares[rank] += bundle
-        loads[rank] += _num_tokens(bundle)
+        loads[rank] += num_tokens(bundle)
     return shares
 
 
@@ -65,16 +79,5 @@ def _by_prompt(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
     return list(bundles.values())
 
 
-def _num_tokens(rows: Sequence[TrainRow]) -> int:
-    return sum(len(row.tokens) for row in rows)
-
-
 def _fullest(shares: Sequence[Sequence[TrainRow]]) -> int:
-    return max(map(_num_tokens, shares))
-
-
-def _passes(rows: Sequence[TrainRow], max_tokens: int) -> list[list[TrainRow]]:
-    packer = Packer(max_tokens)
-    found = [full for row in rows if (full := packer.add(row))]
-    last = packer.flush()
-    return [*found, last] if last else found
+    return max(map(num_tokens, shares))

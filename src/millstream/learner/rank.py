@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from millstream.learner.check import check_learner
 from millstream.learner.config import LearnerConfig
 from millstream.learner.optimizer import Optimizer, OptimizerState, StepResult
+from millstream.learner.passes import LOCKSTEP, Passes
 from millstream.learner.rows import RowTensors, not_finite
 from millstream.learner.tally import RunningSums, StepTally, behaviour_distance
 from millstream.model.adapters import copy_of, trained_weights
@@ -26,6 +27,7 @@ from millstream.model.policy import Policy, recompute_activations
 from millstream.objective import LossInputs, Objective
 from millstream.types import Floats, TrainRow
 
+SHARDED = "The other ranks wait for this pass"
 NUM_COMPILED_SIZES = 4  # of micro-batches: compiled layers are compiled once for each
 EMPTY_ROW = TrainRow(
     tokens=np.zeros(2, np.int32),
@@ -44,7 +46,7 @@ def make_policies(
     check_learner(model)
     is_kept = config.mini_batches > 1 and not is_proximal_given
     proximal = Policy(copy_of(model), temperature=temperature) if is_kept else None
-    policy = Policy(model, temperature=temperature, is_compiled=config.compile)
+    policy = Policy(model, temperature=temperature, is_compiled=config.is_compiled)
     if config.recompute:
         recompute_activations(model)
     return policy, proximal
@@ -52,7 +54,8 @@ def make_policies(
 
 class Rank:
     """One rank. `proximal`: a copy of the policy, where a batch has several optimizer steps; without it, rows after the first
-    step must have `proximal`. `num_steps`: batches in all, for the schedule. `is_sharded`: one of several ranks."""
+    step must have `proximal`. `num_steps`: batches in all, for the schedule. `is_sharded`: one of several ranks. `is_fixed`:
+    passes are never made smaller, so that a run repeats bit for bit."""
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Rank:
         *,
         num_steps: int | None,
         is_sharded: bool = False,
+        is_fixed: bool = False,
     ) -> None:
         self.policy = policy
         self._proximal = proximal
@@ -72,7 +76,10 @@ class Rank:
         num_optimizer_steps = None if num_steps is None else num_steps * config.mini_batches
         self.optimizer = Optimizer(policy.model, config, num_steps=num_optimizer_steps)
         self._device = next(policy.parameters()).device
-        self._quantum = max(1, config.micro_batch_tokens // NUM_COMPILED_SIZES) if config.compile else 1
+        self._quantum = max(1, config.pass_tokens // NUM_COMPILED_SIZES) if config.is_compiled else 1
+        why_fixed = SHARDED if is_sharded else LOCKSTEP if is_fixed else ""
+        self._passes = Passes("learner", why_fixed=why_fixed, is_logged=False)
+        self._limit_reported: int | None = None
         self._has_stepped = False  # in this batch: before, the proximal policy is the policy itself
         self._sums = RunningSums()
 
@@ -88,15 +95,18 @@ class Rank:
         sound = [row for row, columns in zip(rows, faults, strict=True) if not columns]
         self._sums.leave_out([(row.label, columns) for row, columns in zip(rows, faults, strict=True) if columns])
         if any(row.loss_mask.any() for row in sound):
-            self._add(sound)
+            self._passes.run(sound, self._add, self.optimizer)
         elif self._is_sharded:
             logprobs_M, _, _ = self._forward(self._rows([EMPTY_ROW]), needs_entropy=False)
             (logprobs_M.sum() * 0).backward()  # type: ignore[no-untyped-call]
 
     def _rows(self, rows: Sequence[TrainRow]) -> RowTensors:
-        return RowTensors(rows, self._device, quantum=self._quantum)
+        """A limit below the quantum is one: filling rows up beyond it would need the memory that there is not."""
+        return RowTensors(rows, self._device, quantum=min(self._quantum, self._passes.max_tokens or self._quantum))
 
     def _add(self, rows: Sequence[TrainRow]) -> None:
+        if not any(row.loss_mask.any() for row in rows):
+            return
         batch = self._rows(rows)
         inputs = self._inputs(batch, rows[0])
         result = self._objective.token_loss(inputs)
@@ -104,9 +114,12 @@ class Rank:
         loss_M = result.loss_N * weights_R[batch.row_M]
         loss_M.sum().backward()  # type: ignore[no-untyped-call]
         self._sums.add(
-            batch, loss_M.detach(), {**result.metrics, **behaviour_distance(inputs)}, [row.label for row in rows]
+            batch,
+            loss_M.detach(),
+            {**result.metrics, **behaviour_distance(inputs)},
+            [row.label for row in rows],
+            units=float(self._objective.units(batch.counts_R)),
         )
-        self._sums.units += float(self._objective.units(batch.counts_R))
 
     def _forward(self, batch: RowTensors, *, needs_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
         """Log-probabilities, entropies if needed, and log-probabilities under the proximal policy."""
@@ -136,17 +149,23 @@ class Rank:
     @torch.no_grad()
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
         """The current policy's log-probabilities of each row's trained tokens."""
-        batch = self._rows(rows or [EMPTY_ROW])
+        found = self._passes.run(rows or [EMPTY_ROW], self._logprobs)
+        return [of_row for some in found for of_row in some] if rows else []
+
+    def _logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        batch = self._rows(rows)
         found = self.policy(batch.tokens_N, batch.packed, batch.before_M, batch.targets_M)
         if self._is_sharded:  # no backward pass follows: gathered parameters would be stale after a step or a restore
             self.policy.reshard()  # type: ignore[operator]
-        return batch.per_row(found.logprobs_M) if rows else []
+        return batch.per_row(found.logprobs_M)
 
     def tally(self) -> StepTally:
         """This rank's counts since the last call."""
-        sums = self._sums
+        sums, limit = self._sums, self._passes.max_tokens
         self._sums = RunningSums()
-        return sums.tally()
+        is_lower = limit != self._limit_reported
+        self._limit_reported = limit
+        return sums.tally(micro_batch_tokens=limit or 0 if is_lower else 0)
 
     def step(self, counted: StepTally) -> StepResult:
         """Divide by the total of all ranks, clip, update, clear the gradient. Raises `LearnerError`."""

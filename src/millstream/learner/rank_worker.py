@@ -128,7 +128,7 @@ def build_rank(setup: RankSetup) -> Rank:
     if plan.num_ranks == 1:
         on_device = model.to(plan.device)
         own = make_policies(on_device, plan.config, plan.temperature, is_proximal_given=plan.is_proximal_given)
-        return Rank(*own, plan.config, objective, num_steps=plan.num_steps)
+        return Rank(*own, plan.config, objective, num_steps=plan.num_steps, is_fixed=plan.is_fixed)
     mesh = join_mesh(plan.rank, plan.num_ranks, (plan.host, plan.port), torch.device(plan.device))
     return sharded_rank(
         model,

@@ -67,6 +67,7 @@ def publish_setup(
     temperature: float = 1.0,
     critic: CriticConfig | None = None,
     num_steps: int | None = None,
+    is_fixed: bool = False,
 ) -> Iterator[ScorerSetup]:
     """`model` is called once; the model is not used any more when its weights are published."""
     own = model()
@@ -82,6 +83,7 @@ def publish_setup(
             temperature=temperature,
             critic=critic,
             num_steps=num_steps,
+            is_fixed=is_fixed,
         )
     finally:
         publisher.close()

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from millstream.learner.check import check_learner
+from millstream.learner.passes import LOCKSTEP, Passes
 from millstream.learner.rows import RowTensors
 from millstream.model.load import load_weights
 from millstream.model.policy import Policy
@@ -20,8 +21,12 @@ from millstream.types import Floats, TrainRow, Weights
 class TorchScorer:
     """A `Scorer` and a `Follower` (`learner.base`), on the device of the model."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0, name: str = "reference") -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float = 1.0, name: str = "reference", is_fixed: bool = False
+    ) -> None:
+        """`is_fixed`: passes are never made smaller."""
         check_learner(model)
+        self._passes = Passes(name, why_fixed=LOCKSTEP if is_fixed else "")
         self._policy = Policy(model.requires_grad_(False), temperature=temperature)
         self._device = next(model.parameters()).device
         self._thread = DaemonThreads(name, most=1)
@@ -30,8 +35,11 @@ class TorchScorer:
         scores: list[Floats] = await self._thread.call(lambda: self._score(rows))
         return scores
 
-    @torch.no_grad()
     def _score(self, rows: Sequence[TrainRow]) -> list[Floats]:
+        return [scores for some in self._passes.run(rows, self._score_pass) for scores in some]
+
+    @torch.no_grad()
+    def _score_pass(self, rows: Sequence[TrainRow]) -> list[Floats]:
         batch = RowTensors(rows, self._device)
         if not batch.num_trained:
             return [np.zeros(len(row.tokens), np.float32) for row in rows]

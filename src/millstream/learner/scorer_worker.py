@@ -101,8 +101,8 @@ def build_server(setup: ScorerSetup) -> Handler:
         load_weights(model, taken.weights)
     model = model.to(setup.device)
     if setup.critic is not None:
-        return CriticServer(TorchCritic(model, setup.critic, num_steps=setup.num_steps)).handle
-    return ScorerServer(TorchScorer(model, temperature=setup.temperature), fetcher).handle
+        return CriticServer(TorchCritic(model, setup.critic, num_steps=setup.num_steps, is_fixed=setup.is_fixed)).handle
+    return ScorerServer(TorchScorer(model, temperature=setup.temperature, is_fixed=setup.is_fixed), fetcher).handle
 
 
 def serve_scorer(connection: socket.socket) -> None:

@@ -32,6 +32,7 @@ class StepTally(Struct, frozen=True, kw_only=True):
     num_left_out: int = 0
     left_out_first: list[str] = []  # some of the rows that were skipped, each with its columns that are not finite
     suspects: list[str] = []  # labels of the rows whose loss was not finite
+    micro_batch_tokens: int = 0  # what they were lowered to since the last step, out of memory; 0: they were not
 
     def metrics(self, stepped: StepResult) -> Metrics:
         """Means over tokens; of the loss, over its units."""
@@ -39,6 +40,8 @@ class StepTally(Struct, frozen=True, kw_only=True):
         metrics["loss"] = self.sums["loss"] / self.units
         metrics["effective_sample_size"] = metrics["ratio"] ** 2 / metrics.pop("squared_ratio")
         metrics["max_ratio"] = self.max_ratio
+        if self.micro_batch_tokens:
+            metrics["micro_batch_tokens"] = float(self.micro_batch_tokens)
         return metrics | self.skipped_rows() | stepped.metrics()
 
     def skipped_rows(self) -> Metrics:
@@ -56,6 +59,7 @@ def total_tally(tallies: Sequence[StepTally]) -> StepTally:
         num_left_out=sum(tally.num_left_out for tally in tallies),
         left_out_first=[name for tally in tallies for name in tally.left_out_first],
         suspects=[name for tally in tallies for name in tally.suspects],
+        micro_batch_tokens=max(tally.micro_batch_tokens for tally in tallies),
     )
 
 
@@ -101,15 +105,23 @@ class RunningSums:
             labels = ", ".join(label for label, _ in faults)
             logger.warning("%s is left out: it has a number that is not finite", labels)
 
-    def add(self, batch: RowTensors, loss_M: Tensor, sums: dict[str, Tensor], labels: list[str]) -> None:
-        self._num_tokens += batch.num_trained
+    def add(
+        self, batch: RowTensors, loss_M: Tensor, sums: dict[str, Tensor], labels: list[str], *, units: float
+    ) -> None:
+        """All of it, or nothing: what needs memory comes before what is kept."""
         largest = sums.pop("max_ratio")
-        self._max_ratio = largest if self._max_ratio is None else torch.maximum(self._max_ratio, largest)
-        for name, value in {"loss": loss_M.sum(), **sums}.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        max_ratio = largest if self._max_ratio is None else torch.maximum(self._max_ratio, largest)
+        new = {
+            name: self._sums[name] + value if name in self._sums else value
+            for name, value in {"loss": loss_M.sum(), **sums}.items()
+        }
         num_bad_R = torch.zeros(len(labels), dtype=torch.int32, device=loss_M.device)
         num_bad_R.index_add_(0, batch.row_M, (~loss_M.isfinite()).int())
+        self._num_tokens += batch.num_trained
+        self._max_ratio = max_ratio
+        self._sums |= new
         self._num_bad.append((num_bad_R, labels))
+        self.units += units
 
     def _suspects(self) -> list[str]:
         return [
@@ -119,7 +131,7 @@ class RunningSums:
             if num_bad
         ]
 
-    def tally(self) -> StepTally:
+    def tally(self, *, micro_batch_tokens: int = 0) -> StepTally:
         return StepTally(
             units=self.units,
             num_tokens=self._num_tokens,
@@ -128,6 +140,7 @@ class RunningSums:
             num_left_out=self._num_left_out,
             left_out_first=self._left_out_first,
             suspects=self._suspects(),
+            micro_batch_tokens=micro_batch_tokens,
         )
 
 

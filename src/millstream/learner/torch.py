@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 class TorchLearner:
     """A `RunLearner` (`learner.base`). `is_proximal_given`: rows after a batch's first step have `proximal`, and no copy of the
-    policy is kept for it. `gpu_share`: of the multiprocessors that it may use (`model.gpu_share`)."""
+    policy is kept for it. `is_fixed`: see `Rank`. `gpu_share`: of the multiprocessors that it may use (`model.gpu_share`)."""
 
     def __init__(
         self,
@@ -44,11 +44,12 @@ class TorchLearner:
         tokenizer: PreTrainedTokenizerBase | None = None,
         is_proximal_given: bool = False,
         gpu_share: float = 1.0,
+        is_fixed: bool = False,
     ) -> None:
         self.model = model
         self._tokenizer = tokenizer
         own = make_policies(model, config, temperature, is_proximal_given=is_proximal_given)
-        self.rank = Rank(*own, config, objective, num_steps=num_steps)
+        self.rank = Rank(*own, config, objective, num_steps=num_steps, is_fixed=is_fixed)
         self._guard = FiniteGuard(config.max_skipped_steps)
         self._thread = DaemonThreads("learner", most=1)
         self._stream = training_stream(model.device, gpu_share) if model.device.type == "cuda" else None

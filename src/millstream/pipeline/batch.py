@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from millstream.algo.advantages import OverBatch
 from millstream.errors import LagError, StreamEnded
-from millstream.events import GroupTaken, Span
+from millstream.events import GroupTaken, MicroBatchLowered, Span
 from millstream.learner import Learner
 from millstream.learner.packing import Packer
 from millstream.pipeline.admission import Admission, Place
@@ -197,7 +197,7 @@ class BatchTrainer:
                 await self._train(taken)
         await self._accumulate(self._packer.flush())
         if not is_full:
-            self._metrics.append(await self.call("step", self._learner.step()))
+            await self._step()
         if self._critic is not None:  # its waits have their deadlines
             learning = self._critic.finish_batch()
             self._metrics.append(await self._context.waits.on("train", "the critic's batch", learning, deadline=False))
@@ -228,7 +228,13 @@ class BatchTrainer:
             await self._accumulate(self._packer.add(row))
         if self._num_trained % self._groups_per_mini_batch == 0:
             await self._accumulate(self._packer.flush())
-            self._metrics.append(await self.call("step", self._learner.step()))
+            await self._step()
+
+    async def _step(self) -> None:
+        metrics = await self.call("step", self._learner.step())
+        self._metrics.append(metrics)
+        if tokens := int(metrics.get("micro_batch_tokens", 0)):
+            self._context.emit(MicroBatchLowered(at=self._context.now(), micro_batch_tokens=tokens))
 
     async def _accumulate(self, rows: Sequence[TrainRow]) -> None:
         if rows:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from millstream.clock import RealClock
 from millstream.engine import Engine
-from millstream.events import ConfigWritten, Resumed, RunEnded, RunStarted, Status, Warned
+from millstream.events import ConfigWritten, Resumed, RunEnded, RunStarted, SizesChosen, Status, Warned
 from millstream.pipeline.pipeline import Pipeline
 from millstream.run.checkpoint import Checkpoints, RunState
 from millstream.run.evaluate import new_waits
@@ -18,6 +18,7 @@ from millstream.run.folder import RunFolder
 from millstream.run.log import RunLog
 from millstream.run.prepare import Prepared
 from millstream.run.resume import ResumePoint, random_states
+from millstream.run.sizes import memory_warning
 
 
 class Stoppable(Protocol):
@@ -101,10 +102,18 @@ class ActiveRun:
                     changes=resumed.changes,
                 )
             )
-        kept = self.config if resumed is not None and resumed.changes else None
+        kept = self.prepared.written if resumed is not None and resumed.changes else None
         self.log.emit(ConfigWritten(at=self.clock.now(), digest=self.folder.config_digest(kept)))
+        self._emit_sizes()
         if resumed is None and self.prepared.warning:
             self.warn(self.prepared.warning)
+
+    def _emit_sizes(self) -> None:
+        sizes, are_kept = self.prepared.sizes, self.prepared.are_sizes_kept
+        device = "cluster" if self.config.runtime == "ray" else str(self.prepared.model.device)
+        self.log.emit(SizesChosen(at=self.clock.now(), sizes=sizes, device=device, is_kept=are_kept))
+        if warning := memory_warning(sizes, are_kept=are_kept):
+            self.warn(warning)
 
     def emit_started(self) -> None:
         pipeline, rollout = self.config.pipeline, self.config.rollout

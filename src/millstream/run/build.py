@@ -46,6 +46,8 @@ from millstream.pipeline.pipeline import Algorithm, TokenGroupReward
 from millstream.pipeline.schema import Stage, store_tasks
 from millstream.rpc.process import Launcher, engine_names
 from millstream.run.config import ModelConfig, RunConfig, critic_of, server_token
+from millstream.run.device import on_cluster
+from millstream.run.sizes import CPU, ModelDevice, ModelShape, shape_from
 from millstream.run.text import TokenizerText
 from millstream.seeds import derive_seed
 from millstream.store import Reads
@@ -63,7 +65,8 @@ def build_model(
 
 
 def _plain_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    device, dtype = choose_device(config.device), getattr(torch, config.dtype)
+    device = choose_device(config.device)
+    dtype = getattr(torch, config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32")
     if config.tiny is not None:
         tiny = config.tiny
         tokenizer = character_tokenizer(tiny.alphabet)
@@ -85,6 +88,24 @@ def check_passes(config: RunConfig, model: PreTrainedModel) -> None:
         is_gpu = model.device.type == "cuda" or config.resources.engine_gpus > 0
         check_engine(model, cache_kind(config.engine, "cuda" if is_gpu else "cpu"), is_small_only=True)
     check_learner(model, is_small_only=True)
+
+
+def measure_device(config: RunConfig) -> ModelDevice:
+    """The device of the model and its free memory now, before the run has anything there."""
+    if config.runtime == "ray":
+        return on_cluster(config)
+    if choose_device(config.model.device) != "cuda":
+        return CPU
+    return ModelDevice(is_gpu=True, free_bytes=float(torch.cuda.mem_get_info()[0]))
+
+
+def measure_shape(model: PreTrainedModel) -> ModelShape | None:
+    counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return shape_from(
+        model.config.to_dict(),
+        parameters=sum(count for count, _ in counts),
+        trained=sum(count for count, is_trained in counts if is_trained),
+    )
 
 
 def choose_device(asked: str) -> str:
@@ -162,9 +183,9 @@ def _torch_engine(
 ) -> TorchEngine:
     """The engine has its own copy of all weights that training changes: only `load` changes it."""
     is_process, is_cpu = has_process(config, model), model.device.type == "cpu"
-    if is_cpu and config.cache is None and config.cache_gb is not None:
+    if is_cpu and config.cache is None and config.pool_gb is not None:
         raise ConfigError(
-            f'engine.cache_gb = {config.cache_gb:g}, and on a CPU every request has a slot: set engine.cache = "pages", or '
+            f'engine.cache_gb = {config.pool_gb:g}, and on a CPU every request has a slot: set engine.cache = "pages", or '
             "leave cache_gb out"
         )
     if is_cpu and config.cache is None and isinstance(config.speculation, int):
@@ -181,7 +202,7 @@ def _torch_engine(
         host = ThreadHost(copy_of(model), config, None if tokenizer is None else decoder_of(tokenizer))
     return TorchEngine(
         host,
-        slots=config.slots,
+        slots=config.num_slots,
         max_length=context_length(model),
         clock=clock,
         sink=sink,
@@ -204,7 +225,7 @@ class HttpServers:
         assert config.http is not None
         self._http = config.http
         self._urls = dict(zip(engine_names(config.num_engines), config.http.urls, strict=True))
-        self._slots = -(-config.slots // config.num_engines)
+        self._slots = -(-config.num_slots // config.num_engines)
         self._max_length = context_length(model)
         self._token = server_token(config.http)
         self._clock = clock
@@ -251,6 +272,7 @@ def build_learner(
             tokenizer=tokenizer,
             is_proximal_given=is_proximal_given,
             gpu_share=1.0 if recipe.algorithm is None else gpu_share(config, learner),
+            is_fixed=config.pipeline.is_in_lockstep,
         )
     if model.device.type == "cuda" and (found := torch.cuda.device_count()) < learner.ranks:
         raise ConfigError(f"learner.ranks = {learner.ranks}, and torch sees {found} GPUs: set learner.ranks = {found}")
@@ -263,6 +285,7 @@ def build_learner(
         num_steps=num_steps,
         tokenizer=tokenizer,
         is_proximal_given=is_proximal_given,
+        is_fixed=config.pipeline.is_in_lockstep,
     )
 
 
@@ -295,7 +318,7 @@ def build_algorithm(
     launcher: Launcher | None = None,
 ) -> Algorithm:
     advantage, critic = advantage_of(config.algorithm), critic_of(config)
-    tokens = config.learner.micro_batch_tokens
+    tokens = config.learner.pass_tokens
     return Algorithm(
         advantage=advantage.of_group,
         over_batch=advantage.over_batch,

@@ -102,7 +102,11 @@ def reference_model(config: RunConfig, start: PreTrainedModel, saved: Path | Non
 def _build_reference(config: RunConfig, start: PreTrainedModel, saved: Path | None) -> TorchScorer | None:
     if reference_of(config) is None:
         return None
-    return TorchScorer(reference_model(config, start, saved), temperature=config.rollout.temperature)
+    return TorchScorer(
+        reference_model(config, start, saved),
+        temperature=config.rollout.temperature,
+        is_fixed=config.pipeline.is_in_lockstep,
+    )
 
 
 def _build_critic(config: RunConfig, start: PreTrainedModel) -> TorchCritic | None:
@@ -112,7 +116,7 @@ def _build_critic(config: RunConfig, start: PreTrainedModel) -> TorchCritic | No
     device = table.device or str(start.device)
     model = copy.deepcopy(start) if table.path is None else _critic_model(config, table, start)
     model = model.to(device)
-    return TorchCritic(model, table, num_steps=config.pipeline.steps)
+    return TorchCritic(model, table, num_steps=config.pipeline.steps, is_fixed=config.pipeline.is_in_lockstep)
 
 
 def _build_proximal(config: RunConfig, start: PreTrainedModel) -> TorchScorer | None:
@@ -122,7 +126,9 @@ def _build_proximal(config: RunConfig, start: PreTrainedModel) -> TorchScorer | 
     device = config.proximal.device or str(start.device)
     is_there = torch.empty(0, device=device).device == start.device  # cuda is cuda:0, say
     model = copy_of(start) if is_there else copy.deepcopy(start).to(device)
-    return TorchScorer(model, temperature=config.rollout.temperature, name="proximal")
+    return TorchScorer(
+        model, temperature=config.rollout.temperature, name="proximal", is_fixed=config.pipeline.is_in_lockstep
+    )
 
 
 DurableCritic = Callable[[Callable[[], RunCritic]], ReplayedCritic]
@@ -141,7 +147,9 @@ def build_remote_scorers(
 ) -> Scorers:
     """As `build_scorers`, each in a process, perhaps not ready yet. The first weights of each are published through a publisher
     of its own until it has them. A process that is started again gets the weights of `start`, which must not change."""
-    begin = partial(publish_setup, open_publisher=open_publisher, device=device)
+    begin = partial(
+        publish_setup, open_publisher=open_publisher, device=device, is_fixed=config.pipeline.is_in_lockstep
+    )
     temperature, table = config.rollout.temperature, critic_of(config)
     made: dict[str, RemoteScorer] = {}
     critic: ReplayedCritic | None = None

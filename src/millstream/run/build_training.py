@@ -171,7 +171,7 @@ def build_supervised(
         held_out=prepared.held_out,
         new_examples=lambda: GoldExamples(prepared.environment, prepared.text, run.config),
         accuracy_of=accuracy_of,
-        micro_batch_tokens=run.config.learner.micro_batch_tokens * run.config.learner.ranks,
+        micro_batch_tokens=run.config.learner.pass_tokens * run.config.learner.ranks,
         seed=run.config.seed,
         clock=run.clock,
         sink=run.log,

@@ -56,7 +56,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     tiny: TinyConfig | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the weights that engine and learner compute with; the optimizer's are float32. auto: bfloat16 on a GPU, float32 on a
+    CPU."""
     trust_remote_code: bool = False
     """Whether code in the folders of this model, the reference and the critic is run, where transformers has none for them."""
 

@@ -38,9 +38,12 @@ from millstream.run.config import RunConfig, with_absolute_paths
 
 FINISHED = "finished"
 LOCK = ".lock"
-MAY_CHANGE = ("runtime", "resources", "learner.ranks", "engine.replicas", "engine.process", "model.device")
-"""Keys that may change when a run is resumed: where its parts run, and how many there are. `engine.process` and `model.device`
-are refused on a cluster, so that a run which has them could otherwise never move to one."""
+MAY_CHANGE = (
+    *("runtime", "resources", "learner.ranks", "engine.replicas", "engine.process", "model.device"),
+    *("engine.slots", "engine.cache_gb", "learner.micro_batch_tokens"),
+)
+"""Keys that may change when a run is resumed: where its parts run, how many there are, and how much memory they take.
+`engine.process` and `model.device` are refused on a cluster, so that a run which has them could otherwise never move to one."""
 
 
 class RunResult(Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from millstream.env.data import DataSet, digest, read
 from millstream.env.registry import Environments, check_tasks
 from millstream.env.rewards import ConfiguredRewards, Reward, passed, prepare_rewards
+from millstream.events import Sizes
 from millstream.model.load import set_up_cpu
 from millstream.run import build
 from millstream.run.backend import Backend, backend_for
@@ -15,6 +16,7 @@ from millstream.run.build_scorers import check_scorer_models
 from millstream.run.check import check_config
 from millstream.run.check_prompts import check_lengths, unknown_text
 from millstream.run.config import RunConfig
+from millstream.run.sizes import choose_dtype, choose_sizes, with_sizes
 from millstream.run.text import TokenizerText
 from millstream.types import Sampling, Task
 
@@ -23,6 +25,12 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     """A checked config, and what was built and loaded for it before the run has a folder."""
 
     config: RunConfig
+    """With a size for every `auto`."""
+    written: RunConfig
+    """As it is in the run folder: without."""
+    sizes: Sizes
+    are_sizes_kept: bool
+    """Whether they are those of the run's start."""
     backend: Backend
     data: DataSet
     model: PreTrainedModel
@@ -45,16 +53,23 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
         return self.tokenizer if self.config.rollout.stop else None
 
 
-def prepare_run(config: RunConfig, reward: Reward | None = None) -> Prepared:
-    """Raises an error that says what to change where anything is wrong with the config, the data, a reward or a model."""
+def prepare_run(config: RunConfig, reward: Reward | None = None, *, recorded: Sizes | None = None) -> Prepared:
+    """Raises an error that says what to change where anything is wrong with the config, the data, a reward or a model.
+    `recorded`: the sizes that a resumed run keeps."""
     if reward is not None:
         config = structs.replace(config, reward=passed(reward, config.reward))
     checked = check_config(config, is_reward_passed=reward is not None)
     set_up_cpu()
     data = read(config.data, seed=config.seed) if checked.data is None else checked.data
-    backend = backend_for(config)
-    driver_model = structs.replace(config.model, device="cpu") if config.runtime == "ray" else config.model
+    written, device = config, build.measure_device(config)
+    config = config if recorded is None else with_sizes(config, recorded)
+    driver_model = structs.replace(config.model, dtype=choose_dtype(config, device))
+    if config.runtime == "ray":
+        driver_model = structs.replace(driver_model, device="cpu")
     model, tokenizer = build.build_model(driver_model, seed=config.seed, lora=config.learner.lora)
+    sizes = choose_sizes(config, device, build.measure_shape(model))
+    config = with_sizes(config, sizes)
+    backend = backend_for(config)
     build.check_passes(config, model)
     text = TokenizerText(tokenizer=tokenizer)
     rewards = prepare_rewards(config.reward, reward)
@@ -64,6 +79,9 @@ def prepare_run(config: RunConfig, reward: Reward | None = None) -> Prepared:
     check_lengths(config, model, text, data, environment)
     return Prepared(
         config=config,
+        written=written,
+        sizes=sizes,
+        are_sizes_kept=recorded is not None,
         backend=backend,
         data=data,
         model=model,

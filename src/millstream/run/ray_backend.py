@@ -154,7 +154,7 @@ class RayBackend:
         )
         return TorchEngine(
             host,
-            slots=config.slots,
+            slots=config.num_slots,
             max_length=context_length(self._model),
             clock=context.clock,
             sink=context.sink,
@@ -179,6 +179,7 @@ class RayBackend:
             num_steps=num_steps,
             tokenizer=tokenizer,
             is_proximal_given=config.proximal is not None,
+            is_fixed=config.pipeline.is_in_lockstep,
             cluster=ClusterRanks(
                 launcher=self,
                 host=cluster.host,

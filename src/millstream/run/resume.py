@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from millstream.errors import CheckpointError
-from millstream.events import WARMUP, CheckpointSealed, Evaluated, Resumed, WarmupSealed
+from millstream.events import WARMUP, CheckpointSealed, Evaluated, Resumed, Sizes, SizesChosen, WarmupSealed
 from millstream.events.sinks import read_events, read_history
 from millstream.run.checkpoint import WARMUP_FOLDER, Found, find_newest
 from millstream.run.folder import RunFolder
@@ -49,6 +49,14 @@ def read_previous(folder: RunFolder) -> PreviousRun:
         elif isinstance(event, CheckpointSealed | WarmupSealed):
             sealed.add(event.digest)
     return PreviousRun(incarnation, ended_at, sealed)
+
+
+def recorded_sizes(folder: RunFolder) -> Sizes | None:
+    """Those that the last process of the run had; None in a log of an earlier version, whose config has every size."""
+    found = None
+    for event in read_events(folder.events) if folder.events.exists() else ():
+        found = event.sizes if isinstance(event, SizesChosen) else found
+    return found
 
 
 def find_resume_point(folder: RunFolder, data_digest: str, changes: tuple[str, ...]) -> ResumePoint:

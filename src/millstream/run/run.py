@@ -41,7 +41,13 @@ from millstream.run.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.run.garbage import seldom_collected
 from millstream.run.log import RunLog
 from millstream.run.prepare import Prepared, prepare_run
-from millstream.run.resume import ResumePoint, evaluations_before, find_resume_point, restore_random_states
+from millstream.run.resume import (
+    ResumePoint,
+    evaluations_before,
+    find_resume_point,
+    recorded_sizes,
+    restore_random_states,
+)
 from millstream.run.sft import remove_sft_checkpoints
 from millstream.run.supervision import Supervision
 from millstream.serving.fleet import Fleet
@@ -57,7 +63,7 @@ def train(
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
     the one that the config names."""
     prepared = prepare_run(config, reward)
-    return _run(prepared, RunFolder.create(prepared.config, name), sinks, None)
+    return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
 
 
 def resume(
@@ -74,7 +80,11 @@ def resume(
         return folder.conclude()
     if reward is not None and not was_passed(config.reward):
         raise ConfigError(f"the run in {run_dir} has its reward from its config.toml: leave reward= out")
-    prepared = prepare_run(config, reward)
+    is_repeatable = (
+        config.pipeline.is_in_lockstep or config.warmup is not None
+    )  # bit for bit: other sizes would change it
+    recorded = recorded_sizes(folder) if is_repeatable else None
+    prepared = prepare_run(config, reward, recorded=recorded)
     resumed = find_resume_point(folder, prepared.data_digest, tuple(changes))
     return _run(prepared, folder, sinks, resumed)
 
@@ -89,7 +99,7 @@ def _run(prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], resu
     try:
         if resumed is not None and resumed.changes:
             log.sync()  # a config is in the folder only if its digest is in the log
-            folder.keep(prepared.config)
+            folder.keep(prepared.written)
         asyncio.run(_phases(run))
     except BaseException as error:  # whatever ended it: the log says so
         outcome = type(error).__name__

@@ -21,9 +21,9 @@ from millstream.clock import Clock
 from millstream.env import Text
 from millstream.env.registry import Environments
 from millstream.env.single_turn import SingleTurn
-from millstream.events import CheckpointSealed, Event, EventSink, WarmedUp, WarmupSealed
+from millstream.events import CheckpointSealed, Event, EventSink, MicroBatchLowered, WarmedUp, WarmupSealed
 from millstream.learner import LearnerConfig, RunLearner, Snapshot
-from millstream.learner.packing import Packer
+from millstream.learner.packing import packed
 from millstream.pipeline.episode import EndOfScript, Player
 from millstream.pipeline.state import Ledger, PipelineState
 from millstream.pipeline.waits import Waits
@@ -124,16 +124,6 @@ def _shuffled(tasks: Sequence[Task], seed: int, epoch: int) -> list[Task]:
     return order
 
 
-def packed(rows: Iterable[TrainRow], max_tokens: int) -> Iterator[list[TrainRow]]:
-    """Micro-batches of at most `max_tokens` tokens, in order."""
-    packer = Packer(max_tokens)
-    for row in rows:
-        if full := packer.add(row):
-            yield full
-    if rest := packer.flush():
-        yield rest
-
-
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +218,10 @@ class SupervisedTraining:
         await self._learner.begin_batch()
         for micro_batch in packed(rows, self._micro_batch_tokens):
             await self._learner.accumulate(micro_batch)
-        return await self._learner.step()
+        metrics = await self._learner.step()
+        if tokens := int(metrics.get("micro_batch_tokens", 0)):
+            self._sink.emit(MicroBatchLowered(at=self._clock.now(), micro_batch_tokens=tokens))
+        return metrics
 
     async def _measure(self, step: int, loss: float | None, *, is_check: bool) -> bool:
         """Report the losses, and the accuracy where `stop_at` is set. Whether that is reached."""

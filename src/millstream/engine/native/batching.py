@@ -9,8 +9,11 @@ host. A request that turns out to have stopped in step k then has one token too 
 length never has. A step that checks drafts (`speculation`) is collected before the next is launched.
 
 When the cache is full, the youngest request is preempted: it waits at the front of the queue, and what it has sampled is kept
-and computed again when it returns. Weights are swapped between two steps: with `keep` the cache of running requests stays, with
-`recompute` they all restart. In both cases the tokens after it are sampled, and recorded, under the new version.
+and computed again when it returns. From then on no more requests run than are left, so that it does not return only to be
+preempted again. While requests end without another preemption, that limit rises.
+
+Weights are swapped between two steps: with `keep` the cache of running requests stays, with `recompute` they all restart. In
+both cases the tokens after it are sampled, and recorded, under the new version.
 
 What joins when depends on the order of `add`, `abort`, `load` and `step` alone.
 """
@@ -37,6 +40,9 @@ from millstream.model.adapters import trained_weights
 from millstream.model.load import check_layers, context_length, rope_limit
 from millstream.types import ComputePath, Finish, Request, RequestKey, Sampled, Weights
 
+RECOVERY = (
+    16  # in the time in which all running requests are replaced by others, the limit rises by the slots divided by this
+)
 MIN_FREE = 8  # when one slot in this number is free, requests join at once
 
 
@@ -93,6 +99,8 @@ class Batcher:
         self._swap_s = 0.0
         self._num_since_join = 0
         self._has_prompts = False  # whether the last launch had chunks
+        self._max_running = num_slots
+        self._num_ended = 0  # since the limit changed
 
     @property
     def running(self) -> int:
@@ -263,6 +271,8 @@ class Batcher:
             else:
                 self._restart([self._running[-1]])
                 self.num_preempted += 1
+                self._max_running = max(1, len(self._running))
+                self._num_ended = 0
 
     def _restart(self, sequences: Sequence[TokenSequence]) -> None:
         """Back to the front of the queue, in their order. Everything that was launched must have been collected."""
@@ -275,8 +285,8 @@ class Batcher:
     def _may_join(self, num_decoding: int) -> bool:
         """At once where it matters: when many slots are free. Else together with others, a few steps later."""
         self._num_since_join += 1
-        num_free = self._num_slots - len(self._running)
-        are_many_free = not num_decoding or num_free * MIN_FREE >= self._num_slots
+        num_free = self._max_running - len(self._running)
+        are_many_free = not num_decoding or num_free * MIN_FREE >= self._max_running
         return are_many_free or self._num_since_join >= self._runner.join_every
 
     def _chunks(self, *, may_join: bool) -> list[Chunk]:
@@ -287,7 +297,7 @@ class Batcher:
             if sequence.is_prefilling and room > 0:
                 chunks.append(self._chunk(sequence, room))
                 room -= chunks[-1].end - chunks[-1].begin
-        while may_join and self._waiting and len(self._running) < self._num_slots and room > 0:
+        while may_join and self._waiting and len(self._running) < self._max_running and room > 0:
             sequence = self._waiting[0]
             if chunks and not self._runner.can_chunk and sequence.length > room:
                 break
@@ -327,7 +337,14 @@ class Batcher:
         finished = [(self._running[index].request.key, self._running[index].completion()) for index in sorted(ended)]
         if ended:
             self._running = self._runner.leave(self._running, ended)
+            self._raise_limit(len(ended))
         return finished
+
+    def _raise_limit(self, num_ended: int) -> None:
+        self._num_ended += num_ended
+        if self._num_ended >= self._max_running and self._max_running < self._num_slots:
+            self._max_running = min(self._num_slots, self._max_running + max(1, self._num_slots // RECOVERY))
+            self._num_ended = 0
 
     def _check_stop_strings(self, sequence: TokenSequence) -> None:
         strings = sequence.request.sampling.stop_strings

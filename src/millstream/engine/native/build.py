@@ -18,7 +18,7 @@ def batcher_of(model: PreTrainedModel, config: EngineConfig, decode: DecodeToken
     runner = make_runner(model.eval(), config)
     return Batcher(
         model,
-        num_slots=config.slots,
+        num_slots=config.num_slots,
         prefill_tokens=config.prefill_tokens,
         on_update=config.on_update,
         runner=runner,
@@ -32,8 +32,8 @@ def make_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     kind = cache_kind(config, model.device.type)
     why_unfused = check_engine(model, kind)
     if kind == "slots":
-        return SlotRunner(model, config.slots)
-    return PagedRunner(model, config.slots, cache_gb=config.cache_gb, why_unfused=why_unfused)
+        return SlotRunner(model, config.num_slots)
+    return PagedRunner(model, config.num_slots, cache_gb=config.pool_gb, why_unfused=why_unfused)
 
 
 def cache_kind(config: EngineConfig, device: str) -> CacheKind:

@@ -146,7 +146,7 @@ class FusedMLP(NamedTuple):
         return out
 
 
-def _mlp(module: Any) -> FusedMLP | None:
+def _mlp(module: Any) -> Callable[..., Any] | None:
     parts = (module.gate_proj, module.up_proj)
     activation = ACTIVATIONS.get(type(module.act_fn).__name__)
     if activation is None:
@@ -181,7 +181,7 @@ class FusedAttention(NamedTuple):
         return context.attend_fused(self.layer, qkv_NE, cos[0], sin[0], self.heads, self.rule)
 
 
-def _attention(module: Any) -> FusedAttention | None:
+def _attention(module: Any) -> Callable[..., Any] | None:
     parts = (module.q_proj, module.k_proj, module.v_proj)
     dim: int = module.head_dim
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]

@@ -97,7 +97,7 @@ def build_vllm(
     return VllmEngine(
         host,
         vocabulary=int(model.get_input_embeddings().num_embeddings),
-        slots=config.slots,
+        slots=config.num_slots,
         max_length=setup.max_length,
         clock=clock,
         sink=sink,
@@ -123,7 +123,7 @@ def _setup(config: EngineConfig, vllm: VllmConfig, model: PreTrainedModel, first
         folder=folder,
         trust_remote_code=has_own_code(folder),
         first=first,
-        slots=config.slots,
+        slots=config.num_slots,
         prefill_tokens=config.prefill_tokens,
         max_length=min(limits, default=None),
         dtype=vllm.dtype or str(model.dtype).removeprefix("torch."),

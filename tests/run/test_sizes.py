@@ -1,0 +1,337 @@
+"""Sizes: what `auto` is on any GPU, by a pure function; a CPU has fixed ones; a run says, records and keeps them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+from typer.testing import CliRunner
+
+from millstream import resume, train
+from millstream.algo import AlgorithmConfig
+from millstream.cli.main import app
+from millstream.cli.show import alarm
+from millstream.config import load
+from millstream.engine import EngineConfig
+from millstream.events import MicroBatchLowered, SizesChosen, Warned
+from millstream.events.sinks import MemorySink, read_events
+from millstream.learner import CriticConfig, LearnerConfig, ReferenceConfig
+from millstream.learner.packing import num_tokens
+from millstream.learner.rank import Rank
+from millstream.pipeline.rollouts import RolloutConfig
+from millstream.pipeline.schedule import PipelineConfig
+from millstream.run import build
+from millstream.run.config import ModelConfig, RunConfig
+from millstream.run.device import sizes_in_words
+from millstream.run.sizes import (
+    CPU,
+    MAX_PASS,
+    MAX_SLOTS,
+    MIN_PASS,
+    MIN_SLOTS,
+    Memory,
+    ModelDevice,
+    ModelShape,
+    choose_sizes,
+    memory_warning,
+    shape_from,
+    with_sizes,
+)
+from millstream.types import TrainRow
+from support.runs import recipe_in
+
+QWEN3_474M = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+              "intermediate_size": 3072, "vocab_size": 32768, "tie_word_embeddings": True, "max_position_embeddings": 8192}  # fmt: skip
+QWEN3_1_7B = QWEN3_474M | {"hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936}
+SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+           "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 8192}  # fmt: skip
+QWEN3_8B = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "intermediate_size": 12288, "vocab_size": 151936, "tie_word_embeddings": False, "max_position_embeddings": 40960}  # fmt: skip
+
+
+def shape(config: dict[str, Any], **more: Any) -> ModelShape:
+    found = shape_from(config, **more)
+    assert found is not None
+    return found
+
+
+def gpu(gigabytes: float) -> ModelDevice:
+    return ModelDevice(is_gpu=True, free_bytes=gigabytes * 1e9)
+
+
+def run_config(**tables: Any) -> RunConfig:
+    return RunConfig(model=tables.pop("model", ModelConfig(path="m")), **tables)
+
+
+LARGE = run_config(
+    rollout=RolloutConfig(group_size=8, max_tokens=4096),
+    pipeline=PipelineConfig(steps=100, groups_per_step=64, max_lag=2),
+)
+"""512 rollouts a step, three batches in flight."""
+
+
+def test_on_a_cpu_every_auto_is_what_it_always_was() -> None:
+    sizes = choose_sizes(LARGE, CPU, shape(QWEN3_474M))
+    assert (sizes.dtype, sizes.slots, sizes.cache_gb) == ("float32", 128, None)
+    assert (sizes.micro_batch_tokens, sizes.is_compiled, sizes.needed_gb) == (8192, False, None)
+    old = with_sizes(LARGE, sizes)
+    assert (old.engine, old.learner) == (EngineConfig(slots=128), LearnerConfig(micro_batch_tokens=8192, compile=False))
+
+
+def test_on_a_large_gpu_the_defaults_are_what_an_expert_would_set() -> None:
+    sizes = choose_sizes(LARGE, gpu(140), shape(QWEN3_474M))
+    assert (sizes.dtype, sizes.is_compiled, sizes.micro_batch_tokens) == ("bfloat16", True, MAX_PASS)
+    assert 512 <= sizes.slots <= MAX_SLOTS, "1,536 rollouts can be in flight"
+    assert sizes.cache_gb is not None and 30 < sizes.cache_gb < 100
+
+
+@pytest.mark.parametrize(
+    ("model", "gigabytes", "fits"),
+    [
+        (SMOLLM2, 8, True),
+        (SMOLLM2, 24, True),
+        (QWEN3_474M, 8, False),
+        (QWEN3_474M, 24, True),
+        (QWEN3_1_7B, 80, True),
+        (QWEN3_1_7B, 24, False),
+        (QWEN3_8B, 141, False),
+    ],
+)
+def test_what_fits_fits_and_what_does_not_is_said_before_the_start(
+    model: dict[str, Any], gigabytes: float, fits: bool
+) -> None:
+    sizes = choose_sizes(LARGE, gpu(gigabytes), shape(model))
+    assert bool(memory_warning(sizes)) is not fits, sizes_in_words(sizes)
+    assert sizes.slots >= MIN_SLOTS and sizes.micro_batch_tokens >= MIN_PASS
+
+
+def test_with_adapters_a_large_model_fits() -> None:
+    lora = shape(QWEN3_8B, parameters=8_190_000_000, trained=40_000_000)
+    assert not memory_warning(choose_sizes(LARGE, gpu(80), lora))
+
+
+def test_the_estimate_of_a_pass_is_near_what_was_measured() -> None:
+    """docs/benchmarks.md, peak GiB on an H200; an estimate may be above it by half, and hardly below."""
+    for model, tokens, options, measured in (
+        (QWEN3_474M, 32768, {}, 78),
+        (QWEN3_474M, 32768, {"compile": True}, 52),
+        (QWEN3_474M, 32768, {"recompute": True}, 15),
+        (QWEN3_1_7B, 16384, {}, 106),
+        (QWEN3_1_7B, 16384, {"compile": True}, 63),
+    ):
+        config = run_config(learner=LearnerConfig(**options))
+        memory = Memory(config, shape(model), dtype="bfloat16", is_compiled=config.learner.is_compiled)
+        alone = 2 * shape(model).parameters + 16 * shape(model).parameters
+        estimated = (alone + memory.pass_bytes(tokens)) / 2**30
+        assert 0.9 * measured < estimated < 1.5 * measured, (model, options)
+
+
+configs = st.builds(
+    lambda groups, members, lag, tokens, replicas, minis, recompute, has_critic, has_reference: run_config(
+        rollout=RolloutConfig(group_size=members, max_tokens=tokens),
+        pipeline=PipelineConfig(groups_per_step=minis * groups, max_lag=lag),
+        engine=EngineConfig(replicas=replicas),
+        learner=LearnerConfig(mini_batches=minis, recompute=recompute),
+        algorithm=AlgorithmConfig(name="ppo") if has_critic else AlgorithmConfig(),
+        critic=CriticConfig() if has_critic else None,
+        reference=ReferenceConfig() if has_reference else None,
+    ),
+    st.integers(1, 128),
+    st.integers(2, 16),
+    st.integers(0, 4),
+    st.integers(16, 8192),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+shapes = st.sampled_from([shape(one) for one in (SMOLLM2, QWEN3_474M, QWEN3_1_7B, QWEN3_8B)])
+gigabytes = st.floats(4, 300)
+
+
+@given(configs, shapes, gigabytes)
+def test_sizes_are_within_their_bounds_and_fit_wherever_the_smallest_would(
+    config: RunConfig, model: ModelShape, free: float
+) -> None:
+    sizes = choose_sizes(config, gpu(free), model)
+    assert 1 <= sizes.slots <= MAX_SLOTS and MIN_PASS <= sizes.micro_batch_tokens <= MAX_PASS
+    assert sizes.cache_gb is not None and sizes.cache_gb > 0 and sizes.needed_gb is not None
+    memory = Memory(config, model, dtype="bfloat16", is_compiled=sizes.is_compiled)
+    engine = 2 * memory.cache_for(1) + 2e7 + memory.decoding(MAX_SLOTS)
+    smallest = memory.fixed + memory.pass_bytes(MIN_PASS) + config.engine.replicas * engine
+    if smallest < 0.9 * free * 1e9:
+        assert sizes.needed_gb <= free and not memory_warning(sizes)
+    assert sizes.cache_gb * 1e9 >= 0.9 * memory.cache_for(1), "a rollout of full length fits into the cache alone"
+
+
+@given(configs, shapes, gigabytes, st.floats(1, 4))
+def test_more_memory_never_makes_a_pass_smaller(
+    config: RunConfig, model: ModelShape, free: float, factor: float
+) -> None:
+    less, more = (choose_sizes(config, gpu(many), model) for many in (free, factor * free))
+    assert less.micro_batch_tokens <= more.micro_batch_tokens
+
+
+@given(configs, shapes, gigabytes)
+def test_what_the_config_says_is_kept_and_choosing_twice_changes_nothing(
+    config: RunConfig, model: ModelShape, free: float
+) -> None:
+    sizes = choose_sizes(config, gpu(free), model)
+    sized = with_sizes(config, sizes)
+    assert choose_sizes(sized, gpu(free / 2), model) == structs.replace(sizes, free_gb=round(free / 2, 2))
+    own = structs.replace(
+        config,
+        model=structs.replace(config.model, dtype="float32"),
+        engine=structs.replace(config.engine, slots=7, cache_gb=3.5),
+        learner=structs.replace(config.learner, micro_batch_tokens=777, compile=True),
+    )
+    assert with_sizes(own, choose_sizes(own, gpu(free), model)) == own
+
+
+def test_engines_the_critic_and_the_reference_are_counted() -> None:
+    def needed(**tables: Any) -> float:
+        config = run_config(engine=tables.pop("engine", EngineConfig(slots=8, cache_gb=1.0)), **tables)
+        sizes = choose_sizes(structs.replace(config, learner=LearnerConfig(micro_batch_tokens=1024)), gpu(80), model)
+        assert sizes.needed_gb is not None
+        return sizes.needed_gb
+
+    model = shape(QWEN3_474M)
+    alone, weights = needed(), 2 * model.parameters / 1e9
+    assert needed(engine=EngineConfig(slots=8, cache_gb=1.0, replicas=3)) == pytest.approx(
+        alone + 2 * (weights + 1), abs=0.1
+    )
+    assert alone + weights < needed(reference=ReferenceConfig()) < alone + weights + 7, (
+        "weights and the logits of a pass"
+    )
+    assert needed(reference=ReferenceConfig(device="cpu")) == alone
+    assert needed(algorithm=AlgorithmConfig(name="ppo")) > alone + 9 * weights, "weights, optimizer, activations"
+
+
+def test_slots_follow_the_load_and_the_cache() -> None:
+    model = shape(SMOLLM2)
+    few = structs.replace(
+        LARGE, pipeline=PipelineConfig(groups_per_step=4, max_lag=1), data=structs.replace(LARGE.data, holdout=0)
+    )
+    assert choose_sizes(few, gpu(80), model).slots == 2 * 4 * 8
+    shared = structs.replace(few, engine=EngineConfig(replicas=2))
+    assert choose_sizes(shared, gpu(80), model).slots == 4 * 8
+    small = structs.replace(LARGE, engine=EngineConfig(cache_gb=1.0))
+    assert MIN_SLOTS <= choose_sizes(small, gpu(80), model).slots < 100, "its cache has room for no more"
+
+
+def test_layers_are_compiled_only_where_the_run_is_long_enough() -> None:
+    long, short = LARGE, structs.replace(LARGE, pipeline=PipelineConfig(steps=2, groups_per_step=8))
+    assert choose_sizes(long, gpu(80), shape(QWEN3_474M)).is_compiled
+    assert not choose_sizes(short, gpu(80), shape(QWEN3_474M)).is_compiled
+    never = structs.replace(long, learner=LearnerConfig(compile=False))
+    assert not choose_sizes(never, gpu(80), shape(QWEN3_474M)).is_compiled
+
+
+def test_where_the_memory_is_not_known_only_what_needs_none_is_chosen() -> None:
+    sizes = choose_sizes(LARGE, ModelDevice(is_gpu=True), shape(QWEN3_474M))
+    assert (sizes.dtype, sizes.slots, sizes.cache_gb) == ("bfloat16", MAX_SLOTS, None)
+    assert (sizes.micro_batch_tokens, sizes.needed_gb) == (8192, None)
+    assert choose_sizes(LARGE, gpu(80), None).micro_batch_tokens == 8192
+    assert shape_from({"model_type": "strange"}) is None
+
+
+def test_the_shape_of_a_config_has_about_the_parameters_of_the_model() -> None:
+    assert shape(QWEN3_474M).parameters == pytest.approx(474e6, rel=0.01)
+    assert shape(QWEN3_8B).parameters == pytest.approx(8.19e9, rel=0.01)
+    assert shape_from({"text_config": QWEN3_474M}) == shape_from(QWEN3_474M)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def small_run(folder: Path, *, max_lag: float) -> RunConfig:
+    overrides = {"data.size": 300, "data.holdout": 8, "pipeline.steps": 1, "pipeline.groups_per_step": 2}
+    overrides |= {"rollout.group_size": 2, "pipeline.filter_zero_signal": "false", "engine.process": "false"}
+    overrides |= {"run_dir": folder / "run", "pipeline.max_lag": max_lag, "engine.cache": "pages"}
+    unset = ["engine.slots=", "learner.micro_batch_tokens="]
+    return load(recipe_in(folder), RunConfig, [*(f"{key}={value}" for key, value in overrides.items()), *unset])
+
+
+def stop_late(run_dir: Path) -> None:
+    """As a run that was killed just before its end."""
+    (run_dir / "summary.json").unlink()
+    lines = (run_dir / "events.jsonl").read_bytes().splitlines(keepends=True)
+    assert b'"run_ended"' in lines[-1]
+    (run_dir / "events.jsonl").write_bytes(b"".join(lines[:-1]))
+
+
+def chosen_in(run_dir: Path) -> list[SizesChosen]:
+    return [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, SizesChosen)]
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_a_run_says_and_records_its_sizes_and_in_lockstep_a_resume_keeps_them_and_says_if_they_do_not_fit(
+    tmp_path: Path, max_lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = train(small_run(tmp_path, max_lag=max_lag))
+    run_dir = tmp_path / "run"
+    (first,) = chosen_in(run_dir)
+    assert (first.sizes.slots, first.sizes.micro_batch_tokens, first.sizes.dtype) == (128, 8192, "float32")
+    assert first.device == "cpu" and not first.is_kept and result.summary.sizes == first.sizes
+    assert json.loads((run_dir / "summary.json").read_text())["sizes"]["slots"] == 128
+    assert 'slots = "auto"' in (run_dir / "config.toml").read_text(), "the config stays as it was written"
+    stop_late(run_dir)
+    monkeypatch.setattr(build, "measure_device", lambda config: gpu(1e-3))
+    seen = MemorySink()
+    resume(run_dir, sinks=[seen])
+    second = chosen_in(run_dir)[-1]
+    warnings = [event.message for event in seen.events if isinstance(event, Warned)]
+    if max_lag == 0:
+        assert second.is_kept and (second.sizes.slots, second.sizes.dtype) == (128, "float32")
+        assert len(warnings) == 1 and "Its sizes are those of its start" in warnings[0]
+    else:
+        assert not second.is_kept and (second.sizes.slots, second.sizes.dtype) == (8, "bfloat16")
+
+
+def test_sizes_may_be_changed_when_a_run_is_resumed(tmp_path: Path) -> None:
+    train(small_run(tmp_path, max_lag=0))
+    stop_late(tmp_path / "run")
+    resume(tmp_path / "run", changes=["learner.micro_batch_tokens=512", "engine.slots=4"])
+    last = chosen_in(tmp_path / "run")[-1]
+    assert (last.sizes.micro_batch_tokens, last.sizes.slots, last.is_kept) == (512, 4, True)
+
+
+def test_a_dry_run_shows_sizes_as_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the driver's tool: 80 GB are free."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 76293\n")
+    tool.chmod(0o755)
+    config = recipe_in(tmp_path)
+    here = CliRunner().invoke(app, ["train", str(config), "--dry-run", "--set", "model.device=cpu"])
+    assert "# estimated: on a CPU float32, 128 slots, micro-batches of 2,048 tokens\n" in here.output
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    there = CliRunner().invoke(app, ["train", str(config), "--dry-run", "--set", "engine.slots="])
+    assert there.exit_code == 0 and "# estimated: on a GPU bfloat16, " in there.output
+    assert " of 80.0 GB)" in there.output and "GB of cache" in there.output
+
+
+def test_a_learner_that_runs_out_of_memory_says_so_in_one_event_and_the_run_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, limit = Rank._add, 40
+
+    def failing(self: Rank, rows: Sequence[TrainRow]) -> None:
+        if num_tokens(rows) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory (a test)")
+        add(self, rows)
+
+    monkeypatch.setattr(Rank, "_add", failing)
+    seen = MemorySink()
+    result = train(small_run(tmp_path, max_lag=1), sinks=[seen])
+    (lowered,) = (event for event in seen.events if isinstance(event, MicroBatchLowered))
+    assert lowered.micro_batch_tokens <= limit and result.summary.steps == 1
+    assert alarm(lowered).startswith("the learner ran out of memory: micro-batches have ")
