@@ -117,7 +117,7 @@ def place(runner: Any, rows: int, context: int) -> None:
 
 
 def fits(runner: Any, rows: int, context: int) -> bool:
-    return rows * -(-context // runner._page) <= int(runner._allocator.num_pages)
+    return bool(rows * -(-context // runner._page) <= runner._allocator.num_pages)
 
 
 def kernels_of(step: Step, context: int, repeat: int = 1) -> dict[str, tuple[int, float]]:
@@ -230,7 +230,7 @@ def products_of(shape: Shape) -> dict[str, Product]:
 
 
 def candidates(product: Product, rows: int) -> Iterator[Any]:
-    for columns, depth, splits, stages in itertools.product((16, 32, 64), (64, 128, 256), (1, 2, 4, 8), (3, 5)):
+    for columns, depth, splits, stages in itertools.product((32, 64), (64, 128), (1, 2, 4, 8), (4, 6)):
         programs = -(-product.columns // columns) * splits
         wide = columns * (2 if product.kind == "gated" else 1)
         held = 2 * stages * depth * (tiles.padded(rows) + wide)
@@ -291,11 +291,10 @@ def tune_products(shape: Shape, rows: int, repeat: int) -> Iterator[Row]:
         for tile in [None, *candidates(product, rows)]:
             try:
                 found.append((1e6 * seconds(captured(layers(tile)), repeat) / shape.layers, tile))
+                say(f"{name:>12} {rows:>3} rows: {found[-1][0]:6.2f} us  {tile or 'the library'}")
             except Exception as error:  # a tile that does not fit into a processor
                 say(f"{name}, {rows} rows: {tile}: {type(error).__name__}: {str(error)[:80]}")
         library = found[0][0]
-        for microseconds, tile in sorted(found[1:])[:4]:
-            say(f"{name:>12} {rows:>3} rows: {microseconds:6.2f} us (library {library:6.2f})  {tile}")
         best, tile = min(found[1:])
         key = (product.kind, tiles.padded(rows), product.depth, product.columns)
         say(f"    {key}: {tile},")
@@ -304,30 +303,48 @@ def tune_products(shape: Shape, rows: int, repeat: int) -> Iterator[Row]:
         free()
 
 
+def cuts_for(rows: int) -> Iterator[Any]:
+    """What is in the table, then the same with one thing changed."""
+    now = tiles.attention_for(rows * 8)
+    yield now
+    changes = {
+        "warps": (2, 8),
+        "stages": (3, 6),
+        "splits": (1, 2, 4, 8, 16, 32),
+        "min_span": (64, 128, 256, 512),
+        "tokens": (64,),
+    }
+    for name, values in changes.items():
+        for value in values:
+            if value != getattr(now, name):
+                yield now._replace(**{name: value})
+
+
 def tune_attention(shape: Shape, rows: int, options: argparse.Namespace) -> Iterator[Row]:
-    """Of whole steps: how many tokens at a time, and how many splits."""
-    contexts = [context for context in (400, 3000) if rows * context <= 250_000]
-    before = dict(tiles.ATTENTION)
-    found: list[tuple[float, Any]] = []
-    all_splits = sorted({max(1, min(32, scale // rows)) for scale in (16, 64, 128)} | {4})
-    for tokens, splits, stages, warps in itertools.product((32, 64), all_splits, (3, 4, 6), (2, 4)):
-        cut = tiles.Attention(tokens, splits, 128 if rows <= 16 else 512, warps, stages)
+    """Of steps of four layers."""
+    contexts = [context for context in (256, 3000) if rows * context <= 250_000]
+    runner = runner_of("layers", shape._replace(layers=4), rows, max(contexts) + 1, options.cache_gb)
+    before, step = dict(tiles.ATTENTION), Step(runner, rows)
+    best: tuple[float, Any] | None = None
+    for cut in cuts_for(rows):
         tiles.ATTENTION.clear()
         tiles.ATTENTION[1 << 62] = cut
+        runner._graphs._graphs.clear()
         try:
-            runner = runner_of("layers", shape._replace(layers=4), rows, max(contexts) + 1, options.cache_gb)
-            total = sum(Step(runner, rows).run(context, options.repeat) for context in contexts)
-            found.append((1e3 * total, cut))
-            del runner
+            times = [1e3 * step.run(context, options.repeat) for context in contexts]
         except Exception as error:  # tiles that do not fit into a processor
             say(f"attention, {rows} rows: {cut}: {type(error).__name__}: {str(error)[:80]}")
-        free()
+            continue
+        say(f"attention {rows:>3} rows: {', '.join(f'{time:7.1f}' for time in times)} us at {contexts}  {cut}")
+        best = min(best or (sum(times), cut), (sum(times), cut))
     tiles.ATTENTION.clear()
     tiles.ATTENTION.update(before)
-    for microseconds, cut in sorted(found)[:4]:
-        say(f"   attention {rows:>3} rows: {microseconds:8.1f} us  {cut}")
-    best, cut = min(found)
-    yield alone(f"attention, {rows} rows, {tuple(cut)}", f"us of 4 layers at contexts {contexts}, added", best)
+    if best is not None:
+        yield alone(
+            f"attention, {rows} rows, {tuple(best[1])}", f"us of 4 layers at contexts {contexts}, added", best[0]
+        )
+    del runner, step
+    free()
 
 
 def tune(shape: Shape, options: argparse.Namespace) -> list[Row]:

@@ -22,7 +22,7 @@ from millstream.engine.native.plain import Heads, Pages
 from millstream.engine.native.tiles import Switches, attention_for
 from millstream.model.attention import Rule
 
-AHEAD = 64  # tokens of a split that are brought to the L2 cache before the kernel's inputs are there
+PREFETCHED_TOKENS = 64  # of a split that are brought to the L2 cache before the kernel's inputs are there
 
 
 @triton.jit
@@ -277,7 +277,7 @@ def _launch(
         heads.epsilon if has_norm else 0.0, pages.table.stride(0), pages.keys.stride(0),
         H=num_heads, KH=key_heads, G=group, GP=max(16, triton.next_power_of_2(group)),
         D=dim, DP=padded_dim, S=size, T=cut.tokens, SPLITS=cut.splits, MIN_SPAN=cut.min_span,
-        AHEAD=AHEAD if Switches.has_prefetch and out.is_cuda else 0, LINE=128 // out.element_size(),
+        AHEAD=PREFETCHED_TOKENS if Switches.has_prefetch and out.is_cuda else 0, LINE=128 // out.element_size(),
         HAS_WINDOW=rule.window is not None, HAS_CAP=rule.softcap is not None, IS_NEW=heads is not None,
         HAS_NORM=has_norm, IS_GEMMA=has_norm and heads.is_gemma,
         PRECISION="ieee" if out.dtype == torch.float32 else "tf32",

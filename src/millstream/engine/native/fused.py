@@ -94,7 +94,7 @@ class FusedForward:
     """A forward pass in place of the library's, over the weights of this very module: a copy of the module has its own weights,
     and the library's forward pass over them."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, forward: Any) -> None:
         self._module = module
         self.forward = forward
 
@@ -217,7 +217,7 @@ def _join_weights(parts: Sequence[nn.Linear]) -> Projection:
     return Projection(weight, bias)
 
 
-_MAKERS: dict[str, Callable[[Any], Callable[..., Any] | None]] = {
+_MAKERS: dict[str, Callable[[Any], Any]] = {
     "RMSNorm": _norm,
     "MLP": _mlp,
     "Attention": _attention,

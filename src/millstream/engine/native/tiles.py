@@ -13,7 +13,7 @@ ProductKind = Literal["normed", "gated", "added"]
 MAX_ROWS = 64  # of a product that our kernels compute: with more rows cuBLAS does
 NUM_PROCESSORS = 132
 MIN_PROGRAMS = 120
-MAX_DEPTH = 768  # of a program, if it can be split
+MAX_PROGRAM_DEPTH = 768  # of a program, if it can be split
 MIN_DEPTH = 16  # what one instruction of a matrix unit multiplies
 MAX_SHARED = 160_000  # bytes of a processor's shared memory for a program's loads in flight
 
@@ -90,7 +90,7 @@ def _by_rule(kind: ProductKind, rows: int, depth: int, columns: int, itemsize: i
     """About as many programs as processors, or more, none of which has a long way to go."""
     wide = 64 if columns >= 64 * NUM_PROCESSORS else 32
     splits = 1
-    while (-(-columns // wide) * splits < MIN_PROGRAMS or depth // splits > MAX_DEPTH) and _can_split(
+    while (-(-columns // wide) * splits < MIN_PROGRAMS or depth // splits > MAX_PROGRAM_DEPTH) and _can_split(
         depth, 2 * splits
     ):
         splits *= 2
