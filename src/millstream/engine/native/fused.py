@@ -20,7 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from millstream.engine.native.adapted import adapted_attention, adapted_mlp, are_linear, join
+from millstream.engine.native.adapted import (
+    AdaptedAttention,
+    AdaptedMLP,
+    adapted_attention,
+    adapted_mlp,
+    are_linear,
+    join,
+)
 from millstream.engine.native.plain import PLAIN, Heads, Norm, Normed, Operations, Projection
 from millstream.model.attention import Rule
 
@@ -146,7 +153,7 @@ class FusedMLP(NamedTuple):
         return out
 
 
-def _mlp(module: Any) -> Callable[..., Any] | None:
+def _mlp(module: Any) -> FusedMLP | AdaptedMLP | None:
     parts = (module.gate_proj, module.up_proj)
     activation = ACTIVATIONS.get(type(module.act_fn).__name__)
     if activation is None:
@@ -181,7 +188,7 @@ class FusedAttention(NamedTuple):
         return context.attend_fused(self.layer, qkv_NE, cos[0], sin[0], self.heads, self.rule)
 
 
-def _attention(module: Any) -> Callable[..., Any] | None:
+def _attention(module: Any) -> FusedAttention | AdaptedAttention | None:
     parts = (module.q_proj, module.k_proj, module.v_proj)
     dim: int = module.head_dim
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
