@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import Qwen3Config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from millstream import EngineConfig
 from millstream.algo import kl, losses
@@ -26,7 +27,7 @@ from millstream.learner.check import check_learner, packed_rows
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
 from millstream.model.compare import check_itself, randomize
-from millstream.model.load import check_layers, new_model, set_up_cpu, strange_layers
+from millstream.model.load import check_layers, load_model, new_model, save_model, set_up_cpu, strange_layers
 from millstream.model.shrink import HEADS, WINDOW, shrunk, shrunk_table
 from millstream.objective import LossInputs, Objective, TokenLoss
 from millstream.run.build import build_engine
@@ -60,6 +61,14 @@ def model_of(config: Any, *, device: str, dtype: torch.dtype, seed: int = 0) -> 
     """A model with random weights."""
     with torch.device(device):
         return new_model(config, seed=seed, dtype=dtype)
+
+
+def word_tokenizer(words: Sequence[str]) -> Any:
+    """One token a word, and <pad>, <eos>, <unk> before them."""
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 PASSES: dict[str, list[Callable[..., Any]]] = {
