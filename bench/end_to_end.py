@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from end_to_end_cells import MODES, Budget, Failed, NotMeasured, Sources, config_of, run_cell
+from end_to_end_cells import MODES, Budget, Failed, NotMeasured, Sources, config_of, device_bytes, run_cell
 from end_to_end_costs import ON_GPU, SMOKE, free_memory, make_model, measure_costs
 from end_to_end_loads import SMOKE_WORKLOADS, WORKLOADS, Workload, write_prompts
 from end_to_end_report import CellKey, append_record, draw_timeline, read_records, rows_of, table
@@ -95,6 +95,8 @@ def measure(wanted: Sequence[CellKey], workloads: dict[str, Workload], options: 
                     f"({result.seconds:.0f} s in all)"
                 )
         free_memory()
+        if torch.cuda.is_available():
+            say(f"  {device_bytes() / 2**30:.1f} GiB are still in use")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -110,6 +110,7 @@ class Result(Struct, frozen=True, kw_only=True, tag="cell"):
     settings: list[str]
     """`KEY=VALUE` that were set for all cells."""
     device: str
+    slots: int
     warm_steps: int
     step_ends: list[float]
     """Of all steps, in seconds since the first group was admitted."""
@@ -274,6 +275,7 @@ def run_cell(
         mode=mode_name,
         settings=list(settings),
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        slots=config.engine.slots,
         warm_steps=warm_steps,
         memory_gib=watch.memory_bytes / 2**30,
         preempted=max(preempted, default=0),

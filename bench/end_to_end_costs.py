@@ -58,6 +58,7 @@ def make_model(shape_name: str, context: int, folder: Path) -> Path:
     has_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if has_gpu else torch.float32
     save_model(model_of(config, device="cuda" if has_gpu else "cpu", dtype=dtype), tokenizer, path)
+    free_memory()
     return path
 
 
@@ -85,6 +86,9 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True, tag="costs"):
     costs: Costs
     points: list[Point]
     seconds: float
+
+
+MIN_REPORTS = 8
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -209,21 +213,27 @@ async def _measure(engine: Engine, batches: Batches, plan: Plan, words: int) -> 
     say(f"  the learner alone: {rate:,.0f} tokens/s")
     points, kept = list[Point](), list[float]()
     for number, (rows, prompt, is_also_beside) in enumerate(plan.points):
-        step_s, context = await decode(engine, rows, prompt, plan.tokens, words, seed=number)
-        beside_s = None
+        found = await decode(engine, rows, prompt, plan.tokens, words, seed=number)
+        if found is None:
+            say(f"  {rows} rows of {prompt} tokens did not run together for {MIN_REPORTS} steps: left out")
+            continue
+        beside = None
         if is_also_beside:
             training = asyncio.create_task(batches.train_until_stopped())
-            beside_s, _ = await decode(engine, rows, prompt, plan.tokens, words, seed=number)
+            beside = await decode(engine, rows, prompt, plan.tokens, words, seed=number)
             kept.append(batches.take_rate() / rate)
             batches.is_stopping = True
             await training
             batches.take_rate()
+        (step_s, context), beside_s = found, None if beside is None else beside[0]
         point = Point(rows=rows, context=context, step_s=step_s, beside_s=beside_s)
         points.append(point)
-        beside = ""
-        if beside_s is not None:
-            beside = f", {1e3 * beside_s:.2f} ms beside the learner ({point.slow:.2f}x), which keeps {kept[-1]:.2f}"
-        say(f"  {rows} rows of {context} tokens: {1e3 * step_s:.2f} ms a step{beside}")
+        also = (
+            ""
+            if beside_s is None
+            else f", {1e3 * beside_s:.2f} beside the learner ({point.slow:.2f}x), which keeps {kept[-1]:.2f}"
+        )
+        say(f"  {rows} rows of {context} tokens: {1e3 * step_s:.2f} ms a step{also}")
     await engine.close()
     await batches.close()
     return fitted(points, rate, kept), points
@@ -246,32 +256,35 @@ def fitted(points: Sequence[Point], rate: float, kept: Sequence[float]) -> Costs
     )
 
 
-async def decode(engine: Engine, rows: int, prompt: int, tokens: int, words: int, *, seed: int) -> tuple[float, int]:
+async def decode(
+    engine: Engine, rows: int, prompt: int, tokens: int, words: int, *, seed: int
+) -> tuple[float, int] | None:
     """Seconds a decode step and tokens of context a row, of the time in which all rows run: from the first token of the last
-    request to start until the first request ends."""
-    heard: list[list[tuple[float, int]]] = [[] for _ in range(rows)]
+    request to start until the first request ends. Only that request is watched, as a run with one engine watches none. None:
+    they did not run together for long enough."""
+    reports: list[tuple[float, int, int]] = []  # when; tokens sampled by that request, and by all
     ends: list[float] = []
-    rng = np.random.default_rng(seed)
+    rng, before = np.random.default_rng(seed), engine.stats().tokens_generated
+
+    def hear(sampled: Sampled) -> None:
+        known = reports[-1][1] if reports else 0
+        total = engine.stats().tokens_generated - before
+        reports.append((time.perf_counter(), known + len(sampled.tokens), total))
 
     async def generate(number: int) -> None:
-        def hear(sampled: Sampled) -> None:
-            known = heard[number][-1][1] if heard[number] else 0
-            heard[number].append((time.perf_counter(), known + len(sampled.tokens)))
-
         request = Request(
             key=RequestKey(group_id=number, member=0),
             tokens=tuple(rng.integers(FIRST_WORD, words, prompt).tolist()),
             sampling=Sampling(max_tokens=tokens),
             seed=number,
         )
-        await engine.generate(request, hear)
-        heard[number].append((time.perf_counter(), tokens))
+        await engine.generate(request, hear if number == rows - 1 else None)
         ends.append(time.perf_counter())
 
     await asyncio.gather(*(generate(number) for number in range(rows)))
-    last = max(heard, key=lambda reports: reports[0][0])
-    seen = [report for report in last if report[0] <= min(ends)]
-    if len(seen) < 2:  # reports come rarely: all of the last request, with fewer rows towards its end
-        seen = [last[0], last[-1]] if len(last) > 1 else [(last[0][0] - 1e-9, 0), last[0]]
-    (begin, first), (end, final) = seen[0], seen[-1]
-    return (end - begin) / max(1, final - first), prompt + (first + final) // 2
+    counted = [report for report in reports if report[1]]
+    all_running = [report for report in counted if report[0] <= min(ends)]
+    if len(all_running) < MIN_REPORTS:
+        return None
+    (begin, first, total), (end, last, final) = all_running[0], all_running[-1]
+    return (end - begin) / (last - first), prompt + (total + final) // (2 * rows)

@@ -166,7 +166,7 @@ SMOKE_WORKLOADS: dict[str, Workload] = {
     ),
 }
 
-LATENCY_SIGMA = 1.2
+LATENCY_SIGMA = 1.0
 MAX_LATENCY_S = 30.0
 OBSERVED_TOKENS = 32
 

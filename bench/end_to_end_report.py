@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from end_to_end_cells import MODES, SLOTS, Failed, Result
+from end_to_end_cells import MODES, Failed, Result
 from end_to_end_costs import MeasuredCosts
 from end_to_end_loads import Workload
 from report import Row, alone, not_measured, rate
@@ -103,7 +103,7 @@ def modelled(result: Result, workload: Workload, costs: Costs) -> Modelled | Non
         costs,
         max_lag=mode.max_lag,
         is_barrier=mode.is_barrier,
-        slots=SLOTS,
+        slots=result.slots,
         steps=steps,
     )
     begin, end = ends[result.warm_steps - 1], ends[-1]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from datasets import Dataset  # type: ignore[import-untyped, unused-ignore]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, unused-ignore]
 
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it would be compiled
 PEER = "TRL 1.16 and vLLM, colocated"
 
 

@@ -148,6 +148,7 @@ def result_of(mode: str, step_s: float, lengths: list[list[int]]) -> Result:
         mode=mode,
         settings=[],
         device="made up",
+        slots=512,
         warm_steps=1,
         step_ends=[step_s, 2 * step_s, 3 * step_s],
         rollouts_per_s=64 / step_s,
