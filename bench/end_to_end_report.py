@@ -183,14 +183,14 @@ HEAD = (
 
 
 def table(found: Measured, workloads: dict[str, Workload], wanted: Sequence[CellKey]) -> Iterator[str]:
-    """Markdown. Cells that are wanted and were not measured say so."""
+    """Markdown, in the order of the wanted cells. Those that were not measured say so."""
     for costs in found.costs.values():
         yield from _cost_lines(costs)
     yield ""
     yield "| " + " | ".join(HEAD) + " |"
     yield "|---" * len(HEAD) + "|"
     lines = {(line.result.workload, line.result.mode): line for line in lines_of(found, workloads)}
-    for key in [*lines, *(key for key in wanted if key not in lines)]:
+    for key in wanted:
         label = f"{key[0]}, {_label(key[1])}"
         if key in lines:
             yield "| " + " | ".join([label, *_columns(lines[key])]) + " |"
