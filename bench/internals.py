@@ -15,6 +15,8 @@ from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
+from msgspec import structs
+
 from millstream import PipelineConfig, RolloutConfig, RunConfig
 from millstream.algo.advantages import ADVANTAGES, Advantage, grpo, has_signal
 from millstream.algo.credit import Estimator, gae
@@ -22,14 +24,15 @@ from millstream.audit import AuditReport, audit, report_lines
 from millstream.clock import VirtualClock
 from millstream.config import load
 from millstream.engine import Engine
-from millstream.env import Environment
+from millstream.env import Context, Environment
 from millstream.env.data import in_order, read
 from millstream.env.games.frozen_lake import FrozenLake
 from millstream.env.rewards import CompletionScorer, RewardConfig, exact_match, prepare_rewards
 from millstream.env.sandbox.sandbox import WALLS, Sandbox, SandboxBroken, what_is_contained
-from millstream.events import EventSink
+from millstream.events import EventSink, Status
 from millstream.events.bias import BiasReport, bias_report
 from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink, read_events, read_history
+from millstream.events.summary import Interval, merge_intervals, total_length
 from millstream.learner import Learner
 from millstream.pipeline.admission import full_budget
 from millstream.pipeline.episode import Episode
@@ -136,3 +139,28 @@ def without_supervision() -> Iterator[None]:
         for owner, name, replacement in changes:
             stack.enter_context(patch.object(owner, name, replacement))
         yield
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[list[int]]:
+    """Runs within this write no checkpoint: the first would be written beside the first steps. Yields how many requests their
+    engines have preempted, a number about every second."""
+    from millstream.run.checkpoint import Checkpoints
+
+    preempted: list[int] = []
+    status = Pipeline.status
+
+    async def watched(pipeline: Pipeline) -> Status:
+        preempted.append(sum(engine.stats().num_preempted for engine in pipeline.router.engines))
+        return await status(pipeline)
+
+    with patch.object(Checkpoints, "is_due", lambda *_, **__: False), patch.object(Pipeline, "status", watched):
+        yield preempted
+
+
+def limit_turns(context: Context, max_tokens: int) -> None:
+    """From now on the turns of this rollout have this many tokens, whatever is sampled."""
+    inner: Any = context
+    while not isinstance(inner, Episode):
+        inner = inner._context  # a `Conversation`, or the context that stops its environment's clock
+    inner._sampling = structs.replace(inner._sampling, max_tokens=max_tokens, stop=())

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import Qwen3Config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from millstream import EngineConfig
 from millstream.algo import kl, losses
@@ -33,7 +34,15 @@ from millstream.learner.check import check_learner, packed_rows
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
 from millstream.model.compare import check_itself, randomize
-from millstream.model.load import check_layers, load_model, load_tokenizer, new_model, set_up_cpu, strange_layers
+from millstream.model.load import (
+    check_layers,
+    load_model,
+    load_tokenizer,
+    new_model,
+    save_model,
+    set_up_cpu,
+    strange_layers,
+)
 from millstream.model.shrink import HEADS, WINDOW, shrunk, shrunk_table
 from millstream.objective import LossInputs, Objective, TokenLoss
 from millstream.run.build import build_engine
@@ -81,6 +90,14 @@ def __getattr__(name: str) -> Any:
     if name == "KERNELS":
         return importlib.import_module("millstream.engine.native.kernels").KERNELS
     raise AttributeError(name)
+
+
+def word_tokenizer(words: Sequence[str]) -> Any:
+    """One token a word, and <pad>, <eos>, <unk> before them."""
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 PASSES: dict[str, list[Callable[..., Any]]] = {

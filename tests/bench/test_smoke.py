@@ -17,7 +17,20 @@ KEYS = {"workload", "metric", "ours", "peer", "theirs", "ratio"}
 HAS_MAIN = re.compile(r"^def main\(argv: Sequence\[str\] \| None = None\) -> None:$", re.MULTILINE)
 BENCHMARKS = sorted(path.stem for path in BENCH.glob("*.py") if HAS_MAIN.search(path.read_text()))
 SHARED = {"internals", "internals_ray", "internals_torch", "report", "run_parts"}
-PARTS = {"crash_run", "losses_peers", "quality_cells", "quality_report", "store_sides", "trl_side"}
+PARTS = {
+    "crash_run",
+    "end_to_end_cells",
+    "end_to_end_costs",
+    "end_to_end_loads",
+    "end_to_end_report",
+    "end_to_end_trl",
+    "losses_peers",
+    "quality_cells",
+    "quality_report",
+    "step_model",
+    "store_sides",
+    "trl_side",
+}
 """Of benchmarks that have several files: started by them, or imported."""
 
 

@@ -1,0 +1,134 @@
+"""Whole runs on one GPU: how many rollouts a second are generated and trained, by how far training may lag behind.
+
+Every cell is a load in a mode, run by `millstream.train`: a barrier (generate all, then train), `max_lag` 0, 0.5, 1, 2, 4. The
+model has random weights and 512 words, so that the end token comes by itself. Loads: 64 and 512 rollouts a step with geometric
+and log-normal lengths, agents whose environments take their time, and short equal lengths. Before the cells of a shape the
+costs of its engine and learner are measured, alone and beside each other: with them the step model (`bench/step_model.py`) says
+what a cell should take.
+
+Results are appended to FOLDER/results.jsonl as they come. A later call adds cells; the table, the rows and the picture
+(FOLDER/timeline.svg) are of all that is there. Cells that were not measured are printed as such.
+
+    .venv/bin/python bench/end_to_end.py [--json] [--smoke] [--cells '474M-geometric-64/*,short/2'] [--seconds 20]
+    .venv/bin/python bench/end_to_end.py --list             # the cells, and which of them are measured by default
+    .venv/bin/python bench/end_to_end.py --set engine.slots=256 --folder runs/fewer-slots
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+
+from end_to_end_cells import MODES, Budget, Failed, NotMeasured, Sources, config_of, device_bytes, run_cell
+from end_to_end_costs import ON_GPU, SMOKE, free_memory, make_model, measure_costs
+from end_to_end_loads import SMOKE_WORKLOADS, WORKLOADS, Workload, write_prompts
+from end_to_end_report import CellKey, append_record, draw_timeline, read_records, rows_of, table
+from millstream import MillstreamError
+from report import Options, publish, say
+
+REQUIRED = (
+    "474M-geometric-64/barrier,474M-geometric-64/0,474M-geometric-64/2,474M-geometric-64/4,"
+    "474M-geometric-512/barrier,474M-geometric-512/0,474M-geometric-512/2,474M-geometric-512/4,"
+    "474M-log-normal-64/barrier,474M-log-normal-64/2,474M-log-normal-64/4,"
+    "agents/barrier,agents/2,agents/redundant,short/barrier,short/2,"
+    "1.7B-geometric-64/barrier,1.7B-geometric-64/2"
+)
+SMOKE_CELLS = "tiny-geometric-4/barrier,tiny-geometric-4/2,tiny-log-normal-4/0.5,tiny-agents/redundant"
+SHOWN = (("474M-geometric-64", "barrier"), ("474M-geometric-64", "2"))
+"""In the timeline."""
+
+
+def cells(workloads: dict[str, Workload]) -> list[CellKey]:
+    return [
+        (name, mode)
+        for name, workload in workloads.items()
+        for mode in MODES
+        if mode != "redundant" or workload.latency_s
+    ]
+
+
+def chosen(patterns: str, workloads: dict[str, Workload]) -> list[CellKey]:
+    """Cells in the order of the patterns. Raises `SystemExit` for a pattern that fits none."""
+    found: list[CellKey] = []
+    for pattern in filter(None, patterns.split(",")):
+        fitting = [key for key in cells(workloads) if fnmatch("/".join(key), pattern)]
+        if not fitting:
+            raise SystemExit(f"--cells {pattern}: no such cell. --list prints them, such as 474M-geometric-64/2")
+        found += [key for key in fitting if key not in found]
+    return found
+
+
+def measure(wanted: Sequence[CellKey], workloads: dict[str, Workload], options: argparse.Namespace) -> None:
+    """Each result is in the file before the next cell starts. A cell that fails is recorded, and the others are measured."""
+    results = options.folder / "results.jsonl"
+    known = dict(read_records(results).costs)
+    for name, mode in wanted:
+        workload = workloads[name]
+        seconds = options.seconds if workload.seconds is None else workload.seconds
+        budget = Budget(seconds=seconds, min_steps=options.steps, limit_s=options.limit)
+        model = make_model(workload.shape, workload.context, options.folder)
+        sources = Sources(model=model, prompts=write_prompts(workload, options.folder))
+        with tempfile.TemporaryDirectory() as scratch:
+            is_known = workload.shape in known and known[workload.shape].settings == options.set
+            if workload.shape in options.costs.split(",") and not is_known:
+                say(f"costs of {workload.shape}")
+                config = config_of(workload, MODES["2"], sources, Path(scratch) / "costs", settings=options.set)
+                plan = SMOKE if options.smoke else ON_GPU
+                known[workload.shape] = measure_costs(workload.shape, config, model, plan, options.set)
+                append_record(results, known[workload.shape])
+            try:
+                result = run_cell(name, workload, mode, sources, Path(scratch), budget, options.set)
+            except (NotMeasured, MillstreamError, torch.OutOfMemoryError) as error:
+                why = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+                say(f"{name}/{mode}: {why}")
+                append_record(results, Failed(workload=name, mode=mode, why=why))
+            else:
+                append_record(results, result)
+                say(
+                    f"{name}/{mode}: {len(result.steps_s)} steps of {result.step_s:.2f} s, {result.rollouts_per_s:.1f} "
+                    f"rollouts/s, {result.tokens_per_s:,.0f} tokens/s, lag {result.lag_mean:.2f}, {result.memory_gib:.0f} GiB "
+                    f"({result.seconds:.0f} s in all)"
+                )
+        free_memory()
+        if torch.cuda.is_available():
+            say(f"  {device_bytes() / 2**30:.1f} GiB are still in use")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    parser.add("--cells", REQUIRED, smoke=SMOKE_CELLS, help="patterns, by comma; empty: print what is there")
+    parser.add("--folder", Path("runs/end-to-end"), help="of models, results and the picture")
+    parser.add("--seconds", 20.0, smoke=0.0, help="measured of a cell, after its warm-up")
+    parser.add("--steps", 2, smoke=2, help="measured of a cell at least")
+    parser.add("--costs", "474M", smoke="tiny", help="shapes whose parts are measured, for the step model; by comma")
+    parser.add("--limit", 150.0, smoke=60.0, help="seconds after which a cell ends with what it has")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in the config of every cell")
+    parser.add_argument("--list", action="store_true", help="print all cells")
+    options = parser.parse(argv)
+    workloads = SMOKE_WORKLOADS if options.smoke else WORKLOADS
+    if options.list:
+        required = chosen(REQUIRED, WORKLOADS)
+        print("\n".join(f"{'/'.join(key)}{'  (default)' if key in required else ''}" for key in cells(WORKLOADS)))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.smoke:
+            options.folder = Path(scratch)
+        measure(chosen(options.cells, workloads), workloads, options)
+        found = read_records(options.folder / "results.jsonl")
+        everything = cells(workloads)
+        shown = [found.cells[key] for key in (everything if options.smoke else SHOWN) if key in found.cells]
+        if shown:
+            draw_timeline(shown, options.folder / "timeline.svg")
+        if options.json:
+            publish(rows_of(found, workloads, everything), options)
+        else:
+            print("\n".join(table(found, workloads, everything)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
