@@ -270,3 +270,28 @@ def test_roles_of_verifiers_are_agents_and_turns_go_on_in_the_same_sequence(task
 def test_a_taskset_that_is_not_there_is_a_config_error(tasksets: None) -> None:
     with pytest.raises(ConfigError, match="verifiers cannot load taskset 'no-such': ModuleNotFoundError"):
         found("verifiers", args={"taskset": "no-such"})
+
+
+# ---- examples of Reasoning Gym ---------------------------------------------------------------------------------------------
+
+
+def test_examples_are_turns_of_the_chat_before_the_question() -> None:
+    pytest.importorskip("reasoning_gym")
+    shown = {"chain_sum": [{"question": "1 + 1 =", "answer": "<answer>2</answer>"}]}
+    kind = found(
+        "reasoning_gym", args={"names": ["chain_sum", "gcd"], "is_chat": True, "system": "S", "examples": shown}
+    )
+    with_example, without = make_tasks([kind], 2, 0)
+    assert not isinstance(with_example.prompt, str) and not isinstance(without.prompt, str)
+    assert [message.role for message in with_example.prompt] == ["system", "user", "assistant", "user"]
+    assert with_example.prompt[2].content == "<answer>2</answer>"
+    assert [message.role for message in without.prompt] == ["system", "user"], (
+        "those of another generator are not shown"
+    )
+
+
+def test_examples_that_are_no_turns_of_a_chat_are_refused() -> None:
+    with pytest.raises(ConfigError, match="set is_chat = true"):
+        reasoning.example_turns("gcd", [{"question": "?", "answer": "1"}], is_chat=False)
+    with pytest.raises(ConfigError, match=r"expected \{ question"):
+        reasoning.example_turns("gcd", [{"question": "?"}], is_chat=True)

@@ -25,7 +25,7 @@ from support.talk import CHATML
 ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.toml"))}
 CLUSTER = {path.stem: path for path in sorted((ROOT / "recipes/cluster").glob("*.toml"))}
-NEEDS = {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym", "demo_ray": "ray"}
+NEEDS = {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym", "smollm2": "reasoning_gym", "demo_ray": "ray"}
 """Libraries of the extras that a recipe says it needs."""
 FEW = {
     "data.holdout": 4,
@@ -85,6 +85,8 @@ def at_hand(name: str, chat_model: Path, gsm8k: Path) -> dict[str, object]:
             return {**local}
         case "reasoning_gym":
             return {"data.size": 300, "data.holdout": 8}
+        case "smollm2":
+            return {**local, "data.size": 300, "data.holdout": 8}
         case _:
             return {}
 

@@ -6,7 +6,7 @@ A task is the name of a generator, a seed and a number: it is made again, exactl
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -25,7 +25,8 @@ NEEDS_CONFIG = ("composite",)  # it combines others, and needs their names
 
 class ReasoningGym:
     """`names` of generators, or "all"; `configs`, by name, are what a generator takes. With `is_chat` the question goes through
-    the chat template, after `system`. An answer stands between <answer> and </answer>, or is the whole text."""
+    the chat template, after `system` and the `examples`, which are turns of the chat: {question, answer}, by generator. An
+    answer stands between <answer> and </answer>, or is the whole text."""
 
     def __init__(
         self,
@@ -34,10 +35,12 @@ class ReasoningGym:
         configs: dict[str, dict[str, Any]] | None = None,
         is_chat: bool = False,
         system: str = "",
+        examples: dict[str, list[dict[str, str]]] | None = None,
     ) -> None:
         self._configs = configs or {}
         self._system = system
-        self._names = chosen(names, self._configs)
+        self._examples = {name: example_turns(name, some, is_chat=is_chat) for name, some in (examples or {}).items()}
+        self._names = chosen(names, [*self._configs, *self._examples])
         self._is_chat = is_chat
         self._threads: DaemonThreads | None = None
 
@@ -49,7 +52,7 @@ class ReasoningGym:
             entry, _ = self._entry(name, start, index)
             yield Task(
                 id=f"{name}/{index}",
-                prompt=self._prompt(entry["question"]),
+                prompt=self._prompt(name, entry["question"]),
                 answer=None if entry["answer"] is None else str(entry["answer"]),
                 data={"source": name, "seed": start, "index": index},
             )
@@ -58,26 +61,25 @@ class ReasoningGym:
         return [] if task.answer is None else [task.answer]
 
     async def rollout(self, context: Context) -> float:
-        data = context.task.data
         said = await context.ask(context.task.prompt)
-
-        def score() -> float:
-            """Some take seconds to make their entry again."""
-            entry, generator = self._entry(str(data["source"]), int(data["seed"]), int(data["index"]))
-            try:
-                return float(generator.score_answer(answer_in(said), entry))
-            except Exception:  # some rules raise on an answer that they cannot read: it is wrong, and no failure
-                return 0.0
-
         self._threads = self._threads or DaemonThreads("reasoning_gym", most=MAX_THREADS)
-        scored: float = await context.waiting("reasoning_gym to score", self._threads.call(score))
+        scoring = self._threads.call(functools.partial(self.score, said, context.task.data))
+        scored: float = await context.waiting("reasoning_gym to score", scoring)
         return scored
 
-    def _prompt(self, question: str) -> str | tuple[Message, ...]:
+    def score(self, said: str, data: Mapping[str, Any]) -> float:
+        """By the generator's rule, of an answer to the task with this data. Some take seconds to make their entry again."""
+        entry, generator = self._entry(str(data["source"]), int(data["seed"]), int(data["index"]))
+        try:
+            return float(generator.score_answer(answer_in(said), entry))
+        except Exception:  # some rules raise on an answer that they cannot read: it is wrong, and no failure
+            return 0.0
+
+    def _prompt(self, name: str, question: str) -> str | tuple[Message, ...]:
         if not self._is_chat:
             return f"{self._system}{question}"
         system = (Message(role="system", content=self._system),) if self._system else ()
-        return (*system, Message(role="user", content=question))
+        return (*system, *self._examples.get(name, ()), Message(role="user", content=question))
 
     def _entry(self, name: str, seed: int, index: int) -> tuple[dict[str, Any], Any]:
         """And its generator. Some make all that they are asked for at once: they are asked for a few at a time."""
@@ -104,15 +106,28 @@ def _library() -> Any:
     return reasoning_gym
 
 
-def chosen(names: list[str] | str, configs: dict[str, Any]) -> list[str]:
-    """Every generator there is, or those that are named. Raises `ConfigError` for one that is not there."""
+def example_turns(name: str, examples: list[dict[str, str]], *, is_chat: bool) -> tuple[Message, ...]:
+    """A user's and an assistant's message for each example. Raises `ConfigError`."""
+    where = f"environment reasoning_gym: examples of {name}"
+    if not is_chat:
+        raise ConfigError(f"{where} are turns of a chat: set is_chat = true, or put them into system as text")
+    for example in examples:
+        if not isinstance(example, dict) or example.keys() != {"question", "answer"}:
+            raise ConfigError(f'{where}: found {example!r}, expected {{ question = "...", answer = "..." }}')
+    turns = ((("user", one["question"]), ("assistant", one["answer"])) for one in examples)
+    return tuple(Message(role=role, content=content) for turn in turns for role, content in turn)
+
+
+def chosen(names: list[str] | str, described: Collection[str]) -> list[str]:
+    """Every generator there is, or those that are named. `described`: the names that other options have. Raises `ConfigError`
+    for one that is not there."""
     _library()
     from reasoning_gym.factory import DATASETS
 
     if names == ALL:
-        return sorted(name for name in DATASETS if name not in NEEDS_CONFIG or name in configs)
+        return sorted(name for name in DATASETS if name not in NEEDS_CONFIG or name in described)
     wanted = [names] if isinstance(names, str) else list(names)
-    if strangers := [name for name in (*wanted, *configs) if name not in DATASETS]:
+    if strangers := [name for name in (*wanted, *described) if name not in DATASETS]:
         raise ConfigError(f"reasoning_gym has no {strangers[0]!r}; it has {', '.join(sorted(DATASETS))}")
     if not wanted:
         raise ConfigError('environment reasoning_gym: names is empty; expected names of generators, or "all"')
