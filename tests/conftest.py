@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, print_blob=True
 )
 settings.load_profile("default")
+gc.set_threshold(50_000, 20, 50)  # imports make a million objects, and no garbage
 
 SOCKET_VARIABLE = "MILLSTREAM_FORKSERVER"
 WARM = pytest.StashKey[tuple[subprocess.Popen[bytes], tempfile.TemporaryDirectory[str]]]()
@@ -39,6 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     process = subprocess.Popen(words, stdin=subprocess.PIPE, process_group=0, env=environment)
     config.stash[WARM] = (process, folder)
+
+
+def pytest_collection_finish() -> None:
+    """What test modules have imported stays: no garbage collection looks at it again, those of pytest at its end included."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import functools
 import itertools
 import math
 import re
@@ -231,7 +232,7 @@ def _table_problems(data: Mapping[str, Any], kinds: Sequence[Any], place: str, p
     if struct is None:
         yield f"{name} is not a table"
         return
-    fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+    fields = {field.encode_name: field.type for field in _fields(struct)}
     for key, value in data.items():
         if key in fields:
             yield from problems(value, fields[key], f"{place}{key}.", paths)
@@ -273,9 +274,15 @@ def _structs(kind: Any) -> Iterator[type[Struct]]:
             yield from _structs(argument)
 
 
+@functools.cache
+def _fields(kind: type[Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Of a struct. Its annotations are evaluated once."""
+    return msgspec.structs.fields(kind)
+
+
 def _paths(kind: type[Struct], place: str = "") -> Iterator[str]:
     """Every key there is, as `--set` names it."""
-    for field in msgspec.structs.fields(kind):
+    for field in _fields(kind):
         yield f"{place}{field.name}"
         number = "0." if get_origin(field.type) is tuple else ""
         for struct in _structs(field.type):

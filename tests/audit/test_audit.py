@@ -420,14 +420,21 @@ def test_a_run_with_crashes_and_checkpoints_is_clean(tmp_path: Path) -> None:
         assert getattr(report, name) == getattr(whole, name), name
 
 
-def killed_and_resumed(world: World, cut: random.Random, *, processes: int) -> Run:
-    """The pipeline's own resumes: each process is killed somewhere, and the next resumes from one of its checkpoints."""
+@functools.cache
+def undisturbed(world: World) -> Diary:
     diary = Diary()
     simulate(world, keeper=diary)
+    return diary
+
+
+def killed_and_resumed(world: World, cut: random.Random, *, processes: int) -> Run:
+    """The pipeline's own resumes: each process is killed somewhere, and the next resumes from one of its checkpoints."""
+    diary = undisturbed(world)
     run = Run([_started(world), *diary.sink.events])
     before = 1
     for incarnation in range(1, processes):
-        kept = cut.choice(diary.kept[1 : 3 + incarnation])  # the first one is that which the process began with
+        # the first one is that which the process began with
+        kept = copy.deepcopy(cut.choice(diary.kept[1 : 3 + incarnation]))
         version, covers_seq = kept.standing.ledger.version, before + kept.mark - 1
         files = pack(version, covers_seq, msgspec.to_builtins(kept.standing.ledger, str_keys=True))
         run.folders = {name_of(version): files}

@@ -29,7 +29,7 @@ from millstream.events import Span
 from millstream.events.sinks import MemorySink
 from millstream.run.build import build_engine
 from millstream.seeds import derive_seed
-from millstream.types import Completion, Finish, RequestKey, Sampling, Weights
+from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Weights
 from support.commands import run_command
 from support.decoding import alone, drain, kept_by, teacher_forced
 from support.tiny import CONFIGS, VOCABULARY, make, plain, prompts, request
@@ -51,25 +51,27 @@ def batch(request: pytest.FixtureRequest) -> MakeBatcher:
     return make_it
 
 
+def greedy_requests(rng: random.Random) -> dict[int, Request]:
+    return {n: request(n, p, max_tokens=rng.randint(4, 24), temperature=0) for n, p in enumerate(prompts(16))}
+
+
 @functools.cache
 def generated(name: str) -> list[tuple[int, ...]]:
-    """What the library's own `generate` says after each prompt, greedily."""
-    twin, options = (
-        plain(make(name)),
-        {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0},
-    )
+    """What the library's own `generate` says to each of `greedy_requests(random.Random(0))`, greedily."""
+    twin, options = plain(make(name)), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     found = []
-    for tokens in prompts(16):
-        mask = torch.ones(1, len(tokens), dtype=torch.long)
-        out = twin.generate(torch.tensor([tokens]), attention_mask=mask, **options)
-        found.append(tuple(out[0, len(tokens) :].tolist()))
+    for one in greedy_requests(random.Random(0)).values():
+        mask = torch.ones(1, len(one.tokens), dtype=torch.long)
+        length = one.sampling.max_tokens
+        out = twin.generate(torch.tensor([one.tokens]), attention_mask=mask, max_new_tokens=length, **options)
+        found.append(tuple(out[0, len(one.tokens) :].tolist()))
     return found
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_output_is_that_of_generate_with_joins_and_aborts_in_between(name: str, batch: MakeBatcher) -> None:
     batcher, rng = batch(make(name), num_slots=4, prefill_tokens=32), random.Random(0)
-    asked = {n: request(n, p, max_tokens=rng.randint(4, 24), temperature=0) for n, p in enumerate(prompts(16))}
+    asked = greedy_requests(rng)
     done: dict[int, Completion] = {}
     aborted: list[int] = []
     for number, one in asked.items():  # ragged prompts join while others are anywhere in their answer

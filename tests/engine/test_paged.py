@@ -36,7 +36,7 @@ from millstream.model.adapters import add_adapters, copy_of, merged, trained_wei
 from millstream.model.load import load_weights, new_model
 from millstream.model.lora import LoraConfig
 from millstream.run.build import build_engine
-from millstream.types import Completion, Finish, RequestKey
+from millstream.types import Completion, Finish, Request, RequestKey
 from support.decoding import alone, drain, teacher_forced
 from support.tiny import CONFIGS, SHAPE, VOCABULARY, make, prompts, request
 from support.tiny import plain as plain_model
@@ -253,13 +253,19 @@ def test_where_prompts_cost_a_pass_of_their_own_requests_join_together_and_at_on
 # ---- room --------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def with_room() -> dict[Request, Completion]:
+    """Requests, and what each is answered alone in a cache with room for it."""
+    whole = paged(make("llama"))
+    asked = [request(number, prompt, max_tokens=30) for number, prompt in enumerate(prompts(24))]
+    return {one: alone(whole, one) for one in asked}
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_when_the_cache_is_full_the_youngest_give_way_and_nobody_notices(depth: int) -> None:
-    asked = [request(number, prompt, max_tokens=30) for number, prompt in enumerate(prompts(24))]
-    whole = paged(make("llama"))
-    expected = {one.key.group_id: alone(whole, one) for one in asked}
+    expected = {one.key.group_id: completion for one, completion in with_room().items()}
     batcher = paged(make("llama"), num_pages=30, depth=depth)
-    for one in asked:
+    for one in with_room():
         batcher.add(one)
     done: dict[int, Completion] = {}
     drain(batcher, done)

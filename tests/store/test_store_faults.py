@@ -43,7 +43,7 @@ def test_twenty_kills_under_load_lose_nothing_and_repeat_nothing(
     time.sleep(0.3)
     for _ in range(KILLS):
         asyncio.run(until_it_serves(store))
-        time.sleep(rng.uniform(0.05, 0.4) if victim == "the coordinator" else rng.uniform(0.1, 0.4))
+        time.sleep(rng.uniform(0.02, 0.15) if victim == "the coordinator" else rng.uniform(0.05, 0.2))
         match victim:
             case "the coordinator":
                 store.process.kill()
