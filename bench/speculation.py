@@ -103,10 +103,10 @@ async def timed(engine: Engine, work: Work, sampling: Sampling) -> Result:
 
 
 async def compared(engines: dict[str, Engine], work: Work, sampling: Sampling, repeat: int) -> dict[str, list[Result]]:
-    """In turn, so that what disturbs the machine disturbs both."""
+    """In turn, so that what disturbs the machine disturbs both. Each is the first every second time."""
     found: dict[str, list[Result]] = {name: [] for name in engines}
     for number in range(1 + repeat):
-        for name, engine in engines.items():
+        for name, engine in sorted(engines.items(), reverse=number % 2 == 0):
             result = await timed(engine, work, sampling)
             if number:
                 found[name].append(result)
