@@ -17,7 +17,20 @@ KEYS = {"workload", "metric", "ours", "peer", "theirs", "ratio"}
 HAS_MAIN = re.compile(r"^def main\(argv: Sequence\[str\] \| None = None\) -> None:$", re.MULTILINE)
 BENCHMARKS = sorted(path.stem for path in BENCH.glob("*.py") if HAS_MAIN.search(path.read_text()))
 SHARED = {"internals", "internals_ray", "internals_torch", "report", "run_parts"}
-PARTS = {"crash_run", "losses_peers", "quality_cells", "quality_report", "store_sides", "trl_side"}
+PARTS = {
+    "crash_run",
+    "curves",
+    "held_out",
+    "losses_peers",
+    "modes",
+    "quality_cells",
+    "quality_report",
+    "store_sides",
+    "time_to_quality_cells",
+    "time_to_quality_report",
+    "time_to_quality_trl",
+    "trl_side",
+}
 """Of benchmarks that have several files: started by them, or imported."""
 
 
