@@ -275,7 +275,7 @@ def run_cell(
         mode=mode_name,
         settings=list(settings),
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        slots=config.engine.slots,
+        slots=config.engine.num_slots,
         warm_steps=warm_steps,
         memory_gib=watch.memory_bytes / 2**30,
         preempted=max(preempted, default=0),

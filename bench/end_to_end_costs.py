@@ -158,7 +158,7 @@ class Batches:
 
     def __init__(self, learner: TorchLearner, config: RunConfig, plan: Plan, words: int) -> None:
         self._learner = learner
-        self._micro_batch_tokens = config.learner.micro_batch_tokens
+        self._micro_batch_tokens = config.learner.pass_tokens
         rng = np.random.default_rng(1)
         self._rows = [_row(rng, words, plan.row_tokens) for _ in range(plan.batch_tokens // plan.row_tokens)]
         self._num_tokens = sum(len(row.tokens) for row in self._rows)

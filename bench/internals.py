@@ -38,7 +38,9 @@ from millstream.pipeline.admission import full_budget
 from millstream.pipeline.episode import Episode
 from millstream.pipeline.pipeline import Algorithm, Parts, Pipeline
 from millstream.pipeline.schema import store_tasks
+from millstream.pipeline.sync import WeightSync
 from millstream.pipeline.waits import Waits
+from millstream.run.check import check_config
 from millstream.run.folder import RunResult
 from millstream.run.garbage import seldom_collected
 from millstream.seeds import derive_seed
@@ -76,7 +78,9 @@ def recipe(name: str, *changes: str, is_smoke: bool = False) -> RunConfig:
 
 def first_epoch(config: RunConfig) -> list[Task]:
     """The training tasks of a config in the order in which a run uses them first."""
-    tasks = read(config.data, seed=config.seed).train
+    data = check_config(config).data
+    assert data is not None, "a data set of the hub is not read here"
+    tasks = data.train
     return [task for _, task in islice(in_order(tasks, seed=config.seed, shuffle=config.data.shuffle), len(tasks))]
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
+import platform
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -45,7 +47,12 @@ from millstream.model.load import (
 )
 from millstream.model.shrink import HEADS, WINDOW, shrunk, shrunk_table
 from millstream.objective import LossInputs, Objective, TokenLoss
-from millstream.run.build import build_engine
+from millstream.run.build import build_engine, build_environment, build_sampling
+from millstream.run.check import check_config
+from millstream.run.checkpoint import Checkpoints
+from millstream.run.evaluate import Evaluator, new_waits
+from millstream.run.prepare import Prepared, prepare_run
+from millstream.run.text import TokenizerText
 from millstream.weights import TransferWay
 from millstream.weights.transfer import WeightsRef
 from millstream.weights.transfer.fetcher import WeightsFetcher
@@ -69,6 +76,13 @@ def qwen3(*, hidden: int, layers: int, heads: int, dim: int, words: int, context
         head_dim=dim,
         max_position_embeddings=context,
         tie_word_embeddings=True,
+    )
+
+
+def device_name() -> str:
+    """Of the GPU, or of the machine's processor where there is none."""
+    return (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores"
     )
 
 

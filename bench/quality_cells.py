@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct, structs
 
 import run_parts
+from curves import Point
 from internals import audit, read_events
 from millstream import (
     AlgorithmConfig,
@@ -88,16 +89,6 @@ class Cell(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.loss}, max_lag {self.max_lag}, seed {self.seed}"
-
-
-class Point(Struct, frozen=True, kw_only=True):
-    """A model on the held-out tasks, after so many steps, trained rollouts and seconds of training."""
-
-    step: int
-    samples: int
-    seconds: float
-    accuracy: float
-    greedy: float
 
 
 class Result(Struct, frozen=True, kw_only=True):

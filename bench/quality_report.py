@@ -1,34 +1,25 @@
 """What the cells of `bench/quality.py` say together: tables, verdicts and figures.
 
-A difference is of two cells of one seed, which begin with the same model and see the same tasks in the same order; its interval
-is Student's, over the seeds. It is within noise if the interval holds 0, and then its half-width is what may have been hidden.
+How a difference and its interval are computed is in `curves.py`.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
 
-from quality_cells import LAGS, LOSSES, UNCORRECTED, Cell, Point, Result, Settings, cells, read_results
+from curves import INK, Difference, Point, draw_curves, paired, plots
+from quality_cells import LAGS, LOSSES, UNCORRECTED, Cell, Result, Settings, cells, read_results
 from report import Row, rate
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 BEGIN, END = "<!-- made by bench/quality.py: begin -->", "<!-- made by bench/quality.py: end -->"
 MIN_FORCED = 0.95
 LAST_POINTS = 2
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""The 97.5% quantiles, from one degree of freedom on. For more than there are here the last one is taken: a little too wide."""
 COLOURS = {0: "#8a8a8a", 2: "#2f8fd8", 8: "#e0722b"}
-INK = "#848d97"
-"""Of words and lines: to be read on white and on black."""
 
 
 class Finished(Struct, frozen=True, kw_only=True):
@@ -41,18 +32,6 @@ class Finished(Struct, frozen=True, kw_only=True):
     def of(self, loss: str, max_lag: int) -> list[Result]:
         """In the order of the seeds."""
         return [self.results[Cell(loss, max_lag, seed)] for seed in self.seeds]
-
-
-class Difference(NamedTuple):
-    mean: float
-    half_width: float
-
-    @property
-    def is_within_noise(self) -> bool:
-        return abs(self.mean) <= self.half_width
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.half_width:.3f}"
 
 
 def read_finished(folder: Path) -> Finished:
@@ -83,13 +62,6 @@ def read_finished(folder: Path) -> Finished:
 
 def final_accuracy(result: Result) -> float:
     return statistics.mean(point.accuracy for point in result.curve[-LAST_POINTS:])
-
-
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
-    """Of two lists in the same order of seeds, with the 95% interval of its mean."""
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    spread = statistics.stdev(differences) / math.sqrt(len(differences))
-    return Difference(statistics.mean(differences), STUDENT[min(len(differences), len(STUDENT) + 1) - 2] * spread)
 
 
 def beside_synchronous(finished: Finished, loss: str, max_lag: int) -> Difference:
@@ -207,22 +179,19 @@ COLUMNS = 3
 
 
 def draw(finished: Finished, path: Path, across: Callable[[Point], float], label: str) -> None:
-    """A panel a loss, a line a lag: the mean over the seeds, with a band from the lowest to the highest."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    quiet: dict[Any, Any] = dict.fromkeys(inked, INK)
-    with pyplot.rc_context({**quiet, "svg.hashsalt": "quality", "font.size": 9, "svg.fonttype": "none"}):
+    """A panel a loss, a line a lag."""
+    with plots("quality") as pyplot:
         num_rows = -(-(len(LOSSES) + 1) // COLUMNS)  # one more, for what the lines are
         figure, axes = pyplot.subplots(
             num_rows, COLUMNS, figsize=(11, 2.5 * num_rows), sharex=True, sharey=True, layout="constrained"
         )
         panels = list(axes.flat)
         for panel, loss in zip(panels, LOSSES, strict=False):
-            _draw_panel(panel, finished, loss, across)
+            panel.set_title(loss, fontsize=9, color=INK)
+            for lag in LAGS:
+                results = finished.of(loss, lag)
+                curves = [(list(map(across, one.curve)), [point.accuracy for point in one.curve]) for one in results]
+                draw_curves(panel, curves, colour=COLOURS[lag], label=f"max_lag = {lag}")
         for panel, above in zip(panels[len(LOSSES) :], panels[len(LOSSES) - COLUMNS :], strict=False):
             panel.axis("off")
             above.tick_params(labelbottom=True)
@@ -232,18 +201,3 @@ def draw(finished: Finished, path: Path, across: Callable[[Point], float], label
         figure.supylabel("held-out accuracy, sampled", color=INK, fontsize=9)
         figure.savefig(path, transparent=True, metadata={"Date": None})
         pyplot.close(figure)
-
-
-def _draw_panel(panel: Axes, finished: Finished, loss: str, across: Callable[[Point], float]) -> None:
-    panel.set_title(loss, fontsize=9, color=INK)
-    panel.spines[["top", "right"]].set_visible(False)
-    for lag in LAGS:
-        points = list(zip(*(result.curve for result in finished.of(loss, lag)), strict=True))
-        x = [statistics.mean(map(across, column)) for column in points]
-        accuracies = [[point.accuracy for point in column] for column in points]
-        panel.plot(
-            x, list(map(statistics.mean, accuracies)), color=COLOURS[lag], linewidth=1.6, label=f"max_lag = {lag}"
-        )
-        panel.fill_between(
-            x, list(map(min, accuracies)), list(map(max, accuracies)), color=COLOURS[lag], alpha=0.18, linewidth=0
-        )

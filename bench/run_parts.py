@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from millstream.algo.advantages import BatchScale, Rewards, grpo
 from millstream.env import Step
 from millstream.env.games.frozen_lake import FrozenLake
 from millstream.env.rewards import exact_match
@@ -119,3 +120,14 @@ def uncorrected(x: LossInputs) -> TokenLoss:
 
 
 uncorrected.corrects = True  # type: ignore[attr-defined]  # false, so that it is not refused: what it costs is measured
+
+
+# ---- modes.py --------------------------------------------------------------------------------------------------------------
+
+
+def grpo_of_a_whole_batch(rewards_G: Rewards) -> Rewards:
+    """GRPO's advantages. With `over_batch`, the batch is complete before the first of its rows is trained."""
+    return grpo(rewards_G)
+
+
+grpo_of_a_whole_batch.over_batch = lambda rewards_R, advantages_N: BatchScale(0.0, 1.0)  # type: ignore[attr-defined]

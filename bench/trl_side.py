@@ -1,4 +1,5 @@
-"""TRL's side of `bench/vs_trl.py`: one GRPOTrainer run, in TRL's own environment. Knows nothing of Millstream.
+"""TRL's side of `bench/vs_trl.py` and `bench/time_to_quality.py`: one GRPOTrainer run, in TRL's own environment. Knows nothing
+of Millstream, except the rules by which an environment of single turns scores an answer.
 
     python bench/trl_side.py JOB.json
 
@@ -23,10 +24,11 @@ from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, unused
 
 
 class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """The time of every step, the weights of some, and the end when the time is up."""
+    """The time of every step, the weights of some, and the end when the time is up. Weights are kept every so many steps, or
+    of the first step after every so many seconds."""
 
-    def __init__(self, model: Any, keep_every: int, limit_s: float) -> None:
-        self.model, self.keep_every, self.limit_s = model, keep_every, limit_s
+    def __init__(self, model: Any, keep_every: int | None, keep_every_s: float, limit_s: float) -> None:
+        self.model, self.keep_every, self.keep_every_s, self.limit_s = model, keep_every, keep_every_s, limit_s
         self.began = 0.0
         self.step_ends: list[float] = []
         self.kept: dict[int, dict[str, torch.Tensor]] = {}
@@ -36,25 +38,53 @@ class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.step_ends.append(time.perf_counter() - self.began)
-        if state.global_step % self.keep_every:
+        if not self._is_due(state.global_step):
             return
-        self.kept[state.global_step] = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        self._keep(state.global_step)
         is_late = torch.tensor(float(self.step_ends[-1] > self.limit_s))
-        if torch.distributed.is_initialized():
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             torch.distributed.broadcast(is_late, src=0)  # all processes stop at the same step, or none
         control.should_training_stop = control.should_training_stop or bool(is_late)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._keep(state.global_step)
 
-class ExactMatch:
-    """The reward: 1 if the completion is the answer. Counts the rollouts of groups that have both kinds."""
+    def _keep(self, step: int) -> None:
+        self.kept[step] = {name: value.detach().clone() for name, value in self.model.named_parameters()}
 
-    __name__ = "exact_match"
+    def _is_due(self, step: int) -> bool:
+        if self.keep_every is not None:
+            return step % self.keep_every == 0
+        ends = [0.0, *self.step_ends]
+        return ends[-1] // self.keep_every_s > ends[-2] // self.keep_every_s
 
-    def __init__(self, group_size: int) -> None:
+
+class Reward:
+    """The reward: 1 if the completion is the answer, or what the environment's rule gives. Counts the rollouts of groups whose
+    rewards are not all equal, and the tokens of all rollouts."""
+
+    __name__ = "reward"
+
+    def __init__(self, group_size: int, environments: list[dict[str, Any]]) -> None:
         self.group_size, self.num_with_signal = group_size, 0
+        self.num_rollouts, self.num_tokens = 0, 0
+        self.score = self._exact_match
+        if environments and environments[0]["use"] == "reasoning_gym":
+            from millstream.env.games.reasoning import ReasoningGym  # imports no torch
 
-    def __call__(self, completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        rewards = [float(found.strip() == wanted) for found, wanted in zip(completions, answer, strict=True)]
+            rules = ReasoningGym(**environments[0]["args"])
+            self.score = lambda said, record: rules.score(said, record)
+
+    @staticmethod
+    def _exact_match(said: str, record: dict[str, Any]) -> float:
+        return float(said.strip() == record["answer"])
+
+    def __call__(self, completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        lists = {name: column for name, column in columns.items() if isinstance(column, list)}
+        records = [{name: column[number] for name, column in lists.items()} for number in range(len(completions))]
+        rewards = [self.score(said, record) for said, record in zip(completions, records, strict=True)]
+        self.num_rollouts += len(completions)
+        self.num_tokens += sum(map(len, completion_ids))
         for start in range(0, len(rewards), self.group_size):
             group = rewards[start : start + self.group_size]
             self.num_with_signal += len(group) * (min(group) < max(group))
@@ -62,14 +92,16 @@ class ExactMatch:
 
 
 def run(job: dict[str, Any]) -> None:
-    torch.set_num_threads(job["threads"])
-    torch.backends.mkldnn.set_flags(job["onednn"])  # type: ignore[no-untyped-call, unused-ignore]
+    if "threads" in job:
+        torch.set_num_threads(job["threads"])
+        torch.backends.mkldnn.set_flags(job["onednn"])  # type: ignore[no-untyped-call, unused-ignore]
     model = AutoModelForCausalLM.from_pretrained(
-        job["model"], dtype=torch.float32, attn_implementation=job["attention"]
+        job["model"], dtype=torch.float32, attn_implementation=job.get("attention", "sdpa")
     )
-    if job["narrow_head"]:
+    if job.get("narrow_head"):
         trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = model.config.vocab_size  # made for GPUs and large vocabularies
-    reward, clock = ExactMatch(job["config"]["num_generations"]), Clock(model, job["keep_every"], job["limit_s"])
+    reward = Reward(job["config"]["num_generations"], job.get("environment", []))
+    clock = Clock(model, job.get("keep_every"), job.get("keep_every_s", 0.0), job["limit_s"])
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
@@ -81,13 +113,18 @@ def run(job: dict[str, Any]) -> None:
     trainer.train()
     num_with_signal = int(trainer.accelerator.reduce(torch.tensor(float(reward.num_with_signal)), reduction="sum"))
     if trainer.accelerator.is_main_process:
-        write(Path(job["folder"]), clock, num_with_signal)
+        write(Path(job["folder"]), clock, num_with_signal, reward.num_tokens / max(1, reward.num_rollouts))
 
 
-def write(folder: Path, clock: Clock, num_with_signal: int) -> None:
+def write(folder: Path, clock: Clock, num_with_signal: int, mean_tokens: float) -> None:
     for step, weights in clock.kept.items():
         save_file(weights, folder / f"step-{step}.safetensors")
-    result = {"step_ends": clock.step_ends, "kept": list(clock.kept), "num_with_signal": num_with_signal}
+    result = {
+        "step_ends": clock.step_ends,
+        "kept": list(clock.kept),
+        "num_with_signal": num_with_signal,
+        "mean_tokens": mean_tokens,
+    }
     (folder / "result.json").write_text(json.dumps(result))
 
 

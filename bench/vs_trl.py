@@ -331,7 +331,9 @@ def same_as_ours(config: RunConfig) -> dict[str, Any]:
         "epsilon": algorithm.clip_low,
         "epsilon_high": algorithm.clip_high,
         "learning_rate": config.learner.learning_rate,
-        "lr_scheduler_type": config.learner.schedule,
+        "lr_scheduler_type": "constant_with_warmup"
+        if config.learner.schedule == "constant"
+        else config.learner.schedule,
         "warmup_steps": config.learner.warmup_steps,
         "weight_decay": config.learner.weight_decay,
         "max_grad_norm": config.learner.max_grad_norm,

@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 import quality
+from curves import Difference, paired
 from millstream.events import GroupTaken, RolloutEnded
 from millstream.types import Finish
 from quality import Job, alone_in
@@ -32,7 +33,7 @@ from quality_cells import (
     lags_of,
     read_results,
 )
-from quality_report import BEGIN, END, Difference, beside_synchronous, json_rows, paired, read_finished, write_report
+from quality_report import BEGIN, END, beside_synchronous, json_rows, read_finished, write_report
 from support.commands import run_command, start_command
 from support.quality_jobs import SMALL, Processes, made_up, runner
 

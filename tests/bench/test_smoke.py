@@ -19,16 +19,22 @@ BENCHMARKS = sorted(path.stem for path in BENCH.glob("*.py") if HAS_MAIN.search(
 SHARED = {"internals", "internals_ray", "internals_torch", "report", "run_parts"}
 PARTS = {
     "crash_run",
+    "curves",
     "end_to_end_cells",
     "end_to_end_costs",
     "end_to_end_loads",
     "end_to_end_report",
     "end_to_end_trl",
+    "held_out",
     "losses_peers",
+    "modes",
     "quality_cells",
     "quality_report",
     "step_model",
     "store_sides",
+    "time_to_quality_cells",
+    "time_to_quality_report",
+    "time_to_quality_trl",
     "trl_side",
 }
 """Of benchmarks that have several files: started by them, or imported."""

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 
+from curves import Point
 from quality import Job, Runner
-from quality_cells import Cell, Point, Result, Settings
+from quality_cells import Cell, Result, Settings
 
 SMALL = Settings(
     num_tasks=200, held_out=8, hidden=16, warm_up_to=0.0, groups_per_step=2, group_size=2, steps=4, every_steps=4

@@ -1,0 +1,141 @@
+"""Held-out accuracy over seconds and over samples: a barrier, max_lag 0, 1, 2, 4 and TRL, each with the same time.
+
+A cell is a mode and a seed: it trains for `--seconds`, and then the weights that it had every few seconds are measured on the
+held-out tasks, sampled and greedy. The evaluations are outside the clock of training; what keeping the weights costs is memory
+alone. All modes see the same tasks in the same order; no group is replaced, so that every step trains the same number of
+rollouts. `run` adds a line to FILE for each cell that is not in it: it can be stopped, and continued on another day.
+
+    .venv/bin/python bench/time_to_quality.py run FILE [--modes barrier,0,2,4] [--seeds 0-2] [--seconds 300]
+        [--set model.path=FOLDER ...] [--minutes 9] [--trl-python PYTHON] [--trl-set vllm_gpu_memory_utilization=0.4 ...]
+    .venv/bin/python bench/time_to_quality.py report FILE [--target 0.5] [--json] [--docs docs]
+    .venv/bin/python bench/time_to_quality.py --smoke [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from internals import recipe
+from millstream import RunConfig
+from modes import MODES
+from report import ROOT, Options, publish, say
+from time_to_quality_cells import TimedCell, TimedSettings, add_result, read_results, run_cell
+from time_to_quality_report import json_rows, write_report
+from time_to_quality_trl import TRL, run_trl
+
+OTHER_S = 90.0
+"""What a cell is expected to take besides its seconds of training: a start, and the evaluations."""
+SMOKE = (
+    "data.size=64",
+    "data.holdout=8",
+    "warmup=",
+    "model.tiny.hidden=16",
+    "model.device=cpu",
+    "engine.process=false",
+    "engine.slots=32",
+    "pipeline.groups_per_step=2",
+    "rollout.group_size=2",
+    "evaluation.every_steps=",
+)
+
+
+def missing(file: Path, settings: TimedSettings, modes: Iterable[str], seeds: Iterable[int]) -> list[TimedCell]:
+    """Seed by seed, so that what is there after any while is balanced."""
+    found = read_results(file, settings)
+    return [cell for seed in seeds for mode in modes if (cell := TimedCell(mode, seed)) not in found]
+
+
+def run(
+    file: Path,
+    settings: TimedSettings,
+    cells: Sequence[TimedCell],
+    *,
+    minutes: float = math.inf,
+    trl_python: Path = Path(sys.executable),
+    trl_changes: Sequence[str] = (),
+) -> None:
+    """No cell begins that would not end in time."""
+    began = time.monotonic()
+    for number, cell in enumerate(cells):
+        if time.monotonic() - began + settings.seconds + OTHER_S > 60 * minutes:
+            say(f"the time is over: {len(cells) - number} cells are left")
+            return
+        config = config_of(settings, cell.seed)
+        with tempfile.TemporaryDirectory() as folder:
+            if cell.mode == TRL:
+                own = Path(folder)
+                result = run_trl(settings, config, cell, own, python=trl_python, changes=trl_changes)
+            else:
+                result = run_cell(settings, config, cell, Path(folder))
+        add_result(file, result)
+        say(f"{cell}: {result}")
+    say("every cell is done")
+
+
+def config_of(settings: TimedSettings, seed: int) -> RunConfig:
+    return recipe(settings.recipe, *settings.changes, f"seed={seed}")
+
+
+def seeds_of(words: str) -> list[int]:
+    """0-2 or 0,1,2."""
+    first, _, last = words.partition("-")
+    return list(range(int(first), int(last) + 1)) if last else [int(word) for word in words.split(",")]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Options(__doc__)
+    commands = parser.add_subparsers(dest="command", parser_class=argparse.ArgumentParser)
+    running = commands.add_parser("run", help="train and measure what is missing")
+    running.add_argument("file", type=Path)
+    running.add_argument("--recipe", default="smollm2", help="of recipes/, without .toml")
+    running.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join((*MODES, TRL))}")
+    running.add_argument("--seeds", type=seeds_of, default=[0, 1, 2])
+    running.add_argument("--seconds", type=float, default=300.0, help="of training, for each cell")
+    running.add_argument("--points", type=int, default=20, help="of a curve")
+    running.add_argument("--set", action="append", default=[], dest="changes", metavar="a.b=c")
+    running.add_argument("--minutes", type=float, default=600.0)
+    running.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="a Python that has TRL and vLLM")
+    running.add_argument("--trl-set", action="append", default=[], metavar="KEY=JSON", help="of its GRPOConfig")
+    reporting = commands.add_parser("report", help="tables and figures")
+    reporting.add_argument("file", type=Path)
+    reporting.add_argument("--target", type=float, help="an accuracy. By default the highest that all modes reach")
+    reporting.add_argument("--json", action="store_true", help="print rows, and write nothing")
+    reporting.add_argument("--docs", type=Path, default=ROOT / "docs", help="where the figures go")
+    options = parser.parse(argv)
+    match options.command:
+        case "run":
+            settings = TimedSettings(
+                recipe=options.recipe,
+                changes=tuple(options.changes),
+                seconds=options.seconds,
+                points=options.points,
+            )
+            cells = missing(options.file, settings, options.modes.split(","), options.seeds)
+            trl: dict[str, Any] = {"trl_python": options.trl_python, "trl_changes": options.trl_set}
+            run(options.file, settings, cells, minutes=options.minutes, **trl)
+        case "report" if options.json:
+            publish(json_rows(read_results(options.file), options.target), options)
+        case "report":
+            write_report(read_results(options.file), options.target, options.docs)
+        case _ if options.smoke:
+            with tempfile.TemporaryDirectory() as folder:
+                settings, file = (
+                    TimedSettings(recipe="demo", changes=SMOKE, seconds=0.5, points=2),
+                    Path(folder) / "cells",
+                )
+                cells = missing(file, settings, ("barrier", "2"), [0])
+                run(file, settings, cells)
+                publish(json_rows(read_results(file), None), options)
+        case _:
+            parser.error("choose one of run, report, --smoke")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""bench/time_to_quality.py: what a mode is, when a cell ends, what is measured, and what the report says and refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+import time_to_quality
+from curves import Point
+from held_out import measure_configs
+from internals import recipe
+from millstream import RunConfig, train
+from millstream.events import RolloutEnded, Span, Stepped
+from millstream.events.sinks import MemorySink
+from modes import BARRIER, in_mode
+from task_survey import small, steps_of_sum
+from time_to_quality import SMOKE, config_of, missing, seeds_of
+from time_to_quality_cells import TimedCell, TimedResult, TimedSettings, add_result, base_config, read_results, run_cell
+from time_to_quality_report import difference, json_rows, table
+from time_to_quality_trl import in_time, job_of
+
+SETTINGS = TimedSettings(recipe="demo", changes=SMOKE, seconds=100.0, points=4)
+
+
+def tiny() -> RunConfig:
+    return recipe("demo", *SMOKE)
+
+
+def made_up(mode: str, seed: int, final: float, *, rate: float = 10.0) -> TimedResult:
+    """A line from 0.1 to the final accuracy at 60 s, and level from there on."""
+    curve = [
+        Point(step=number, samples=100 * number, seconds=20.0 * number, accuracy=accuracy, greedy=accuracy)
+        for number, accuracy in enumerate([0.1, 0.1 + (final - 0.1) / 2, final, final, final])
+    ]
+    return TimedResult(
+        settings=SETTINGS,
+        mode=mode,
+        seed=seed,
+        curve=curve,
+        steps=4,
+        rollouts_per_s=rate,
+        generated_per_s=rate,
+        tokens_per_s=8 * rate,
+        mean_tokens=8.0,
+        mean_lag=0.0,
+        held_out=100,
+        start_s=1.0,
+        evaluation_s=1.0,
+        device="a machine",
+        at="2026-11-16T14:00+00:00",
+    )
+
+
+def by_cell(*results: TimedResult) -> dict[TimedCell, TimedResult]:
+    return {result.cell: result for result in results}
+
+
+# ---- modes ---------------------------------------------------------------------------------------------------------------
+
+
+def first_training_and_last_rollout(mode: str, folder: Path) -> list[tuple[float, float]]:
+    """For each step: when the learner began to accumulate, and when the last rollout of the step had ended."""
+    sink = MemorySink()
+    config = in_mode(replace(tiny(), pipeline=replace(tiny().pipeline, steps=4, groups_per_step=4)), mode)
+    train(replace(config, run_dir=str(folder / mode)), sinks=[sink])
+    events, found, began, ended = sink.events, [], math.inf, 0.0
+    for event in events:
+        match event:
+            case RolloutEnded():
+                ended = event.at
+            case Span(what="accumulate"):
+                began = min(began, event.at - event.seconds)
+            case Stepped():
+                found.append((began, ended))
+                began = math.inf
+    return found
+
+
+def test_with_a_barrier_nothing_is_trained_before_the_last_rollout_of_the_batch_has_ended(tmp_path: Path) -> None:
+    steps = first_training_and_last_rollout(BARRIER, tmp_path)
+    assert len(steps) == 4 and all(began >= ended for began, ended in steps)
+
+
+def test_modes_differ_in_the_lag_and_the_advantage_of_the_barrier_alone() -> None:
+    config = tiny()
+    two, barrier = in_mode(config, "2"), in_mode(config, BARRIER)
+    assert (two.pipeline.max_lag, barrier.pipeline.max_lag) == (2.0, 0.0)
+    assert replace(two, pipeline=config.pipeline) == config
+    assert barrier.algorithm.loss == config.algorithm.loss
+    assert replace(barrier, pipeline=config.pipeline, algorithm=config.algorithm) == config
+
+
+# ---- cells ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_ends_after_its_time_and_measures_weights_of_every_part_of_it(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, seconds=1.0, points=4)
+    result = run_cell(settings, config_of(settings, 0), TimedCell("2", 0), tmp_path)
+    seconds = [point.seconds for point in result.curve]
+    assert seconds[0] == 0.0 and seconds == sorted(seconds) and 2 <= len(seconds) <= 6
+    assert result.curve[-1].step == result.steps and result.held_out == 8 and result.mean_tokens > 0
+    assert result.curve[-1].samples == 4 * result.curve[-1].step, "two groups of two a step, and none is replaced"
+
+
+def test_every_answer_to_a_held_out_task_has_its_length(tmp_path: Path) -> None:
+    found = measure_configs(small())
+    assert list(found) == ["sort_digits", "add_numbers"]
+    for measured in found.values():
+        assert len(measured.sampled) == len(measured.greedy) == 8
+        assert all(
+            1 <= answer.num_tokens <= 4 and answer.is_cut == (answer.num_tokens == 4) for answer in measured.sampled
+        )
+
+
+def test_cells_that_are_in_the_file_are_not_measured_again(tmp_path: Path) -> None:
+    file = tmp_path / "cells.jsonl"
+    add_result(file, made_up("2", 0, 0.5))
+    assert missing(file, SETTINGS, ("barrier", "2"), [0, 1]) == [
+        TimedCell("barrier", 0),
+        TimedCell("barrier", 1),
+        TimedCell("2", 1),
+    ]
+    with pytest.raises(SystemExit, match="cannot be compared"):
+        read_results(file, replace(SETTINGS, seconds=50.0))
+    assert seeds_of("0-2") == seeds_of("0,1,2") == [0, 1, 2]
+
+
+# ---- the report ----------------------------------------------------------------------------------------------------------
+
+
+def test_seconds_to_an_accuracy_are_read_between_two_points() -> None:
+    result = made_up("2", 0, 0.5)
+    assert result.final == 0.5
+    assert result.seconds_to(0.4) == pytest.approx(30.0)
+    assert result.seconds_to(0.1) == 0.0 and result.seconds_to(0.51) == math.inf
+
+
+def test_a_difference_has_students_interval_over_seeds_and_a_normal_one_over_the_tasks_of_one_seed() -> None:
+    seeds = [
+        made_up(mode, seed, 0.5 + 0.1 * (mode == "2") + 0.01 * seed * (mode == "2"))
+        for mode in ("barrier", "2")
+        for seed in range(3)
+    ]
+    found = difference(by_cell(*seeds), "2", "barrier")
+    assert (
+        found is not None
+        and found.mean == pytest.approx(0.11)
+        and found.half_width == pytest.approx(4.303 * 0.01 / math.sqrt(3))
+    )
+    one = difference(by_cell(made_up("barrier", 0, 0.5), made_up("2", 0, 0.6)), "2", "barrier")
+    assert one is not None and one.half_width == pytest.approx(1.96 * math.sqrt((0.25 + 0.24) / 300))
+    assert difference(by_cell(made_up("barrier", 0, 0.5), made_up("2", 1, 0.6)), "2", "barrier") is None
+
+
+def test_the_table_names_what_was_not_measured_and_puts_the_ratio_of_seconds_beside_that_of_throughput() -> None:
+    results = by_cell(made_up("barrier", 0, 0.5), made_up("2", 0, 0.9, rate=15.0))
+    lines = table(results, 0.5).splitlines()
+    assert "| max_lag = 4 | not measured |" in lines[6] and "| TRL | not measured |" in lines[7]
+    assert "| 1.50x | 20 | 2.00x |" in lines[5]
+    rows = {(row.workload, row.metric): row for row in json_rows(results, 0.5)}
+    assert rows["max_lag = 2", "seconds to 0.50"].ratio == 2.0
+    assert rows["max_lag = 2", "rollouts trained/s"].ratio == 1.5
+
+
+def test_the_report_draws_accuracy_over_seconds_and_over_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "cells.jsonl"
+    for mode in ("barrier", "2"):
+        add_result(file, made_up(mode, 0, 0.5))
+    time_to_quality.main(["report", str(file), "--docs", str(tmp_path)])
+    assert "held-out tasks of one seed" in capsys.readouterr().out
+    assert all("<svg" in (tmp_path / f"time-to-quality-{over}.svg").read_text() for over in ("seconds", "samples"))
+
+
+# ---- TRL -----------------------------------------------------------------------------------------------------------------
+
+
+def test_trl_gets_the_same_prompts_in_the_same_order_and_the_same_loss(tmp_path: Path) -> None:
+    config = base_config(tiny())
+    train(replace(config, run_dir=str(tmp_path / "run"), pipeline=replace(config.pipeline, steps=1)))
+    config = replace(config, model=replace(config.model, tiny=None, path=str(tmp_path / "run/model")))
+    job: dict[str, Any] = job_of(SETTINGS, config, tmp_path, ["temperature=0.9"])
+    records = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert len(records) == 56 and records[0].keys() >= {"prompt", "answer"}
+    assert job["config"]["num_generations"] == 2 and job["config"]["learning_rate"] == config.learner.learning_rate
+    assert job["config"]["temperature"] == 0.9 and job["keep_every_s"] == 25.0
+    assert job["config"]["per_device_train_batch_size"] * job["config"]["gradient_accumulation_steps"] == 4
+
+
+def test_steps_of_trl_count_up_to_the_first_that_ends_after_the_time() -> None:
+    assert in_time([1.0, 2.0, 3.0, 4.0], 2.5) == [1.0, 2.0, 3.0]
+    assert in_time([1.0, 2.0], 5.0) == [1.0, 2.0]
+
+
+def test_a_worked_sum_is_computed_from_left_to_right() -> None:
+    assert steps_of_sum({"metadata": {"expression": "3 + 4 - 12"}}) == "3 + 4 = 7. 7 - 12 = -5."
