@@ -32,8 +32,9 @@ DOCS = (ROOT / "docs/algorithms.md").read_text()
 DAPO, CRITIC, REFERENCE, OWN = re.findall(r"```toml\n(.*?)```", DOCS, flags=re.S)
 DEMO = (ROOT / "recipes/demo.toml").read_text()
 SMALL = {
-    "data.holdout": 8, "pipeline.steps": 3, "pipeline.groups_per_step": 4, "pipeline.max_lag": 1, "rollout.group_size": 4,
-    "pipeline.filter_zero_signal": "false", "engine.process": "false", "evaluation.every_steps": 1000, "warmup": "",
+    "data.size": 200, "data.holdout": 8, "pipeline.steps": 3, "pipeline.groups_per_step": 4, "pipeline.max_lag": 1,
+    "rollout.group_size": 4, "pipeline.filter_zero_signal": "false", "engine.process": "false",
+    "evaluation.every_steps": 1000, "warmup": "",
 }  # fmt: skip
 
 

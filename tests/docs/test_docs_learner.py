@@ -55,7 +55,14 @@ def test_the_config_of_the_proximal_policy_trains_beside_a_critic_and_a_referenc
     shown = [f"{table}.{key}={value}" for table, keys in tables.items() for key, value in keys.items()]
     changes = ["algorithm={}", *shown]
     check_combinations(load(ROOT / "recipes/demo.toml", RunConfig, changes))
-    few = ["pipeline.steps=2", "pipeline.groups_per_step=8", "data.holdout=0", "warmup=", "engine.process=false"]
+    few = [
+        "pipeline.steps=2",
+        "pipeline.groups_per_step=8",
+        "data.size=200",
+        "data.holdout=0",
+        "warmup=",
+        "engine.process=false",
+    ]
     others = [
         "algorithm.advantage=gae",
         "pipeline.filter_zero_signal=false",

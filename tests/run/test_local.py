@@ -90,6 +90,7 @@ def test_a_short_run_leaves_a_folder_that_says_everything(finished: Path, tmp_pa
 def test_a_turn_ends_with_a_stop_string_wherever_the_engine_runs(tmp_path: Path, process: str) -> None:
     changes = {
         "rollout.stop": '["4", "no such"]',
+        "data.size": 1000,
         "engine.process": process,
         "pipeline.steps": 2,
         "pipeline.groups_per_step": 4,
@@ -102,7 +103,7 @@ def test_a_turn_ends_with_a_stop_string_wherever_the_engine_runs(tmp_path: Path,
     shown = CliRunner().invoke(app, ["eval", str(tmp_path / "run"), "--json", "--show", "64"])
     said = [sample["completion"] for sample in json.loads(shown.stdout.splitlines()[-1])["samples"]]
     assert sum("4" in one for one in said) > 3 and all(one.index("4") == len(one) - 1 for one in said if "4" in one)
-    refused = CliRunner().invoke(app, ["train", DEMO, "--dry-run", *overrides[:2], "--set", "engine.kind=vllm"])
+    refused = CliRunner().invoke(app, ["train", DEMO, "--dry-run", *overrides[:4], "--set", "engine.kind=vllm"])
     assert refused.exit_code == 1 and "rollout.stop" in refused.output
 
 
@@ -316,7 +317,7 @@ def test_a_run_that_fails_says_so_in_its_folder(tmp_path: Path) -> None:
 
 def test_ctrl_c_is_a_clean_stop_with_an_exit_code_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "millstream.cli.main", "train", DEMO, "--set", f"run_dir={tmp_path / 'run'}"]
-    process = start_command(command)
+    process = start_command([*command, "--set", "data.size=1000"])
     assert process.stdout is not None
     for line in process.stdout:
         if "step" in line:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from typing import Any
 
@@ -50,9 +51,15 @@ CONFIGS = {
 }
 
 
-def make(name: str, seed: int = 0) -> PreTrainedModel:
+@functools.cache
+def _made(name: str, seed: int) -> PreTrainedModel:
     set_up_cpu()
     return new_model(CONFIGS[name](), seed=seed)
+
+
+def make(name: str, seed: int = 0) -> PreTrainedModel:
+    """A model of one's own: a copy takes half of the time in which random weights are drawn."""
+    return copy.deepcopy(_made(name, seed))
 
 
 def plain(model: PreTrainedModel) -> Any:
