@@ -15,8 +15,8 @@ def learner_path(model: PreTrainedModel, config: LearnerConfig, device: str) -> 
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     padded = why_padded(device, model.dtype, getattr(text, "attn_logit_softcapping", None), dim)
     names = ["packed rows", "padded attention" if padded else "ragged attention"]
-    names.append("compiled layers" if config.compile else "layers not compiled")
+    names.append("compiled layers" if config.is_compiled else "layers not compiled")
     if device != "cuda":  # there is no faster one
         return ComputePath(", ".join(names))
-    why = [padded, "" if config.compile else "learner.compile = false"]
+    why = [padded, "" if config.is_compiled else "learner.compile = false"]
     return ComputePath(", ".join(names), "; ".join(filter(None, why)))
