@@ -39,7 +39,7 @@ class Attention(NamedTuple):
 
 
 class Switches:
-    """What the benchmark turns off to see what it is worth."""
+    """What the benchmark turns on to see what it is worth."""
 
     # The programs of a kernel start while those of the kernel before it still run, and wait where they need its results.
     is_early: bool = False
@@ -52,7 +52,7 @@ TILES: dict[tuple[ProductKind, int, int, int], Tile] = {
     ("added", 16, 2048, 1024): Tile(columns=32, depth=64, splits=4, warps=4, stages=5),
     ("added", 16, 3072, 1024): Tile(columns=32, depth=128, splits=4, warps=4, stages=5),
 }
-# rows x key/value heads, at most -> what was best on an H200
+# rows x key/value heads, at most -> about as many programs as an H200 can have at once; not tuned yet
 ATTENTION: dict[int, Attention] = {
     32: Attention(tokens=32, splits=16, min_span=64, warps=4, stages=4),
     64: Attention(tokens=32, splits=8, min_span=64, warps=4, stages=4),
