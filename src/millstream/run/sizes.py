@@ -86,8 +86,12 @@ def shape_from(
     """From a model's `config.json`. None if it lacks a number that is needed. `parameters`, `trained`: counted, where the model
     is there; else estimated."""
     text = config.get("text_config") or config
-    names = {"hidden": ("hidden_size", "n_embd"), "layers": ("num_hidden_layers", "n_layer")}
-    names |= {"heads": ("num_attention_heads", "n_head"), "words": ("vocab_size",)}
+    names = {
+        "hidden": ["hidden_size", "n_embd"],
+        "layers": ["num_hidden_layers", "n_layer"],
+        "heads": ["num_attention_heads", "n_head"],
+        "words": ["vocab_size"],
+    }
     found = {key: next((text[name] for name in some if text.get(name)), None) for key, some in names.items()}
     if not all(isinstance(value, int) for value in found.values()):
         return None
