@@ -119,13 +119,14 @@ def test_with_adapters_a_large_model_fits() -> None:
 
 def test_the_estimate_of_a_pass_is_near_what_was_measured() -> None:
     """docs/benchmarks.md, peak GiB on an H200; an estimate may be above it by half, and hardly below."""
-    for model, tokens, options, measured in (
+    cases: list[tuple[dict[str, Any], int, dict[str, Any], float]] = [
         (QWEN3_474M, 32768, {}, 78),
         (QWEN3_474M, 32768, {"compile": True}, 52),
         (QWEN3_474M, 32768, {"recompute": True}, 15),
         (QWEN3_1_7B, 16384, {}, 106),
         (QWEN3_1_7B, 16384, {"compile": True}, 63),
-    ):
+    ]
+    for model, tokens, options, measured in cases:
         config = run_config(learner=LearnerConfig(**options))
         memory = Memory(config, shape(model), dtype="bfloat16", is_compiled=config.learner.is_compiled)
         alone = 2 * shape(model).parameters + 16 * shape(model).parameters
@@ -253,7 +254,12 @@ def test_the_shape_of_a_config_has_about_the_parameters_of_the_model() -> None:
 
 
 def small_run(folder: Path, *, max_lag: float) -> RunConfig:
-    overrides = {"data.size": 300, "data.holdout": 8, "pipeline.steps": 1, "pipeline.groups_per_step": 2}
+    overrides: dict[str, object] = {
+        "data.size": 300,
+        "data.holdout": 8,
+        "pipeline.steps": 1,
+        "pipeline.groups_per_step": 2,
+    }
     overrides |= {"rollout.group_size": 2, "pipeline.filter_zero_signal": "false", "engine.process": "false"}
     overrides |= {"run_dir": folder / "run", "pipeline.max_lag": max_lag, "engine.cache": "pages"}
     unset = ["engine.slots=", "learner.micro_batch_tokens="]

@@ -61,7 +61,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("slots, prefill_tokens and replicas must be at least 1, answer_s above 0 and finite")
         if self.replicas > MAX_REPLICAS:
             raise ValueError(f"replicas = {self.replicas}: expected at most {MAX_REPLICAS:,}")
-        if self.cache_gb != "auto" and (not 0 < self.cache_gb < math.inf or self.cache == "slots"):
+        if self.pool_gb is not None and (not 0 < self.pool_gb < math.inf or self.cache == "slots"):
             raise ValueError('cache_gb must be above 0 and finite, and goes with cache = "pages"')
         if (self.kind == "http") != (self.http is not None):
             raise ValueError('kind = "http" and an [engine.http] table go together: set both, or neither')
@@ -100,12 +100,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     @property
     def num_slots(self) -> int:
         """A run decides before what `auto` is (`run.sizes`); an engine alone has 128."""
-        return SLOTS if self.slots == "auto" else self.slots
+        return self.slots if isinstance(self.slots, int) else SLOTS
 
     @property
     def pool_gb(self) -> float | None:
         """The size of the pool of pages. None: the engine decides."""
-        return None if self.cache_gb == "auto" else self.cache_gb
+        return None if isinstance(self.cache_gb, str) else self.cache_gb
 
     @property
     def num_engines(self) -> int:

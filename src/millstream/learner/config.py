@@ -55,7 +55,7 @@ class LearnerConfig(Struct, frozen=True, kw_only=True):
     @property
     def pass_tokens(self) -> int:
         """Tokens of one pass. A run decides before what `auto` is (`run.sizes`); a learner alone has 8,192."""
-        return PASS_TOKENS if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+        return self.micro_batch_tokens if isinstance(self.micro_batch_tokens, int) else PASS_TOKENS
 
     @property
     def is_compiled(self) -> bool:

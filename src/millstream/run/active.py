@@ -104,9 +104,9 @@ class ActiveRun:
             )
         kept = self.prepared.written if resumed is not None and resumed.changes else None
         self.log.emit(ConfigWritten(at=self.clock.now(), digest=self.folder.config_digest(kept)))
-        self._emit_sizes()
         if resumed is None and self.prepared.warning:
             self.warn(self.prepared.warning)
+        self._emit_sizes()
 
     def _emit_sizes(self) -> None:
         sizes, are_kept = self.prepared.sizes, self.prepared.are_sizes_kept

@@ -86,11 +86,11 @@ def shape_from(
     """From a model's `config.json`. None if it lacks a number that is needed. `parameters`, `trained`: counted, where the model
     is there; else estimated."""
     text = config.get("text_config") or config
-    names: dict[str, tuple[str, ...]] = {
-        "hidden": ("hidden_size", "n_embd"),
-        "layers": ("num_hidden_layers", "n_layer"),
-        "heads": ("num_attention_heads", "n_head"),
-        "words": ("vocab_size",),
+    names = {
+        "hidden": ["hidden_size", "n_embd"],
+        "layers": ["num_hidden_layers", "n_layer"],
+        "heads": ["num_attention_heads", "n_head"],
+        "words": ["vocab_size"],
     }
     found = {key: next((text[name] for name in some if text.get(name)), None) for key, some in names.items()}
     if not all(isinstance(value, int) for value in found.values()):
