@@ -24,8 +24,16 @@ from report import Options, Row, alone, publish, say
 DIRECT = "Reply with the answer only, without any explanation."
 STEPS = "Think step by step. Then write the answer between <answer> and </answer>."
 WORKED = "Solve the problem as in the examples."
-Format = Literal["chat", "direct", "steps", "text_shots", "shots", "worked"]
-MAX_TOKENS: dict[Format, int] = {"chat": 64, "direct": 64, "steps": 192, "text_shots": 32, "shots": 32, "worked": 192}
+Format = Literal["chat", "direct", "steps", "shots", "worked", "text_shots", "text_worked"]
+MAX_TOKENS: dict[Format, int] = {
+    "chat": 64,
+    "direct": 64,
+    "steps": 192,
+    "shots": 32,
+    "worked": 192,
+    "text_shots": 32,
+    "text_worked": 192,
+}
 END_OF_SHOT = "\n\n"
 NUM_SHOTS = 3
 
@@ -34,8 +42,8 @@ class Candidate(Struct, frozen=True, kw_only=True):
     generator: str
     settings: dict[str, Any]
     prompt: Format
-    """chat: the question alone; direct, steps: after a system message; text_shots: plain text after examples; shots: a chat
-    after examples; worked: after examples with their steps and the answer between tags."""
+    """chat: the question alone; direct, steps: after a system message; shots: after examples; worked: after examples with
+    their steps and the answer between tags; text_shots, text_worked: the same as plain text."""
 
     def __str__(self) -> str:
         said = ", ".join(f"{name}={value}" for name, value in self.settings.items())
@@ -85,7 +93,7 @@ def candidates(only: str) -> list[Candidate]:
         for generator, easy in EASY.items()
         for settings in easy
         for prompt in MAX_TOKENS
-        if prompt != "worked" or generator in STEPS_OF
+        if "worked" not in prompt or generator in STEPS_OF
     )
     return [one for one in every if only in str(one)]
 
@@ -96,7 +104,7 @@ def config_of(candidate: Candidate, options: argparse.Namespace) -> RunConfig:
     match prompt:
         case "direct" | "steps":
             args |= {"system": DIRECT if prompt == "direct" else STEPS}
-        case "text_shots":
+        case "text_shots" | "text_worked":
             said = "".join(f"{one['question']}\n{one['answer']}{END_OF_SHOT}" for one in examples(candidate))
             args |= {"is_chat": False, "system": said}
         case "shots" | "worked":
@@ -110,7 +118,7 @@ def config_of(candidate: Candidate, options: argparse.Namespace) -> RunConfig:
         engine=EngineConfig(slots=options.slots),
         rollout=RolloutConfig(
             max_tokens=min(options.most_tokens, MAX_TOKENS[prompt]),
-            stop=(END_OF_SHOT,) if prompt == "text_shots" else (),
+            stop=(END_OF_SHOT,) if prompt.startswith("text") else (),
         ),
     )
 
@@ -124,7 +132,7 @@ def examples(candidate: Candidate) -> list[dict[str, str]]:
 
     settings = {"size": NUM_SHOTS, "seed": 2**31 + 7, **candidate.settings}
     made = list(reasoning_gym.create_dataset(candidate.generator, **settings))
-    if candidate.prompt != "worked":
+    if "worked" not in candidate.prompt:
         return [{"question": entry["question"], "answer": str(entry["answer"])} for entry in made]
     steps_of = STEPS_OF[candidate.generator]
     worked = (f"{steps_of(entry)} <answer>{entry['answer']}</answer>" for entry in made)
