@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
@@ -13,6 +14,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of numpy and torch spin while other tests have the cores
 
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -20,6 +22,7 @@ settings.register_profile(
 )
 settings.load_profile("default")
 gc.set_threshold(50_000, 20, 50)  # imports make a million objects, and no garbage
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # all commands, 20 ms for every call of one
 
 SOCKET_VARIABLE = "MILLSTREAM_FORKSERVER"
 WARM = pytest.StashKey[tuple[subprocess.Popen[bytes], tempfile.TemporaryDirectory[str]]]()
