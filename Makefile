@@ -16,7 +16,7 @@ demo: $(INSTALLED)
 
 # Three at a time: most tests are one thread, and some wait.
 test: $(INSTALLED)
-	$(BIN)/pytest -n 3 --dist loadfile
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(INSTALLED)
 	$(BIN)/pytest -m slow

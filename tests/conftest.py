@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
@@ -13,6 +14,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of numpy and torch spin while other tests have the cores
 
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -20,8 +22,18 @@ settings.register_profile(
 )
 settings.load_profile("default")
 gc.set_threshold(50_000, 20, 50)  # imports make a million objects, and no garbage
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # all commands, 20 ms for every call of one
 
 SOCKET_VARIABLE = "MILLSTREAM_FORKSERVER"
+LONGEST = (
+    "test_engine.py", "test_engine_conformance.py", "test_scheduling_figures.py", "test_local.py", "test_paged.py",
+    "test_compare.py", "test_lag_bound.py", "test_resume.py", "test_learner.py", "test_audit.py", "test_store_faults.py",
+    "test_fleet.py", "test_checkpoint.py", "test_lora.py", "test_recipes.py", "test_fsdp.py", "test_faults.py",
+    "test_rewards.py", "test_critic.py", "test_stages.py", "test_http_engine.py", "test_forkserver.py", "test_chaos.py",
+    "test_sandbox.py", "test_bias.py", "test_store_model.py", "test_serve_openai.py", "test_sandbox_forgeries.py",
+    "test_fuzz.py", "test_bad_input.py", "test_models.py", "test_replay.py",
+)  # fmt: skip
+"""Files that take ten seconds or more of CPU time, the longest first."""
 WARM = pytest.StashKey[tuple[subprocess.Popen[bytes], tempfile.TemporaryDirectory[str]]]()
 
 
@@ -41,6 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     process = subprocess.Popen(words, stdin=subprocess.PIPE, process_group=0, env=environment)
     config.stash[WARM] = (process, folder)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The processes of xdist take files in this order: the longest ones first, so that none of them is the last."""
+    if hasattr(config, "workerinput"):
+        places = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 
 
 def pytest_collection_finish() -> None:

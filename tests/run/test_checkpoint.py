@@ -29,7 +29,7 @@ from millstream.store import Row, Saved, blocks
 from support.commands import start_command
 from support.runs import assert_clean, command, kill_at, resume, steps_of, until
 
-STEPS = 40
+STEPS = 24
 
 
 @pytest.fixture(scope="module")
