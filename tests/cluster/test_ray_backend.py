@@ -137,7 +137,7 @@ def test_a_listener_that_could_not_accept_one_connection_accepts_the_next(monkey
 
 def test_a_process_whose_work_raises_is_gone_at_once_and_its_log_says_why() -> None:
     ours, theirs = socket.socketpair()
-    program = "import socket, sys; from millstream.cluster.actor import serve_connection; serve_connection('no.such.module:work', socket.socket(fileno=int(sys.argv[1])))"
+    program = "import socket, sys; from millstream.cluster.actor import serve_connection; serve_connection('json:loads', socket.socket(fileno=int(sys.argv[1])))"
     with (
         theirs,
         subprocess.Popen(
@@ -150,7 +150,7 @@ def test_a_process_whose_work_raises_is_gone_at_once_and_its_log_says_why() -> N
         theirs.close()
         ours.settimeout(60)
         assert ours.recv(1) == b""
-        assert process.wait(10) != 0 and b"no.such.module" in process.communicate()[1]
+        assert process.wait(10) != 0 and b"the JSON object must be str" in process.communicate()[1]
 
 
 def test_of_a_cluster_that_is_closed_nothing_is_ended_and_none_is_started_to_look_for_it() -> None:

@@ -64,7 +64,8 @@ class TwoNodes:
 
     def _ray(self, space: str, words: list[str]) -> None:
         ray = [str(Path(sys.executable).with_name("ray")), "start", *words]
-        done = subprocess.run(self.within(space, ray), capture_output=True, text=True, timeout=120)
+        own = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}  # a driver in this process has set it to 0
+        done = subprocess.run(self.within(space, ray), capture_output=True, text=True, timeout=120, env=own)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def within(self, space: str, words: list[str]) -> list[str]:
