@@ -10,7 +10,7 @@ length never has.
 
 When the cache is full, the youngest request is preempted: it waits at the front of the queue, and what it has sampled is kept
 and computed again when it returns. From then on no more requests run than are left, so that it does not return only to be
-preempted again. While requests end without another preemption, that limit rises.
+preempted again. Every request that ends raises that limit by one.
 
 Weights are swapped between two steps: with `keep` the cache of running requests stays, with `recompute` they all restart. In
 both cases the tokens after it are sampled, and recorded, under the new version.
@@ -39,9 +39,6 @@ from millstream.model.adapters import trained_weights
 from millstream.model.load import check_layers, context_length, rope_limit
 from millstream.types import Finish, Request, RequestKey, Sampled, Weights
 
-RECOVERY = (
-    16  # in the time in which all running requests are replaced by others, the limit rises by the slots divided by this
-)
 MIN_FREE = 8  # when one slot in this number is free, requests join at once
 
 
@@ -92,7 +89,6 @@ class Batcher:
         self._swap_s = 0.0
         self._num_since_join = 0
         self._max_running = num_slots
-        self._num_ended = 0  # since the limit changed
 
     @property
     def running(self) -> int:
@@ -225,7 +221,6 @@ class Batcher:
                 self._restart([self._running[-1]])
                 self.num_preempted += 1
                 self._max_running = max(1, len(self._running))
-                self._num_ended = 0
 
     def _restart(self, sequences: Sequence[TokenSequence]) -> None:
         """Back to the front of the queue, in their order. Everything that was launched must have been collected."""
@@ -280,14 +275,8 @@ class Batcher:
         finished = [(self._running[index].request.key, self._running[index].completion()) for index in sorted(ended)]
         if ended:
             self._running = self._runner.leave(self._running, ended)
-            self._raise_limit(len(ended))
+            self._max_running = min(self._num_slots, self._max_running + len(ended))
         return finished
-
-    def _raise_limit(self, num_ended: int) -> None:
-        self._num_ended += num_ended
-        if self._num_ended >= self._max_running and self._max_running < self._num_slots:
-            self._max_running = min(self._num_slots, self._max_running + max(1, self._num_slots // RECOVERY))
-            self._num_ended = 0
 
     def _check_stop_strings(self, sequence: TokenSequence) -> None:
         strings = sequence.request.sampling.stop_strings
