@@ -287,11 +287,8 @@ def test_a_cache_that_is_too_small_for_its_slots_makes_fewer_requests_run_and_no
     assert 0 < batcher.num_preempted < len(asked), "no request gives way more than once, on average"
     for one in asked[:40]:
         batcher.add(structs.replace(one, sampling=structs.replace(one.sampling, max_tokens=2)))
-    for _ in range(60):
-        drain(batcher, {})
-        for one in asked[:32]:
-            batcher.add(structs.replace(one, sampling=structs.replace(one.sampling, max_tokens=2)))
-    assert batcher._max_running == 32, "short requests need little of the cache: in time all slots are used again"
+    drain(batcher, {})
+    assert batcher._max_running == 32, "short requests need little of the cache: all slots are used again"
 
 
 def test_a_request_that_could_never_fit_is_refused_and_a_cache_without_a_page_as_well() -> None:

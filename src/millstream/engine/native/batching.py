@@ -10,7 +10,7 @@ length never has. A step that checks drafts (`speculation`) is collected before 
 
 When the cache is full, the youngest request is preempted: it waits at the front of the queue, and what it has sampled is kept
 and computed again when it returns. From then on no more requests run than are left, so that it does not return only to be
-preempted again. While requests end without another preemption, that limit rises.
+preempted again. Every request that ends raises that limit by one.
 
 Weights are swapped between two steps: with `keep` the cache of running requests stays, with `recompute` they all restart. In
 both cases the tokens after it are sampled, and recorded, under the new version.
@@ -40,9 +40,6 @@ from millstream.model.adapters import trained_weights
 from millstream.model.load import check_layers, context_length, rope_limit
 from millstream.types import ComputePath, Finish, Request, RequestKey, Sampled, Weights
 
-RECOVERY = (
-    16  # in the time in which all running requests are replaced by others, the limit rises by the slots divided by this
-)
 MIN_FREE = 8  # when one slot in this number is free, requests join at once
 
 
@@ -100,7 +97,6 @@ class Batcher:
         self._num_since_join = 0
         self._has_prompts = False  # whether the last launch had chunks
         self._max_running = num_slots
-        self._num_ended = 0  # since the limit changed
 
     @property
     def running(self) -> int:
@@ -272,7 +268,6 @@ class Batcher:
                 self._restart([self._running[-1]])
                 self.num_preempted += 1
                 self._max_running = max(1, len(self._running))
-                self._num_ended = 0
 
     def _restart(self, sequences: Sequence[TokenSequence]) -> None:
         """Back to the front of the queue, in their order. Everything that was launched must have been collected."""
@@ -337,14 +332,8 @@ class Batcher:
         finished = [(self._running[index].request.key, self._running[index].completion()) for index in sorted(ended)]
         if ended:
             self._running = self._runner.leave(self._running, ended)
-            self._raise_limit(len(ended))
+            self._max_running = min(self._num_slots, self._max_running + len(ended))
         return finished
-
-    def _raise_limit(self, num_ended: int) -> None:
-        self._num_ended += num_ended
-        if self._num_ended >= self._max_running and self._max_running < self._num_slots:
-            self._max_running = min(self._num_slots, self._max_running + max(1, self._num_slots // RECOVERY))
-            self._num_ended = 0
 
     def _check_stop_strings(self, sequence: TokenSequence) -> None:
         strings = sequence.request.sampling.stop_strings
