@@ -17,16 +17,21 @@ from millstream.algo import kl, losses
 from millstream.algo.recipe import objective
 from millstream.clock import RealClock
 from millstream.engine import Engine
+from millstream.engine.native.batching import Batcher
 from millstream.engine.native.build import cache_kind
 from millstream.engine.native.check import check_engine, requests
+from millstream.engine.native.fused import unfuse
+from millstream.engine.native.paged import PagedRunner
 from millstream.engine.vllm.config import VllmConfig
 from millstream.errors import ModelError
 from millstream.events.sinks import MemorySink
 from millstream.learner.check import check_learner, packed_rows
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
-from millstream.model.compare import check_itself, randomize
-from millstream.model.load import check_layers, new_model, set_up_cpu, strange_layers
+from millstream.model.adapters import add_adapters
+from millstream.model.compare import Scored, check_itself, library_logprobs, randomize
+from millstream.model.load import check_layers, load_model, load_tokenizer, new_model, set_up_cpu, strange_layers
+from millstream.model.lora import LoraConfig
 from millstream.model.shrink import HEADS, WINDOW, shrunk, shrunk_table
 from millstream.objective import LossInputs, Objective, TokenLoss
 from millstream.run.build import build_engine
