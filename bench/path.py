@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -39,7 +39,7 @@ from internals_torch import (
     set_up_cpu,
     unfuse,
 )
-from millstream.types import Request, RequestKey, Sampling
+from millstream.types import Completion, Request, RequestKey, Sampling
 from report import ROOT, Options, Row, alone, cost, not_measured, publish, rate, say
 
 LAYERS = {"fused layers": "", "the library's layers": "the plain twin"}
@@ -126,7 +126,11 @@ def differences(model: Any, exact: Any, answers: list[Scored], workload: str, na
     ours = torch.cat([torch.tensor(one.logprobs, dtype=torch.float64) for one in answers])
     right, theirs = (torch.cat(library_logprobs(one, answers)) for one in (exact, model))
     found, library = ((one - right).abs() for one in (ours, theirs))
-    statistics = {"mean": torch.mean, "median": torch.median, "maximum": torch.max}
+    statistics: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "mean": torch.mean,
+        "median": torch.median,
+        "maximum": torch.max,
+    }
     return [
         cost(
             workload,
@@ -180,7 +184,7 @@ def generate(
         sampling = Sampling(max_tokens=num_tokens, temperature=temperature)
         key = RequestKey(group_id=number, member=0)
         batcher.add(Request(key=key, tokens=prompt, sampling=sampling, seed=number))
-    done = {}
+    done: dict[int, Completion] = {}
     while batcher.has_work:
         done.update((key.group_id, completion) for key, completion in batcher.step())
     return [Scored((*prompt, *done[n].tokens), done[n].logprobs) for n, prompt in enumerate(prompts)]
