@@ -22,9 +22,11 @@ from millstream.algo.recipe import objective
 from millstream.clock import RealClock
 from millstream.engine import Engine
 from millstream.engine.native import tiles
+from millstream.engine.native.batching import Batcher
 from millstream.engine.native.build import cache_kind
 from millstream.engine.native.check import check_engine, requests
 from millstream.engine.native.drafts import DraftHistory
+from millstream.engine.native.fused import unfuse
 from millstream.engine.native.fused_layer import LAYERS
 from millstream.engine.native.paged import PagedRunner
 from millstream.engine.native.pages import DecodePass
@@ -35,7 +37,8 @@ from millstream.events.sinks import MemorySink
 from millstream.learner.check import check_learner, packed_rows
 from millstream.learner.packing import Packer
 from millstream.learner.torch import TorchLearner
-from millstream.model.compare import check_itself, randomize
+from millstream.model.adapters import add_adapters
+from millstream.model.compare import Scored, check_itself, library_logprobs, randomize
 from millstream.model.load import (
     check_layers,
     load_model,
@@ -45,6 +48,7 @@ from millstream.model.load import (
     set_up_cpu,
     strange_layers,
 )
+from millstream.model.lora import LoraConfig
 from millstream.model.shrink import HEADS, WINDOW, shrunk, shrunk_table
 from millstream.objective import LossInputs, Objective, TokenLoss
 from millstream.run.build import build_engine, build_environment, build_sampling

@@ -7,7 +7,7 @@ Shapes: N tokens, I inputs, E outputs of all layers together, Q ranks of all ada
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -76,45 +76,31 @@ def product_of(*modules: nn.Module) -> Product | None:
     return Product(weight, bias, join(downs) if downs else None, low)
 
 
-class AdaptedMLP(NamedTuple):
-    gate_up: Product
-    activation: str
-    down: Product
-
-    def __call__(self, x: Tensor) -> Tensor:
-        inner_NE = PLAIN.gated(self.gate_up(x.flatten(0, -2)), self.activation)
-        return self.down(inner_NE).view(*x.shape[:-1], -1)
-
-
-def adapted_mlp(module: Any, activation: str) -> AdaptedMLP | None:
+def adapted_mlp(module: Any, activation: str) -> Callable[..., Tensor] | None:
     gate_up, down = product_of(module.gate_proj, module.up_proj), product_of(module.down_proj)
-    return None if gate_up is None or down is None else AdaptedMLP(gate_up, activation, down)
+    if gate_up is None or down is None:
+        return None
+
+    def forward(x: Tensor) -> Tensor:
+        inner_NE = PLAIN.gated(gate_up(x.flatten(0, -2)), activation)
+        return down(inner_NE).view(*x.shape[:-1], -1)
+
+    return forward
 
 
-class AdaptedAttention(NamedTuple):
-    qkv: Product
-    heads: Heads
-    rule: Rule
-    layer: int
-    out: Product
+def adapted_attention(module: Any, heads: Heads, rule: Rule) -> Callable[..., tuple[Tensor, None]] | None:
+    qkv, output = product_of(module.q_proj, module.k_proj, module.v_proj), product_of(module.o_proj)
+    if qkv is None or output is None:
+        return None
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        *_: Any,
-        context: FusedContext,
-        **__: Any,
+    def forward(
+        hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, context: FusedContext, **__: Any
     ) -> tuple[Tensor, None]:
         cos, sin = position_embeddings
-        qkv_NE = self.qkv(hidden_states[0])
-        attended_NE = context.attend_fused(self.layer, qkv_NE, cos[0], sin[0], self.heads, self.rule)
-        return self.out(attended_NE)[None], None
+        attended_NE = context.attend_fused(module.layer_idx, qkv(hidden_states[0]), cos[0], sin[0], heads, rule)
+        return output(attended_NE)[None], None
 
-
-def adapted_attention(module: Any, heads: Heads, rule: Rule) -> AdaptedAttention | None:
-    qkv, out = product_of(module.q_proj, module.k_proj, module.v_proj), product_of(module.o_proj)
-    return None if qkv is None or out is None else AdaptedAttention(qkv, heads, rule, module.layer_idx, out)
+    return forward
 
 
 @torch.inference_mode(False)
