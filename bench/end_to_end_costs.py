@@ -66,7 +66,7 @@ def make_model(shape_name: str, context: int, folder: Path) -> Path:
 
 
 class Point(Struct, frozen=True, kw_only=True):
-    """Decoding at a number of rows, each with about so many tokens of context. `beside_s`: with the learner at work; None if
+    """Decoding at a number of rows, with this many tokens of context each. `beside_s`: with the learner at work; None if
     that was not measured."""
 
     rows: int
