@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,3 +131,13 @@ def grpo_of_a_whole_batch(rewards_G: Rewards) -> Rewards:
 
 
 grpo_of_a_whole_batch.over_batch = lambda rewards_R, advantages_N: BatchScale(0.0, 1.0)  # type: ignore[attr-defined]
+
+
+# ---- trl_side.py -----------------------------------------------------------------------------------------------------------
+
+
+def reasoning_gym_rule(args: dict[str, Any]) -> Callable[[str, dict[str, Any]], float]:
+    """From the args of the environment to how it scores an answer to the task with this data."""
+    from millstream.env.games.reasoning import ReasoningGym
+
+    return ReasoningGym(**args).score

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,11 @@ class Reward:
     def __init__(self, group_size: int, environments: list[dict[str, Any]]) -> None:
         self.group_size, self.num_with_signal = group_size, 0
         self.num_rollouts, self.num_tokens = 0, 0
-        self.score = self._exact_match
+        self.score: Callable[[str, dict[str, Any]], float] = self._exact_match
         if environments and environments[0]["use"] == "reasoning_gym":
-            from millstream.env.games.reasoning import ReasoningGym  # imports no torch
+            from run_parts import reasoning_gym_rule
 
-            rules = ReasoningGym(**environments[0]["args"])
-            self.score = lambda said, record: rules.score(said, record)
+            self.score = reasoning_gym_rule(environments[0]["args"])
 
     @staticmethod
     def _exact_match(said: str, record: dict[str, Any]) -> float:

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+import run_parts
 import time_to_quality
 from curves import Point
 from held_out import measure_configs
 from internals import recipe
 from millstream import RunConfig, train
+from millstream.env.config import EnvironmentConfig
+from millstream.env.resolve import find_environment, make_tasks
 from millstream.events import RolloutEnded, Span, Stepped
 from millstream.events.sinks import MemorySink
 from modes import BARRIER, in_mode
@@ -192,6 +195,15 @@ def test_trl_gets_the_same_prompts_in_the_same_order_and_the_same_loss(tmp_path:
     assert job["config"]["num_generations"] == 2 and job["config"]["learning_rate"] == config.learner.learning_rate
     assert job["config"]["temperature"] == 0.9 and job["keep_every_s"] == 25.0
     assert job["config"]["per_device_train_batch_size"] * job["config"]["gradient_accumulation_steps"] == 4
+
+
+def test_trl_is_scored_by_the_rule_of_the_environment() -> None:
+    pytest.importorskip("reasoning_gym")
+    args = {"names": ["chain_sum"], "configs": {"chain_sum": {"max_terms": 2}}}
+    (task, *_) = make_tasks([find_environment(EnvironmentConfig(use="reasoning_gym", args=args))], 2, 0)
+    rule = run_parts.reasoning_gym_rule(args)
+    assert rule(f"It is <answer>{task.answer}</answer>", task.data) == 1.0
+    assert rule("<answer>nothing</answer>", task.data) == 0.0
 
 
 def test_steps_of_trl_count_up_to_the_first_that_ends_after_the_time() -> None:
