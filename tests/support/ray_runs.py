@@ -36,10 +36,17 @@ def command(run_dir: Path, changes: dict[str, object] | None = None) -> list[str
     return [sys.executable, "-m", "millstream.cli.main", "train", str(recipe_in(run_dir.parent)), *overrides]
 
 
+Started = Command | subprocess.Popen[str]
+
+
 @contextmanager
-def running(words: list[str]) -> Iterator[Command]:
-    """Whatever becomes of the test, the run does not outlive it."""
-    process = start_command(words)
+def running(words: list[str]) -> Iterator[Started]:
+    """Whatever becomes of the test, the run does not outlive it. Words that do not begin with this Python start cold."""
+    process: Started
+    if words[0] == sys.executable:
+        process = start_command(words)
+    else:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
     finally:
@@ -50,7 +57,7 @@ def running(words: list[str]) -> Iterator[Command]:
         process.wait()
 
 
-def stop(process: Command, seconds: float = 60) -> str:
+def stop(process: Started, seconds: float = 60) -> str:
     process.send_signal(signal.SIGTERM)
     output: str = process.communicate(timeout=seconds)[0]
     return output

@@ -21,8 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from millstream.engine.native.adapted import (
-    AdaptedAttention,
-    AdaptedMLP,
     adapted_attention,
     adapted_mlp,
     are_linear,
@@ -153,7 +151,7 @@ class FusedMLP(NamedTuple):
         return out
 
 
-def _mlp(module: Any) -> FusedMLP | AdaptedMLP | None:
+def _mlp(module: Any) -> FusedMLP | Callable[..., Tensor] | None:
     parts = (module.gate_proj, module.up_proj)
     activation = ACTIVATIONS.get(type(module.act_fn).__name__)
     if activation is None:
@@ -188,7 +186,7 @@ class FusedAttention(NamedTuple):
         return context.attend_fused(self.layer, qkv_NE, cos[0], sin[0], self.heads, self.rule)
 
 
-def _attention(module: Any) -> FusedAttention | AdaptedAttention | None:
+def _attention(module: Any) -> FusedAttention | Callable[..., tuple[Tensor, None]] | None:
     parts = (module.q_proj, module.k_proj, module.v_proj)
     dim: int = module.head_dim
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
