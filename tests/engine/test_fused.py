@@ -151,7 +151,7 @@ def test_the_path_of_an_engine_is_an_event_wherever_it_runs(process: bool) -> No
 
 def test_a_path_that_changes_while_it_runs_is_an_event_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoGraphs:
-        def record(self, step: Any) -> Any:
+        def record(self, step: Any, *, is_urgent: bool) -> Any:
             raise RuntimeError("operation not permitted")
 
     async def program() -> list[PathChosen]:

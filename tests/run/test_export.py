@@ -254,7 +254,7 @@ def test_a_run_is_resumed_with_other_numbers_of_parts_and_its_folder_says_so(tmp
 
 
 @pytest.mark.parametrize(
-    "change", ["algorithm.loss=gspo", "seed=3", "pipeline.steps=9", "engine.slots=2", "resource.x=1"]
+    "change", ["algorithm.loss=gspo", "seed=3", "pipeline.steps=9", "engine.prefill_tokens=2", "resource.x=1"]
 )
 def test_what_defines_a_run_cannot_change_when_it_is_resumed(done: Path, change: str) -> None:
     result = CliRunner().invoke(app, ["train", "--resume", str(done), "--set", change])

@@ -290,7 +290,7 @@ def build_learner(
 
 
 def gpu_share(config: RunConfig, learner: LearnerConfig) -> float:
-    """The share of the GPU's multiprocessors for reinforcement learning beside an engine of this process."""
+    """The share of the GPU's multiprocessors for reinforcement learning, with an engine in the same process."""
     if learner.gpu_share is not None:
         return learner.gpu_share
     if config.engine.kind != "torch":

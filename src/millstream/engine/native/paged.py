@@ -100,10 +100,8 @@ class PagedRunner:
         width = -(-self.max_length // page)
         num_pages = min(num_pages, 1 + num_slots * width)
         check_fits(num_pages * page_bytes, self._device, "engine.cache_gb")
-        self._allocator = PageAllocator(num_pages, self._page)
-        self._pools = PagePools(
-            shapes, num_pages, self._page, num_slots, -(-self.max_length // self._page), model.dtype, self._device
-        )
+        self._allocator = PageAllocator(num_pages, page)
+        self._pools = PagePools(shapes, num_pages, page, num_slots, width, model.dtype, self._device)
         self._max_joined = max_joined if max_joined is not None else MAX_JOINED if self._is_gpu else 0
         self._max_rows = max(num_slots + self._max_joined, MAX_ROWS)
         # The newest token of each slot, and after them those that the host gives to the rows of a step.
@@ -125,14 +123,16 @@ class PagedRunner:
         self._sample = fused.operations_for(self._device).sample
         if self._stream is not None:  # tensors made above, and the model itself, may still be in another stream
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._fused = fused.FusedCount(0, 0)
         self._why_unfused = why_unfused
-        if not why_unfused:
-            with torch.inference_mode(), self.working():
-                self._fused = fused.fuse(model)
-                fuse_layers(model)
-            if self._stream is not None:
-                self._stream.synchronize()  # weights that were joined may be another's, too, on another stream
+        self._fused = fused.FusedCount(0, 0) if why_unfused else self._fuse()
+
+    def _fuse(self) -> fused.FusedCount:
+        with torch.inference_mode(), self.working():
+            found = fused.fuse(self._model)
+            fuse_layers(self._model)
+        if self._stream is not None:
+            self._stream.synchronize()  # weights that were joined may be another's, too, on another stream
+        return found
 
     @property
     def path(self) -> ComputePath:
