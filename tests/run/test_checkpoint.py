@@ -74,14 +74,24 @@ def test_a_killed_run_is_resumed_and_its_audit_is_clean(killed: Path, tmp_path: 
     assert "is finished" in resume(run_dir).stderr, "a finished run is not run again"
 
 
-def test_at_max_lag_zero_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("every", "num_sealed"),
+    [
+        pytest.param({"evaluation.every_steps": 2}, 2, id="an evaluation is due at every checkpoint"),
+        pytest.param({"checkpoint.every_steps": 1000}, 1, id="the checkpoint of the start is the only one"),
+    ],
+)
+def test_at_max_lag_zero_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
+    tmp_path: Path, every: dict[str, object], num_sealed: int
+) -> None:
     (tmp_path / "mine.py").write_text("def reward(task, completion):\n    return float(len(completion) % 2)\n")
     changes: dict[str, object] = {"pipeline.max_lag": 0, "pipeline.steps": 12, "pipeline.filter_zero_signal": "true"}
     changes["reward.0.function"] = f"{tmp_path / 'mine.py'}:reward"  # some groups are filtered, and not nearly all
+    changes |= every
     whole = start_command(command(tmp_path / "whole", changes))
     output = whole.communicate(timeout=200)[0]
     assert whole.returncode == 0, output
-    kill_at(tmp_path / "cut", 5, changes)
+    kill_at(tmp_path / "cut", 5, changes, num_sealed=num_sealed)
     done = resume(tmp_path / "cut")
     assert done.returncode == 0, done.stderr
     assert_clean(tmp_path / "cut")

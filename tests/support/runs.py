@@ -63,16 +63,16 @@ def until(condition: Callable[[], bool], process: Command | subprocess.Popen[byt
         time.sleep(0.01)
 
 
-def num_sealed(run_dir: Path) -> int:
+def sealed_checkpoints(run_dir: Path) -> int:
     """Checkpoints that are complete, by the log."""
     path = run_dir / "events.jsonl"
     return path.read_bytes().count(b'"kind":"checkpoint_sealed"') if path.exists() else 0
 
 
-def kill_at(run_dir: Path, step: int, changes: dict[str, object] | None = None) -> None:
-    """After this step, and after another checkpoint than that of the start."""
+def kill_at(run_dir: Path, step: int, changes: dict[str, object] | None = None, *, num_sealed: int = 2) -> None:
+    """After this step, and with so many checkpoints: the first is that of the start."""
     process = start_command(command(run_dir, changes))
-    until(lambda: steps_of(run_dir) >= step and num_sealed(run_dir) > 1, process)
+    until(lambda: steps_of(run_dir) >= step and sealed_checkpoints(run_dir) >= num_sealed, process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
 

@@ -153,6 +153,7 @@ class Pipeline:
         async with self._tasks_of_the_run():
             if self._resumed is not None:
                 await self._parts.store.restore(self._resumed.rows)
+                self._policy.on_stepped()  # what comes after the last step may have been cut short
             await self._checkpoint_if_due()
             is_in_lockstep = self._config.is_in_lockstep
             loops = [self.feed(), self._finalizer.settle()]
@@ -162,7 +163,7 @@ class Pipeline:
             running = [self._context.spawn(loop) for loop in loops]
             self.sync.start(self.admission.version)
             if self._resumed is not None:
-                await self._policy.run_after_step()  # that of the last step may have been cut short
+                await self._policy.run_after_step()
             await self.train()
             await self.waits.on("the run", "every engine to load the last version", self.sync.until_everywhere())
             for task in running:

@@ -65,7 +65,7 @@ class Evaluator:
         """While training continues, every `evaluation.every_steps` steps; skipped while another one is running."""
         config = self._prepared.config
         every = config.evaluation.every_steps
-        is_due = every is not None and version % every == 0 and version < config.pipeline.steps
+        is_due = every is not None and version % every == 0 and 0 < version < config.pipeline.steps
         if not is_due or self._is_running or not self._prepared.held_out:
             return
         self._is_running = True
