@@ -155,6 +155,7 @@ _AFTER_TO_LEARNER = (
     Hop("pipeline.pipeline:Pipeline._train_batch"),
     Hop("pipeline.batch:BatchTrainer.add"),
     Hop("pipeline.batch:BatchTrainer._train"),
+    Hop("pipeline.batch:BatchTrainer._step"),
     Hop("pipeline.batch:BatchTrainer.call"),
     Hop("pipeline.waits:Waits.on"),
 )

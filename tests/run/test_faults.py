@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,10 @@ def test_an_async_reward_that_blocks_the_event_loop_is_named_with_its_line(tmp_p
     assert isinstance(events[-1], RunEnded) and events[-1].outcome == "StallError"
 
 
+def has_dumps(stacks: Path, number: int) -> bool:
+    return stacks.exists() and stacks.read_text().count("coroutines:") >= number
+
+
 def test_on_sigusr1_a_run_writes_what_everything_is_doing_and_continues(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import asyncio\n\nasync def reward(task, completion):\n    await asyncio.sleep(0.2)\n    return len(completion) % 2\n"
@@ -88,13 +93,15 @@ def test_on_sigusr1_a_run_writes_what_everything_is_doing_and_continues(tmp_path
     reward = f"[{{function='{tmp_path / 'mine.py'}:reward'}}]"
     process = start_command(command(run_dir, {"reward": reward, "pipeline.steps": 20}))
     until(lambda: steps_of(run_dir) >= 2, process)
-    process.send_signal(signal.SIGUSR1)
-    stacks = run_dir / "stacks.txt"
-    until(lambda: stacks.exists() and "coroutines:" in stacks.read_text(), process, seconds=20)
-    time.sleep(0.1)
-    text = stacks.read_text()
-    assert "SIGUSR1" in text and "train:" in text and "thread learner" in text and "coroutines:" in text
-    assert "mine.py:reward" in text, "the reward that rollouts wait for is named"
+    stacks, text = run_dir / "stacks.txt", ""
+    wanted = ("SIGUSR1", "train:", "thread learner", "mine.py:reward")  # the last: what rollouts wait for is named
+    for number in range(1, 6):  # a loop that is at work just then waits for nothing
+        process.send_signal(signal.SIGUSR1)
+        until(partial(has_dumps, stacks, number), process, seconds=20)
+        text = stacks.read_text()
+        if all(word in text for word in wanted):
+            break
+    assert [word for word in wanted if word not in text] == []
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 0, output
 

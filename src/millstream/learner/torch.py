@@ -5,9 +5,9 @@ On a GPU that thread only fills the device's queue: nothing waits for the device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,8 +25,6 @@ from millstream.model.load import model_weights, save_model
 from millstream.objective import Objective
 from millstream.rpc.threads import DaemonThreads
 from millstream.types import Floats, Metrics, TrainRow, Weights
-
-T = TypeVar("T")
 
 
 class TorchLearner:
@@ -51,7 +49,7 @@ class TorchLearner:
         own = make_policies(model, config, temperature, is_proximal_given=is_proximal_given)
         self.rank = Rank(*own, config, objective, num_steps=num_steps, is_fixed=is_fixed)
         self._guard = FiniteGuard(config.max_skipped_steps)
-        self._thread = DaemonThreads("learner", most=1)
+        self._thread = DaemonThreads("learner", most=1, within=self._working)
         self._stream = training_stream(model.device, gpu_share) if model.device.type == "cuda" else None
         if self._stream is not None:  # the model may still be in another stream
             self._stream.wait_stream(torch.cuda.current_stream(model.device))
@@ -60,29 +58,29 @@ class TorchLearner:
     def optimizer(self) -> Optimizer:
         return self.rank.optimizer
 
-    async def _call(self, work: Callable[[], T]) -> T:
-        """On the learner's thread, and on its stream."""
-
-        def on_stream() -> T:
-            with TURNS.training(), torch.cuda.stream(self._stream):
-                return work()
-
-        return await self._thread.call(work if self._stream is None else on_stream)
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """On a GPU: its turn, and its stream."""
+        if self._stream is None:
+            yield
+            return
+        with TURNS.training(), torch.cuda.stream(self._stream):
+            yield
 
     async def ready(self) -> None:
         """It is ready when it is made."""
 
     async def begin_batch(self) -> None:
-        await self._call(self.rank.begin_batch)
+        await self._thread.call(self.rank.begin_batch)
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
-        await self._call(lambda: self.rank.accumulate(rows))
+        await self._thread.call(lambda: self.rank.accumulate(rows))
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
-        return await self._call(lambda: self.rank.logprobs(rows))
+        return await self._thread.call(lambda: self.rank.logprobs(rows))
 
     async def step(self) -> Metrics:
-        return await self._call(self._step)
+        return await self._thread.call(self._step)
 
     def _step(self) -> Metrics:
         counted = self.rank.tally()
@@ -90,7 +88,7 @@ class TorchLearner:
         return counted.metrics(self.rank.step(counted)) if counted.units else counted.skipped_rows()
 
     async def weights(self) -> Weights:
-        return await self._call(self._weights)
+        return await self._thread.call(self._weights)
 
     def _weights(self) -> Weights:
         found = trained_weights(self.model)
@@ -101,7 +99,7 @@ class TorchLearner:
         return weights
 
     async def snapshot(self) -> TorchSnapshot:
-        return await self._call(self._snapshot)
+        return await self._thread.call(self._snapshot)
 
     def _snapshot(self) -> TorchSnapshot:
         self.rank.check_finite()

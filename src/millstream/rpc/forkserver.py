@@ -90,8 +90,10 @@ class ForkServer:
     def __init__(self, path: str, owner: int, packages: Sequence[str] = ()) -> None:
         """`owner`: a descriptor that closes when the owner is gone. `packages`: other ones whose modules are imported here."""
         self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(path)
+        new = Path(path).with_name("new")  # a short name: such paths have at most 107 bytes
+        self._listening.bind(str(new))
         self._listening.listen(128)
+        new.rename(path)  # what is there can be connected to
         self._owner = owner
         self._packages = {OWN_PACKAGE, *packages}
         self._requests: dict[int, socket.socket] = {}  # by descriptor: connections without a request so far

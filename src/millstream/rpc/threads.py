@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -20,10 +20,13 @@ CLOSE_S = 10.0
 
 class DaemonThreads:
     """Runs at most `most` calls at a time; others wait in FIFO order. A call that exceeded its timeout keeps its thread until
-    it returns, and another thread takes its place."""
+    it returns, and another thread takes its place. `within`: a context that each call runs in."""
 
-    def __init__(self, name: str, *, most: int) -> None:
+    def __init__(
+        self, name: str, *, most: int, within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
         self._name = name
+        self._within = within
         self._free = asyncio.Semaphore(most)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -66,7 +69,8 @@ class DaemonThreads:
             function, done, loop = job
             value, error = None, None
             try:
-                value = function()
+                with self._within():
+                    value = function()
             except BaseException as raised:  # thread boundary: raised in the caller
                 error = raised
             with self._lock:
