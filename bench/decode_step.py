@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from internals_torch import DecodePass, PagedRunner, model_of, paged_layers, qwen3, tiles
+from internals_torch import CudaRecorder, DecodePass, Graphs, PagedRunner, model_of, paged_layers, qwen3, tiles
 from report import Options, Row, alone, cost, not_measured, publish, say
 
 IS_GPU = torch.cuda.is_available()
@@ -61,7 +61,7 @@ class Step(NamedTuple):
         else:
             self.runner._graphs.replay(self.rows, self.runner._rehearse, step, None)
 
-    def run(self, context: int, repeat: int) -> float:
+    def run(self, context: int | Sequence[int], repeat: int) -> float:
         place(self.runner, self.rows, context)
         with torch.inference_mode(), self.runner.working():
             return 1e3 * seconds(self.once, repeat)
@@ -103,17 +103,24 @@ def runner_of(way: str, shape: Shape, num_slots: int, longest: int, cache_gb: fl
     return runner
 
 
-def place(runner: Any, rows: int, context: int) -> None:
+def place(runner: Any, rows: int, context: int | Sequence[int]) -> None:
     """Every row has pages of its own, and so many tokens; the newest is the last."""
-    width = -(-context // runner._page)
+    lengths = np.broadcast_to(context, rows)
+    width = -(-int(lengths.max()) // runner._page)
     numbers = 1 + torch.randperm(rows * width, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode(), runner.working():
         runner._pools.table[:rows, :width] = numbers.view(rows, width).int().to(runner._device)
         inputs = np.zeros((6, rows), np.int32)
         inputs[[0, 2, 3]] = np.arange(rows)
-        inputs[1] = context - 1
+        inputs[1] = lengths - 1
         inputs[4:].view(np.float32)[:] = [[0.5], [1.0]]
         runner._inputs[:, :rows].copy_(torch.from_numpy(inputs))
+
+
+def mixed(rows: int, longest: int) -> list[int]:
+    """Contexts as in a run: most are short, one is the longest."""
+    shares = -np.log((np.arange(rows) + 0.5) / rows) / 4
+    return [max(32, int(longest * share)) for share in np.minimum(shares / shares.max(), 1.0)]
 
 
 def fits(runner: Any, rows: int, context: int) -> bool:
@@ -304,44 +311,42 @@ def tune_products(shape: Shape, rows: int, repeat: int) -> Iterator[Row]:
 
 
 def cuts_for(rows: int) -> Iterator[Any]:
-    """What is in the table, then the same with one thing changed."""
+    """What is in the table, then the same with other splits or one other thing changed."""
     now = tiles.attention_for(rows * 8)
     yield now
-    changes = {
-        "warps": (2, 8),
-        "stages": (3, 6),
-        "splits": (1, 2, 4, 8, 16, 32),
-        "min_span": (64, 128, 256, 512),
-        "tokens": (64,),
-    }
-    for name, values in changes.items():
-        for value in values:
-            if value != getattr(now, name):
-                yield now._replace(**{name: value})
+    for splits, span in ((4, 256), (8, 128), (8, 256), (16, 128), (16, 256), (32, 128)):
+        if (splits, span) != (now.splits, now.min_span):
+            yield now._replace(splits=splits, min_span=span)
+    yield now._replace(warps=2)
+    yield now._replace(stages=3)
+    yield now._replace(splits=16, min_span=256, stages=3)
 
 
 def tune_attention(shape: Shape, rows: int, options: argparse.Namespace) -> Iterator[Row]:
     """Of steps of four layers."""
-    contexts = [context for context in (256, 3000) if rows * context <= 250_000]
-    runner = runner_of("layers", shape._replace(layers=4), rows, max(contexts) + 1, options.cache_gb)
+    usual = [context for context in (256, 3000) if rows * context <= 250_000]
+    contexts: list[int | list[int]] = [*usual, mixed(rows, 4096)]
+    runner = runner_of("layers", shape._replace(layers=4), rows, 4097, options.cache_gb)
     before, step = dict(tiles.ATTENTION), Step(runner, rows)
     best: tuple[float, Any] | None = None
     for cut in cuts_for(rows):
         tiles.ATTENTION.clear()
         tiles.ATTENTION[1 << 62] = cut
-        runner._graphs._graphs.clear()
+        runner._graphs = Graphs(CudaRecorder(runner._stream))  # the memory of graphs that are gone cannot be used again
         try:
             times = [1e3 * step.run(context, options.repeat) for context in contexts]
         except Exception as error:  # tiles that do not fit into a processor
             say(f"attention, {rows} rows: {cut}: {type(error).__name__}: {str(error)[:80]}")
             continue
-        say(f"attention {rows:>3} rows: {', '.join(f'{time:7.1f}' for time in times)} us at {contexts}  {cut}")
+        say(f"attention {rows:>3} rows: {', '.join(f'{time:7.1f}' for time in times)} us at {usual} and mixed  {cut}")
         best = min(best or (sum(times), cut), (sum(times), cut))
     tiles.ATTENTION.clear()
     tiles.ATTENTION.update(before)
     if best is not None:
         yield alone(
-            f"attention, {rows} rows, {tuple(best[1])}", f"us of 4 layers at contexts {contexts}, added", best[0]
+            f"attention, {rows} rows, {tuple(best[1])}",
+            f"us of 4 layers at contexts {usual} and mixed ones, added",
+            best[0],
         )
     del runner, step
     free()

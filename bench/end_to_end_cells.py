@@ -166,7 +166,8 @@ class NotMeasured(Exception):
 
 
 def warm_steps_of(workload: Workload, mode: Mode) -> int:
-    return 1 + math.ceil(mode.max_lag) if workload.warm_steps is None else workload.warm_steps
+    """The groups of the first steps have all started at once, with the first weights."""
+    return 2 + math.ceil(mode.max_lag) if workload.warm_steps is None else workload.warm_steps
 
 
 def config_of(

@@ -62,7 +62,7 @@ class Workload(Struct, frozen=True, kw_only=True):
     failures: float = 0.0
     """Share of the rollouts whose environment raises."""
     warm_steps: int | None = None
-    """Steps before the measured ones. None: one more than max_lag, until which no group is at its full lag."""
+    """Steps before the measured ones. None: two more than max_lag, until which groups have started at once."""
     seconds: float | None = None
     """For which it is measured. None: what the call says."""
     has_model: bool = True
@@ -90,16 +90,12 @@ class Workload(Struct, frozen=True, kw_only=True):
 def _single_turn() -> Iterator[tuple[str, Workload]]:
     for shape in ("474M", "1.7B"):
         for rollouts in (64, 512):
-            warm_steps = (
-                None if rollouts == 64 else 1
-            )  # slots limit what is in flight: the first batch is like the others
             geometric = Workload(
                 shape=shape,
                 lengths=GEOMETRIC,
                 rollouts=rollouts,
                 max_tokens=4096,
                 context=4608,
-                warm_steps=warm_steps,
             )
             yield f"{shape}-geometric-{rollouts}", geometric
             log_normal = Workload(
@@ -110,7 +106,6 @@ def _single_turn() -> Iterator[tuple[str, Workload]]:
                 context=8704,
                 mean_tokens=1000.0,
                 sigma=1.5,
-                warm_steps=warm_steps,
             )
             yield f"{shape}-log-normal-{rollouts}", log_normal
 

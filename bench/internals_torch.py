@@ -28,6 +28,7 @@ from millstream.engine.native.check import check_engine, requests
 from millstream.engine.native.drafts import DraftHistory
 from millstream.engine.native.fused import unfuse
 from millstream.engine.native.fused_layer import LAYERS
+from millstream.engine.native.graphs import CudaRecorder, Graphs
 from millstream.engine.native.paged import PagedRunner
 from millstream.engine.native.pages import DecodePass
 from millstream.engine.native.plain import Norm, Normed, Projection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -323,11 +324,12 @@ def test_every_family_starts_with_fused_layers(
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_fused_adapters_give_the_numbers_of_the_merged_model_and_new_ones_take_effect(name: str) -> None:
     model = with_adapters(name, torch.float32)
-    before = torch.cuda.memory_allocated()
     copies = [copy_of(model), copy_of(model)]
-    runners = [PagedRunner(one, 8, cache_gb=0.01) for one in copies]
+    runners = [PagedRunner(copies[0], 8, cache_gb=0.01)]
+    before = torch.cuda.memory_allocated()
+    runners.append(PagedRunner(copies[1], 8, cache_gb=0.01))
     frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
-    assert torch.cuda.memory_allocated() - before < 2 * 0.011e9 + frozen, "joined once, for all of them"
+    assert torch.cuda.memory_allocated() - before < 0.0101e9 + frozen / 2, "joined once, for all of them"
     batcher = Batcher(copies[0], num_slots=8, runner=runners[0])
     for version in (1, 2):
         generator = torch.Generator().manual_seed(version)
@@ -337,7 +339,7 @@ def test_fused_adapters_give_the_numbers_of_the_merged_model_and_new_ones_take_e
         }
         load_weights(model, weights)
         batcher.load(version, weights)
-        twin, done = plain_model(merged(model).cpu()), dict[int, Completion]()
+        twin, done = plain_model(copy.deepcopy(merged(model)).cpu()), dict[int, Completion]()
         for number, prompt in enumerate(prompts(8)):
             batcher.add(request(number, prompt))
         drain(batcher, done)

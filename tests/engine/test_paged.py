@@ -518,6 +518,23 @@ def with_graphs(model: Any, recorder: PlayBack, monkeypatch: pytest.MonkeyPatch)
     return batcher
 
 
+def test_graphs_that_are_made_at_the_start_are_all_that_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recorder = make("llama"), PlayBack()
+    twin, batcher = plain_model(model), with_graphs(model, recorder, monkeypatch)
+    runner = runner_of(batcher)
+    runner._wide_graphs = Graphs(recorder)
+    runner.make_graphs()
+    num_made, done = recorder.num_recorded, dict[int, Completion]()
+    asked = prompts(9)
+    for number, prompt in enumerate(asked):
+        batcher.add(request(number, prompt))
+    drain(batcher, done)
+    assert recorder.num_recorded == num_made > 0
+    for number, prompt in enumerate(asked):
+        expected = teacher_forced(twin, prompt, done[number].tokens)
+        assert torch.allclose(torch.tensor(done[number].logprobs), expected, atol=1e-4)
+
+
 def mixture(implementation: str) -> Any:
     model = new_model(
         Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32), seed=0

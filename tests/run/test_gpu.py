@@ -157,7 +157,7 @@ def plain_demo(*changes: str) -> RunConfig:
 
 def test_by_default_a_gpu_gets_bfloat16_pages_and_compiled_layers_where_the_run_is_long() -> None:
     long, short = (prepare_run(plain_demo(f"pipeline.steps={steps}", "warmup=")) for steps in (10**6, 10))
-    assert long.model.is_cuda and long.model.dtype == torch.bfloat16
+    assert long.model.device.type == "cuda" and long.model.dtype == torch.bfloat16
     assert (long.config.learner.compile, short.config.learner.compile) == (True, False)
     assert isinstance(make_runner(long.model, long.config.engine), PagedRunner)
     assert long.config.engine.slots == 512, "48 groups of 8 can be in flight, and 512 tasks are held out"
@@ -185,8 +185,8 @@ def test_a_learner_that_really_runs_out_of_memory_continues_with_the_gradient_of
     calm = gradient(TorchLearner(copy.deepcopy(model), config, objective), batch)
     one = TorchLearner(model, config, objective)
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(CUDA).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**29) / total)
+    total, room = torch.cuda.get_device_properties(CUDA).total_memory, 2**28 * dtype.itemsize
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
     try:
         asyncio.run(one.accumulate(batch))
         found = torch.cat([grad.flatten() for grad in one.optimizer.gradients().values()]).float().cpu()

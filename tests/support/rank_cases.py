@@ -126,7 +126,7 @@ def train_rank(rank: Rank, case: Case, steps: range) -> list[Metrics]:
         rank.begin_batch()
         for micro_batches in mini_batches(case, step):
             for rows in micro_batches:
-                for some in deal(rows, num_ranks, max_tokens=case.learner.micro_batch_tokens)[me]:
+                for some in deal(rows, num_ranks, max_tokens=case.learner.pass_tokens)[me]:
                     rank.accumulate(some)
             tallies: list[Any] = [None] * num_ranks
             dist.all_gather_object(tallies, rank.tally())

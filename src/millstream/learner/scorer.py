@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from millstream.learner.check import check_learner
 from millstream.learner.passes import LOCKSTEP, Passes
 from millstream.learner.rows import RowTensors
+from millstream.model.concurrent import shield_from_tracers
 from millstream.model.load import load_weights
 from millstream.model.policy import Policy
 from millstream.rpc.threads import DaemonThreads
@@ -26,6 +27,7 @@ class TorchScorer:
     ) -> None:
         """`is_fixed`: passes are never made smaller."""
         check_learner(model)
+        shield_from_tracers(model)
         self._passes = Passes(name, why_fixed=LOCKSTEP if is_fixed else "")
         self._policy = Policy(model.requires_grad_(False), temperature=temperature)
         self._device = next(model.parameters()).device

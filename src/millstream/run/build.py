@@ -3,6 +3,7 @@ and nowhere else. Imports torch."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -96,6 +97,8 @@ def measure_device(config: RunConfig) -> ModelDevice:
         return on_cluster(config)
     if choose_device(config.model.device) != "cuda":
         return CPU
+    gc.collect()  # the parts of an earlier run in this process
+    torch.cuda.empty_cache()
     return ModelDevice(is_gpu=True, free_bytes=float(torch.cuda.mem_get_info()[0]))
 
 

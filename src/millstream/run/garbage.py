@@ -16,7 +16,8 @@ THRESHOLDS = (50_000, 50, 100)
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    before = gc.get_threshold()
+    """Afterwards all is as before: what stays frozen is never freed, and a model and its cache are part of cycles."""
+    before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
@@ -24,3 +25,5 @@ def seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+        if not was_frozen:
+            gc.unfreeze()

@@ -12,10 +12,12 @@ from millstream.engine.native.runner import Runner
 from millstream.engine.native.slots import SlotRunner
 from millstream.engine.native.speculation import Speculator
 from millstream.engine.native.strings import DecodeTokens
+from millstream.model.concurrent import shield_from_tracers
 
 
 def batcher_of(model: PreTrainedModel, config: EngineConfig, decode: DecodeTokens | None = None) -> Batcher:
     runner = make_runner(model.eval(), config)
+    shield_from_tracers(model)  # a learner in this process may compile at any time
     return Batcher(
         model,
         num_slots=config.num_slots,
@@ -33,7 +35,9 @@ def make_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     why_unfused = check_engine(model, kind)
     if kind == "slots":
         return SlotRunner(model, config.num_slots)
-    return PagedRunner(model, config.num_slots, cache_gb=config.pool_gb, why_unfused=why_unfused)
+    runner = PagedRunner(model, config.num_slots, cache_gb=config.pool_gb, why_unfused=why_unfused)
+    runner.make_graphs()
+    return runner
 
 
 def cache_kind(config: EngineConfig, device: str) -> CacheKind:

@@ -1,6 +1,8 @@
-"""CUDA graphs of decode steps: one graph for each size of the batch, made at the first batch of that size, all in one pool.
+"""CUDA graphs of decode steps: one graph for each size of the batch, all in one pool.
 
-All that a graph reads is in memory that does not move: a batch is copied there and the graph is replayed.
+All that a graph reads is in memory that does not move: a batch is copied there and the graph is replayed. Graphs of ordinary
+steps are made at the start: later each would delay the requests that run, and none can be made while the learner works. Those
+of steps with restrictions (top-k, top-p) are made at the first batch of their size.
 
 Not every model can be captured: one whose control flow depends on its own numbers (some mixtures of experts) makes the host
 wait within a step. A failed capture leaves torch's allocator and its random numbers in the state of a capture, so this is found
@@ -9,7 +11,7 @@ out before: the operations of the first step are checked. Such a model is launch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
@@ -58,6 +60,13 @@ class Graphs:
         self._recorder = recorder
         self._graphs: dict[tuple[int, bool], tuple[Callable[[], None], Restrictions | None, Outputs]] = {}
         self.why_not = ""  # why no more graphs are made; empty: they are
+
+    def make(self, sizes: Iterable[int], rehearse: Rehearse, step: DecodeStep) -> None:
+        """The graphs of these sizes, the largest first, so that the others fit into its memory."""
+        with TURNS.capture() as is_free:
+            for size in sorted(sizes, reverse=True) if is_free else ():
+                if not self.why_not:
+                    self._capture(size, rehearse, step, None)
 
     def replay(self, size: int, rehearse: Rehearse, step: DecodeStep, restrictions: Restrictions | None) -> Outputs:
         """The outputs that `step` returned when its graph was made, with the values of this replay. Without a graph: those that

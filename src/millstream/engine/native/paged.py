@@ -134,6 +134,18 @@ class PagedRunner:
             self._stream.synchronize()  # weights that were joined may be another's, too, on another stream
         return found
 
+    def make_graphs(self) -> None:
+        """Of all steps that may come."""
+        if self._graphs is None or self._wide_graphs is None:
+            return
+        narrow = {size_for(num, self._num_slots) for num in range(1, self._num_slots + 1)}
+        wide = {wide_size(num) for num in range(2, self._max_rows + 1)}
+        with torch.inference_mode(), self.working():
+            self._graphs.make(narrow, self._rehearse, partial(self._decode_inputs, DecodePass))
+            self._wide_graphs.make(wide, self._rehearse, partial(self._decode_inputs, WidePass))
+        if self._stream is not None:
+            self._stream.synchronize()
+
     @property
     def path(self) -> ComputePath:
         """The cache, the layers, and on a GPU the decode steps."""

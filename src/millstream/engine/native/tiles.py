@@ -42,7 +42,7 @@ class Switches:
     """What the benchmark turns on to see what it is worth."""
 
     # The programs of a kernel start while those of the kernel before it still run, and wait where they need its results.
-    is_early: bool = False
+    is_early: bool = True
     # Weights, and the first keys and values of a split, are brought to the L2 cache first.
     has_prefetch: bool = False
 
