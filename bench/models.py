@@ -112,7 +112,7 @@ def try_kind(kind: str, *, has_variants: bool = True) -> Found:
         table = tiny_table(kind)
         config = config_of(kind, table)
     except Exception as error:  # of the library, at sizes that are ours
-        kinds = strange_layers(CONFIG_MAPPING[kind]())
+        kinds = _strange_layers_of(kind)
         reason = f"not tried: no tiny model ({type(error).__name__})"
         if kinds:  # that is said before any model is made
             reason = f"{model_class} has layers of kind {', '.join(kinds)}: not supported"
@@ -123,6 +123,13 @@ def try_kind(kind: str, *, has_variants: bool = True) -> Found:
         if None in verdicts.values() or name == "is_decoder":  # what is wrong in all passes is not varied
             _try_variant(found, name, other)
     return found
+
+
+def _strange_layers_of(kind: str) -> list[str]:
+    try:
+        return list(strange_layers(CONFIG_MAPPING[kind]()))
+    except Exception:  # a kind whose default config the library itself refuses
+        return []
 
 
 def _try_variant(found: Found, name: str, table: Table) -> None:
