@@ -16,11 +16,7 @@ from millstream.audit.report import Fields
 OF_SCHEDULE = ("steps", "groups_per_step", "max_lag", "lockstep", "extra_groups", "surplus")
 OF_ROLLOUT = ("group_size", "extra_members", "min_group_size", "max_parts", "max_tokens", "temperature", "stop")
 SCHEDULE = tuple(f"pipeline.{key}" for key in OF_SCHEDULE)
-ROLLOUTS = (
-    *(f"rollout.{key}" for key in OF_ROLLOUT),
-    *("reward", "pipeline.filter_zero_signal"),
-    *("algorithm.overlong_buffer", "algorithm.discount", "algorithm.trace"),
-)
+ROLLOUTS = (*(f"rollout.{key}" for key in OF_ROLLOUT), "reward", "pipeline.filter_zero_signal")
 
 
 class SettingsRules:
@@ -153,5 +149,5 @@ def _changes_between(old: Any, new: Any, place: str) -> Iterator[tuple[str, tupl
         for index in range(max(len(old), len(new))):
             one, other = (side[index] if index < len(side) else None for side in (old, new))
             yield from _changes_between(one, other, f"{place}.{index}")
-    elif old != new:
+    elif old != new and not (old != old and new != new):  # NaN is equal to itself here
         yield place, (old, new)

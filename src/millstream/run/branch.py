@@ -102,12 +102,15 @@ def write_start(branch: Branch, folder: RunFolder) -> None:
     """The checkpoint's state, with its optimizer's moments, at step 0 of the schedule."""
     unfinished = folder.path / ".start.new"
     shutil.rmtree(unfinished, ignore_errors=True)
-    for name in ("", CRITIC_FOLDER):
-        if (branch.found.folder / name).is_dir():
-            (unfinished / name).mkdir(parents=True)
-            write_state({**read_state(branch.found.folder / name), "num_steps_done": 0}, unfinished / name)
-    (unfinished / LINEAGE).write_bytes(msgspec.json.format(msgspec.json.encode(branch.lineage), indent=2))
-    unfinished.rename(folder.start)
+    try:
+        for name in ("", CRITIC_FOLDER):
+            if (branch.found.folder / name).is_dir():
+                (unfinished / name).mkdir(parents=True)
+                write_state({**read_state(branch.found.folder / name), "num_steps_done": 0}, unfinished / name)
+        (unfinished / LINEAGE).write_bytes(msgspec.json.format(msgspec.json.encode(branch.lineage), indent=2))
+        unfinished.rename(folder.start)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def load_start(model: PreTrainedModel, folder: Path, name: str) -> None:

@@ -62,11 +62,14 @@ RULES: Mapping[str, ChangeRule] = {
     **_may("now", "pipeline.", "overdue max_restarts max_replaced_per_step stall_s deadline_s"),
     **_may("rollouts", "pipeline.", "filter_zero_signal"),
     **_must_not(OTHER_LOSS, "algorithm.", "name advantage loss correction correction_level kl kl_estimator"),
-    **_may("rollouts", "algorithm.", "overlong_buffer discount trace"),
     **_may(
         "now", "algorithm.", "aggregation fixed_length clip_low clip_high dual_clip ratio_cap ratio_floor entropy_bonus"
     ),
-    **_may("now", "algorithm.", "positive_weight negative_weight regularisation kl_coefficient"),
+    **_may(
+        "now",
+        "algorithm.",
+        "positive_weight negative_weight regularisation kl_coefficient overlong_buffer discount trace",
+    ),
     **_may(
         "now", "learner.", "learning_rate schedule warmup_steps weight_decay max_grad_norm micro_batch_tokens ranks"
     ),
@@ -129,7 +132,7 @@ def _settings_between(old: Any, new: Any, place: str) -> Iterator[ChangedSetting
         for index in range(max(len(old), len(new))):
             ours, theirs = (side[index] if index < len(side) else None for side in (old, new))
             yield from _settings_between(ours, theirs, f"{place}.{index}")
-    elif old != new:
+    elif old != new and not (old != old and new != new):  # NaN is equal to itself here
         yield ChangedSetting(place, old, new)
 
 

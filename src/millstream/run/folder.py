@@ -31,8 +31,8 @@ from msgspec import Struct, structs
 
 from millstream.config import load, to_toml
 from millstream.errors import ConfigError, OutputError
-from millstream.events import ConfigWritten, Evaluated, RunEnded, WarmedUp
-from millstream.events.sinks import read_events, read_history
+from millstream.events import ConfigWritten, Evaluated, Resumed, RunEnded, WarmedUp
+from millstream.events.sinks import read_events, read_history, read_kinds
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
 from millstream.paths import kind_of
@@ -116,15 +116,17 @@ class RunFolder:
     def config_to_resume(self, changes: Sequence[str] = ()) -> RunConfig:
         """The config in the folder, edited by hand or not, with these changes. Raises `ConfigError` for a change that may not
         be, with what to type."""
+        now = load(self.config, RunConfig)
         config, logged = load(self.config, RunConfig, changes), self.logged_config()
         if logged is None and self.is_edited():
             raise ConfigError(
                 f"{self.config} is not as the run wrote it: it was edited, and the log has no copy to compare it with. Restore "
                 f"that file, or start another run with this one:\n  {self._as_new()}"
             )
-        before = tables_of(load(self.config, RunConfig)) if logged is None else logged
+        before = tables_of(now) if logged is None else logged
         if (refused := refused_change(changed_settings(before, tables_of(config)))) is not None:
-            raise ConfigError(self._refusal(*refused, changes))
+            without = ["warmup="] if now.warmup is not None else []
+            raise ConfigError(self._refusal(*refused, [*without, *changes]))
         return config
 
     def _refusal(self, change: ChangedSetting, why: str, changes: Sequence[str]) -> str:
@@ -146,10 +148,7 @@ class RunFolder:
 
     def logged_config(self, upto: int | None = None) -> Tables | None:
         """The config that is in force by the log, or was after event `upto`. None: the log of an earlier version has none."""
-        if not self.events.exists():
-            return None
-        events = read_events(self.events) if upto is None else read_history(self.events, upto=upto)
-        written = [event for event in events if isinstance(event, ConfigWritten) and event.text]
+        written = [event for event in self._configs(upto) if event.text]
         if not written:
             return None
         own = self.config_digest()
@@ -158,9 +157,20 @@ class RunFolder:
 
     def is_edited(self) -> bool:
         """Whether `config.toml` is none that a process of this run wrote. Earlier versions did not log that."""
-        logged = (event for event in read_events(self.events) if isinstance(event, ConfigWritten))
-        digests = {event.digest for event in logged} if self.events.exists() else set()
+        digests = {event.digest for event in self._configs()}
         return bool(digests) and self.config_digest() not in digests
+
+    def _configs(self, upto: int | None = None) -> list[ConfigWritten]:
+        """Of all processes of the run; or those in the history that ends with event `upto`."""
+        found: list[tuple[int, ConfigWritten]] = []
+        for seq, event in read_kinds(self.events, ConfigWritten, Resumed) if self.events.exists() else ():
+            if upto is not None and seq > upto:
+                break
+            if isinstance(event, ConfigWritten):
+                found.append((seq, event))
+            elif isinstance(event, Resumed) and upto is not None:
+                found = [(before, one) for before, one in found if before <= event.from_seq]
+        return [event for _, event in found]
 
     def config_text(self, config: RunConfig | None = None) -> str:
         """Of `config.toml`: as it is, or as `keep` writes it for this config."""
