@@ -9,7 +9,7 @@ TQ := .venv-tq
 VLLM := .venv-vllm
 VERL := .peer-verl
 
-.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs smoke check format bench crash-matrix bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs smoke check format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -65,6 +65,10 @@ bench: $(INSTALLED)
 # Half an hour to an hour on two cores; it may be stopped, and continues where it was.
 crash-matrix: $(VENV)/.installed-ray
 	$(BIN)/python bench/crash_matrix.py --out runs/crash-matrix
+
+# Every key that may change at a resume, with SIGKILL before and after the change: one line a key.
+changes-matrix: $(INSTALLED)
+	$(BIN)/pytest -v -m slow tests/run/test_changes.py
 
 bench-trl: $(INSTALLED) $(TRL)/.installed
 	$(BIN)/python bench/vs_trl.py

@@ -151,3 +151,5 @@ class Fate(StrEnum):
     FILTERED = "filtered"
     FAILED = "failed"  # fewer members than the smallest group survived their retries
     ABORTED = "aborted"  # first to finish: the batch was full without it, and it could not be trained any more
+    # A resume changed the schedule, and no batch could train it in time any more. Its prompt is fed again.
+    SUPERSEDED = "superseded"

@@ -14,6 +14,7 @@ import json
 import math
 import random
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from msgspec import structs
 import millstream.audit
 from millstream.audit import COUNTS, RULES, AuditReport, audit, report_lines
 from millstream.audit.checkpoints import CheckpointFolder
+from millstream.audit.settings_rules import ROLLOUTS, SCHEDULE
 from millstream.config import to_toml
 from millstream.events import (
     CheckpointSealed,
@@ -46,6 +48,7 @@ from millstream.events import (
     RolloutStarted,
     RunEnded,
     RunStarted,
+    SettingChanged,
     Stepped,
     WarmedUp,
     WeightsLoaded,
@@ -56,6 +59,8 @@ from millstream.events.metrics import StepMetrics
 from millstream.events.summary import summarise
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
+from millstream.run.changes import RULES as CHANGE_RULES
+from millstream.run.changes import changed_settings, effects_of
 from millstream.types import Fate
 from support.simulated import Diary, World, configs, simulate
 
@@ -1408,7 +1413,182 @@ def test_a_reward_of_the_whole_group_decides_its_fate(tmp_path: Path) -> None:
 
 def test_every_rule_has_a_crime_that_breaks_it() -> None:
     declared = {rule for rule, _, _ in DECLARED_CRIMES.values()}
-    assert CRIMES.keys() | CRIMES_OF_CRASHES.keys() | {"summary"} | declared == RULES.keys()
+    crimes = CRIMES.keys() | CRIMES_OF_CRASHES.keys() | CRIMES_OF_CHANGES.keys()
+    assert crimes | {"summary"} | declared == RULES.keys()
+
+
+# ---- changed settings ----------------------------------------------------------------------------------------------------
+
+FAST = World(steps=8, groups_per_step=3, group_size=3, max_lag=4, num_engines=2, slots=3, tail=1.5, seed=3)
+CHANGED_WORLDS = {
+    "a smaller batch": structs.replace(FAST, groups_per_step=1),
+    "a larger batch": structs.replace(FAST, groups_per_step=4),
+    "a lower max_lag": structs.replace(FAST, max_lag=1),
+    "a fraction": structs.replace(FAST, max_lag=1.5),
+    "synchronous": structs.replace(FAST, max_lag=0),
+    "a higher max_lag": structs.replace(FAST, max_lag=6),
+    "more steps": structs.replace(FAST, steps=11),
+    "fewer steps": structs.replace(FAST, steps=5),
+    "first to finish": structs.replace(FAST, surplus="abort", extra_groups=9),
+    "larger groups": structs.replace(FAST, group_size=4),
+    "no filter": structs.replace(FAST, filter_zero_signal=False),
+    "more retries": structs.replace(FAST, retries=3, failure=0.2),
+}
+
+
+class LearnerTable(msgspec.Struct):
+    learning_rate: float = 1e-3
+    schedule: str = "constant"
+    warmup_steps: int = 0
+
+
+class ConfigWithLearner(ResolvedConfig):
+    learner: LearnerTable = msgspec.field(default_factory=LearnerTable)
+
+
+def config_written(world: World, learner: LearnerTable | None = None) -> ConfigWritten:
+    pipeline, rollout = configs(world)
+    config = ConfigWithLearner(world.seed, pipeline, rollout, learner or LearnerTable())
+    text = to_toml(config)
+    return ConfigWritten(at=0.0, digest=hashlib.sha256(text.encode()).hexdigest(), text=text)
+
+
+def with_rates(events: list[Event], rate: float) -> list[Event]:
+    return [
+        structs.replace(event, metrics={"learning_rate": rate}) if isinstance(event, Stepped) else event
+        for event in events
+    ]
+
+
+def changed_run(other: World, *, at: int = 3, learner: LearnerTable | None = None) -> Run:
+    """A run that is killed and resumed as another world: the pipeline's own events, and those of the run around them."""
+    diary = undisturbed(FAST)
+    kept = diary.kept[at]
+    version, covers_seq = kept.standing.ledger.version, 1 + kept.mark
+    files = pack(version, covers_seq, msgspec.to_builtins(kept.standing.ledger, str_keys=True))
+    run = Run([config_written(FAST), _started(FAST), *with_rates(diary.sink.events[: kept.mark + 20], 1e-3)])
+    run.folders = {name_of(version): files}
+    run.events.insert(covers_seq + 1, sealed(version, covers_seq, files))
+    written = config_written(other, learner)
+    run.config = written.text
+    found = changed_settings(tomllib.loads(run.get(ConfigWritten, 0).text), tomllib.loads(written.text))
+    resumed = Resumed(at=0.0, incarnation=1, version=version, from_seq=covers_seq, digest=digest_of(files))
+    changes = [SettingChanged(at=0.0, key=key, old=old, new=new, version=version) for key, old, new in found]
+    rest = simulate(other, kept=kept, changed=effects_of(found)).sink.events
+    rate = (learner or LearnerTable()).learning_rate
+    run.events += [resumed, written, *changes, *with_rates(rest, rate)]
+    run.events.append(RunEnded(at=1e6, outcome="finished", version=other.steps))
+    return run
+
+
+@pytest.mark.parametrize("name", CHANGED_WORLDS)
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_run_that_is_resumed_with_other_settings_is_clean(name: str, at: int, tmp_path: Path) -> None:
+    run = changed_run(CHANGED_WORLDS[name], at=at)
+    report = audit(run.write(tmp_path))
+    assert report.findings == []
+    assert report.groups_superseded == len(run.all(GroupLeft, fate=Fate.SUPERSEDED))
+
+
+def test_some_of_those_runs_have_groups_that_were_superseded_and_fed_again() -> None:
+    for name in ("a smaller batch", "a lower max_lag", "synchronous"):
+        assert changed_run(CHANGED_WORLDS[name]).all(GroupLeft, fate=Fate.SUPERSEDED), name
+
+
+def test_the_audit_knows_what_changes_the_schedule_and_what_the_rollouts() -> None:
+    by_effect = {
+        effect: {key for key, rule in CHANGE_RULES.items() if rule.effect == effect}
+        for effect in ("schedule", "rollouts")
+    }
+    assert by_effect == {"schedule": set(SCHEDULE), "rollouts": set(ROLLOUTS)}
+
+
+def of_change(name: str, commit: Crime, **options: Any) -> Callable[[], Run]:
+    def make() -> Run:
+        run = changed_run(CHANGED_WORLDS[name], **options)
+        commit(run)
+        return run
+
+    return make
+
+
+def keep_the_old_batch_size(run: Run) -> None:
+    """The config says that batches are smaller, and the steps are as before."""
+    whole = changed_run(FAST)
+    begin, other = run.all(Resumed)[0], whole.all(Resumed)[0]
+    head = [event for event in run.events[begin:] if isinstance(event, Resumed | ConfigWritten | SettingChanged)]
+    run.events = [
+        *run.events[:begin],
+        *head,
+        *[e for e in whole.events[other:] if not isinstance(e, Resumed | ConfigWritten)],
+    ]
+
+
+def feed_no_prompt_again(run: Run) -> None:
+    group_id = run.get(GroupLeft, run.all(GroupLeft, fate=Fate.SUPERSEDED)[0]).group_id
+    task_id = run.get(GroupAdmitted, run.all(GroupAdmitted, group_id=group_id)[0]).task_id
+    run.change(run.all(GroupAdmitted, task_id=task_id)[-1], task_id="another")
+
+
+def feed_a_prompt_twice(run: Run) -> None:
+    admitted = run.all(GroupAdmitted)
+    group_id = run.get(GroupLeft, run.all(GroupLeft, fate=Fate.SUPERSEDED)[0]).group_id
+    task_id = run.get(GroupAdmitted, run.all(GroupAdmitted, group_id=group_id)[0]).task_id
+    run.change(admitted[-1], task_id=task_id)
+
+
+def supersede_what_could_be_trained(run: Run) -> None:
+    seq = run.all(GroupResumed)[-1]
+    group_id = run.get(GroupResumed, seq).group_id
+    own = [i for i, event in enumerate(run.events) if i > seq and getattr(event, "group_id", None) == group_id]
+    for index in reversed(own):
+        del run.events[index]
+    run.events[seq] = GroupLeft(at=0.0, group_id=group_id, fate=Fate.SUPERSEDED)
+
+
+def mix_two_settings(run: Run) -> None:
+    """A group that was partly done keeps what it has, although a temperature or a group size was changed."""
+    ledger = json.loads(run.folders[name_of(4)]["ledger.json"]) if name_of(4) in run.folders else {}
+    listed = ledger.get("groups", {})
+    for seq in run.all(GroupResumed):
+        own = listed.get(str(run.get(GroupResumed, seq).group_id), {})
+        if own.get("kept") and own.get("to_do"):
+            run.change(seq, kept=own["kept"], to_do=own["to_do"])
+            return
+    raise AssertionError("no group is partly done")
+
+
+CRIMES_OF_CHANGES: dict[str, dict[str, Callable[[], Run]]] = {
+    "settings": {
+        "a change has no event": of_change("a smaller batch", dropped(SettingChanged)),
+        "a change from another value": of_change("a smaller batch", changed(SettingChanged, old=7)),
+        "a change to another value": of_change("a smaller batch", changed(SettingChanged, new=7)),
+        "a change from a later version on": of_change("a smaller batch", changed(SettingChanged, version=one_more)),
+        "a change that is none": of_change("a smaller batch", changed(SettingChanged, key="pipeline.max_restarts")),
+        "a step with the learning rate of before": of_change(
+            "more steps", lambda run: None, learner=LearnerTable(1e-4)
+        ),
+        "a group has rollouts of two settings": of_change("larger groups", mix_two_settings, at=4),
+    },
+    "superseded": {
+        "a group that could be trained": of_change("more steps", supersede_what_could_be_trained),
+        "a prompt is not fed again": of_change("a lower max_lag", feed_no_prompt_again),
+    },
+    "prompt": {"a prompt is fed again twice": of_change("a lower max_lag", feed_a_prompt_twice)},
+    "batch": {"a step has the batch size of before": of_change("a smaller batch", keep_the_old_batch_size)},
+    "config": {"the text of a config is forged": of_change("more steps", changed(ConfigWritten, 1, text="seed = 1"))},
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "make"),
+    [pytest.param(rule, make, id=name) for rule, some in CRIMES_OF_CHANGES.items() for name, make in some.items()],
+)
+def test_a_step_against_the_wrong_settings_is_found(rule: str, make: Callable[[], Run], tmp_path: Path) -> None:
+    run = make()
+    if rule == "settings" and run.all(SettingChanged, key="learner.learning_rate"):
+        run.events = [*run.events[: run.all(Resumed)[0]], *with_rates(run.events[run.all(Resumed)[0] :], 1e-3)]
+    assert rule in rules_broken(audit(run.write(tmp_path)))
 
 
 # ---- every event counts --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -23,7 +24,7 @@ from millstream.errors import CheckpointError
 from millstream.events import CheckpointFailed, CheckpointSealed, Resumed, RunEnded, Stepped
 from millstream.events.sinks import MemorySink, read_events, read_history
 from millstream.pipeline.state import Ledger, PipelineState
-from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, find_newest, verify
+from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, find_newest, set_aside_newer, verify
 from millstream.run.folder import RunFolder
 from millstream.store import Row, Saved, blocks
 from support.commands import start_command
@@ -128,6 +129,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     found, troubles = find_newest(run_dir, sealed_in(run_dir))
     assert found is not None and found.folder == folders[-2]
     assert len(troubles) == 1 and words in troubles[0] and folders[-1].name in troubles[0]
+    set_aside_newer(found)
     assert (run_dir / "checkpoints" / f"{folders[-1].name}.corrupt").is_dir()
 
 
@@ -235,7 +237,7 @@ def refusal_of(*words: str) -> str:
     return " ".join(result.output.split())
 
 
-def test_a_config_that_was_edited_by_hand_is_found_by_the_audit_and_refused_at_a_resume(
+def test_a_config_that_was_edited_by_hand_is_found_by_the_audit_and_refused_at_a_resume_if_it_may_not_change(
     killed: Path, tmp_path: Path
 ) -> None:
     run_dir = copy_of(killed, tmp_path / "run")
@@ -245,8 +247,13 @@ def test_a_config_that_was_edited_by_hand_is_found_by_the_audit_and_refused_at_a
     assert config.read_text() != text
     findings = [finding for finding in audit(run_dir).findings if finding.rule == "config"]
     assert len(findings) == 2, "its digest, and max_lag of run_started"
+    config.write_text(text.replace("max_lag = 2", "max_lag = 4").replace("seed = 0", "seed = 1"))
     refusal = refusal_of("train", "--resume", str(run_dir))
-    assert "config.toml is not as the run wrote it: it was edited" in refusal and "--set KEY=VALUE" in refusal
+    assert "config.toml was edited: seed=1 does not go with --resume, and the run has 0" in refusal
+    events = run_dir / "events.jsonl"
+    events.write_bytes(re.sub(rb',"text":"(?:[^"\\]|\\.)*"', b"", events.read_bytes()))  # a log of an earlier version
+    refusal = refusal_of("train", "--resume", str(run_dir))
+    assert "config.toml is not as the run wrote it: it was edited, and the log has no copy" in refusal
     config.write_text(text)
     assert_clean(run_dir)
 

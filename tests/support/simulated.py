@@ -39,6 +39,7 @@ from millstream.pipeline.pipeline import (
     Parts,
     Pipeline,
 )
+from millstream.pipeline.reschedule import UNCHANGED, Changed
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.pipeline.schema import REFERENCE, VALUES, Stage, store_tasks
@@ -231,6 +232,7 @@ def simulate(
     on_pipeline: Callable[[Pipeline], None] = lambda pipeline: None,
     keeper: Diary | None = None,
     kept: Kept | None = None,
+    changed: Changed = UNCHANGED,
     new_learner: NewLearner | None = None,
     on_fleet: OnFleet | None = None,
     learner: Learner | None = None,
@@ -241,7 +243,9 @@ def simulate(
     replaced when they die, and that runs concurrently. `learner`, `critic` and fields of `Algorithm` replace the default ones."""
     parts = _Replaced(learner, critic, algorithm)
     return run_virtual(
-        _simulate(world, environment, num_tokens, after_step, on_pipeline, keeper, kept, new_learner, on_fleet, parts)
+        _simulate(
+            world, environment, num_tokens, after_step, on_pipeline, keeper, kept, changed, new_learner, on_fleet, parts
+        )
     )
 
 
@@ -259,6 +263,7 @@ async def _simulate(
     on_pipeline: Callable[[Pipeline], None],
     keeper: Diary | None,
     kept: Kept | None,
+    changed: Changed,
     new_learner: NewLearner | None,
     on_fleet: OnFleet | None,
     replaced: _Replaced,
@@ -288,7 +293,11 @@ async def _simulate(
         has_proximal=world.has_proximal,
         is_in_lockstep=config.is_in_lockstep,
     )
-    store = MemoryStore(reads, capacity_rows=config.most_groups * rollout.most_rows)
+    store = MemoryStore(
+        reads,
+        capacity_rows=config.most_groups * rollout.most_rows
+        + (len(kept.standing.rows.rows) if kept and any(changed) else 0),
+    )
     engines: list[SimEngine] = []
 
     def make(name: str) -> SimEngine:
@@ -349,6 +358,7 @@ async def _simulate(
         after_step=after_step,
         keeper=keeper,
         resumed=None if kept is None else kept.standing,
+        changed=changed,
         incarnation=1,
         router=None if fleet is None else fleet.router,
     )

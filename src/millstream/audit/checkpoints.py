@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from millstream.audit.history import History, RunTerms, TrackedGroup
+from millstream.audit.history import History, TrackedGroup
 from millstream.audit.report import MALFORMED, AuditReport, Fields, reason_of
 
 FORMATS = (1, 2)  # of checkpoints: what is read here is the same in both
@@ -66,17 +66,20 @@ class CheckpointFolder:
         self.expect(is_now, "ledger", f"the ledger is of version {version}, the events of {now.version}")
         is_next = next_group == now.next_group
         self.expect(is_next, "ledger", f"next_group is {next_group}, the events have {now.next_group}")
+        to_feed = len(self.ledger.get("to_feed", ()))
+        are_fed = to_feed == len(now.to_feed)
+        self.expect(are_fed, "ledger", f"{to_feed} prompts are to be fed again, the events have {len(now.to_feed)}")
         for group_id in sorted(now.groups.keys() | listed.keys() - vacant):
             self.expect(group_id in listed.keys() - vacant, "ledger", f"group {group_id} is in flight and not listed")
             self.expect(group_id in now.groups, "ledger", f"group {group_id} is listed and not in flight")
             if group_id in listed and group_id in now.groups:
-                self._compare_group(group_id, listed[group_id], now.groups[group_id], now.terms)
+                self._compare_group(group_id, listed[group_id], now.groups[group_id])
 
-    def _compare_group(self, group_id: int, listed: Fields, group: TrackedGroup, terms: RunTerms | None) -> None:
+    def _compare_group(self, group_id: int, listed: Fields, group: TrackedGroup) -> None:
         recorded = [*(listed[name] for name in ("task_id", "epoch", "start", "deadline")), listed.get("restarts", 0)]
         due = [group.task_id, group.epoch, group.start, group.deadline, group.restarts]
         self.expect(recorded == due, "ledger", f"group {group_id} is {recorded} in the ledger, {due} in the events")
-        for objection in group.objections(listed["kept"], listed["to_do"], terms.num_members if terms else 0):
+        for objection in group.objections(listed["kept"], listed["to_do"], group.own_terms.num_members):
             self.expect(not objection, "ledger", f"group {group_id}: {objection}")
 
 

@@ -13,16 +13,19 @@ from millstream.audit.history import RunTerms
 from millstream.audit.report import MALFORMED, AuditReport, Fields, reason_of
 
 
-def compare_config(path: Path, terms: RunTerms | None, digests: set[str], report: AuditReport) -> None:
-    """`digests`: of the configs that the processes of the run wrote. Logs of earlier versions have none."""
+def compare_config(path: Path, terms: RunTerms | None, digests: set[str], last: str, report: AuditReport) -> None:
+    """`digests`: of the configs that the processes of the run had; `last`: of the last. Logs of earlier versions have none."""
     if not path.exists():
         report.expect(not digests, "config", "config.toml is missing")
         return
     try:
         raw = path.read_bytes()
-        is_own = not digests or hashlib.sha256(raw).hexdigest() in digests
+        digest = hashlib.sha256(raw).hexdigest()
+        is_own = not digests or digest in digests
         report.expect(is_own, "config", "config.toml is not as the run wrote it: its SHA-256 is not in the log")
-        if terms is not None:
+        if is_own and digest != last and digests:
+            report.notes.append("config.toml is that of an earlier process: the last one ended before it trained")
+        elif terms is not None:
             _compare(tomllib.loads(raw.decode()), terms, report)
     except MALFORMED as error:
         report.add_finding("config", f"config.toml cannot be read: {reason_of(error)}")
@@ -30,18 +33,23 @@ def compare_config(path: Path, terms: RunTerms | None, digests: set[str], report
 
 def _compare(config: Fields, terms: RunTerms, report: AuditReport) -> None:
     """Keys that a config of an earlier version does not have are not compared."""
-    for name, due in _terms_of(config).items():
+    for name, due in terms_of(config).items():
         found = getattr(terms, name)
         if due is not None and found is not None:
             report.expect(found == due, "config", f"run_started says {name} {found}, config.toml has {due}")
-    most = _most_groups(config["pipeline"])
+    most = most_groups(config["pipeline"])
     if most is not None:
         report.expect(
             terms.budget <= most, "config", f"run_started says budget {terms.budget}, config.toml allows {most}"
         )
 
 
-def _terms_of(config: Fields) -> dict[str, Any]:
+def is_in_lockstep(config: Fields) -> bool:
+    pipeline = config.get("pipeline", {})
+    return bool(pipeline.get("max_lag") == 0 and pipeline.get("lockstep", True) and pipeline.get("surplus") != "abort")
+
+
+def terms_of(config: Fields) -> dict[str, Any]:
     pipeline, rollout = config["pipeline"], config["rollout"]
     surplus, overdue, groups = pipeline.get("surplus"), pipeline.get("overdue"), pipeline.get("groups_per_step")
     same = ("steps", "groups_per_step", "max_lag", "filter_zero_signal")
@@ -55,7 +63,7 @@ def _terms_of(config: Fields) -> dict[str, Any]:
     }
 
 
-def _most_groups(pipeline: Fields) -> int | None:
+def most_groups(pipeline: Fields) -> int | None:
     """In flight: those of one batch and `extra_groups`, or as many as the lag allows, counted in decimals."""
     groups, max_lag, extra = (pipeline.get(name) for name in ("groups_per_step", "max_lag", "extra_groups"))
     if groups is None or max_lag is None:

@@ -9,14 +9,16 @@ import math
 
 from millstream.audit.history import BatchTotals, Cursor, EndedMember, History, StepTotals, TrackedGroup
 from millstream.audit.report import Fields
+from millstream.audit.settings_rules import SettingsRules
 
 LOAD_STEPS = 8  # within which the load of a version that is in use is logged
 SUMS = ("groups", "rollouts", "rows", "tokens")  # what a batch and its `stepped` event both have
 
 
 class GroupRules:
-    def __init__(self, cursor: Cursor) -> None:
+    def __init__(self, cursor: Cursor, settings: SettingsRules) -> None:
         self._cursor = cursor
+        self._settings = settings
         self._holds = cursor.report.holds
         self._expect = cursor.expect
         self._finding = cursor.add_finding
@@ -31,12 +33,17 @@ class GroupRules:
         if not self._holds(group_id == now.next_group):
             self._finding("admitted", f"group {group_id} was admitted, {now.next_group} was expected")
         self._check_deadline(event, "was admitted", now.version)
-        self._count_prompt(group_id, event["task_id"], event["epoch"])
+        if (event["task_id"], event["epoch"]) in now.to_feed:
+            now.to_feed.remove((event["task_id"], event["epoch"]))
+        else:
+            self._count_prompt(group_id, event["task_id"], event["epoch"])
         self._expect(
             not now.is_fed, "batch", f"group {group_id} was admitted after a place had stayed empty without need"
         )
         now.use_version(event["start_version"])
-        now.groups[group_id] = TrackedGroup(event["task_id"], event["epoch"], event["start_version"], event["deadline"])
+        now.groups[group_id] = TrackedGroup(
+            event["task_id"], event["epoch"], event["start_version"], event["deadline"], terms=terms
+        )
         now.next_group = max(now.next_group, group_id + 1)
         now.num_admitted += 1
         num_groups = len(now.groups)
@@ -53,6 +60,8 @@ class GroupRules:
 
     def _count_prompt(self, group_id: int, task_id: str, epoch: int) -> None:
         now, num_tasks = self._now, self._cursor.terms.num_tasks
+        if not self._holds(not now.to_feed):
+            self._finding("superseded", f"group {group_id} has a new prompt before {now.to_feed[0][0]} is fed again")
         if epoch != now.epoch:
             self._expect(epoch == now.epoch + 1, "prompt", f"group {group_id} has epoch {epoch}, after {now.epoch}")
             if not self._holds(num_tasks in (0, len(now.prompts))):
@@ -85,7 +94,7 @@ class GroupRules:
             return
         due = group.next_attempt.get(member, group.first_attempt)
         is_free = member not in group.running and member not in group.ended and member not in group.out
-        if not self._holds(is_free and attempt == due and 0 <= member < self._cursor.terms.num_members):
+        if not self._holds(is_free and attempt == due and 0 <= member < group.own_terms.num_members):
             self._finding(
                 "rollout",
                 f"group {event['group_id']} member {member} began attempt {attempt}: "
@@ -178,7 +187,7 @@ class GroupRules:
 
     def _check_members(self, group: TrackedGroup, event: Fields, recorded: int) -> None:
         """Every member is done, and the event has the number of those that ended."""
-        size, ended, out = self._cursor.terms.num_members, len(group.ended), len(group.out)
+        size, ended, out = group.own_terms.num_members, len(group.ended), len(group.out)
         if not self._holds(ended + out == size and recorded == ended):
             self._finding(
                 "members",
@@ -188,8 +197,9 @@ class GroupRules:
 
     def _check_complete(self, group: TrackedGroup, event: Fields) -> None:
         """A group with a fate other than aborted may lack an aborted member only if it was complete without it."""
-        terms, ended = self._cursor.terms, len(group.ended)
-        is_complete = terms.is_first_to_finish and ended >= terms.group_size
+        terms, ended = group.own_terms, len(group.ended)
+        is_first_to_finish = terms.is_first_to_finish or self._cursor.terms.is_first_to_finish
+        is_complete = is_first_to_finish and ended >= terms.group_size
         if not self._holds(not group.aborted or is_complete):
             self._finding(
                 "declared",
@@ -219,11 +229,14 @@ class GroupRules:
         now.lag_max = max(now.lag_max, lag)
 
     def on_group_left(self, event: Fields) -> None:
+        if event["fate"] == "superseded":
+            self._settings.on_superseded(event)
+            return
         group, group_id, fate = self._group(event), event["group_id"], event["fate"]
         if group is None:
             return
         self._check_members(group, event, event["num_members"])
-        due, mean = group.due_fate(self._cursor.terms), group.mean_reward()
+        due, mean = group.due_fate(), group.mean_reward()
         if fate == "aborted":
             self._check_aborted(group_id)
         else:
@@ -261,7 +274,7 @@ class GroupRules:
         terms, now = self._cursor.terms, self._now
         num_taken = sum(group.is_taken for group in now.groups.values())
         filled = now.fates["trained"] + now.num_vacant + num_taken
-        is_full = filled >= terms.groups_per_step * (len(now.steps) + 1)
+        is_full = filled >= now.num_places + terms.groups_per_step
         if not self._holds(terms.is_first_to_finish and is_full):
             self._finding(
                 "declared",
@@ -295,7 +308,9 @@ class GroupRules:
         now.steps.append(StepTotals(batch.groups, math.fsum(now.rewards) / len(now.rewards) if now.rewards else None))
         now.rewards = []
         now.num_replaced = 0
+        now.num_places += self._cursor.terms.groups_per_step
         now.rollouts_trained += batch.rollouts
+        self._settings.check_rate(event)
         self._check_places(batch.groups)
         self._check_loaded()
         for group_id, group in now.groups.items():
@@ -305,7 +320,7 @@ class GroupRules:
         """A step has at most `groups_per_step` groups, and exactly that many before the data end."""
         now, size = self._now, self._cursor.terms.groups_per_step
         filled = now.fates["trained"] + now.num_vacant
-        is_full = filled >= size * len(now.steps) or not now.groups
+        is_full = filled >= now.num_places or not now.groups
         if not self._holds(num_groups <= size and is_full):
             self._finding(
                 "batch", f"step {now.version} has {num_groups} groups for {size} places, {len(now.groups)} wait"
@@ -336,17 +351,20 @@ class GroupRules:
         group = now.groups.get(group_id)
         if group is None:
             return
-        for objection in group.objections(kept, to_do, self._cursor.terms.num_members):
-            self._expect(not objection, "resume", f"{what}: {objection}")
         listed = self._cursor.ledger.get("groups", {}).get(str(group_id), event)
-        is_as_listed = (listed["kept"], listed["to_do"]) == (kept, to_do)
-        self._expect(is_as_listed, "resume", f"{what} with members that differ from the checkpoint's ledger")
+        self._settings.check_resumed(group, what, kept, to_do, listed)
+        for objection in group.objections(kept, to_do, group.own_terms.num_members):
+            self._expect(not objection, "resume", f"{what}: {objection}")
+        group.deadline = min(group.deadline, group.start + self._cursor.terms.lag_bound)
         is_current = event["incarnation"] == self._cursor.incarnation
         self._expect(is_current, "resume", f"{what} by incarnation {event['incarnation']}")
         group.resume(kept, to_do)
+        self._settings.check_superseded()
 
     def _check_all_resumed(self) -> None:
+        """Before the first group or step of a process."""
         to_resume = self._now.to_resume
+        self._settings.check_announced()
         if not self._expect(
             not to_resume, "resume", f"groups {sorted(to_resume)[:10]} were in flight and were not resumed"
         ):

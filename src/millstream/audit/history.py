@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from millstream.audit.report import AuditReport, Fields
 
@@ -63,8 +63,15 @@ class TrackedGroup:
     first_attempt: int = 0
     restarts: int = 0
     has_failed_score: bool = False  # the reward of the whole group failed
+    terms: RunTerms | None = None  # those that its rollouts began with
 
-    def due_fate(self, terms: RunTerms) -> str:
+    @property
+    def own_terms(self) -> RunTerms:
+        assert self.terms is not None, "a group is admitted after run_started only"
+        return self.terms
+
+    def due_fate(self) -> str:
+        terms = self.own_terms
         if len(self.ended) < terms.min_group_size or self.has_failed_score:
             return "failed"
         by_agent = zip_longest(*(member.rewards for member in self.ended.values()))
@@ -149,6 +156,12 @@ class History:
     lag_max: int = 0
     accuracies: dict[str, float] = field(default_factory=dict)  # the last of each evaluation, by its name
     outcome: str | None = None
+    config: Fields | None = None  # the settings in force; None: the log does not say
+    changed: set[str] = field(default_factory=set)  # keys that the last resume changed
+    changes_due: dict[str, tuple[Any, Any]] | None = None  # those without an event yet, by key: old and new value
+    superseded: dict[int, int] = field(default_factory=dict)  # groups, by the last version that could train them
+    to_feed: list[tuple[str, int]] = field(default_factory=list)  # prompts that are fed again, with their epochs
+    num_places: int = 0  # of all steps, by the batch size that each had
 
     def use_version(self, version: int) -> None:
         """A group or a rollout began or ended on it."""

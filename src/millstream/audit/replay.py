@@ -13,6 +13,7 @@ from millstream.audit.group_rules import GroupRules
 from millstream.audit.history import Cursor, History
 from millstream.audit.report import MALFORMED, AuditReport, Fields, reason_of
 from millstream.audit.run_rules import RunRules
+from millstream.audit.settings_rules import SettingsRules
 
 HEAD = re.compile(rb'\{"seq":(\d+),"kind":"(\w+)"')
 # Kinds that do not change a group's fate: only their number is checked.
@@ -28,7 +29,8 @@ class Replay:
         self._size = path.stat().st_size if path.exists() else 0  # a run that is still writing: what is there now
         self._cursor = cursor = Cursor(report)
         self._run = run = RunRules(cursor, checkpoints)
-        groups = GroupRules(cursor)
+        self._settings = settings = SettingsRules(cursor)
+        groups = GroupRules(cursor, settings)
         self._in_training: dict[str, Callable[[Fields], None]] = {
             "group_admitted": groups.on_group_admitted,
             "rollout_started": groups.on_rollout_started,
@@ -45,7 +47,8 @@ class Replay:
             "weights_loaded": run.on_weights_loaded,
         }
         self._at_any_time: dict[str, Callable[[Fields], None]] = {
-            "config_written": run.on_config_written,
+            "config_written": settings.on_config_written,
+            "setting_changed": settings.on_setting_changed,
             "run_started": run.on_run_started,
             "replica_joined": run.on_replica_joined,
             "resumed": run.on_resumed,
@@ -56,8 +59,8 @@ class Replay:
         }
 
     @property
-    def config_digests(self) -> set[str]:
-        return self._run.config_digests
+    def settings(self) -> SettingsRules:
+        return self._settings
 
     def run(self) -> History:
         """The history at the end of the log."""

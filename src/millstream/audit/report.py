@@ -35,6 +35,8 @@ RULES = {
     "checkpoint": "the files of a checkpoint are those of its manifest, byte for byte",
     "ledger": "a checkpoint's ledger agrees with the events up to the last one that it covers",
     "end": "a run that finished has made its steps, left no group without a fate, and does nothing more",
+    "settings": "each setting that a resume changes has an event, and each step is made with the settings in force",
+    "superseded": "groups that a resume supersedes could not be trained in time any more; their prompts are fed again first",
     "metrics": "metrics.jsonl has every step once, with the groups and the mean reward of the events",
     "summary": "summary.json has the same counts and accuracies",
 }
@@ -50,6 +52,7 @@ COUNTS = (
     "groups_restarted",
     "rollouts_aborted",
     "lag_max",
+    "groups_superseded",
 )
 
 
@@ -75,6 +78,7 @@ class AuditReport:
     groups_filtered: int = 0
     groups_failed: int = 0
     groups_aborted: int = 0
+    groups_superseded: int = 0
     groups_restarted: int = 0  # restarts; a group may have several
     rollouts_aborted: int = 0
     groups_in_flight: int = 0
@@ -122,13 +126,14 @@ def reason_of(error: Exception) -> str:
 def report_lines(report: AuditReport) -> list[str]:
     """The report as text for a terminal."""
     num_findings = len(report.findings) + report.findings_left_out
+    superseded = f"{report.groups_superseded:,} superseded + " if report.groups_superseded else ""
     left_out = [f"  FOUND        and {report.findings_left_out:,} more"] if report.findings_left_out else []
     return [
         f"{report.run_dir}: {f'{num_findings:,} findings' if num_findings else 'clean'}, {report.checks:,} checks",
         f"  events       {report.events:,}, {report.void_events:,} of them void; processes: {report.processes}",
         f"  groups       {report.groups_admitted:,} admitted = {report.groups_trained:,} trained + "
         f"{report.groups_filtered:,} filtered + {report.groups_failed:,} failed + {report.groups_aborted:,} aborted + "
-        f"{report.groups_in_flight:,} in flight",
+        f"{superseded}{report.groups_in_flight:,} in flight",
         *_declared_lines(report),
         f"  steps        {report.steps:,} with {report.rollouts_trained:,} rollouts",
         f"  lag          at most {report.lag_max}, the bound is {report.lag_bound}",

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 
 from millstream.audit.checkpoints import CheckpointFolder
+from millstream.audit.config_rules import terms_of
 from millstream.audit.history import Cursor, History, RunTerms
 from millstream.audit.report import Fields
 
@@ -24,7 +25,6 @@ class RunRules:
         self._snapshots = {-1: History()}  # event -> the history after it, for those resumes
         self._sealed: dict[str, tuple[int, int]] = {}  # digest -> version, last event covered
         self._void: list[tuple[int, int]] = []
-        self.config_digests: set[str] = set()  # of every config that a process of the run wrote
 
     @property
     def _now(self) -> History:
@@ -38,9 +38,9 @@ class RunRules:
         now.terms = RunTerms(
             **{name: event[name] for name in RunTerms._fields if name in event or name not in optional}
         )
-
-    def on_config_written(self, event: Fields) -> None:
-        self.config_digests.add(event["digest"])
+        for name, due in terms_of(now.config).items() if now.config is not None else ():
+            found = getattr(now.terms, name)
+            self._expect(due is None or found == due, "config", f"run_started says {name} {found}, the config {due}")
 
     # ---- events that refer to earlier ones
 
@@ -186,6 +186,6 @@ class RunRules:
         unloaded = sorted(now.unloaded)
         self._expect(not unloaded, "weights", f"versions {unloaded} were used, and no engine loaded them")
         self._expect(not now.groups, "end", f"groups {sorted(now.groups)[:10]} have no fate")
-        is_data_over = terms.num_tasks in (0, len(now.prompts))
+        is_data_over = terms.num_tasks in (0, len(now.prompts)) and not now.to_feed
         if not self._holds(now.version == terms.steps or (now.version < terms.steps and is_data_over)):
             self._finding("end", f"it made {now.version} steps, {terms.steps} were planned")

@@ -35,7 +35,7 @@ from millstream.run.check import check_combinations, check_config
 from millstream.run.config import RunConfig
 from millstream.run.device import estimated_lines
 from millstream.run.env_check import env_report_lines, run_env_check
-from millstream.run.folder import RunFolder, check_changes, program, resume_command
+from millstream.run.folder import RunFolder, program, resume_command
 
 if TYPE_CHECKING:
     from millstream.run.folder import RunResult
@@ -74,6 +74,14 @@ def train_command(
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN", help="Resume the run in this folder instead.")
     ] = None,
+    from_run: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN[@STEP]",
+            help="Begin with the weights and the optimizer's state of this run's checkpoint.",
+        ),
+    ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[
         bool,
@@ -89,12 +97,14 @@ def train_command(
     with errors_shown():
         if (path is None) == (resume is None):
             raise ConfigError("type either a config (millstream train RUN.toml) or a run to resume (--resume RUN)")
-        if resume is not None:
-            check_changes(overrides or [])
+        if from_run is not None and resume is not None:
+            raise ConfigError("--from begins a new run and --resume continues one: type one of them")
         if path is not None and kind_of(path) == "folder":
             raise ConfigError(_not_a_config(path))
-        source = path or RunFolder.of_run(resume or Path()).config
-        config = configs.load(source, RunConfig, overrides or [])
+        if path is not None:
+            config = configs.load(path, RunConfig, overrides or [])
+        else:
+            config = RunFolder.of_run(resume or Path()).config_to_resume(overrides or [])
         if dry_run:
             for finding in (*check_config(config).findings, *estimated_lines(config)):
                 console.out(f"# {finding}", highlight=False)
@@ -105,7 +115,7 @@ def train_command(
             if resume is not None:
                 result = millstream.resume(resume, sinks=sinks, changes=overrides or [])
             else:
-                result = millstream.train(config, name=path.stem if path else "run", sinks=sinks)
+                result = millstream.train(config, name=path.stem if path else "run", sinks=sinks, from_run=from_run)
         if as_json:
             console.out(msgspec.json.encode(result).decode(), highlight=False)
         else:

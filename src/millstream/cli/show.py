@@ -254,10 +254,14 @@ def _by_path(summary: Summary) -> dict[str, str]:
 
 
 def _declared(summary: Summary) -> list[tuple[str, str]]:
-    """What was aborted because the config said so."""
+    """What was aborted because the config said so, and what a resume with another schedule replaced."""
+    superseded = (
+        [("groups superseded by a resume", str(summary.groups_superseded))] if summary.groups_superseded else []
+    )
     if not summary.rollouts_aborted:
-        return []
+        return superseded
     return [
+        *superseded,
         ("groups aborted, restarted", f"{summary.groups_aborted}, {summary.groups_restarted}"),
         ("rollouts aborted", str(summary.rollouts_aborted)),
     ]

@@ -251,6 +251,16 @@ def read_history(path: Path, *, upto: int | None = None) -> Iterator[AnyEvent]:
             yield _read_as(decode_event, line, path, number)
 
 
+def read_kinds(path: Path, *kinds: type[Event]) -> Iterator[tuple[int, AnyEvent]]:
+    """The events of these kinds, each with its number. Other lines are not decoded. Raises as `read_events` does."""
+    tags = [f'"kind":"{kind.__struct_config__.tag}"'.encode() for kind in kinds]
+    for number, line in _lines(path):
+        if any(tag in line for tag in tags):
+            event = _read_as(decode_event, line, path, number)
+            if isinstance(event, kinds):
+                yield _read_as(_seq, line, path, number), event
+
+
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The complete lines, numbered from 1. Raises `LogError` if the file cannot be read."""
     try:

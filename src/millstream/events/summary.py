@@ -51,6 +51,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     engine_share: float
     paths: dict[str, str] = {}  # what computed at the end, by worker, and why it was not faster
     sizes: Sizes | None = None  # None: the log does not say
+    groups_superseded: int = 0  # by a resume with another schedule: their prompts were fed again
 
 
 Interval = tuple[float, float]
@@ -80,6 +81,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         groups_filtered=fates[Fate.FILTERED],
         groups_failed=fates[Fate.FAILED],
         groups_aborted=fates[Fate.ABORTED],
+        groups_superseded=fates[Fate.SUPERSEDED],
         groups_restarted=sum(isinstance(event, GroupRestarted) for event in events),
         rollouts_aborted=sum(isinstance(event, RolloutAborted) for event in events),
         learner_restarts=sum(isinstance(event, LearnerRestarted) for event in events),

@@ -29,6 +29,25 @@ class ConfigWritten(Event, frozen=True, kw_only=True):
     """A process of the run has begun, with the `config.toml` of this SHA-256."""
 
     digest: str
+    text: str = ""  # of that file; empty in logs of earlier versions
+
+
+class SettingChanged(Event, frozen=True, kw_only=True):
+    """A resumed run has another value of a config key than its checkpoint has, from this version on."""
+
+    key: str
+    old: Any  # None: it was not set
+    new: Any
+    version: int
+
+
+class RunBranched(Event, frozen=True, kw_only=True):
+    """A new run begins with the weights and the optimizer's state of another run's checkpoint."""
+
+    run_dir: str
+    run_id: str
+    step: int
+    digest: str  # of the checkpoint, as in `CheckpointSealed`
 
 
 class Sizes(Struct, frozen=True, kw_only=True):
@@ -387,6 +406,8 @@ class RunEnded(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     ConfigWritten
+    | SettingChanged
+    | RunBranched
     | SizesChosen
     | RunStarted
     | Resumed

@@ -36,6 +36,10 @@ ever), and "earliest deadline of the *complete* groups first" without the invari
 max_lag = 0 is synchronous training: B groups, one version. With `is_in_order` they are taken in the order of their ids, so
 that the order of micro-batches does not depend on timing.
 
+*Other terms* (a resume changes B, max_lag or the number of steps): `beyond_reach` lists the groups in flight that are removed.
+The others are counted in the order of their deadlines, and each stays only if the right side has room for it: the invariant
+holds for what stays, whatever the terms were before.
+
 *Restart* (an overdue group is rolled out again, under the same id): a deadline D <= D' is exchanged for D'. The left side falls
 by one for D <= d < D' and stays as it is elsewhere, so that it is always allowed.
 
@@ -203,6 +207,18 @@ class Admission:
         self.version += 1
         self.taken = 0
         return self.version
+
+    def beyond_reach(self, version: int, places: Mapping[int, Place]) -> set[int]:
+        """Of groups that were admitted under other terms: those that these terms cannot train in time, from this version on.
+        What stays has the earliest deadlines, then the lowest ids, and keeps the invariant. In order, nothing stays."""
+        last = math.inf if self.num_steps is None else self.num_steps - 1
+        due = {group_id: min(place.deadline, last) for group_id, place in places.items()}
+        stay = set[int]()
+        for group_id in () if self.is_in_order else sorted(due, key=lambda group_id: (due[group_id], group_id)):
+            room = math.inf if self.is_greedy else (due[group_id] - version + 1) * self.groups_per_step
+            if due[group_id] >= version and len(stay) < room:
+                stay.add(group_id)
+        return places.keys() - stay
 
     # ---- the invariant -----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from millstream.types import Task
 class GroupInFlight:
     """The prompt of one admitted group, and what a resumed run has to know of it."""
 
-    __slots__ = ("epoch", "num_kept", "restarts", "task", "task_id", "to_do")
+    __slots__ = ("epoch", "first_attempt", "num_kept", "prompt", "restarts", "task", "task_id", "to_do")
 
     def __init__(
         self,
@@ -25,6 +25,8 @@ class GroupInFlight:
         epoch: int,
         task: Task | None = None,
         *,
+        prompt: int,
+        first_attempt: int = 0,
         restarts: int = 0,
         num_kept: int = 0,
         to_do: Iterable[int] = (),
@@ -32,6 +34,8 @@ class GroupInFlight:
         self.task_id = task_id
         self.epoch = epoch
         self.task = task  # None until a resumed run has read it from the data set
+        self.prompt = prompt  # its number in the data
+        self.first_attempt = first_attempt  # of its rollouts, since its last restart
         self.restarts = restarts  # how often its rollouts were aborted and started again
         self.num_kept = num_kept  # rollouts that a resumed run found in the store
         self.to_do = set(to_do)  # members that a resumed run has not started yet
@@ -46,7 +50,9 @@ class RunContext:
         self.notifier = Notifier()  # notified when state has changed that a loop of the run waits for
         self.quiesce = QuiescePoint()  # a change of state that a checkpoint must not cut in two enters it
         self.groups: dict[int, GroupInFlight] = {}
-        self.next_group = 0  # the data cursor: the group with id g has the g-th prompt
+        self.next_group = 0  # the id of the next group
+        self.next_prompt = 0  # the data cursor
+        self.to_feed: set[int] = set()  # prompts before it that are fed again: those of superseded groups
         self.vacant: set[int] = set()  # groups whose place in the batch stays empty: nothing of them is trained
         self.tasks: asyncio.TaskGroup | None = None  # while the run lasts
         self.now = clock.now

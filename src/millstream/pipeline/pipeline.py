@@ -26,6 +26,7 @@ from millstream.pipeline.lockstep import Gate
 from millstream.pipeline.parts import AfterStep, Algorithm, Parts, TokenGroupReward
 from millstream.pipeline.policy import SchedulingPolicy, admission_for, complete_with, gate_for
 from millstream.pipeline.proximal import Proximal
+from millstream.pipeline.reschedule import UNCHANGED, Changed
 from millstream.pipeline.resume import Resumption
 from millstream.pipeline.rollouts import RolloutConfig, Rollouts
 from millstream.pipeline.schedule import PipelineConfig
@@ -45,6 +46,7 @@ class Pipeline:
     the engines share the `router`, so that their requests wait in one queue.
 
     With `resumed` it continues from a checkpoint: the store must be empty, the learner restored, the engines at the version.
+    `changed`: whether its config has other settings than those of the checkpoint.
     The weights that the engines start with must have been published to the channel."""
 
     def __init__(
@@ -59,6 +61,7 @@ class Pipeline:
         after_step: AfterStep | None = None,
         keeper: Checkpointer | None = None,
         resumed: PipelineState | None = None,
+        changed: Changed = UNCHANGED,
         incarnation: int = 0,
         router: Router | None = None,
     ) -> None:
@@ -66,7 +69,6 @@ class Pipeline:
         self._tasks: Iterator[tuple[int, Task]] = iter(tasks)
         self._config = config
         self._checkpointer = keeper
-        self._resumed = resumed
         self._is_stopping = False
         self.waits = parts.waits
         self._context = RunContext(store=parts.store, waits=parts.waits, clock=parts.clock, sink=parts.sink)
@@ -98,8 +100,7 @@ class Pipeline:
         self._resumption = Resumption(
             self._context, self.admission, self._finalizer, self._rollouts, rollout.num_members
         )
-        if resumed is not None:
-            self._resumption.restore(resumed, incarnation)
+        self._rows = None if resumed is None else self._resumption.restore(resumed, incarnation, changed)
 
     def _build_rollouts(self, sampling: Sampling, rollout: RolloutConfig, seed: int, gate: Gate | None) -> Rollouts:
         return Rollouts(
@@ -151,8 +152,8 @@ class Pipeline:
         """Train to the last step, to the end of the data, or to the end of the batch in progress after `stop`. Raises the error
         that ended the run, if one did. All loops run concurrently; `train` says when the run is over."""
         async with self._tasks_of_the_run():
-            if self._resumed is not None:
-                await self._parts.store.restore(self._resumed.rows)
+            if self._rows is not None:
+                await self._parts.store.restore(self._rows)
                 self._policy.on_stepped()  # what comes after the last step may have been cut short
             await self._checkpoint_if_due()
             is_in_lockstep = self._config.is_in_lockstep
@@ -162,7 +163,7 @@ class Pipeline:
             loops += self._policy.loops()
             running = [self._context.spawn(loop) for loop in loops]
             self.sync.start(self.admission.version)
-            if self._resumed is not None:
+            if self._rows is not None:
                 await self._policy.run_after_step()
             await self.train()
             await self.waits.on("the run", "every engine to load the last version", self.sync.until_everywhere())
@@ -193,16 +194,16 @@ class Pipeline:
     async def feed(self) -> None:
         """Consumes tasks. Produces admitted groups, whose members roll out. Waits for room under the lag bound. Ended by:
         `train` (a step), `settle` (a replacement), `sync` (a new version on an engine)."""
-        for group_id, (epoch, task) in enumerate(self._tasks):
-            if group_id < self._context.next_group:  # resumed: this prompt was admitted before the checkpoint
-                self._resumption.take_up(group_id, task)
-                continue
+        for prompt, epoch, task in self._prompts():
             room = self._context.notifier.until(self._policy.may_start)
             with self.waits.idle("feed", "room under the lag bound"):
                 start = await room
+            group_id = self._context.next_group
             place = self.admission.admit(group_id, start)
-            self._context.next_group = group_id + 1
-            self._context.groups[group_id] = GroupInFlight(task.id, epoch, task)
+            self._context.next_group += 1
+            self._context.next_prompt = max(self._context.next_prompt, prompt + 1)
+            self._context.to_feed.discard(prompt)
+            self._context.groups[group_id] = GroupInFlight(task.id, epoch, task, prompt=prompt)
             self._context.emit(
                 GroupAdmitted(
                     at=self._context.now(),
@@ -218,6 +219,20 @@ class Pipeline:
         self._finalizer.is_fed = True
         await self._finalizer.end_if_drained()
         self._context.notifier.notify()
+
+    def _prompts(self) -> Iterator[tuple[int, int, Task]]:
+        """The prompts to admit, each with its number and epoch: in a resumed run, first those that are fed again."""
+        again: list[tuple[int, int, Task]] = []
+        for prompt, (epoch, task) in enumerate(self._tasks):
+            if prompt >= self._context.next_prompt:
+                yield from again
+                again = []
+                yield prompt, epoch, task
+            elif prompt in self._context.to_feed:
+                again.append((prompt, epoch, task))
+            else:  # it was admitted before the checkpoint
+                self._resumption.take_up(prompt, task)
+        yield from again
 
     # ---- 2. roll out: `Rollouts.roll_out`, one task per member; rows go to the store -----------------------------------
     # ---- 3. settle: `GroupFinalizer.settle`; advantages go to the store, or the group leaves ---------------------------

@@ -160,6 +160,7 @@ class SchedulingPolicy:
         assert group.task is not None
         place = self._admission.restart(lease.group_id, self._router.newest_version)
         group.restarts += 1
+        group.first_attempt += self._rollouts.num_attempts
         self._context.emit(
             GroupRestarted(
                 at=self._context.now(),
@@ -167,7 +168,7 @@ class SchedulingPolicy:
                 start_version=place.start,
                 deadline=place.deadline,
                 restarts=group.restarts,
-                first_attempt=self._rollouts.first_attempt(group.restarts),
+                first_attempt=group.first_attempt,
             )
         )
         self._rollouts.start(lease.group_id, group.task, place)

@@ -1,11 +1,12 @@
 """The state of a run between two batches: captured for a checkpoint, and restored by the run that resumes from it.
 
 A resumed run continues every group that was in flight under its own id, start version and deadline: rollouts that are in the
-store are kept, the others are rolled out again with the same random numbers.
+store are kept, the others are rolled out again with the same random numbers. With changed settings: see `reschedule`.
 """
 
 from __future__ import annotations
 
+import numpy as np
 from msgspec.structs import replace
 
 from millstream.errors import DataError
@@ -14,11 +15,13 @@ from millstream.pipeline.admission import Admission, Place
 from millstream.pipeline.batch import BatchTrainer
 from millstream.pipeline.context import GroupInFlight, RunContext
 from millstream.pipeline.parts import Parts
+from millstream.pipeline.reschedule import Changed, take_over
 from millstream.pipeline.rollouts import Rollouts
 from millstream.pipeline.schema import SETTLE
 from millstream.pipeline.settle import GroupFinalizer
 from millstream.pipeline.state import Checkpointer, GroupState, LearnerAndCritic, Ledger, PipelineState
-from millstream.types import Task
+from millstream.store import Saved
+from millstream.types import Fate, Task
 
 
 class Resumption:
@@ -37,6 +40,7 @@ class Resumption:
         self._finalizer = finalizer
         self._rollouts = rollouts
         self._num_members = num_members
+        self._group_of: dict[int, int] = {}  # by prompt: groups that a resumed run has not read the task of yet
 
     # ---- capture -----------------------------------------------------------------------------------------------------
 
@@ -81,6 +85,8 @@ class Resumption:
             vacant=sorted(self._context.vacant),
             num_replaced=self._finalizer.num_replaced,
             num_failed_in_a_row=self._finalizer.num_failed_in_a_row,
+            next_prompt=self._context.next_prompt,
+            to_feed=sorted(self._context.to_feed),
         )
         return PipelineState(ledger, replace(rows, is_closed=is_closed))
 
@@ -96,13 +102,16 @@ class Resumption:
             kept=sorted(stored),
             to_do=sorted(to_do - stored),
             restarts=group.restarts,
+            prompt=group.prompt,
+            first_attempt=group.first_attempt,
         )
 
     # ---- restore -----------------------------------------------------------------------------------------------------
 
-    def restore(self, state: PipelineState, incarnation: int) -> None:
-        """Before the run starts. Groups that were closed and not settled are in the store, and will be claimed."""
-        ledger, rows = state
+    def restore(self, state: PipelineState, incarnation: int, changed: Changed) -> Saved:
+        """Before the run starts. Returns the rows for the store, with those of groups that were closed and not settled: they
+        will be claimed."""
+        (ledger, rows), superseded = take_over(state, changed, self._admission, self._num_members)
         places = {group_id: Place(group.start, group.deadline) for group_id, group in ledger.groups.items()}
         self._admission.restore(ledger.version, places)
         settled = rows.acknowledged[SETTLE]
@@ -111,24 +120,34 @@ class Resumption:
         self._finalizer.num_replaced = ledger.num_replaced
         self._finalizer.num_failed_in_a_row = ledger.num_failed_in_a_row
         self._context.next_group = ledger.next_group
+        self._context.next_prompt = ledger.next_group if ledger.next_prompt < 0 else ledger.next_prompt
+        self._context.to_feed = set(ledger.to_feed)
         self._context.vacant = set(ledger.vacant)
+        for group_id in superseded:
+            self._finalizer.leave(group_id, Fate.SUPERSEDED, np.zeros(0))
         for group_id, group in ledger.groups.items():
-            self._context.groups[group_id] = GroupInFlight(
-                group.task_id, group.epoch, restarts=group.restarts, num_kept=len(group.kept), to_do=group.to_do
-            )
-            if group_id not in self._context.vacant:
-                self._context.emit(
-                    GroupResumed(
-                        at=self._context.now(),
-                        group_id=group_id,
-                        incarnation=incarnation,
-                        kept=group.kept,
-                        to_do=group.to_do,
-                    )
-                )
+            self._restore_group(group_id, group, incarnation)
+        return rows
 
-    def take_up(self, group_id: int, task: Task) -> None:
+    def _restore_group(self, group_id: int, group: GroupState, incarnation: int) -> None:
+        prompt, first = group.prompt_of(group_id), group.first_attempt
+        self._group_of[prompt] = group_id
+        self._context.groups[group_id] = GroupInFlight(
+            group.task_id,
+            group.epoch,
+            prompt=prompt,
+            first_attempt=group.restarts * self._rollouts.num_attempts if first < 0 else first,
+            restarts=group.restarts,
+            num_kept=len(group.kept),
+            to_do=group.to_do,
+        )
+        if group_id not in self._context.vacant:
+            now, kept, to_do = self._context.now(), group.kept, group.to_do
+            self._context.emit(GroupResumed(at=now, group_id=group_id, incarnation=incarnation, kept=kept, to_do=to_do))
+
+    def take_up(self, prompt: int, task: Task) -> None:
         """The data set's task of a group that was admitted before the checkpoint: start the members that it lacks."""
+        group_id = self._group_of.pop(prompt, -1)
         group = self._context.groups.get(group_id)
         if group is None:  # it has left
             return

@@ -145,16 +145,17 @@ class Rollouts:
         """Roll out these members, at least one; None: all of them. A group that was restarted draws new random numbers; what
         a resumed run has of it counts."""
         group = self._context.groups[group_id]
-        first_attempt = self.first_attempt(group.restarts)
         numbers = range(self._config.num_members) if members is None else sorted(members)
-        self._groups[group_id] = {number: _Member(first_attempt) for number in numbers}
+        self._groups[group_id] = {number: _Member(group.first_attempt) for number in numbers}
         self._num_ended[group_id] = 0 if members is None else group.num_kept
         for number, member in list(self._groups[group_id].items()):
             member.task = self._context.spawn(self.roll_out(group_id, number, member, task, place))
         self._abort_if_complete(group_id)
 
-    def first_attempt(self, restarts: int) -> int:
-        return restarts * (1 + self._config.retries)
+    @property
+    def num_attempts(self) -> int:
+        """That a member has at most, unless its group is restarted."""
+        return 1 + self._config.retries
 
     def cancel(self) -> None:
         """The run is ending. No attempt begins any more, even if an environment ignores its cancellation."""

@@ -31,17 +31,28 @@ class GroupState(Struct, frozen=True, kw_only=True):
     aborted."""
     restarts: int = 0
     """How often its rollouts were aborted and started again."""
+    prompt: int = -1
+    """The number of its prompt in the data. -1: that of the group."""
+    first_attempt: int = -1
+    """The number of its rollouts' first attempts since its last restart. -1: it follows from `rollout.retries`."""
+
+    def prompt_of(self, group_id: int) -> int:
+        return group_id if self.prompt < 0 else self.prompt
 
 
 class Ledger(Struct, frozen=True, kw_only=True):
     version: int
     next_group: int
-    """The data cursor: the group with id g has the g-th prompt."""
+    """The id of the next group."""
     groups: dict[int, GroupState]
     vacant: list[int]
     """Groups among them whose place in the batch stays empty: their fate has been recorded."""
     num_replaced: int
     num_failed_in_a_row: int
+    next_prompt: int = -1
+    """The data cursor: the number of the next prompt. -1: that of the next group, as it is until a prompt is fed again."""
+    to_feed: list[int] = []
+    """Prompts before it that are fed again: those of superseded groups."""
 
 
 class PipelineState(NamedTuple):

@@ -10,8 +10,19 @@ from typing import Protocol
 
 from millstream.clock import RealClock
 from millstream.engine import Engine
-from millstream.events import ConfigWritten, Resumed, RunEnded, RunStarted, SizesChosen, Status, Warned
+from millstream.events import (
+    ConfigWritten,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    SettingChanged,
+    SizesChosen,
+    Status,
+    Warned,
+)
 from millstream.pipeline.pipeline import Pipeline
+from millstream.pipeline.reschedule import UNCHANGED
+from millstream.run.changes import effects_of
 from millstream.run.checkpoint import Checkpoints, RunState
 from millstream.run.evaluate import new_waits
 from millstream.run.folder import RunFolder
@@ -37,6 +48,8 @@ class ActiveRun:
         self.log = log
         self.resumed = resumed
         self.found = None if resumed is None else resumed.found
+        self.changed = UNCHANGED if resumed is None else effects_of(resumed.changes)
+        self.is_config_new = resumed is not None and (bool(resumed.changes) or resumed.is_edited)
         self.incarnation = 0 if resumed is None else resumed.previous.incarnation + 1
         self.clock = RealClock(0.0 if resumed is None else resumed.previous.ended_at)
         self.waits = new_waits(self.config, self.clock, log)
@@ -99,14 +112,24 @@ class ActiveRun:
                     version=self.start_version,
                     from_seq=-1 if found is None else found.manifest.covers_seq,
                     digest="" if found is None else found.digest,
-                    changes=resumed.changes,
+                    changes=tuple(map(str, resumed.changes)),
                 )
             )
-        kept = self.prepared.written if resumed is not None and resumed.changes else None
-        self.log.emit(ConfigWritten(at=self.clock.now(), digest=self.folder.config_digest(kept)))
+        own = self.prepared.written if self.is_config_new else None
+        text, digest = self.folder.config_text(own), self.folder.config_digest(own)
+        self.log.emit(ConfigWritten(at=self.clock.now(), digest=digest, text=text))
+        for key, old, new in () if resumed is None else resumed.changes:
+            version = self.start_version
+            self.log.emit(SettingChanged(at=self.clock.now(), key=key, old=old, new=new, version=version))
         if resumed is None and self.prepared.warning:
             self.warn(self.prepared.warning)
         self._emit_sizes()
+
+    def keep_config(self) -> None:
+        """Once training begins: a resume that fails before leaves the config as it was."""
+        if self.is_config_new:
+            self.log.sync()  # a config is in the folder only if its digest is in the log
+            self.folder.keep(self.prepared.written)
 
     def _emit_sizes(self) -> None:
         sizes, are_kept = self.prepared.sizes, self.prepared.are_sizes_kept

@@ -58,12 +58,20 @@ class CheckpointConfig(Struct, frozen=True, kw_only=True):
     """The number of newest checkpoints that are kept."""
     grace_s: float = 20.0
     """After SIGTERM or Ctrl-C: how long to wait for the current batch, so that it is in the last checkpoint."""
+    keep_every: int | None = None
+    """Steps between two checkpoints that are kept for ever, in addition to the newest ones. None: there are none."""
 
     def __post_init__(self) -> None:
         if (self.every_s is not None and self.every_s <= 0) or (self.every_steps is not None and self.every_steps < 1):
             raise ValueError("every_s must be above 0, every_steps at least 1")
         if self.keep < 1 or self.grace_s < 0:
             raise ValueError("keep must be at least 1 and grace_s at least 0")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"keep_every = {self.keep_every}: expected at least 1")
+
+    def is_kept(self, step: int) -> bool:
+        """Whether the checkpoint of this step is kept for ever."""
+        return self.keep_every is not None and step > 0 and step % self.keep_every == 0
 
 
 class ManifestFile(Struct, frozen=True, kw_only=True):
@@ -151,7 +159,7 @@ class Checkpoints:
     def is_due(self, version: int, *, is_last: bool) -> bool:
         if version == self._version:
             return False
-        if self._began_at is None or version >= self._last_step or is_last:
+        if self._began_at is None or version >= self._last_step or is_last or self._config.is_kept(version):
             return True
         is_writing = self._writing is not None and not self._writing.done()
         if is_writing or (self._clock.now() - self._began_at < self._rest_s and not self._is_hurried):
@@ -246,14 +254,14 @@ class Checkpoints:
         folder.rename(self._folder / _name(version))
         _sync(self._folder)
         for old in _all(self._folder)[: -self._config.keep]:
-            _remove(old)
+            if not self._config.is_kept(_step_of(old)):
+                _remove(old)
 
 
 def find_newest(run_dir: Path, sealed: Collection[str], folder: str = FOLDER) -> tuple[Found | None, list[str]]:
     """The newest checkpoint that is intact and that the run's own log mentions (`sealed` has the digests), and what is wrong
-    with newer ones, which are renamed to `.corrupt`. Raises `CheckpointError` if there are checkpoints and none is usable."""
+    with newer ones. Changes nothing. Raises `CheckpointError` if there are checkpoints and none is usable."""
     troubles: list[str] = []
-    spoiled: list[Path] = []
     found = None
     for path in reversed(_all(run_dir / folder)):
         try:
@@ -264,17 +272,21 @@ def find_newest(run_dir: Path, sealed: Collection[str], folder: str = FOLDER) ->
         except CheckpointError as error:
             troubles.append(str(error))
         found = None
-        spoiled.append(path)
-    if spoiled and found is None:
+    if troubles and found is None:
         raise CheckpointError(
             f"no checkpoint in {run_dir} is usable: {'; '.join(troubles)}. To start again with the same config: "
             f"millstream train {run_dir / 'config.toml'} --set run_dir=ANOTHER"
         )
-    for path in spoiled:
-        aside = path.with_name(path.name + ".corrupt")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
     return found, troubles
+
+
+def set_aside_newer(found: Found) -> None:
+    """Rename checkpoints that are newer than the one that `find_newest` found to `.corrupt`: they are not usable."""
+    for path in _all(found.folder.parent):
+        if _step_of(path) > found.manifest.version:
+            aside = path.with_name(path.name + ".corrupt")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def find_for_reading(run_dir: Path, folder: str, step: int | None) -> tuple[Found | None, list[str]]:
@@ -304,7 +316,7 @@ def find_for_reading(run_dir: Path, folder: str, step: int | None) -> tuple[Foun
 
 def steps_in(run_dir: Path) -> list[int]:
     """The steps that have checkpoints, intact or not, oldest first."""
-    return [int(path.name.removeprefix("step-")) for path in _all(run_dir / FOLDER)]
+    return [_step_of(path) for path in _all(run_dir / FOLDER)]
 
 
 def verify(folder: Path) -> Found:
@@ -336,7 +348,11 @@ def _name(version: int) -> str:
 def _all(folder: Path) -> list[Path]:
     """Every checkpoint folder, oldest first."""
     found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _tidy(folder: Path) -> None:

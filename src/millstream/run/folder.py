@@ -1,6 +1,7 @@
 """The run folder: the files of a run, readable whether the run is active, stopped or finished.
 
 config.toml      the resolved config
+start/           of a run that began with another run's checkpoint: see `run.branch`
 events.jsonl     every event
 metrics.jsonl    one line a step
 checkpoints/     see `run.checkpoint`
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import shlex
 import shutil
 import sys
 from collections import deque
@@ -29,21 +31,16 @@ from msgspec import Struct, structs
 
 from millstream.config import load, to_toml
 from millstream.errors import ConfigError, OutputError
-from millstream.events import ConfigWritten, Evaluated, RunEnded, WarmedUp
-from millstream.events.sinks import read_events, read_history
+from millstream.events import ConfigWritten, Evaluated, Resumed, RunEnded, WarmedUp
+from millstream.events.sinks import read_events, read_history, read_kinds
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
 from millstream.paths import kind_of
+from millstream.run.changes import ChangedSetting, Tables, changed_settings, refused_change, tables_in, tables_of
 from millstream.run.config import RunConfig, with_absolute_paths
 
 FINISHED = "finished"
 LOCK = ".lock"
-MAY_CHANGE = (
-    *("runtime", "resources", "learner.ranks", "engine.replicas", "engine.process", "model.device"),
-    *("engine.slots", "engine.cache_gb", "learner.micro_batch_tokens"),
-)
-"""Keys that may change when a run is resumed: where its parts run, how many there are, and how much memory they take.
-`engine.process` and `model.device` are refused on a cluster, so that a run which has them could otherwise never move to one."""
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
@@ -67,13 +64,14 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.reference = path / "reference"
         self.config = path / "config.toml"
+        self.start = path / "start"
         self.model = path / "model"
         self.stacks = path / "stacks.txt"
         self._lock: BinaryIO | None = None
 
     @classmethod
-    def create(cls, config: RunConfig, name: str) -> RunFolder:
-        """A locked folder for a new run, with the resolved config in it."""
+    def create(cls, config: RunConfig, name: str, fill: Callable[[RunFolder], None] = lambda folder: None) -> RunFolder:
+        """A locked folder for a new run, with what `fill` writes and, last, the resolved config in it."""
         if config.run_dir is not None:
             path = Path(config.run_dir)
             if kind_of(path / "events.jsonl", "run_dir") is not None:
@@ -88,6 +86,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder.lock()
+            fill(folder)
             folder.config.write_bytes(_config_file(config))
         except OSError as error:
             raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
@@ -102,35 +101,84 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, changes: Sequence[str] = ()) -> tuple[RunFolder, RunConfig]:
-        """The locked folder of a run that was stopped or died, and its config with `changes` of where its parts run, such as
-        `learner.ranks=1`. Raises `ConfigError` if there is nothing to resume."""
+        """The locked folder of a run that was stopped or died, and its config with `changes`, such as `learner.ranks=1`. Raises
+        `ConfigError` if there is nothing to resume, or a change may not be."""
         folder = cls.of_run(path)
-        check_changes(changes)
-        config = load(folder.config, RunConfig, changes)
+        config = folder.config_to_resume(changes)
         if (path / "summary.json").exists():
             raise ConfigError(
                 f"the run in {path} is finished: its model is in {folder.model}. To train that further, in a new run:\n"
                 f"  {_further_command(folder, config)}"
             )
         folder.lock()
-        folder._check_config()
         return folder, config
 
-    def _check_config(self) -> None:
-        """Raises `ConfigError` if `config.toml` is none that a process of this run wrote. Earlier versions did not log that."""
-        logged = (event for event in read_events(self.events) if isinstance(event, ConfigWritten))
-        digests = {event.digest for event in logged} if self.events.exists() else set()
-        if digests and self.config_digest() not in digests:
+    def config_to_resume(self, changes: Sequence[str] = ()) -> RunConfig:
+        """The config in the folder, edited by hand or not, with these changes. Raises `ConfigError` for a change that may not
+        be, with what to type."""
+        now = load(self.config, RunConfig)
+        config, logged = load(self.config, RunConfig, changes), self.logged_config()
+        if logged is None and self.is_edited():
             raise ConfigError(
-                f"{self.config} is not as the run wrote it: it was edited. A run is resumed with the config that it began "
-                f"with: restore that file, or start another run with this one:\n"
-                f"  {program()} train {self.config} --set run_dir=ANOTHER\n"
-                f"Where the parts of a run are ({', '.join(MAY_CHANGE)}) is changed by --resume RUN --set KEY=VALUE"
+                f"{self.config} is not as the run wrote it: it was edited, and the log has no copy to compare it with. Restore "
+                f"that file, or start another run with this one:\n  {self._as_new()}"
             )
+        before = tables_of(now) if logged is None else logged
+        if (refused := refused_change(changed_settings(before, tables_of(config)))) is not None:
+            without = ["warmup="] if now.warmup is not None else []
+            raise ConfigError(self._refusal(*refused, [*without, *changes]))
+        return config
+
+    def _refusal(self, change: ChangedSetting, why: str, changes: Sequence[str]) -> str:
+        is_typed = any(typed.partition("=")[0].strip() == change.key for typed in changes)
+        who = f"--set {change}" if is_typed else f"{self.config} was edited: {change}"
+        words = [
+            self._as_new(),
+            "--from",
+            shlex.quote(str(self.path)),
+            *(f"--set {shlex.quote(typed)}" for typed in changes),
+        ]
+        return (
+            f"{who} does not go with --resume, and the run has {change.old!r}: {why}. To begin a new run with the weights and "
+            f"the optimizer's state of this one:\n  {' '.join(words)}"
+        )
+
+    def _as_new(self) -> str:
+        return f"{program()} train {shlex.quote(str(self.config))} --set run_dir=ANOTHER"
+
+    def logged_config(self, upto: int | None = None) -> Tables | None:
+        """The config that is in force by the log, or was after event `upto`. None: the log of an earlier version has none."""
+        written = [event for event in self._configs(upto) if event.text]
+        if not written:
+            return None
+        own = self.config_digest()
+        last = next((event for event in reversed(written) if upto is None and event.digest == own), written[-1])
+        return tables_in(last.text, str(self.events))
+
+    def is_edited(self) -> bool:
+        """Whether `config.toml` is none that a process of this run wrote. Earlier versions did not log that."""
+        digests = {event.digest for event in self._configs()}
+        return bool(digests) and self.config_digest() not in digests
+
+    def _configs(self, upto: int | None = None) -> list[ConfigWritten]:
+        """Of all processes of the run; or those in the history that ends with event `upto`."""
+        found: list[tuple[int, ConfigWritten]] = []
+        for seq, event in read_kinds(self.events, ConfigWritten, Resumed) if self.events.exists() else ():
+            if upto is not None and seq > upto:
+                break
+            if isinstance(event, ConfigWritten):
+                found.append((seq, event))
+            elif isinstance(event, Resumed) and upto is not None:
+                found = [(before, one) for before, one in found if before <= event.from_seq]
+        return [event for _, event in found]
+
+    def config_text(self, config: RunConfig | None = None) -> str:
+        """Of `config.toml`: as it is, or as `keep` writes it for this config."""
+        return (self.config.read_bytes() if config is None else _config_file(config)).decode()
 
     def config_digest(self, config: RunConfig | None = None) -> str:
-        """SHA-256 of `config.toml`: as it is, or as `keep` writes it for this config."""
-        return hashlib.sha256(self.config.read_bytes() if config is None else _config_file(config)).hexdigest()
+        """SHA-256 of `config_text`."""
+        return hashlib.sha256(self.config_text(config).encode()).hexdigest()
 
     def keep(self, config: RunConfig) -> None:
         """Replace the config in the folder by the one that the run is resumed with. Its digest must be in the log."""
@@ -201,17 +249,6 @@ class RunFolder:
 
 def _config_file(config: RunConfig) -> bytes:
     return to_toml(with_absolute_paths(config)).encode()
-
-
-def check_changes(changes: Sequence[str]) -> None:
-    """Raises `ConfigError` unless all of them are in `MAY_CHANGE`: other data, algorithm or seed make another run."""
-    for change in changes:
-        key = change.partition("=")[0].strip()
-        if key not in MAY_CHANGE and not key.startswith("resources."):
-            raise ConfigError(
-                f"--set {change} does not go with --resume: a run is resumed with the config it began with, but for where its "
-                f"parts run ({', '.join(MAY_CHANGE)}, resources.*). For another config, start another run"
-            )
 
 
 def resume_command(path: Path) -> str:

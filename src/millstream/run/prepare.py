@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from msgspec import Struct, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -12,6 +14,7 @@ from millstream.events import Sizes
 from millstream.model.load import set_up_cpu
 from millstream.run import build
 from millstream.run.backend import Backend, backend_for
+from millstream.run.branch import load_start
 from millstream.run.build_scorers import check_scorer_models
 from millstream.run.check import check_config
 from millstream.run.check_prompts import check_lengths, unknown_text
@@ -53,9 +56,11 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
         return self.tokenizer if self.config.rollout.stop else None
 
 
-def prepare_run(config: RunConfig, reward: Reward | None = None, *, recorded: Sizes | None = None) -> Prepared:
+def prepare_run(
+    config: RunConfig, reward: Reward | None = None, *, recorded: Sizes | None = None, start: Path | None = None
+) -> Prepared:
     """Raises an error that says what to change where anything is wrong with the config, the data, a reward or a model.
-    `recorded`: the sizes that a resumed run keeps."""
+    `recorded`: the sizes that a resumed run keeps. `start`: the checkpoint whose weights the model begins with."""
     if reward is not None:
         config = structs.replace(config, reward=passed(reward, config.reward))
     checked = check_config(config, is_reward_passed=reward is not None)
@@ -67,6 +72,8 @@ def prepare_run(config: RunConfig, reward: Reward | None = None, *, recorded: Si
     if config.runtime == "ray":
         driver_model = structs.replace(driver_model, device="cpu")
     model, tokenizer = build.build_model(driver_model, seed=config.seed, lora=config.learner.lora)
+    if start is not None:
+        load_start(model, start, f"the checkpoint in {start}")
     sizes = choose_sizes(config, device, build.measure_shape(model))
     config = with_sizes(config, sizes)
     backend = backend_for(config)

@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from millstream.errors import CheckpointError
+from millstream.config import load
+from millstream.errors import CheckpointError, ConfigError
 from millstream.events import WARMUP, CheckpointSealed, Evaluated, Resumed, Sizes, SizesChosen, WarmupSealed
 from millstream.events.sinks import read_events, read_history
-from millstream.run.checkpoint import WARMUP_FOLDER, Found, find_newest
+from millstream.run.changes import ChangedSetting, changed_settings, tables_of
+from millstream.run.checkpoint import WARMUP_FOLDER, Found, find_newest, set_aside_newer
+from millstream.run.config import RunConfig
 from millstream.run.folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -33,7 +36,8 @@ class ResumePoint(NamedTuple):
     previous: PreviousRun
     found: Found | None  # a checkpoint of reinforcement learning
     supervised: Found | None = None  # a checkpoint of supervised training, where there is no other
-    changes: tuple[str, ...] = ()
+    changes: tuple[ChangedSetting, ...] = ()  # settings that differ from those of the checkpoint
+    is_edited: bool = False  # config.toml was edited by hand
 
     @property
     def version(self) -> int:
@@ -59,9 +63,9 @@ def recorded_sizes(folder: RunFolder) -> Sizes | None:
     return found
 
 
-def find_resume_point(folder: RunFolder, data_digest: str, changes: tuple[str, ...]) -> ResumePoint:
-    """The newest intact checkpoint; damaged ones are renamed, with a warning. Raises `CheckpointError` if there are checkpoints
-    and none is intact, or if the data is not what the run began with."""
+def find_resume_point(folder: RunFolder, config: RunConfig) -> ResumePoint:
+    """The newest intact checkpoint, and how `config` differs from its settings. Changes nothing. Raises `CheckpointError` if
+    there are checkpoints and none is intact, and `ConfigError` if the run has made more steps than the config has."""
     previous, supervised = read_previous(folder), None
     found, troubles = find_newest(folder.path, previous.sealed)
     if found is None:
@@ -69,13 +73,30 @@ def find_resume_point(folder: RunFolder, data_digest: str, changes: tuple[str, .
         troubles += more
     for trouble in troubles:
         logger.warning("%s; it is set aside", trouble)
-    for one in (found, supervised):
-        if one is not None and one.run_state().data_digest != data_digest:
+    base = folder.logged_config(None if found is None else found.manifest.covers_seq)
+    base = tables_of(load(folder.config, RunConfig)) if base is None else base
+    changes = tuple(changed_settings(base, tables_of(config)))
+    point = ResumePoint(previous, found, supervised, changes, folder.is_edited())
+    if config.pipeline.steps < point.version:
+        raise ConfigError(
+            f"pipeline.steps = {config.pipeline.steps}, and the run has made {point.version} steps: set it to {point.version} "
+            "to end the run with what is trained, or higher to train on"
+        )
+    return point
+
+
+def accept_resume_point(point: ResumePoint, folder: RunFolder, data_digest: str) -> None:
+    """The last check before the folder is changed: raises `CheckpointError` if the data is not what the run began with. Then
+    damaged checkpoints are renamed."""
+    checkpoints = [one for one in (point.found, point.supervised) if one is not None]
+    for found in checkpoints:
+        if found.run_state().data_digest != data_digest:
             raise CheckpointError(
                 f"the data set is not the one that the run in {folder.path} began with: the run cannot be resumed. Restore "
                 "the data, or start a new run"
             )
-    return ResumePoint(previous, found, supervised, changes)
+    for found in checkpoints:
+        set_aside_newer(found)
 
 
 def evaluations_before(folder: RunFolder, resumed: ResumePoint | None) -> Iterator[Evaluated]:

@@ -24,6 +24,7 @@ from millstream.pipeline.pipeline import Parts, Pipeline
 from millstream.pipeline.state import CRITIC_FOLDER
 from millstream.run.active import ActiveRun
 from millstream.run.backend import BackendContext, build_fleet
+from millstream.run.branch import Branch, find_branch, write_start
 from millstream.run.build import build_algorithm
 from millstream.run.build_scorers import Scorers
 from millstream.run.build_training import (
@@ -34,7 +35,7 @@ from millstream.run.build_training import (
     build_sft_learner,
     build_supervised,
 )
-from millstream.run.checkpoint import Checkpoints, Found
+from millstream.run.checkpoint import Checkpoints
 from millstream.run.config import RunConfig, WarmupConfig
 from millstream.run.evaluate import Evaluator
 from millstream.run.folder import FINISHED, RunFolder, RunResult, resume_command
@@ -43,6 +44,7 @@ from millstream.run.log import RunLog
 from millstream.run.prepare import Prepared, prepare_run
 from millstream.run.resume import (
     ResumePoint,
+    accept_resume_point,
     evaluations_before,
     find_resume_point,
     recorded_sizes,
@@ -58,12 +60,22 @@ OWNER = "the run"
 
 
 def train(
-    config: RunConfig, *, reward: Reward | None = None, sinks: Sequence[EventSink] = (), name: str = "run"
+    config: RunConfig,
+    *,
+    reward: Reward | None = None,
+    sinks: Sequence[EventSink] = (),
+    name: str = "run",
+    from_run: str | Path | None = None,
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
-    the one that the config names."""
-    prepared = prepare_run(config, reward)
-    return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
+    the one that the config names. `from_run`: RUN or RUN@STEP, a checkpoint whose weights and optimizer the run begins with."""
+    if from_run is None:
+        prepared = prepare_run(config, reward)
+        return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
+    branch = find_branch(str(from_run), config)
+    prepared = prepare_run(config, reward, start=branch.found.folder)
+    folder = RunFolder.create(prepared.written, name, lambda folder: write_start(branch, folder))
+    return _run(prepared, folder, sinks, None, branch)
 
 
 def resume(
@@ -74,32 +86,44 @@ def resume(
     changes: Sequence[str] = (),
 ) -> RunResult:
     """Continue a run that was stopped or died, from its newest intact checkpoint. A `reward` that was passed to `train` is
-    passed again. `changes` of where its parts run, such as `learner.ranks=1`, are kept in the run folder."""
+    passed again. `changes` of its config, such as `learner.learning_rate=1e-6`, are in force from here on, and are kept in the
+    run folder; which keys may change: `run.changes`. A resume that is refused leaves the folder as it was."""
     folder, config = RunFolder.reopen(Path(run_dir), changes)
-    if folder.is_finished():  # killed after its last phase: all that is missing is in the events
-        return folder.conclude()
-    if reward is not None and not was_passed(config.reward):
-        raise ConfigError(f"the run in {run_dir} has its reward from its config.toml: leave reward= out")
-    is_repeatable = (
-        config.pipeline.is_in_lockstep or config.warmup is not None
-    )  # bit for bit: other sizes would change it
-    recorded = recorded_sizes(folder) if is_repeatable else None
-    prepared = prepare_run(config, reward, recorded=recorded)
-    resumed = find_resume_point(folder, prepared.data_digest, tuple(changes))
+    try:
+        if folder.is_finished():  # killed after its last phase: all that is missing is in the events
+            return folder.conclude()
+        if reward is not None and not was_passed(config.reward):
+            raise ConfigError(f"the run in {run_dir} has its reward from its config.toml: leave reward= out")
+        resumed = find_resume_point(folder, config)
+        is_repeatable = (
+            config.pipeline.is_in_lockstep or config.warmup is not None
+        )  # bit for bit: other sizes would change it
+        recorded = recorded_sizes(folder) if is_repeatable else None
+        start = folder.start if folder.start.is_dir() else None
+        prepared = prepare_run(config, reward, recorded=recorded, start=start)
+        accept_resume_point(resumed, folder, prepared.data_digest)
+    except BaseException:
+        folder.unlock()
+        raise
     return _run(prepared, folder, sinks, resumed)
 
 
-def _run(prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], resumed: ResumePoint | None) -> RunResult:
+def _run(
+    prepared: Prepared,
+    folder: RunFolder,
+    sinks: Sequence[EventSink],
+    resumed: ResumePoint | None,
+    branch: Branch | None = None,
+) -> RunResult:
     """All phases but the first, with a log that says how they ended."""
     log = RunLog(folder, sinks, upto=0 if resumed is None else resumed.version)
     for event in evaluations_before(folder, resumed):
         log.show(event)
     run, outcome = ActiveRun(prepared, folder, log, resumed), FINISHED
+    if branch is not None:
+        log.emit(branch.event(run.clock.now()))
     run.emit_begun()
     try:
-        if resumed is not None and resumed.changes:
-            log.sync()  # a config is in the folder only if its digest is in the log
-            folder.keep(prepared.written)
         asyncio.run(_phases(run))
     except BaseException as error:  # whatever ended it: the log says so
         outcome = type(error).__name__
@@ -130,7 +154,9 @@ async def _phases(run: ActiveRun) -> None:
             return
         async with _trainers(run) as trainers:
             if run.found is not None:
-                await _restore(run, trainers, fleet, run.found)
+                await _restore(run, trainers, fleet, run.found.folder)
+            elif run.folder.start.is_dir():
+                await _restore(run, trainers, fleet, run.folder.start)
             await _reinforce(run, trainers, fleet, evaluator)
             if not run.is_stopping:
                 await _save(run, trainers.learner, fleet)
@@ -210,6 +236,7 @@ async def _warm_up(run: ActiveRun, fleet: Fleet, evaluator: Evaluator, config: W
     try:
         await run.waits.on("warm-up", "the learner to be ready", learner.ready())
         run.at_work = training
+        run.keep_config()
         await training.run(None if run.resumed is None else run.resumed.supervised)
         run.at_work = None
         if run.is_stopping:
@@ -228,12 +255,12 @@ async def _warm_up(run: ActiveRun, fleet: Fleet, evaluator: Evaluator, config: W
 # ---- reinforce -------------------------------------------------------------------------------------------------------
 
 
-async def _restore(run: ActiveRun, trainers: Trainers, fleet: Fleet, found: Found) -> None:
+async def _restore(run: ActiveRun, trainers: Trainers, fleet: Fleet, folder: Path) -> None:
     learner, critic = trainers.learner, trainers.scorers.critic
-    reading = asyncio.to_thread(learner.restore, found.folder)
+    reading = asyncio.to_thread(learner.restore, folder)
     await run.waits.on(OWNER, "the checkpoint to be read", reading)
-    if critic is not None:
-        reading = asyncio.to_thread(critic.restore, found.folder / CRITIC_FOLDER)
+    if critic is not None and (folder != run.folder.start or (folder / CRITIC_FOLDER).is_dir()):
+        reading = asyncio.to_thread(critic.restore, folder / CRITIC_FOLDER)
         await run.waits.on(OWNER, "the critic's checkpoint to be read", reading)
     weights = await run.waits.on(OWNER, "the learner to copy weights", learner.weights())
     loading = fleet.load(run.start_version, weights)
@@ -247,7 +274,9 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     weights = await run.waits.on(OWNER, "the learner to copy weights", learner.weights())
     publishing = channel.publish(run.start_version, weights)  # what the engines have: for those that start later
     await run.waits.on(OWNER, f"version {run.start_version} to be published", publishing)
-    opening = prepared.backend.open_store(scorers.stages)
+    state = None if run.found is None else run.found.pipeline_state()
+    num_restored = 0 if state is None or not any(run.changed) else len(state.rows.rows)
+    opening = prepared.backend.open_store(scorers.stages, num_restored)
     parts = Parts(
         engines=fleet.router.engines,
         environment=prepared.environment,
@@ -272,11 +301,13 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         seed=config.seed,
         after_step=evaluator.after_step if config.evaluation.every_steps is not None else None,
         keeper=trainers.checkpoints,
-        resumed=None if run.found is None else run.found.pipeline_state(),
+        resumed=state,
+        changed=run.changed,
         incarnation=run.incarnation,
         router=fleet.router,
     )
     run.at_work = run.pipeline
+    run.keep_config()
     if run.state is not None:
         restore_random_states(run.state.generators)
     fleet.weights = channel

@@ -176,7 +176,7 @@ class GroupLog:
 
 
 def _kind(member: _MemberRecord, fate: Fate | None) -> int:
-    if member.is_aborted or fate is Fate.ABORTED:
+    if member.is_aborted or fate in (Fate.ABORTED, Fate.SUPERSEDED):
         return ABORTED
     if member.is_lost or fate is Fate.FAILED or (fate is not None and member.reward is None):
         return FAILED
