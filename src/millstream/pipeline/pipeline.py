@@ -69,7 +69,9 @@ class Pipeline:
         self._resumed = resumed
         self._is_stopping = False
         self.waits = parts.waits
-        self._context = RunContext(store=parts.store, waits=parts.waits, clock=parts.clock, sink=parts.sink)
+        self._context = RunContext(
+            store=parts.store, waits=parts.waits, clock=parts.clock, sink=parts.sink, rollouts=parts.rollouts
+        )
         is_in_lockstep = config.is_in_lockstep
         self.router = router or Router(
             parts.engines, is_queueing=not is_in_lockstep, clock=parts.clock, sink=parts.sink

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from millstream.events import GroupRestarted
+from millstream.events.rollouts import Restart
 from millstream.pipeline.admission import Admission
 from millstream.pipeline.context import RunContext
 from millstream.pipeline.lockstep import Gate
@@ -160,6 +161,7 @@ class SchedulingPolicy:
         assert group.task is not None
         place = self._admission.restart(lease.group_id, self._router.newest_version)
         group.restarts += 1
+        first_attempt = self._rollouts.first_attempt(group.restarts)
         self._context.emit(
             GroupRestarted(
                 at=self._context.now(),
@@ -167,9 +169,10 @@ class SchedulingPolicy:
                 start_version=place.start,
                 deadline=place.deadline,
                 restarts=group.restarts,
-                first_attempt=self._rollouts.first_attempt(group.restarts),
+                first_attempt=first_attempt,
             )
         )
+        self._context.keep(Restart(lease.group_id, first_attempt))
         self._rollouts.start(lease.group_id, group.task, place)
 
     # ---- lockstep ----------------------------------------------------------------------------------------------------

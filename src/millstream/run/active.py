@@ -11,6 +11,7 @@ from typing import Protocol
 from millstream.clock import RealClock
 from millstream.engine import Engine
 from millstream.events import ConfigWritten, Resumed, RunEnded, RunStarted, SizesChosen, Status, Warned
+from millstream.events.rollouts.writer import RolloutWriter
 from millstream.pipeline.pipeline import Pipeline
 from millstream.run.checkpoint import Checkpoints, RunState
 from millstream.run.evaluate import new_waits
@@ -44,6 +45,7 @@ class ActiveRun:
         self.run_id = secrets.token_hex(8) if self.state is None else self.state.run_id
         self.start_version = 0 if resumed is None else resumed.version
         self.pipeline: Pipeline | None = None
+        self.rollouts: RolloutWriter | None = None
         self.checkpoints: Checkpoints | None = None
         self.sft_step_kept = 0  # the step of the newest checkpoint of supervised training that this process wrote
         self.at_work: Stoppable | None = None  # what a first signal lets finish its batch
@@ -68,6 +70,12 @@ class ActiveRun:
     def adopt(self, engine: Engine) -> bool:
         """Whether the pipeline, if there is one, takes this new engine in."""
         return self.pipeline is not None and self.pipeline.sync.adopt(engine)
+
+    def sync(self) -> None:
+        """Returns when the log and the rollouts so far are on the disk."""
+        if self.rollouts is not None:
+            self.rollouts.sync()
+        self.log.sync()
 
     def checkpoint_state(self) -> RunState:
         return RunState(run_id=self.run_id, data_digest=self.prepared.data_digest, generators=random_states())

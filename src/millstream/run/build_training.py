@@ -58,7 +58,7 @@ def _checkpoints(run: ActiveRun, folder: str, sink: EventSink, *, last_step: int
         clock=run.clock,
         sink=sink,
         last_seq=run.log.last_seq,
-        sync=run.log.sync,
+        sync=run.sync,
         run_state=run.checkpoint_state,
     )
 

@@ -4,6 +4,7 @@ config.toml      the resolved config
 events.jsonl     every event
 metrics.jsonl    one line a step
 checkpoints/     see `run.checkpoint`
+rollouts/        what was sampled, and what became of it: see `events.rollouts`
 warmup/          checkpoints of supervised training, until the model is saved
 reference/       the model after its warm-up, where that is the reference
 model/           the trained model

@@ -39,6 +39,7 @@ from millstream.run.config import RunConfig, WarmupConfig
 from millstream.run.evaluate import Evaluator
 from millstream.run.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.run.garbage import seldom_collected
+from millstream.run.keep_rollouts import close_rollouts, open_rollouts
 from millstream.run.log import RunLog
 from millstream.run.prepare import Prepared, prepare_run
 from millstream.run.resume import (
@@ -260,6 +261,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         clock=run.clock,
         sink=run.log,
         waits=run.waits,
+        rollouts=await run.waits.on(OWNER, "the files of rollouts", asyncio.to_thread(open_rollouts, run)),
     )
     if run.found is None:
         run.emit_started()
@@ -286,6 +288,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     finally:
         run.end_grace()
         await run.waits.on(OWNER, "the last checkpoint to be written", trainers.checkpoints.close())
+        await run.waits.on(OWNER, "the last rollouts to be written", asyncio.to_thread(close_rollouts, run))
 
 
 # ---- save ------------------------------------------------------------------------------------------------------------
