@@ -154,7 +154,7 @@ def test_beyond_the_bound_whole_groups_are_sampled_and_what_is_gone_is_counted(t
     for group_id in range(3000):
         for member in range(2):
             writer.add(attempt(group_id, member=member))
-        writer.add(GroupFate(group_id, Fate.FILTERED, [0.5, 0.5]))
+        writer.add(GroupFate(group_id, "t", Fate.FILTERED, [0.5, 0.5]))
         if group_id % 100 == 0:
             writer.flush()
     writer.close()

@@ -20,6 +20,7 @@ import millstream
 from millstream import config as configs
 from millstream.audit import audit, report_lines
 from millstream.cli.common import console, errors, errors_shown, model_in
+from millstream.cli.diff import diff_command
 from millstream.cli.rollouts import rollouts_command
 from millstream.cli.serve import serve_command, serve_store_command
 from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text, scaled_lines, status_lines
@@ -340,6 +341,7 @@ def env_check_command(
 
 
 app.command(name="rollouts")(rollouts_command)
+app.command(name="diff")(diff_command)
 app.command(name="serve")(serve_command)
 app.command(name="serve-store")(serve_store_command)
 

@@ -79,9 +79,9 @@ def rollout_lines(one: RolloutText) -> Iterator[str]:
     yield "  ".join(_heading(one))
     if one.reward_parts:
         parts = ", ".join(f"{name} {value:.3f}" for name, value in one.reward_parts.items())
-        yield f"{'':2}{'rewards':{COLUMN - 2}}{parts}"
+        yield f"{'':2}{'rewards':{COLUMN}}{parts}"
     if one.why:
-        yield f"{'':2}{'why':{COLUMN - 2}}{one.why}"
+        yield f"{'':2}{'why':{COLUMN}}{one.why}"
     for number, part in enumerate(one.parts):
         if len(one.parts) > 1:
             yield f"  part {number}, agent {part.agent}, {part.finish}"

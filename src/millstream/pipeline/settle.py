@@ -257,7 +257,7 @@ class GroupFinalizer:
                 mean_reward=float(rewards_G.mean()) if len(rewards_G) else 0.0,
             )
         )
-        self._context.keep(GroupFate(group_id, fate, rewards_G.tolist()))
+        self._context.keep(GroupFate(group_id, self._context.groups[group_id].task_id, fate, rewards_G.tolist()))
 
     def _judge(self, lease: Lease) -> Fate:
         if len(members_of(lease)) < self._min_group_size:

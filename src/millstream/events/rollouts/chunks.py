@@ -38,6 +38,7 @@ class TakenHead(Struct, frozen=True, array_like=True):
 class FateHead(Struct, frozen=True, array_like=True):
     seq: int
     group_id: int
+    task_id: str
     fate: str
     rewards: list[float]
 
@@ -121,7 +122,7 @@ def encode_chunk(records: Sequence[Numbered]) -> bytes:
         num_attempts=len(attempts),
         taken=[TakenHead(seq, one.group_id, one.version, len(one.rows)) for seq, one in taken],
         fates=[
-            FateHead(seq, one.group_id, one.fate.value, list(one.rewards))
+            FateHead(seq, one.group_id, one.task_id, one.fate.value, list(one.rewards))
             for seq, one in records
             if isinstance(one, GroupFate)
         ],

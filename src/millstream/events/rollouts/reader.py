@@ -67,11 +67,12 @@ class _Chunk(NamedTuple):
 class _Group:
     """What is known of a group from the heads."""
 
-    __slots__ = ("chunks", "fate", "first_attempt", "rewards", "taken")
+    __slots__ = ("chunks", "fate", "first_attempt", "rewards", "taken", "task_id")
 
     def __init__(self) -> None:
         self.chunks: list[_Chunk] = []
         self.taken: tuple[int, int] | None = None  # number and version
+        self.task_id = ""  # until it has left
         self.fate: str | None = None
         self.rewards: list[float] = []
         self.first_attempt = 0
@@ -101,6 +102,15 @@ class RolloutDump:
         """The version that it was trained into, or is about to be; None: it was not."""
         taken = self._groups[group_id].taken
         return None if taken is None else taken[1] + 1
+
+    def last_trained(self) -> dict[str, tuple[int, float]]:
+        """By task: the group that was trained last, and the mean of its rewards."""
+        found: dict[str, tuple[int, float]] = {}
+        trained = [(group.taken, group_id) for group_id, group in self._groups.items() if group.fate == "trained"]
+        for _, group_id in sorted((taken, group_id) for taken, group_id in trained if taken is not None):
+            group = self._groups[group_id]
+            found[group.task_id] = group_id, math.fsum(group.rewards) / max(1, len(group.rewards))
+        return found
 
     def rollouts(self, group_id: int) -> list[KeptRollout]:
         """In the order of members and attempts."""
@@ -164,6 +174,7 @@ class RolloutDump:
                 self._group(taken.group_id).taken = taken.seq, taken.version
         for left in head.fates:
             if left.seq <= upto:
+                self._group(left.group_id).task_id = left.task_id
                 self._group(left.group_id).fate = left.fate
                 self._group(left.group_id).rewards = left.rewards
         for restart in head.restarts:

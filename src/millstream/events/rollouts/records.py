@@ -40,6 +40,7 @@ class TakenRows(NamedTuple):
 
 class GroupFate(NamedTuple):
     group_id: int
+    task_id: str
     fate: Fate
     rewards: Sequence[float]  # of the members that ended, in their order
 

@@ -33,3 +33,9 @@ def mask_runs(loss_mask: Mask) -> Iterator[tuple[bool, slice]]:
         if end > begin:
             yield bool(loss_mask[begin]), slice(begin, end)
         begin = end
+
+
+def spoken_text(parts: Sequence[Rollout], decode: Decode) -> str:
+    """Everything after the prompt: what the model wrote and, named, what the environment answered."""
+    turns = [turn for part in parts for turn in turn_texts(part, decode)][1:]
+    return "\n".join(text if speaker == "model" else f"[{speaker}] {text}" for speaker, text in turns)
