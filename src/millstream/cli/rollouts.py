@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,8 @@ import msgspec
 import typer
 
 from millstream.cli.common import CONTROL, console, errors_shown
+from millstream.events.rollouts.reader import RolloutDump
+from millstream.run.folder import program
 from millstream.run.read_rollouts import RolloutQuery, RolloutText, as_text, find_rollouts, open_dump
 
 MAX_SHOWN_ROLLOUTS = 20
@@ -72,6 +75,20 @@ def rollouts_command(
             console.out("no rollout is like that", highlight=False)
         if away := dump.sampled.num_rollouts + dump.sampled.num_lost:
             console.out(f"{away} rollouts of the run are not in its files (rollout.keep_gb)", highlight=False)
+
+
+def kept_lines(run_dir: str) -> list[str]:
+    """The end of a run that only keeps rollouts."""
+    dump = RolloutDump(Path(run_dir))
+    fates = Counter(one.fate for group_id in dump.groups for one in dump.rollouts(group_id))
+    counts = ", ".join(f"{count} {fate}" for fate, count in fates.most_common())
+    return [
+        f"rollouts      {counts or 'none'}; nothing was trained",
+        f"run folder    {run_dir}",
+        f"to read them  {program()} rollouts {run_dir} --best 5",
+        f"to train      {program()} train {run_dir}/config.toml --set data.rollouts={run_dir} "
+        f"--set pipeline.rollouts_only=false --set run_dir={run_dir}-trained",
+    ]
 
 
 def rollout_lines(one: RolloutText) -> Iterator[str]:

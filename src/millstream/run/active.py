@@ -131,7 +131,7 @@ class ActiveRun:
                 run_id=self.run_id,
                 seed=self.config.seed,
                 steps=pipeline.steps,
-                num_tasks=len(self.prepared.data.train),
+                num_tasks=len(self.prepared.data.train) if self.config.data.rollouts is None else 0,
                 filter_zero_signal=pipeline.filter_zero_signal,
                 min_group_size=rollout.min_group_size,
                 groups_per_step=pipeline.groups_per_step,
@@ -143,6 +143,7 @@ class ActiveRun:
                 is_first_to_finish=pipeline.is_first_to_finish,
                 max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
                 max_replaced=pipeline.max_replaced,
+                rollouts_from=self.config.data.rollouts or "",
             )
         )
 

@@ -67,6 +67,7 @@ def check_combinations(config: RunConfig) -> None:
         _check_algorithm,
         _check_scorers,
         _check_proximal,
+        _check_rollouts_only,
         _check_engine,
         _check_resources,
         _check_lora,
@@ -129,6 +130,17 @@ def _check_proximal(config: RunConfig) -> None:
             f'a [proximal] table, and algorithm.loss = "{config.algorithm.loss}" does not look at the proximal policy: leave '
             'it out, or set algorithm.loss = "decoupled_ppo"'
         )
+
+
+def _check_rollouts_only(config: RunConfig) -> None:
+    if not config.pipeline.rollouts_only:
+        return
+    if not config.rollout.keep_gb or not config.pipeline.steps:
+        key = "pipeline.steps" if config.rollout.keep_gb else "rollout.keep_gb"
+        raise ConfigError(f"a run that only keeps rollouts, and {key} = 0: set it above 0")
+    if needs_critic(config.algorithm) or config.proximal is not None:
+        key = f'algorithm.advantage = "{config.algorithm.advantage}"' if config.proximal is None else "[proximal]"
+        raise ConfigError(f"a run that only keeps rollouts, and {key}, which trains or copies a model: leave it out")
 
 
 def _check_engine(config: RunConfig) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from millstream.events.rollouts import NO_ROLLOUTS, RolloutSink
+from millstream.events.rollouts import NO_ROLLOUTS, GroupFate, RolloutSink
+from millstream.events.rollouts.records import Record
 from millstream.events.rollouts.text import Decode
 from millstream.events.rollouts.writer import ROLLOUTS_FOLDER, RolloutWriter
+from millstream.types import Fate
 
 if TYPE_CHECKING:
     from millstream.run.active import ActiveRun
@@ -20,7 +22,7 @@ TOKENIZER_FOLDER = "tokenizer"
 def open_rollouts(run: ActiveRun) -> RolloutSink:
     """What the pipeline gives its rollouts to. A resumed run voids those that its checkpoint does not cover."""
     keep_gb = run.config.rollout.keep_gb
-    if not keep_gb:
+    if not keep_gb or run.config.data.rollouts is not None:  # recorded ones are kept where they come from
         return NO_ROLLOUTS
     folder = run.folder.path / ROLLOUTS_FOLDER
     upto = None
@@ -33,7 +35,17 @@ def open_rollouts(run: ActiveRun) -> RolloutSink:
 
     run.folder.write(folder, write)
     assert run.rollouts is not None
-    return run.rollouts
+    return _NotTrained(run.rollouts) if run.config.pipeline.rollouts_only else run.rollouts
+
+
+class _NotTrained(NamedTuple):
+    """In a run that only keeps rollouts, a group that a batch took is kept, not trained."""
+
+    writer: RolloutWriter
+
+    def add(self, record: Record) -> None:
+        is_kept = isinstance(record, GroupFate) and record.fate == Fate.TRAINED
+        self.writer.add(record._replace(fate="kept") if isinstance(record, GroupFate) and is_kept else record)
 
 
 def close_rollouts(run: ActiveRun) -> None:

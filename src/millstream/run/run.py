@@ -21,6 +21,7 @@ from millstream.learner import RunLearner
 from millstream.model.adapters import trained_weights
 from millstream.model.load import load_weights
 from millstream.pipeline.pipeline import Parts, Pipeline
+from millstream.pipeline.recorded import RecordedBatches
 from millstream.pipeline.state import CRITIC_FOLDER
 from millstream.run.active import ActiveRun
 from millstream.run.backend import BackendContext, build_fleet
@@ -51,7 +52,9 @@ from millstream.run.resume import (
 )
 from millstream.run.sft import remove_sft_checkpoints
 from millstream.run.supervision import Supervision
+from millstream.run.train_again import recorded_batches
 from millstream.serving.fleet import Fleet
+from millstream.store import Store
 from millstream.weights import Publication
 
 OWNER = "the run"
@@ -63,7 +66,10 @@ def train(
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
     the one that the config names."""
-    prepared = prepare_run(config, reward)
+    source = config.data.rollouts
+    recorded_batches(config)  # raises where they cannot be trained, before there is a folder
+    recorded = None if source is None else recorded_sizes(RunFolder(Path(source)))
+    prepared = prepare_run(config, reward, recorded=recorded)
     return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
 
 
@@ -81,9 +87,8 @@ def resume(
         return folder.conclude()
     if reward is not None and not was_passed(config.reward):
         raise ConfigError(f"the run in {run_dir} has its reward from its config.toml: leave reward= out")
-    is_repeatable = (
-        config.pipeline.is_in_lockstep or config.warmup is not None
-    )  # bit for bit: other sizes would change it
+    # bit for bit: other sizes would change it
+    is_repeatable = config.pipeline.is_in_lockstep or config.warmup is not None or config.data.rollouts is not None
     recorded = recorded_sizes(folder) if is_repeatable else None
     prepared = prepare_run(config, reward, recorded=recorded)
     resumed = find_resume_point(folder, prepared.data_digest, tuple(changes))
@@ -118,14 +123,14 @@ def _run(prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], resu
 
 async def _phases(run: ActiveRun) -> None:
     """To the end, or to a clean stop: `Supervision` then raises `Stopped`."""
-    steps, warmup = run.config.pipeline.steps, run.config.warmup
+    steps, warmup, is_training = run.config.pipeline.steps, run.config.warmup, not run.config.pipeline.rollouts_only
     async with Supervision(run) as supervision, _open(run, supervision) as (fleet, evaluator):
         if run.found is None:
             if not steps:  # supervised training alone: "before" is before that
                 await evaluator.sampled_and_greedy("before")
             if warmup is not None:
                 await _warm_up(run, fleet, evaluator, warmup)
-            if steps and not run.is_stopping:
+            if steps and is_training and not run.is_stopping:
                 await evaluator.sampled_and_greedy("before")
         if run.is_stopping:
             return
@@ -133,11 +138,12 @@ async def _phases(run: ActiveRun) -> None:
             if run.found is not None:
                 await _restore(run, trainers, fleet, run.found)
             await _reinforce(run, trainers, fleet, evaluator)
-            if not run.is_stopping:
+            if is_training and not run.is_stopping:
                 await _save(run, trainers.learner, fleet)
         if run.is_stopping:
             return
-        await evaluator.sampled_and_greedy("after")
+        if is_training:
+            await evaluator.sampled_and_greedy("after")
         run.is_done = True
 
 
@@ -189,8 +195,10 @@ async def _trainers(run: ActiveRun) -> AsyncIterator[Trainers]:
     checkpoints = build_checkpoints(run)
     run.checkpoints = checkpoints
     async with AsyncExitStack() as closing:
-        building = asyncio.to_thread(build_run_scorers, run, checkpoints)
-        scorers = await run.waits.on(OWNER, "the scorers to be built", building)
+        scorers = Scorers()  # recorded rows have been scored
+        if run.config.data.rollouts is None:
+            building = asyncio.to_thread(build_run_scorers, run, checkpoints)
+            scorers = await run.waits.on(OWNER, "the scorers to be built", building)
         closing.push_async_callback(scorers.close)
         learner = build_durable_learner(run, checkpoints)
         closing.push_async_callback(learner.close)
@@ -248,12 +256,12 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     weights = await run.waits.on(OWNER, "the learner to copy weights", learner.weights())
     publishing = channel.publish(run.start_version, weights)  # what the engines have: for those that start later
     await run.waits.on(OWNER, f"version {run.start_version} to be published", publishing)
-    opening = prepared.backend.open_store(scorers.stages)
+    recorded = await asyncio.to_thread(recorded_batches, prepared.written)
     parts = Parts(
         engines=fleet.router.engines,
         environment=prepared.environment,
         learner=learner,
-        store=await run.waits.on(OWNER, "the store to be open", opening),
+        store=await run.waits.on(OWNER, "the store to be open", _open_store(run, scorers, recorded)),
         stages=scorers.stages,
         critic=scorers.critic,
         proximal=scorers.proximal,
@@ -277,6 +285,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         resumed=None if run.found is None else run.found.pipeline_state(),
         incarnation=run.incarnation,
         router=fleet.router,
+        recorded=recorded,
     )
     run.at_work = run.pipeline
     if run.state is not None:
@@ -289,6 +298,13 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         run.end_grace()
         await run.waits.on(OWNER, "the last checkpoint to be written", trainers.checkpoints.close())
         await run.waits.on(OWNER, "the last rollouts to be written", asyncio.to_thread(close_rollouts, run))
+
+
+async def _open_store(run: ActiveRun, scorers: Scorers, recorded: RecordedBatches | None) -> Store:
+    if recorded is None:
+        return await run.prepared.backend.open_store(scorers.stages)
+    capacity = run.config.pipeline.most_groups * run.config.rollout.most_rows
+    return await asyncio.to_thread(recorded.new_store, capacity)
 
 
 # ---- save ------------------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def encode_chunk(records: Sequence[Numbered]) -> bytes:
         num_attempts=len(attempts),
         taken=[TakenHead(seq, one.group_id, one.version, len(one.rows)) for seq, one in taken],
         fates=[
-            FateHead(seq, one.group_id, one.task_id, one.fate.value, list(one.rewards))
+            FateHead(seq, one.group_id, one.task_id, str(one.fate), list(one.rewards))
             for seq, one in records
             if isinstance(one, GroupFate)
         ],

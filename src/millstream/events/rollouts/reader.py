@@ -103,6 +103,14 @@ class RolloutDump:
         taken = self._groups[group_id].taken
         return None if taken is None else taken[1] + 1
 
+    def fate_of(self, group_id: int) -> str | None:
+        """None: it is in flight."""
+        return self._groups[group_id].fate
+
+    def task_of(self, group_id: int) -> str:
+        """Of a group that has left."""
+        return self._groups[group_id].task_id
+
     def last_trained(self) -> dict[str, tuple[int, float]]:
         """By task: the group that was trained last, and the mean of its rewards."""
         found: dict[str, tuple[int, float]] = {}

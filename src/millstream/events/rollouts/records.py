@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from millstream.types import Fate, Rollout, TrainRow
+from millstream.types import Rollout, TrainRow
 
 Outcome = Literal["ended", "failed", "aborted"]
 
@@ -41,7 +41,7 @@ class TakenRows(NamedTuple):
 class GroupFate(NamedTuple):
     group_id: int
     task_id: str
-    fate: Fate
+    fate: str  # as in `types.Fate`; "kept" in a run that trains nothing
     rewards: Sequence[float]  # of the members that ended, in their order
 
 
