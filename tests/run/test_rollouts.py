@@ -165,6 +165,19 @@ def test_rollouts_of_a_step_are_shown_with_the_environments_turn_and_sorted(kept
     assert "no rollout is like that" in shown("rollouts", kept, "--fate", "failed")
 
 
+def test_rollouts_can_be_written_as_parquet(kept: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rollouts.parquet"
+    assert "wrote 16 rollouts" in shown("rollouts", kept, "--step", 2, "--parquet", path)
+    rows = parquet.read_table(path).to_pylist()
+    lines = [json.loads(line) for line in shown("rollouts", kept, "--step", 2, "--json").splitlines()]
+    assert [row["reward"] for row in rows] == [line["reward"] for line in lines]
+    assert [row["parts"][0]["tokens"] for row in rows] == [line["parts"][0]["tokens"] for line in lines]
+    assert rows[0]["parts"][0]["turns"][1] == dict(
+        zip(("speaker", "text"), lines[0]["parts"][0]["turns"][1], strict=True)
+    )
+
+
 def test_what_cannot_be_shown_is_refused_in_one_line(kept: Path, tmp_path: Path) -> None:
     for words in (["--sort", "size"], ["--best", "1", "--worst", "1"]):
         result = CliRunner().invoke(app, ["rollouts", str(kept), *words])
@@ -212,16 +225,18 @@ def test_training_from_kept_rollouts_gives_the_weights_of_the_run_at_every_step(
         ("learner.mini_batches=2", "algorithm.loss=decoupled_ppo"),
         ("pipeline.max_lag=0",),
         ("algorithm.kl=loss", "algorithm.kl_coefficient=0.1"),
-        ("algorithm.name=reinforce++", "pipeline.filter_zero_signal=false"),
+        ("algorithm.advantage=lite_ppo",),
+        ("pipeline.max_replaced_per_step=0", "reward.0.weight=0"),
+        ("pipeline.surplus=abort", "pipeline.extra_groups=6", "rollout.extra_members=1"),
     ],
-    ids=["mini-batches", "lockstep", "reference", "over the batch"],
+    ids=["mini-batches", "lockstep", "reference", "over the batch", "empty places", "first to finish"],
 )
 @pytest.mark.slow
 def test_so_it_does_with(tmp_path: Path, changes: tuple[str, ...]) -> None:
     first = trained(config_in(tmp_path, "one", *changes))
     assert trained(config_in(tmp_path, "again", f"data.rollouts={tmp_path / 'one'}", *changes)) == first
     assert last_state(tmp_path / "one") == last_state(tmp_path / "again")
-    assert audit(tmp_path / "again").is_clean
+    assert_clean(tmp_path / "again")
 
 
 def test_rollouts_that_were_sampled_away_or_do_not_fit_are_refused(kept: Path) -> None:

@@ -14,7 +14,7 @@ import typer
 from millstream.cli.common import CONTROL, console, errors_shown
 from millstream.events.rollouts.reader import RolloutDump
 from millstream.run.folder import program
-from millstream.run.read_rollouts import RolloutQuery, RolloutText, as_text, find_rollouts, open_dump
+from millstream.run.read_rollouts import RolloutQuery, RolloutText, as_text, find_rollouts, open_dump, write_parquet
 
 MAX_SHOWN_ROLLOUTS = 20
 """Without --best, --worst or --json."""
@@ -47,6 +47,9 @@ def rollouts_command(
     worst: Annotated[
         int | None, typer.Option("--worst", metavar="N", min=1, help="Only the N lowest. By reward without --sort.")
     ] = None,
+    parquet: Annotated[
+        Path | None, typer.Option("--parquet", metavar="FILE", help="Write them to a Parquet file instead.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line: text, tokens, log-probabilities, versions.")
     ] = False,
@@ -58,6 +61,9 @@ def rollouts_command(
         )
         dump, decode = open_dump(run_dir)
         found = (as_text(one, decode) for one in find_rollouts(dump, query))
+        if parquet is not None:
+            console.out(f"wrote {write_parquet(found, parquet)} rollouts to {parquet}", highlight=False)
+            return
         if as_json:
             for one in found:
                 console.out(msgspec.json.encode(one).decode(), highlight=False)

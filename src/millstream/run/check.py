@@ -27,6 +27,7 @@ from millstream.model.locate import check_path, check_tokenizer
 from millstream.model.lora import check_lora
 from millstream.paths import kind_of
 from millstream.run.config import RunConfig, server_token, weight_ways
+from millstream.run.train_again import recorded_batches
 
 
 class CheckedConfig(NamedTuple):
@@ -49,7 +50,10 @@ def check_config(config: RunConfig, *, is_reward_passed: bool = False) -> Checke
     except MillstreamError as error:
         errors.append(error)
     rewards = () if is_reward_passed else (_checked_rewards,)
-    steps = (_checked_functions, _checked_models, _checked_engine, _checked_resources, _checked_run_dir)
+    steps = (
+        *(_checked_functions, _checked_models, _checked_engine, _checked_resources, _checked_run_dir),
+        _checked_recorded,
+    )
     for step in (*rewards, *steps):
         try:
             findings += step(config)
@@ -317,6 +321,13 @@ def _checked_engine(config: RunConfig) -> Iterator[str]:
         raise ConfigError(f"engine.http.folder = {http.folder!r}: {nearest} is no folder that can be written to")
     yield f"checked: weights can be written to {folder}"
     yield f"not checked: the servers at {', '.join(http.urls)}, which the run asks at its start"
+
+
+def _checked_recorded(config: RunConfig) -> list[str]:
+    batches = recorded_batches(config)
+    if batches is None:
+        return []
+    return [f"data.rollouts = {config.data.rollouts}: {len(batches)} finished batches, all of their rollouts are there"]
 
 
 def _checked_run_dir(config: RunConfig) -> Iterator[str]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
+from millstream.env.data import NEEDS_EXTRA
 from millstream.errors import ConfigError
 from millstream.events.rollouts.reader import KeptRollout, RolloutDump
 from millstream.events.rollouts.text import Decode, TurnText, turn_texts
 from millstream.run.keep_rollouts import decoder_in
 
-SortKey = Literal["reward", "advantage", "length", "lag"]
 SORT_KEYS: dict[str, Callable[[KeptRollout], float]] = {
     "reward": lambda one: one.reward,
     "advantage": lambda one: one.advantage,
@@ -148,6 +149,30 @@ def open_dump(run_dir: Path) -> tuple[RolloutDump, Decode]:
         raise ConfigError(f"{run_dir} is not a run folder")
     dump = RolloutDump(run_dir)
     return dump, decoder_in(dump.folder)
+
+
+def write_parquet(found: Iterable[RolloutText], path: Path) -> int:
+    """One row a rollout; returns how many. Raises `ConfigError` without pyarrow, and where the file cannot be written."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(f"writing {path} needs pyarrow: {NEEDS_EXTRA}") from error
+    rows = [_row(one) for one in found]
+    try:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="zstd")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    return len(rows)
+
+
+def _row(one: RolloutText) -> dict[str, Any]:
+    """As `--json` has it; what has a key of its own in each rollout becomes a list of pairs."""
+    row: dict[str, Any] = msgspec.to_builtins(one)
+    row["reward_parts"] = [{"name": name, "value": value} for name, value in one.reward_parts.items()]
+    for part, own in zip(row["parts"], one.parts, strict=True):
+        part["turns"] = [{"speaker": speaker, "text": text} for speaker, text in own.turns]
+    return row
 
 
 def _number(value: float) -> float | None:

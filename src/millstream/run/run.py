@@ -67,7 +67,6 @@ def train(
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
     the one that the config names."""
     source = config.data.rollouts
-    recorded_batches(config)  # raises where they cannot be trained, before there is a folder
     recorded = None if source is None else recorded_sizes(RunFolder(Path(source)))
     prepared = prepare_run(config, reward, recorded=recorded)
     return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
