@@ -18,13 +18,13 @@ Content = str | Sequence[Message]  # of an environment's turn: text, or the mess
 EpisodeReward = float | Sequence[float]  # one number, or one per agent, in their order
 
 
-class Scored(float):
-    """A reward that says what it is made of: `Scored(0.7, {"correct": 1.0, "format": 0.4})`. An environment may return it;
+class ScoredReward(float):
+    """A reward that says what it is made of: `ScoredReward(0.7, {"correct": 1.0, "format": 0.4})`. An environment may return it;
     the parts are kept with the rollout and change nothing."""
 
     parts: Mapping[str, float]
 
-    def __new__(cls, reward: float, parts: Mapping[str, float]) -> Scored:
+    def __new__(cls, reward: float, parts: Mapping[str, float]) -> ScoredReward:
         self = super().__new__(cls, reward)
         self.parts = parts
         return self

@@ -52,7 +52,7 @@ class EpisodeResult(NamedTuple):
     failure: Exception | None
     turns: list[Completion]  # part after part; also those of an episode that failed later
     played: tuple[Rollout, ...] = ()  # `parts`, or what there is of an episode that failed, with a reward of NaN
-    reward_parts: Mapping[str, float] = {}  # of a `Scored` reward
+    reward_parts: Mapping[str, float] = {}  # of a `ScoredReward` reward
 
     @property
     def num_sampled(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millstream.env.base import Scored
+from millstream.env.base import ScoredReward
 from millstream.env.rewards.call import RewardCall, finite_number, finite_numbers
 from millstream.env.rewards.config import RewardConfig
 from millstream.env.rewards.find import GroupReward, Reward
@@ -28,11 +28,11 @@ class CompletionScorer:
         ]
         self.name = "reward " + (" + ".join(self._names) or "of the group alone")
 
-    async def score(self, task: Task, completion: str) -> Scored:
+    async def score(self, task: Task, completion: str) -> ScoredReward:
         """With the value of each, before its weight. Raises `RewardFailed` if any of them fails."""
         values = [finite_number(await call(task, completion), config.function) for call, config in self._rewards]
         total = sum([config.weight * value for value, (_, config) in zip(values, self._rewards, strict=True)])
-        return Scored(total, dict(zip(self._names, values, strict=True)))
+        return ScoredReward(total, dict(zip(self._names, values, strict=True)))
 
 
 class GroupScorer:
