@@ -19,8 +19,8 @@ EpisodeReward = float | Sequence[float]  # one number, or one per agent, in thei
 
 
 class ScoredReward(float):
-    """A reward that says what it is made of: `ScoredReward(0.7, {"correct": 1.0, "format": 0.4})`. An environment may return it;
-    the parts are kept with the rollout and change nothing."""
+    """A reward that says what it is made of: `ScoredReward(0.7, {"correct": 1.0, "format": 0.4})`. An environment may return
+    it; the parts are kept with the rollout and change nothing."""
 
     parts: Mapping[str, float]
 
