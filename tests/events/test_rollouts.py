@@ -13,9 +13,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from millstream.errors import ConfigError, MillstreamError
+from millstream.errors import ConfigError, DataError, MillstreamError
 from millstream.events import GroupLeft, GroupTaken, RolloutAborted, RolloutEnded, RolloutFailed
-from millstream.events.rollouts import Attempt, GroupFate
+from millstream.events.rollouts import Attempt, GroupFate, TakenRows
 from millstream.events.rollouts.reader import KeptRollout, RolloutDump
 from millstream.events.rollouts.text import mask_runs, turn_texts
 from millstream.events.rollouts.writer import ROLLOUTS_FOLDER, RolloutWriter, read_sampled, stratum_file, stratum_of
@@ -228,6 +228,24 @@ def test_a_full_disk_costs_rollouts_and_not_the_run(tmp_path: Path, monkeypatch:
     writer.close()
     assert [one.member for one in RolloutDump(tmp_path).rollouts(group)] == [0, 2]
     assert read_sampled(folder).num_lost == 1
+
+
+def test_a_group_whose_rollouts_could_not_all_be_written_is_shown_and_cannot_be_trained_again(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path / ROLLOUTS_FOLDER, max_bytes=NO_BOUND, last_seq=lambda: 0)
+    own = [attempt(5, member=member).parts[0] for member in range(2)]
+    rows = [
+        TrainRow(tokens=part.tokens, loss_mask=part.loss_mask, logprobs=part.logprobs, advantages=part.logprobs)
+        for part in own
+    ]
+    writer.add(attempt(5, member=1))
+    writer.add(TakenRows(5, 3, [(0, 0), (1, 0)], [0.5, 0.5], rows))
+    writer.add(GroupFate(5, "t", "trained", [0.5, 0.5]))
+    writer.close()
+    dump = RolloutDump(tmp_path)
+    (found,) = dump.rollouts(5)
+    assert (found.member, found.step, found.lag, found.fate) == (1, 4, 2, "trained")
+    with pytest.raises(DataError, match="trained with 2 rows, and 1 of them are missing"):
+        dump.taken_rows(5)
 
 
 def test_a_run_without_rollouts_is_refused_by_name(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
-from millstream import resume, train
+from millstream import EnvironmentConfig, RewardConfig, resume, train
 from millstream.audit import audit
 from millstream.cli.main import app
 from millstream.config import load
@@ -165,6 +166,48 @@ def test_rollouts_of_a_step_are_shown_with_the_environments_turn_and_sorted(kept
     assert "no rollout is like that" in shown("rollouts", kept, "--fate", "failed")
 
 
+GAME = """
+from millstream.env import Step
+
+class Echo:
+    is_quick = True
+
+    def reset(self, task, seed):
+        self.turns = 0
+        return "12>"
+
+    def step(self, action):
+        self.turns += 1
+        if self.turns == 2 and "7" in action:
+            raise RuntimeError("no sevens")
+        return Step(observation="34>", reward=float(len(action) % 3), is_done=self.turns == 2)
+
+    @staticmethod
+    def tasks(num, seed):
+        from millstream.types import Task
+        return [Task(id=str(n), prompt="play") for n in range(num)]
+"""
+
+
+def test_turns_of_the_environment_and_what_a_failed_rollout_had_played_are_shown(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "game", "pipeline.steps=2", "data.holdout=0", "data.toy=", "checkpoint.every_steps=")
+    (tmp_path / "game.py").write_text(GAME)
+    environment = EnvironmentConfig(use=f"{tmp_path}/game.py:Echo")
+    train(structs.replace(config, environment=(environment,), reward=(RewardConfig(),)))
+    found = rollouts_of(tmp_path / "game")
+    ended = next(one for one in found if one.fate == "trained")
+    failed = next(one for one in found if one.fate == "failed")
+    assert "no sevens" in failed.why and len(failed.parts) == 1 and failed.num_sampled
+    output = shown("rollouts", tmp_path / "game", "--group", ended.group_id)
+    assert "34>" in output and "[earned" in output
+    (line, *_) = shown(
+        "rollouts", tmp_path / "game", "--group", ended.group_id, "--fate", "trained", "--json"
+    ).splitlines()
+    (part,) = json.loads(line)["parts"]
+    assert [speaker for speaker, _ in part["turns"]] == ["environment", "model"] * 2
+    assert part["turns"][2][1] == "34>" and sum(part["turn_rewards"]) == part["reward"]
+
+
 def test_rollouts_can_be_written_as_parquet(kept: Path, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rollouts.parquet"
@@ -302,6 +345,15 @@ def test_a_killed_run_can_be_read_and_after_a_resume_every_trained_row_is_there_
         own = [one for one in dump.rollouts(event.group_id) if one.fate == "trained"]
         assert sorted(one.member for one in own) == [member for member, _ in rows.places]
         assert all(np.isfinite(one.reward) for one in own)
+
+
+@pytest.mark.slow
+def test_a_run_that_only_keeps_rollouts_can_be_killed_and_resumed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    kill_at(run_dir, 12, {"pipeline.rollouts_only": "true"})
+    resume_in_a_process(run_dir)
+    assert_clean(run_dir)
+    assert sum(one.fate == "kept" for one in rollouts_of(run_dir)) == 60 * 4 * 4
 
 
 def test_training_from_kept_rollouts_can_be_stopped_and_resumed(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,6 +247,10 @@ def read_body(head: ChunkHead, place: ChunkPlace) -> DecodedChunk:
             file.seek(place.begin)
             body = _body.decode(zlib.decompress(file.read(place.size)))
         return DecodedChunk(list(_attempts(body)), list(_all_taken(head, body)))
+    except OSError as error:
+        raise LogError(
+            f"cannot read {place.path}: {error.strerror}. An active run may have sampled it away: try again"
+        ) from error
     except (zlib.error, msgspec.DecodeError, ValueError) as error:
         raise LogError(f"{place.path}, byte {place.begin}: a chunk cannot be read: {error}") from error
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, DataError
 from millstream.events.rollouts.chunks import ChunkHead, ChunkPlace, DecodedChunk, read_body, read_heads
 from millstream.events.rollouts.records import Attempt, TakenRows
 from millstream.events.rollouts.writer import NUM_STRATA, ROLLOUTS_FOLDER, read_sampled, stratum_file
@@ -122,28 +122,21 @@ class RolloutDump:
 
     def rollouts(self, group_id: int) -> list[KeptRollout]:
         """In the order of members and attempts."""
-        group, taken = self._groups[group_id], self.taken_rows(group_id)
+        group, taken = self._groups[group_id], self._taken(group_id)
         last = {(one.member, one.attempt): one for one in self._attempts(group_id)}  # a resumed run may repeat one
         attempts = [last[key] for key in sorted(last)]
         scored = self._scored(group, attempts)
         return [self._kept(one, group, taken, scored.get((one.member, one.attempt))) for one in attempts]
 
     def taken_rows(self, group_id: int) -> TakenRows | None:
-        """What the learner got of it, tokens included; None if it was not taken. Raises `ConfigError` if files lack some."""
-        group = self._groups[group_id]
-        if group.taken is None:
+        """What the learner got of it, tokens included; None if it was not taken. Raises `DataError` if files lack some."""
+        found = self._taken(group_id)
+        if found is None:
             return None
-        seq = group.taken[0]
-        found = next(
-            own
-            for chunk in group.chunks
-            for head, own in zip(chunk.head.taken, self._decoded(chunk).taken, strict=True)
-            if head.seq == seq and head.group_id == group_id and seq <= chunk.upto
-        )
         last = self._last_parts(group_id)
         missing = [place for place in found.places if place not in last]
         if missing:
-            raise ConfigError(
+            raise DataError(
                 f"{self.folder}: group {group_id} was trained with {len(found.places)} rows, and {len(missing)} of them are "
                 "missing from the files"
             )
@@ -210,6 +203,18 @@ class RolloutDump:
                 if attempt.group_id == group_id and seq <= chunk.upto:
                     yield attempt
 
+    def _taken(self, group_id: int) -> TakenRows | None:
+        """Without tokens."""
+        group = self._groups[group_id]
+        if group.taken is None:
+            return None
+        return next(
+            own
+            for chunk in group.chunks
+            for head, own in zip(chunk.head.taken, self._decoded(chunk).taken, strict=True)
+            if (head.seq, head.group_id) == (group.taken[0], group_id) and head.seq <= chunk.upto
+        )
+
     def _last_parts(self, group_id: int) -> dict[tuple[int, int], Rollout]:
         """The parts of each member's last attempt that ended."""
         ended = [one for one in self._attempts(group_id) if one.outcome == "ended"]
@@ -223,22 +228,21 @@ class RolloutDump:
         return {(one.member, one.attempt): reward for one, reward in zip(counted, rewards, strict=True)}
 
     def _kept(self, one: Attempt, group: _Group, taken: TakenRows | None, reward: float | None) -> KeptRollout:
-        is_taken = taken is not None and bool(taken.rows) and reward is not None
-        advantages = None
-        if is_taken and taken is not None:
-            by_place = dict(zip(taken.places, taken.rows, strict=True))
-            advantages = tuple(by_place[part.member, part.part].advantages for part in one.parts)
+        places = {} if taken is None else dict(zip(taken.places, taken.rows, strict=True))
+        own = [places.get((part.member, part.part)) for part in one.parts] if reward is not None else []
+        rows = [row for row in own if row is not None]
+        is_taken = taken is not None and bool(own) and len(rows) == len(own)
         return KeptRollout(
             *one[:6],
             reward=one.parts[0].reward if reward is None and one.parts else math.nan if reward is None else reward,
             reward_parts=dict(one.reward_parts),
             fate=_fate(one, group),
             why=one.why,
-            step=taken.version + 1 if is_taken and taken is not None else None,
+            step=taken.version + 1 if taken is not None and is_taken else None,
             lag=taken.version - min(part.start_version for part in one.parts)
-            if is_taken and taken is not None
+            if taken is not None and is_taken
             else None,
-            advantages=advantages,
+            advantages=tuple(row.advantages for row in rows) if is_taken else None,
         )
 
 

@@ -1,4 +1,4 @@
-"""Writes RUN/rollouts/: a thread encodes and appends, about once a second; the event loop never waits for it.
+"""Writes RUN/rollouts/: a thread encodes and appends, every two seconds; the event loop never waits for it.
 
 Guarantees. A killed run's files can be read up to the last whole chunk, and what a checkpoint covers is in them (`sync`). A run
 that resumes voids what its checkpoint does not cover with one mark, so that each trained row is there exactly once. The files
@@ -57,7 +57,7 @@ class RolloutWriter:
     """A `RolloutSink`. `last_seq`: the number of the last event. `upto`: in a resumed run, the last one that its checkpoint
     covers. A disk that takes nothing costs the records of that moment, which are counted, and not the run."""
 
-    FLUSH_S = 1.0
+    FLUSH_S = 2.0
 
     def __init__(self, folder: Path, *, max_bytes: float, last_seq: Callable[[], int], upto: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
