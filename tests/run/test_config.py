@@ -41,7 +41,7 @@ def written(tmp_path: Path, text: str) -> Path:
     [
         ("[pipelin]\nsteps = 1", r"unknown key pipelin\. Did you mean pipeline\?"),
         ("[pipeline]\nmaxlag = 1", r"unknown key pipeline\.maxlag\. Did you mean max_lag\?"),
-        ("[rollout]\nxyz = 1", r"unknown key rollout\.xyz\. Known here: extra_members, group_size, max_parts"),
+        ("[rollout]\nxyz = 1", r"unknown key rollout\.xyz\. Known here: extra_members, group_size, keep_gb"),
         ("[rollout]\ntop_p = 0.9", r"rollout\.top_p is refused: training needs the log-probability"),
         ('[pipeline]\nsteps = "many"', r"pipeline\.steps: expected `int`, got `str`"),
         ("[pipeline]\nsteps = -1", r"pipeline: steps = -1: expected a finite number of at least 0"),

@@ -31,6 +31,7 @@ from millstream.events import (
     RolloutStarted,
     Stepped,
 )
+from millstream.events.rollouts import NO_ROLLOUTS, RolloutSink
 from millstream.events.sinks import MemorySink
 from millstream.learner import Learner, Snapshot
 from millstream.pipeline.pipeline import (
@@ -237,11 +238,12 @@ def simulate(
     on_fleet: OnFleet | None = None,
     learner: Learner | None = None,
     critic: SimCritic | None = None,
+    rollouts: Callable[[MemorySink], RolloutSink] = lambda sink: NO_ROLLOUTS,
     **algorithm: object,
 ) -> Outcome:
     """Run to the end. Raises what stops the run: a `LagError`, a `Deadlock`, a `StallError`, ... With `on_fleet` engines are
     replaced when they die, and that runs concurrently. `learner`, `critic` and fields of `Algorithm` replace the default ones."""
-    parts = _Replaced(learner, critic, algorithm)
+    parts = _Replaced(learner, critic, rollouts, algorithm)
     return run_virtual(
         _simulate(
             world, environment, num_tokens, after_step, on_pipeline, keeper, kept, changed, new_learner, on_fleet, parts
@@ -252,6 +254,7 @@ def simulate(
 class _Replaced(NamedTuple):
     learner: Learner | None
     critic: SimCritic | None
+    rollouts: Callable[[MemorySink], RolloutSink]
     algorithm: Mapping[str, object]
 
 
@@ -338,6 +341,7 @@ async def _simulate(
         stages=stages,
         critic=critic,
         proximal=proximal,
+        rollouts=replaced.rollouts(sink),
     )
     algorithm = Algorithm(
         advantage=grpo,

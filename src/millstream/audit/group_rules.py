@@ -261,7 +261,7 @@ class GroupRules:
             if not self._holds(is_replaced == (fate == "aborted")):
                 self._finding("batch", f"group {group_id} left as {fate}, and says is_replaced {is_replaced}")
             return
-        if most is None:
+        if most is None or self._cursor.terms.rollouts_from:
             return
         if not self._holds(not is_replaced or (now.num_replaced < most and not now.is_fed)):
             why = "the data have ended" if now.is_fed else f"its step had replaced {now.num_replaced} of {most}"

@@ -30,6 +30,9 @@ class RunTerms(NamedTuple):
     is_first_to_finish: bool
     max_restarts: int
     max_replaced: int | None = None  # of groups that a step replaces; None: the log is of a version that does not say
+    rollouts_from: str = (
+        ""  # batches that another run recorded are trained: which of its groups were replaced is not logged
+    )
 
     @property
     def num_members(self) -> int:

@@ -20,6 +20,8 @@ import millstream
 from millstream import config as configs
 from millstream.audit import audit, report_lines
 from millstream.cli.common import console, errors, errors_shown, model_in
+from millstream.cli.diff import diff_command
+from millstream.cli.rollouts import kept_lines, rollouts_command
 from millstream.cli.serve import serve_command, serve_store_command
 from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text, scaled_lines, status_lines
 from millstream.cli.template import TEMPLATE
@@ -91,10 +93,15 @@ def train_command(
         ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and the result.")] = False,
+    rollouts_only: Annotated[
+        bool, typer.Option("--rollouts-only", help="Generate, score and keep rollouts; train nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a model by reinforcement learning, or resume a run."""
     with errors_shown():
+        if rollouts_only:
+            overrides = [*(overrides or []), "pipeline.rollouts_only=true"]
         if (path is None) == (resume is None):
             raise ConfigError("type either a config (millstream train RUN.toml) or a run to resume (--resume RUN)")
         if from_run is not None and resume is not None:
@@ -118,6 +125,9 @@ def train_command(
                 result = millstream.train(config, name=path.stem if path else "run", sinks=sinks, from_run=from_run)
         if as_json:
             console.out(msgspec.json.encode(result).decode(), highlight=False)
+        elif config.pipeline.rollouts_only:
+            for line in kept_lines(result.run_dir):
+                console.out(line, highlight=False)
         else:
             _show_result(result)
 
@@ -348,6 +358,8 @@ def env_check_command(
         raise typer.Exit(1)
 
 
+app.command(name="rollouts")(rollouts_command)
+app.command(name="diff")(diff_command)
 app.command(name="serve")(serve_command)
 app.command(name="serve-store")(serve_store_command)
 

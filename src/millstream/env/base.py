@@ -6,7 +6,7 @@ coroutine function of a `Context`, or the name of a built-in one."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from msgspec import Struct
@@ -16,6 +16,18 @@ from millstream.types import Completion, Message, Task
 T = TypeVar("T")
 Content = str | Sequence[Message]  # of an environment's turn: text, or the messages of a chat
 EpisodeReward = float | Sequence[float]  # one number, or one per agent, in their order
+
+
+class ScoredReward(float):
+    """A reward that says what it is made of: `ScoredReward(0.7, {"correct": 1.0, "format": 0.4})`. An environment may return
+    it; the parts are kept with the rollout and change nothing."""
+
+    parts: Mapping[str, float]
+
+    def __new__(cls, reward: float, parts: Mapping[str, float]) -> ScoredReward:
+        self = super().__new__(cls, reward)
+        self.parts = parts
+        return self
 
 
 class Step(Struct, frozen=True, kw_only=True):

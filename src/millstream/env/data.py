@@ -49,6 +49,9 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     system: str | None = None
     holdout: int = 256  # tasks set aside for evaluation: chosen by seed, never trained
     shuffle: bool = True
+    # A run folder whose rollouts are trained again, batch by batch, instead of new ones: see docs/rollouts.md. The tasks are
+    # still read, for evaluations.
+    rollouts: str | None = None
 
     def __post_init__(self) -> None:
         if sum(source is not None for source in (self.path, self.name, self.toy)) > 1:

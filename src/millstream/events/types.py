@@ -90,6 +90,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     max_replaced: int | None = (
         None  # of groups that a step replaces before places stay empty; None: the log does not say
     )
+    rollouts_from: str = ""  # the run whose recorded batches are trained; empty: rollouts are new
 
 
 class Resumed(Event, frozen=True, kw_only=True):

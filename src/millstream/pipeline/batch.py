@@ -17,12 +17,13 @@ from msgspec.structs import replace
 from millstream.algo.advantages import OverBatch
 from millstream.errors import LagError, StreamEnded
 from millstream.events import GroupTaken, MicroBatchLowered, Span
+from millstream.events.rollouts import TakenRows
 from millstream.learner import Learner
 from millstream.learner.packing import Packer
 from millstream.pipeline.admission import Admission, Place
 from millstream.pipeline.context import RunContext
 from millstream.pipeline.critic import CriticUpdates
-from millstream.pipeline.grouping import by_agent, members_of
+from millstream.pipeline.grouping import by_agent, members_of, row_order
 from millstream.pipeline.parts import Algorithm
 from millstream.pipeline.policy import SchedulingPolicy
 from millstream.pipeline.proximal import Proximal
@@ -118,6 +119,7 @@ class GroupTaker:
         await self._finalizer.end_if_drained()
         is_vacant = lease.group_id in self._context.vacant
         taken = TakenGroup(lease, [] if is_vacant else self._checked_rows(lease, place))
+        self._context.keep(_taken_rows(taken, self._admission.version))
         if self._critic is not None:
             self._critic.take(lease.group_id, is_last=self._admission.is_batch_full)
         if self._proximal is not None:
@@ -143,6 +145,12 @@ class GroupTaker:
             )
         )
         return train_rows(lease)
+
+
+def _taken_rows(taken: TakenGroup, version: int) -> TakenRows:
+    lease, order = taken.lease, row_order(taken.lease) if taken.rows else []
+    places = [(lease["member"][i], lease["part"][i]) for i in order]
+    return TakenRows(lease.group_id, version, places, [lease["reward"][i] for i in order], taken.rows)
 
 
 class BatchTrainer:

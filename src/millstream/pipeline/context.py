@@ -8,6 +8,7 @@ from typing import Any
 
 from millstream.clock import Clock
 from millstream.events import Event, EventSink
+from millstream.events.rollouts import NO_ROLLOUTS, RolloutSink
 from millstream.pipeline.notify import Notifier, QuiescePoint
 from millstream.pipeline.waits import Waits
 from millstream.store import Store
@@ -42,9 +43,12 @@ class GroupInFlight:
 
 
 class RunContext:
-    """The store, the clock, the event sink, named waits, the run's tasks, and the table of groups in flight."""
+    """The store, the clock, the sinks of events and rollouts, named waits, the run's tasks, and the table of groups in
+    flight."""
 
-    def __init__(self, *, store: Store, waits: Waits, clock: Clock, sink: EventSink) -> None:
+    def __init__(
+        self, *, store: Store, waits: Waits, clock: Clock, sink: EventSink, rollouts: RolloutSink = NO_ROLLOUTS
+    ) -> None:
         self.store = store
         self.waits = waits
         self.notifier = Notifier()  # notified when state has changed that a loop of the run waits for
@@ -56,6 +60,7 @@ class RunContext:
         self.vacant: set[int] = set()  # groups whose place in the batch stays empty: nothing of them is trained
         self.tasks: asyncio.TaskGroup | None = None  # while the run lasts
         self.now = clock.now
+        self.keep = rollouts.add  # a record of rollouts, after the event of the same moment
         self._sink = sink
 
     def emit(self, event: Event) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,6 +51,8 @@ class EpisodeResult(NamedTuple):
     parts: tuple[Rollout, ...]
     failure: Exception | None
     turns: list[Completion]  # part after part; also those of an episode that failed later
+    played: tuple[Rollout, ...] = ()  # `parts`, or what there is of an episode that failed, with a reward of NaN
+    reward_parts: Mapping[str, float] = {}  # of a `ScoredReward` reward
 
     @property
     def num_sampled(self) -> int:
@@ -92,6 +94,7 @@ class Player(NamedTuple):
             limit=limit,
         )
         parts: tuple[Rollout, ...] = ()
+        reward: EpisodeReward = 0.0
         failure: Exception | None = None
         try:
             async with limit or nullcontext():
@@ -114,7 +117,8 @@ class Player(NamedTuple):
         except Exception as error:  # whatever an environment or a reward raises is a failed episode
             failure = error
         try:
-            return EpisodeResult(parts, failure, episode.all_turns)
+            played = parts or episode.played()
+            return EpisodeResult(parts, failure, episode.all_turns, played, getattr(reward, "parts", {}))
         finally:
             episode.close()
             failure = None  # its traceback refers to this frame: a reference cycle
@@ -318,6 +322,11 @@ class Episode(EpisodePart):
     def all_turns(self) -> list[Completion]:
         """Every finished turn, part after part."""
         return [turn for part in self._parts for turn in part.turns]
+
+    def played(self) -> tuple[Rollout, ...]:
+        """The parts so far, with a reward of NaN."""
+        spoken = [part for part in self._parts if any(turn.tokens for turn in part.turns)]
+        return tuple(part.as_rollout(self._key, number, math.nan) for number, part in enumerate(spoken))
 
     def finish(self, reward: EpisodeReward) -> tuple[Rollout, ...]:
         """The rollout, part by part, with its reward. Raises `EnvironmentFailed` if no token was sampled. Where the model's

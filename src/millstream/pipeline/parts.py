@@ -13,6 +13,7 @@ from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.env import Environment
 from millstream.events import EventSink
+from millstream.events.rollouts import NO_ROLLOUTS, RolloutSink
 from millstream.learner import Critic, Follower, Learner
 from millstream.pipeline.schema import Stage
 from millstream.pipeline.waits import Waits
@@ -44,6 +45,8 @@ class Parts(Struct, frozen=True, kw_only=True, eq=False):
     """Trained concurrently with the learner. None: there is none."""
     proximal: Follower | None = None
     """Scores rows with the policy of the batch's start. None: the learner does so itself, if it needs it."""
+    rollouts: RolloutSink = NO_ROLLOUTS
+    """Keeps the rollouts."""
 
 
 class Algorithm(Struct, frozen=True, kw_only=True, eq=False):

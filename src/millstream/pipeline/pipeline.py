@@ -13,8 +13,9 @@ with max_lag = 0 the result depends on ids and seeds alone (`lockstep`). What be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from millstream.errors import MillstreamError
 from millstream.events import GroupAdmitted, Status, Stepped
@@ -26,6 +27,7 @@ from millstream.pipeline.lockstep import Gate
 from millstream.pipeline.parts import AfterStep, Algorithm, Parts, TokenGroupReward
 from millstream.pipeline.policy import SchedulingPolicy, admission_for, complete_with, gate_for
 from millstream.pipeline.proximal import Proximal
+from millstream.pipeline.recorded import RecordedBatches, RecordedTaker
 from millstream.pipeline.reschedule import UNCHANGED, Changed
 from millstream.pipeline.resume import Resumption
 from millstream.pipeline.rollouts import RolloutConfig, Rollouts
@@ -44,6 +46,8 @@ class Pipeline:
     """One run. `tasks` yields (epoch, task) in the order of training; it is read one ahead, as room appears. `after_step`
     (an evaluation, say) may use the engines: it takes no budget and delays nothing. `keeper` writes checkpoints. All users of
     the engines share the `router`, so that their requests wait in one queue.
+
+    With `recorded` the batches of another run are trained instead: no task is read, and nothing is generated for training.
 
     With `resumed` it continues from a checkpoint: the store must be empty, the learner restored, the engines at the version.
     `changed`: whether its config has other settings than those of the checkpoint.
@@ -64,6 +68,7 @@ class Pipeline:
         changed: Changed = UNCHANGED,
         incarnation: int = 0,
         router: Router | None = None,
+        recorded: RecordedBatches | None = None,
     ) -> None:
         self._parts = parts
         self._tasks: Iterator[tuple[int, Task]] = iter(tasks)
@@ -71,7 +76,9 @@ class Pipeline:
         self._checkpointer = keeper
         self._is_stopping = False
         self.waits = parts.waits
-        self._context = RunContext(store=parts.store, waits=parts.waits, clock=parts.clock, sink=parts.sink)
+        self._context = RunContext(
+            store=parts.store, waits=parts.waits, clock=parts.clock, sink=parts.sink, rollouts=parts.rollouts
+        )
         is_in_lockstep = config.is_in_lockstep
         self.router = router or Router(
             parts.engines, is_queueing=not is_in_lockstep, clock=parts.clock, sink=parts.sink
@@ -88,14 +95,8 @@ class Pipeline:
         self.router.listeners.append(lambda change: self._context.notifier.notify())
         self._critic = self._build_critic(algorithm)
         self._proximal = self._build_proximal(algorithm)
-        self._taker = GroupTaker(
-            self._context,
-            admission=self.admission,
-            policy=self._policy,
-            finalizer=self._finalizer,
-            critic=self._critic,
-            proximal=self._proximal,
-        )
+        self._recorded = recorded
+        self._taker = self._build_taker(rollout)
         self._batch = self._build_batch(algorithm)
         self._resumption = Resumption(
             self._context, self.admission, self._finalizer, self._rollouts, rollout.num_members
@@ -129,6 +130,24 @@ class Pipeline:
             after_step=after_step,
         )
 
+    def _build_taker(self, rollout: RolloutConfig) -> GroupTaker | RecordedTaker:
+        if self._recorded is not None:
+            return RecordedTaker(
+                self._context,
+                self._recorded,
+                admission=self.admission,
+                finalizer=self._finalizer,
+                num_members=rollout.num_members,
+            )
+        return GroupTaker(
+            self._context,
+            admission=self.admission,
+            policy=self._policy,
+            finalizer=self._finalizer,
+            critic=self._critic,
+            proximal=self._proximal,
+        )
+
     def _build_batch(self, algorithm: Algorithm) -> BatchTrainer:
         return BatchTrainer(
             self._context,
@@ -156,12 +175,7 @@ class Pipeline:
                 await self._parts.store.restore(self._rows)
                 self._policy.on_stepped()  # what comes after the last step may have been cut short
             await self._checkpoint_if_due()
-            is_in_lockstep = self._config.is_in_lockstep
-            loops = [self.feed(), self._finalizer.settle()]
-            loops += [run_stage(stage, self._context, is_in_lockstep=is_in_lockstep) for stage in self._parts.stages]
-            loops += [component.run() for component in (self._critic, self._proximal) if component is not None]
-            loops += self._policy.loops()
-            running = [self._context.spawn(loop) for loop in loops]
+            running = [self._context.spawn(loop) for loop in ([] if self._recorded is not None else self._loops())]
             self.sync.start(self.admission.version)
             if self._rows is not None:
                 await self._policy.run_after_step()
@@ -170,6 +184,14 @@ class Pipeline:
             for task in running:
                 task.cancel()
             self.sync.finish(are_joining_lost=not self._is_stopping)
+
+    def _loops(self) -> list[Coroutine[Any, Any, None]]:
+        """All but `train`."""
+        is_in_lockstep = self._config.is_in_lockstep
+        loops = [self.feed(), self._finalizer.settle()]
+        loops += [run_stage(stage, self._context, is_in_lockstep=is_in_lockstep) for stage in self._parts.stages]
+        loops += [component.run() for component in (self._critic, self._proximal) if component is not None]
+        return [*loops, *self._policy.loops()]
 
     @asynccontextmanager
     async def _tasks_of_the_run(self) -> AsyncIterator[None]:

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from millstream.events import GroupRestarted
+from millstream.events.rollouts import Restart
 from millstream.pipeline.admission import Admission
 from millstream.pipeline.context import RunContext
 from millstream.pipeline.lockstep import Gate
@@ -171,6 +172,7 @@ class SchedulingPolicy:
                 first_attempt=group.first_attempt,
             )
         )
+        self._context.keep(Restart(lease.group_id, group.first_attempt))
         self._rollouts.start(lease.group_id, group.task, place)
 
     # ---- lockstep ----------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class Resumption:
         (ledger, rows), superseded = take_over(state, changed, self._admission, self._num_members)
         places = {group_id: Place(group.start, group.deadline) for group_id, group in ledger.groups.items()}
         self._admission.restore(ledger.version, places)
-        settled = rows.acknowledged[SETTLE]
+        settled = rows.acknowledged.get(SETTLE, ())  # recorded batches are not settled again
         self._finalizer.num_unsettled = sum(c for g, c in rows.is_closed.items() if g not in settled)
         self._finalizer.settled = set(settled) & ledger.groups.keys()
         self._finalizer.num_replaced = ledger.num_replaced

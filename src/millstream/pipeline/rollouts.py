@@ -8,7 +8,7 @@ survive weight updates: an episode continues with the version that its engine se
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import numpy as np
@@ -16,9 +16,11 @@ from msgspec import Struct, structs
 
 from millstream.errors import LagError
 from millstream.events import RolloutAborted, RolloutEnded, RolloutFailed, RolloutStarted
+from millstream.events.rollouts import Attempt
+from millstream.events.rollouts.records import Outcome
 from millstream.pipeline.admission import Admission, Place
 from millstream.pipeline.context import RunContext
-from millstream.pipeline.episode import Player
+from millstream.pipeline.episode import EpisodeResult, Player
 from millstream.pipeline.limit import Limit
 from millstream.pipeline.lockstep import Gate
 from millstream.pipeline.parts import Parts
@@ -46,6 +48,8 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
     """A group with fewer survivors fails, by name. Groups of one need one."""
     timeout_s: float = 600.0
     """For one whole rollout, its reward included."""
+    keep_gb: float = 10.0
+    """Space for rollouts in the run folder (`millstream rollouts RUN`). Beyond it, whole groups are sampled. 0: no rollouts."""
 
     def __post_init__(self) -> None:
         if any(not string for string in self.stop):
@@ -56,8 +60,8 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
             structs.force_setattr(self, "min_group_size", 1)
         if not 1 <= self.min_group_size <= self.group_size:
             raise ValueError("min_group_size must be between 1 and group_size")
-        if self.extra_members < 0 or self.max_parts < 1:
-            raise ValueError("extra_members must be at least 0 and max_parts at least 1")
+        if self.extra_members < 0 or self.max_parts < 1 or not self.keep_gb >= 0:
+            raise ValueError("extra_members and keep_gb must be at least 0, and max_parts at least 1")
 
     @property
     def num_members(self) -> int:
@@ -174,10 +178,10 @@ class Rollouts:
         try:
             while True:
                 key = RequestKey(group_id=group_id, member=number, attempt=member.attempt)
-                parts, seconds = await self._attempt(key, member, task, place, last)
-                if parts:
-                    await self._put(group_id, parts, seconds)
-                if parts or member.attempt == last:
+                result, seconds = await self._attempt(key, member, task, place, last)
+                if result.parts:
+                    await self._put(key, result, seconds)
+                if result.parts or member.attempt == last:
                     break
                 member.attempt += 1
         except _Aborted:
@@ -203,22 +207,24 @@ class Rollouts:
         if is_complete and not self._is_ending:
             self.abort(group_id, "its group is complete")
 
-    async def _put(self, group_id: int, parts: tuple[Rollout, ...], seconds: float) -> None:
+    async def _put(self, key: RequestKey, result: EpisodeResult, seconds: float) -> None:
         """Put a rollout's rows into the store. It counts as ended before that, since a full store may take a while: no member
         too many may end meanwhile."""
+        group_id, parts = key.group_id, result.parts
         self._num_ended[group_id] += 1
         self._abort_if_complete(group_id)
         columns = zip(*map(structs.astuple, parts), strict=True)
         rows = {name: list(values) for name, values in zip(Rollout.__struct_fields__, columns, strict=True)}
         async with self._context.quiesce:
             self._record_rollout(parts, seconds)
+            self._keep(key, parts, "ended", reward_parts=result.reward_parts)
             put = self._context.store.put(group_id, rows, versions=min(part.start_version for part in parts))
             await self._context.waits.on(f"group {group_id}", "room in the store", put)
 
     async def _attempt(
         self, key: RequestKey, member: _Member, task: Task, place: Place, last: int
-    ) -> tuple[tuple[Rollout, ...], float]:
-        """One attempt, part by part, and how long it took; no part if it failed, which is data and not a crash."""
+    ) -> tuple[EpisodeResult, float]:
+        """One attempt, and how long it took; it has no part if it failed, which is data and not a crash."""
         began, limit, owner = self._now(), Limit(self._config.timeout_s), owner_of(key)
         self._context.emit(RolloutStarted(at=began, group_id=key.group_id, member=key.member, attempt=key.attempt))
         generate = partial(self._generate, member=member, place=place, owner=owner, limit=limit)
@@ -231,12 +237,14 @@ class Rollouts:
         if member.why:
             member.is_done = True
             self._record_abort(key, member, seconds, result.num_sampled)
+            self._keep(key, result.played, "aborted", member.why)
             raise _Aborted
         if result.failure is not None:
             self._record_failure(key, result.failure, seconds, result.num_sampled, is_final=key.attempt == last)
-            return (), seconds
+            self._keep(key, result.played, "failed", f"{type(result.failure).__name__}: {result.failure}")
+            return result, seconds
         member.is_done = True
-        return result.parts, seconds
+        return result, seconds
 
     async def _generate(
         self, request: Request, *, member: _Member, place: Place, owner: str, limit: Limit
@@ -306,6 +314,25 @@ class Rollouts:
                 end_version=max(int(part.versions.max()) for part in parts),
                 finish=parts[-1].finish,
                 seconds=seconds,
+            )
+        )
+
+    def _keep(
+        self,
+        key: RequestKey,
+        parts: tuple[Rollout, ...],
+        outcome: Outcome,
+        why: str = "",
+        reward_parts: Mapping[str, float] | None = None,
+    ) -> None:
+        group = self._context.groups[key.group_id]
+        self._context.keep(
+            Attempt(
+                *(key.group_id, key.member, key.attempt, group.task_id, group.epoch),
+                parts,
+                outcome,
+                why,
+                reward_parts or {},
             )
         )
 

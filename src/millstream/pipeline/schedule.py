@@ -39,6 +39,8 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     """A wait this long is reported."""
     deadline_s: float = 1800.0
     """A wait for an engine or the learner this long ends the run with an error that names it."""
+    rollouts_only: bool = False
+    """Generate, score and keep rollouts, and train nothing: every version has the weights of the start."""
 
     def __post_init__(self) -> None:
         for key, least in (("steps", 0), ("groups_per_step", 1), ("max_lag", 0)):

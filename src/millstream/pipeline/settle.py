@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from millstream.algo.advantages import Rewards, has_signal
 from millstream.errors import MillstreamError, RolloutError, StreamEnded
 from millstream.events import GroupLeft, GroupScored
+from millstream.events.rollouts import GroupFate
 from millstream.pipeline.admission import Admission
 from millstream.pipeline.context import RunContext
 from millstream.pipeline.credit import columns_of, do_turns_differ
@@ -256,6 +257,7 @@ class GroupFinalizer:
                 mean_reward=float(rewards_G.mean()) if len(rewards_G) else 0.0,
             )
         )
+        self._context.keep(GroupFate(group_id, self._context.groups[group_id].task_id, fate, rewards_G.tolist()))
 
     def _judge(self, lease: Lease) -> Fate:
         if len(members_of(lease)) < self._min_group_size:

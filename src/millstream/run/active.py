@@ -20,6 +20,7 @@ from millstream.events import (
     Status,
     Warned,
 )
+from millstream.events.rollouts.writer import RolloutWriter
 from millstream.pipeline.pipeline import Pipeline
 from millstream.pipeline.reschedule import UNCHANGED
 from millstream.run.changes import effects_of
@@ -57,6 +58,7 @@ class ActiveRun:
         self.run_id = secrets.token_hex(8) if self.state is None else self.state.run_id
         self.start_version = 0 if resumed is None else resumed.version
         self.pipeline: Pipeline | None = None
+        self.rollouts: RolloutWriter | None = None
         self.checkpoints: Checkpoints | None = None
         self.sft_step_kept = 0  # the step of the newest checkpoint of supervised training that this process wrote
         self.at_work: Stoppable | None = None  # what a first signal lets finish its batch
@@ -81,6 +83,12 @@ class ActiveRun:
     def adopt(self, engine: Engine) -> bool:
         """Whether the pipeline, if there is one, takes this new engine in."""
         return self.pipeline is not None and self.pipeline.sync.adopt(engine)
+
+    def sync(self) -> None:
+        """Returns when the log and the rollouts so far are on the disk."""
+        if self.rollouts is not None:
+            self.rollouts.sync()
+        self.log.sync()
 
     def checkpoint_state(self) -> RunState:
         return RunState(run_id=self.run_id, data_digest=self.prepared.data_digest, generators=random_states())
@@ -146,7 +154,7 @@ class ActiveRun:
                 run_id=self.run_id,
                 seed=self.config.seed,
                 steps=pipeline.steps,
-                num_tasks=len(self.prepared.data.train),
+                num_tasks=len(self.prepared.data.train) if self.config.data.rollouts is None else 0,
                 filter_zero_signal=pipeline.filter_zero_signal,
                 min_group_size=rollout.min_group_size,
                 groups_per_step=pipeline.groups_per_step,
@@ -158,6 +166,7 @@ class ActiveRun:
                 is_first_to_finish=pipeline.is_first_to_finish,
                 max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
                 max_replaced=pipeline.max_replaced,
+                rollouts_from=self.config.data.rollouts or "",
             )
         )
 

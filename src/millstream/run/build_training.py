@@ -11,6 +11,7 @@ from pathlib import Path
 from millstream.algo.recipe import Recipe
 from millstream.events import WARMUP, EventSink, PathChosen
 from millstream.learner import LearnerConfig, RunLearner
+from millstream.learner.frozen import FrozenLearner
 from millstream.learner.path import learner_path
 from millstream.model.adapters import lora_of, merged
 from millstream.model.load import save_model
@@ -58,7 +59,7 @@ def _checkpoints(run: ActiveRun, folder: str, sink: EventSink, *, last_step: int
         clock=run.clock,
         sink=sink,
         last_seq=run.log.last_seq,
-        sync=run.log.sync,
+        sync=run.sync,
         run_state=run.checkpoint_state,
     )
 
@@ -68,6 +69,8 @@ def _checkpoints(run: ActiveRun, folder: str, sink: EventSink, *, last_step: int
 
 def build_durable_learner(run: ActiveRun, checkpoints: Checkpoints) -> RunLearner:
     config = run.config
+    if config.pipeline.rollouts_only:
+        return FrozenLearner(run.prepared.model)
     recipe = Recipe(algorithm=config.algorithm, max_tokens=config.rollout.max_tokens)
     return _learner(run, config.learner, recipe, config.pipeline.steps, checkpoints, run.start_version)
 

@@ -27,6 +27,7 @@ from millstream.model.locate import check_path, check_tokenizer
 from millstream.model.lora import check_lora
 from millstream.paths import kind_of
 from millstream.run.config import RunConfig, server_token, weight_ways
+from millstream.run.train_again import recorded_batches
 
 
 class CheckedConfig(NamedTuple):
@@ -49,7 +50,10 @@ def check_config(config: RunConfig, *, is_reward_passed: bool = False) -> Checke
     except MillstreamError as error:
         errors.append(error)
     rewards = () if is_reward_passed else (_checked_rewards,)
-    steps = (_checked_functions, _checked_models, _checked_engine, _checked_resources, _checked_run_dir)
+    steps = (
+        *(_checked_functions, _checked_models, _checked_engine, _checked_resources, _checked_run_dir),
+        _checked_recorded,
+    )
     for step in (*rewards, *steps):
         try:
             findings += step(config)
@@ -67,6 +71,7 @@ def check_combinations(config: RunConfig) -> None:
         _check_algorithm,
         _check_scorers,
         _check_proximal,
+        _check_rollouts_only,
         _check_engine,
         _check_resources,
         _check_lora,
@@ -129,6 +134,17 @@ def _check_proximal(config: RunConfig) -> None:
             f'a [proximal] table, and algorithm.loss = "{config.algorithm.loss}" does not look at the proximal policy: leave '
             'it out, or set algorithm.loss = "decoupled_ppo"'
         )
+
+
+def _check_rollouts_only(config: RunConfig) -> None:
+    if not config.pipeline.rollouts_only:
+        return
+    if not config.rollout.keep_gb or not config.pipeline.steps:
+        key = "pipeline.steps" if config.rollout.keep_gb else "rollout.keep_gb"
+        raise ConfigError(f"a run that only keeps rollouts, and {key} = 0: set it above 0")
+    if needs_critic(config.algorithm) or config.proximal is not None:
+        key = f'algorithm.advantage = "{config.algorithm.advantage}"' if config.proximal is None else "[proximal]"
+        raise ConfigError(f"a run that only keeps rollouts, and {key}, which trains or copies a model: leave it out")
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -305,6 +321,13 @@ def _checked_engine(config: RunConfig) -> Iterator[str]:
         raise ConfigError(f"engine.http.folder = {http.folder!r}: {nearest} is no folder that can be written to")
     yield f"checked: weights can be written to {folder}"
     yield f"not checked: the servers at {', '.join(http.urls)}, which the run asks at its start"
+
+
+def _checked_recorded(config: RunConfig) -> list[str]:
+    batches = recorded_batches(config)
+    if batches is None:
+        return []
+    return [f"data.rollouts = {config.data.rollouts}: {len(batches)} finished batches, all of their rollouts are there"]
 
 
 def _checked_run_dir(config: RunConfig) -> Iterator[str]:

@@ -164,7 +164,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         model=structs.replace(config.model, path=_absolute(config.model.path)),
         reference=_with_absolute_path(config.reference),
         critic=_with_absolute_path(config.critic),
-        data=structs.replace(data, path=_absolute(data.path), name=_absolute(data.name)),
+        data=structs.replace(
+            data, path=_absolute(data.path), name=_absolute(data.name), rollouts=_absolute(data.rollouts)
+        ),
         reward=tuple(structs.replace(reward, function=imports.absolute(reward.function)) for reward in config.reward),
         environment=tuple(structs.replace(one, use=imports.absolute(one.use)) for one in config.environment),
         algorithm=structs.replace(algorithm, advantage=advantage, loss=loss),

@@ -18,6 +18,7 @@ from millstream.engine import EngineConfig
 from millstream.env.rewards import Reward
 from millstream.errors import ConfigError, MillstreamError, StallError
 from millstream.events import Evaluated, EventSink, Sample
+from millstream.events.rollouts.text import spoken_text
 from millstream.events.sinks import Tee
 from millstream.pipeline.episode import EpisodeResult, Player
 from millstream.pipeline.limit import Limit
@@ -110,7 +111,7 @@ class Evaluator:
         error, decode = result.failure, self._prepared.text.decode
         return Sample(
             prompt=_as_text(task),
-            completion="\n".join(decode(turn.tokens) for turn in result.turns),
+            completion=spoken_text(result.played, decode),
             reward=result.parts[0].reward if result.parts else 0.0,
             answer=task.answer,
             failure="" if error is None else f"{type(error).__name__}: {error}",

@@ -5,6 +5,7 @@ start/           of a run that began with another run's checkpoint: see `run.bra
 events.jsonl     every event
 metrics.jsonl    one line a step
 checkpoints/     see `run.checkpoint`
+rollouts/        what was sampled, and what became of it: see `events.rollouts`
 warmup/          checkpoints of supervised training, until the model is saved
 reference/       the model after its warm-up, where that is the reference
 model/           the trained model

@@ -21,6 +21,7 @@ from millstream.learner import RunLearner
 from millstream.model.adapters import trained_weights
 from millstream.model.load import load_weights
 from millstream.pipeline.pipeline import Parts, Pipeline
+from millstream.pipeline.recorded import RecordedBatches
 from millstream.pipeline.state import CRITIC_FOLDER
 from millstream.run.active import ActiveRun
 from millstream.run.backend import BackendContext, build_fleet
@@ -40,6 +41,7 @@ from millstream.run.config import RunConfig, WarmupConfig
 from millstream.run.evaluate import Evaluator
 from millstream.run.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.run.garbage import seldom_collected
+from millstream.run.keep_rollouts import close_rollouts, open_rollouts
 from millstream.run.log import RunLog
 from millstream.run.prepare import Prepared, prepare_run
 from millstream.run.resume import (
@@ -52,7 +54,9 @@ from millstream.run.resume import (
 )
 from millstream.run.sft import remove_sft_checkpoints
 from millstream.run.supervision import Supervision
+from millstream.run.train_again import recorded_batches
 from millstream.serving.fleet import Fleet
+from millstream.store import Store
 from millstream.weights import Publication
 
 OWNER = "the run"
@@ -69,11 +73,13 @@ def train(
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
     the one that the config names. `from_run`: RUN or RUN@STEP, a checkpoint whose weights and optimizer the run begins with."""
+    source = config.data.rollouts
+    recorded = None if source is None else recorded_sizes(RunFolder(Path(source)))
     if from_run is None:
-        prepared = prepare_run(config, reward)
+        prepared = prepare_run(config, reward, recorded=recorded)
         return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
     branch = find_branch(str(from_run), config)
-    prepared = prepare_run(config, reward, start=branch.found.folder)
+    prepared = prepare_run(config, reward, recorded=recorded, start=branch.found.folder)
     folder = RunFolder.create(prepared.written, name, lambda folder: write_start(branch, folder))
     return _run(prepared, folder, sinks, None, branch)
 
@@ -95,9 +101,8 @@ def resume(
         if reward is not None and not was_passed(config.reward):
             raise ConfigError(f"the run in {run_dir} has its reward from its config.toml: leave reward= out")
         resumed = find_resume_point(folder, config)
-        is_repeatable = (
-            config.pipeline.is_in_lockstep or config.warmup is not None
-        )  # bit for bit: other sizes would change it
+        # bit for bit: other sizes would change it
+        is_repeatable = config.pipeline.is_in_lockstep or config.warmup is not None or config.data.rollouts is not None
         recorded = recorded_sizes(folder) if is_repeatable else None
         start = folder.start if folder.start.is_dir() else None
         prepared = prepare_run(config, reward, recorded=recorded, start=start)
@@ -141,14 +146,14 @@ def _run(
 
 async def _phases(run: ActiveRun) -> None:
     """To the end, or to a clean stop: `Supervision` then raises `Stopped`."""
-    steps, warmup = run.config.pipeline.steps, run.config.warmup
+    steps, warmup, is_training = run.config.pipeline.steps, run.config.warmup, not run.config.pipeline.rollouts_only
     async with Supervision(run) as supervision, _open(run, supervision) as (fleet, evaluator):
         if run.found is None:
             if not steps:  # supervised training alone: "before" is before that
                 await evaluator.sampled_and_greedy("before")
             if warmup is not None:
                 await _warm_up(run, fleet, evaluator, warmup)
-            if steps and not run.is_stopping:
+            if steps and is_training and not run.is_stopping:
                 await evaluator.sampled_and_greedy("before")
         if run.is_stopping:
             return
@@ -158,11 +163,12 @@ async def _phases(run: ActiveRun) -> None:
             elif run.folder.start.is_dir():
                 await _restore(run, trainers, fleet, run.folder.start)
             await _reinforce(run, trainers, fleet, evaluator)
-            if not run.is_stopping:
+            if is_training and not run.is_stopping:
                 await _save(run, trainers.learner, fleet)
         if run.is_stopping:
             return
-        await evaluator.sampled_and_greedy("after")
+        if is_training:
+            await evaluator.sampled_and_greedy("after")
         run.is_done = True
 
 
@@ -214,8 +220,10 @@ async def _trainers(run: ActiveRun) -> AsyncIterator[Trainers]:
     checkpoints = build_checkpoints(run)
     run.checkpoints = checkpoints
     async with AsyncExitStack() as closing:
-        building = asyncio.to_thread(build_run_scorers, run, checkpoints)
-        scorers = await run.waits.on(OWNER, "the scorers to be built", building)
+        scorers = Scorers()  # recorded rows have been scored
+        if run.config.data.rollouts is None:
+            building = asyncio.to_thread(build_run_scorers, run, checkpoints)
+            scorers = await run.waits.on(OWNER, "the scorers to be built", building)
         closing.push_async_callback(scorers.close)
         learner = build_durable_learner(run, checkpoints)
         closing.push_async_callback(learner.close)
@@ -277,11 +285,12 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     state = None if run.found is None else run.found.pipeline_state()
     num_restored = 0 if state is None or not any(run.changed) else len(state.rows.rows)
     opening = prepared.backend.open_store(scorers.stages, num_restored)
+    recorded = await asyncio.to_thread(recorded_batches, prepared.written)
     parts = Parts(
         engines=fleet.router.engines,
         environment=prepared.environment,
         learner=learner,
-        store=await run.waits.on(OWNER, "the store to be open", opening),
+        store=await run.waits.on(OWNER, "the store to be open", _open_store(run, scorers, recorded)),
         stages=scorers.stages,
         critic=scorers.critic,
         proximal=scorers.proximal,
@@ -289,6 +298,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         clock=run.clock,
         sink=run.log,
         waits=run.waits,
+        rollouts=await run.waits.on(OWNER, "the files of rollouts", asyncio.to_thread(open_rollouts, run)),
     )
     if run.found is None:
         run.emit_started()
@@ -305,6 +315,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         changed=run.changed,
         incarnation=run.incarnation,
         router=fleet.router,
+        recorded=recorded,
     )
     run.at_work = run.pipeline
     run.keep_config()
@@ -317,6 +328,14 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     finally:
         run.end_grace()
         await run.waits.on(OWNER, "the last checkpoint to be written", trainers.checkpoints.close())
+        await run.waits.on(OWNER, "the last rollouts to be written", asyncio.to_thread(close_rollouts, run))
+
+
+async def _open_store(run: ActiveRun, scorers: Scorers, recorded: RecordedBatches | None) -> Store:
+    if recorded is None:
+        return await run.prepared.backend.open_store(scorers.stages)
+    capacity = run.config.pipeline.most_groups * run.config.rollout.most_rows
+    return await asyncio.to_thread(recorded.new_store, capacity)
 
 
 # ---- save ------------------------------------------------------------------------------------------------------------

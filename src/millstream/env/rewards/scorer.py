@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from millstream.env.base import ScoredReward
 from millstream.env.rewards.call import RewardCall, finite_number, finite_numbers
 from millstream.env.rewards.config import RewardConfig
 from millstream.env.rewards.find import GroupReward, Reward
@@ -21,16 +22,17 @@ class CompletionScorer:
         """`launcher`: of worker processes on a cluster. None: they are this machine's."""
         own = [(function, config) for function, config in rewards if not config.group]
         self._rewards = [(RewardCall(function, config, launcher), config) for function, config in own]
-        self.name = "reward " + (" + ".join(config.function for _, config in own) or "of the group alone")
+        functions = [config.function for _, config in own]
+        self._names = [  # each its own, where a function is used twice
+            name if functions.count(name) == 1 else f"{name} {number}" for number, name in enumerate(functions, 1)
+        ]
+        self.name = "reward " + (" + ".join(self._names) or "of the group alone")
 
-    async def score(self, task: Task, completion: str) -> float:
-        """Raises `RewardFailed` if any of them fails."""
-        return sum(
-            [
-                config.weight * finite_number(await call(task, completion), config.function)
-                for call, config in self._rewards
-            ]
-        )
+    async def score(self, task: Task, completion: str) -> ScoredReward:
+        """With the value of each, before its weight. Raises `RewardFailed` if any of them fails."""
+        values = [finite_number(await call(task, completion), config.function) for call, config in self._rewards]
+        total = sum([config.weight * value for value, (_, config) in zip(values, self._rewards, strict=True)])
+        return ScoredReward(total, dict(zip(self._names, values, strict=True)))
 
 
 class GroupScorer:

@@ -1,0 +1,321 @@
+"""Records as bytes. A chunk is what one write appends to a file: it is read whole, or not at all.
+
+    | magic | length of the head | length of the body | CRC-32 of the head | head: MessagePack | body: MessagePack, zlib |
+
+The head has what became of groups, and which groups the body is about: a reader skips bodies that it does not need. Arrays of
+all rows are concatenated. Nothing is pickled; reading a chunk imports and executes nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from millstream.errors import LogError
+from millstream.events.rollouts.records import Attempt, GroupFate, Outcome, Record, Restart, TakenRows
+from millstream.types import Finish, Floats, Rollout, TrainRow
+
+MAGIC = b"MSR1"
+PREFIX = struct.Struct("<4sIII")
+LEVEL = 1  # of zlib: higher levels cost several times as much, for a tenth less
+EXTRA_COLUMNS = ("advantages", "reference", "values", "returns")  # of rows that a batch took: one number a token
+
+
+class TakenHead(Struct, frozen=True, array_like=True):
+    seq: int
+    group_id: int
+    version: int
+    num_rows: int
+
+
+class FateHead(Struct, frozen=True, array_like=True):
+    seq: int
+    group_id: int
+    task_id: str
+    fate: str
+    rewards: list[float]
+
+
+class RestartHead(Struct, frozen=True, array_like=True):
+    seq: int
+    group_id: int
+    first_attempt: int
+
+
+class ChunkHead(Struct, frozen=True, array_like=True):
+    last_seq: int
+    groups: list[int]  # that the body is about
+    num_attempts: int = 0
+    taken: list[TakenHead] = []
+    fates: list[FateHead] = []
+    restarts: list[RestartHead] = []
+    cut: int | None = None
+    """The run was resumed from a checkpoint here: earlier records after this number are void."""
+
+
+class AttemptRow(Struct, frozen=True, array_like=True):
+    seq: int
+    group_id: int
+    member: int
+    attempt: int
+    task_id: str
+    epoch: int
+    outcome: Outcome
+    why: str
+    reward_parts: dict[str, float]
+    num_parts: int
+
+
+class PartRow(Struct, frozen=True, array_like=True):
+    part: int
+    agent: int
+    start_version: int
+    reward: float
+    turn_rewards: list[float]
+    finish: Finish
+    num_tokens: int
+
+
+class TakenRow(Struct, frozen=True, array_like=True):
+    member: int
+    part: int
+    reward: float
+    num_tokens: int
+
+
+class ChunkBody(Struct, frozen=True, array_like=True):
+    attempts: list[AttemptRow] = []
+    parts: list[PartRow] = []
+    tokens: bytes = b""
+    versions: bytes = b""
+    logprobs: bytes = b""
+    taken: list[TakenRow] = []
+    columns: dict[str, bytes] = {}
+
+
+NO_TOKENS = np.zeros(0, np.int32)
+NO_MASK = np.zeros(0, np.bool_)
+NO_FLOATS = np.zeros(0, np.float32)
+_head = msgspec.msgpack.Decoder(ChunkHead)
+_body = msgspec.msgpack.Decoder(ChunkBody)
+_encode = msgspec.msgpack.Encoder().encode
+Numbered = tuple[int, Record]
+
+
+# ---- to bytes --------------------------------------------------------------------------------------------------------
+
+
+def encode_chunk(records: Sequence[Numbered]) -> bytes:
+    """At least one record, in the order in which they were made."""
+    attempts = [(seq, one) for seq, one in records if isinstance(one, Attempt)]
+    taken = [(seq, one) for seq, one in records if isinstance(one, TakenRows)]
+    head = ChunkHead(
+        last_seq=records[-1][0],
+        groups=sorted({one.group_id for _, one in attempts} | {one.group_id for _, one in taken}),
+        num_attempts=len(attempts),
+        taken=[TakenHead(seq, one.group_id, one.version, len(one.rows)) for seq, one in taken],
+        fates=[
+            FateHead(seq, one.group_id, one.task_id, str(one.fate), list(one.rewards))
+            for seq, one in records
+            if isinstance(one, GroupFate)
+        ],
+        restarts=[
+            RestartHead(seq, one.group_id, one.first_attempt) for seq, one in records if isinstance(one, Restart)
+        ],
+    )
+    return _joined(head, _body_of(attempts, [one for _, one in taken]))
+
+
+def encode_cut(seq: int) -> bytes:
+    return _joined(ChunkHead(last_seq=seq, groups=[], cut=seq), None)
+
+
+def _joined(head: ChunkHead, body: ChunkBody | None) -> bytes:
+    raw = _encode(head)
+    packed = b"" if body is None else zlib.compress(_encode(body), LEVEL)
+    return PREFIX.pack(MAGIC, len(raw), len(packed), zlib.crc32(raw)) + raw + packed
+
+
+def _body_of(attempts: Sequence[tuple[int, Attempt]], taken: Sequence[TakenRows]) -> ChunkBody | None:
+    if not attempts and not any(one.rows for one in taken):
+        return None
+    parts = [part for _, one in attempts for part in one.parts]
+    rows = [row for one in taken for row in one.rows]
+    return ChunkBody(
+        attempts=[
+            AttemptRow(seq, *one[:5], one.outcome, one.why, dict(one.reward_parts), len(one.parts))
+            for seq, one in attempts
+        ],
+        parts=[
+            PartRow(
+                part.part,
+                part.agent,
+                part.start_version,
+                part.reward,
+                part.turn_rewards.tolist(),
+                part.finish,
+                len(part.tokens),
+            )
+            for part in parts
+        ],
+        tokens=_flat([part.tokens for part in parts], "<i4"),
+        versions=_flat([part.versions for part in parts], "<i4"),
+        logprobs=_flat([part.logprobs for part in parts], "<f4"),
+        taken=[
+            TakenRow(*place, reward, len(row.tokens))
+            for one in taken
+            for place, reward, row in zip(one.places, one.rewards, one.rows, strict=True)
+        ],
+        columns={
+            name: _flat([getattr(row, name) for row in rows], "<f4")
+            for name in EXTRA_COLUMNS
+            if rows and getattr(rows[0], name) is not None
+        },
+    )
+
+
+def _flat(arrays: Sequence[Any], dtype: str) -> bytes:
+    return np.concatenate(arrays).astype(dtype, copy=False).tobytes() if arrays else b""
+
+
+# ---- from bytes ------------------------------------------------------------------------------------------------------
+
+
+class ChunkPlace(NamedTuple):
+    """Where a chunk's body is."""
+
+    path: Path
+    begin: int
+    size: int
+
+
+def read_heads(path: Path) -> Iterator[tuple[ChunkHead, ChunkPlace]]:
+    """Every whole chunk of a file, in order. One that is being written, or that a killed run left unfinished, ends it."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        begin = 0
+        while (found := _read_head(file, begin, size)) is not None:
+            head, place = found
+            yield head, ChunkPlace(path, *place)
+            begin = sum(place)
+
+
+def _read_head(file: BinaryIO, begin: int, size: int) -> tuple[ChunkHead, tuple[int, int]] | None:
+    file.seek(begin)
+    prefix = file.read(PREFIX.size)
+    if len(prefix) < PREFIX.size:
+        return None
+    magic, head_size, body_size, checksum = PREFIX.unpack(prefix)
+    body_begin = begin + PREFIX.size + head_size
+    if magic != MAGIC or body_begin + body_size > size:
+        return None
+    raw = file.read(head_size)
+    if zlib.crc32(raw) != checksum:
+        return None
+    try:
+        return _head.decode(raw), (body_begin, body_size)
+    except msgspec.DecodeError as error:
+        raise LogError(f"{file.name}, byte {begin}: not a chunk that this version reads: {error}") from error
+
+
+def end_of(path: Path) -> int:
+    """The number of bytes of its whole chunks."""
+    end = 0
+    for _, place in read_heads(path):
+        end = place.begin + place.size
+    return end
+
+
+class DecodedChunk(NamedTuple):
+    attempts: list[tuple[int, Attempt]]  # with their numbers
+    taken: list[TakenRows]  # as in the head, in its order
+
+
+def read_body(head: ChunkHead, place: ChunkPlace) -> DecodedChunk:
+    """Raises `LogError` for bytes that are not those that were written."""
+    if not place.size:
+        return DecodedChunk([], [_taken(one, [], {}, 0) for one in head.taken])
+    try:
+        with place.path.open("rb") as file:
+            file.seek(place.begin)
+            body = _body.decode(zlib.decompress(file.read(place.size)))
+        return DecodedChunk(list(_attempts(body)), list(_all_taken(head, body)))
+    except OSError as error:
+        raise LogError(
+            f"cannot read {place.path}: {error.strerror}. An active run may have sampled it away: try again"
+        ) from error
+    except (zlib.error, msgspec.DecodeError, ValueError) as error:
+        raise LogError(f"{place.path}, byte {place.begin}: a chunk cannot be read: {error}") from error
+
+
+def _attempts(body: ChunkBody) -> Iterator[tuple[int, Attempt]]:
+    tokens_N, versions_N = np.frombuffer(body.tokens, "<i4"), np.frombuffer(body.versions, "<i4")
+    logprobs_N = np.frombuffer(body.logprobs, "<f4")
+    parts, begin = iter(body.parts), 0
+    for row in body.attempts:
+        own = []
+        for _ in range(row.num_parts):
+            part = next(parts)
+            of = slice(begin, begin + part.num_tokens)
+            begin += part.num_tokens
+            own.append(
+                Rollout(
+                    group_id=row.group_id,
+                    member=row.member,
+                    part=part.part,
+                    agent=part.agent,
+                    attempt=row.attempt,
+                    start_version=part.start_version,
+                    reward=part.reward,
+                    turn_rewards=np.array(part.turn_rewards, np.float64),
+                    finish=part.finish,
+                    tokens=tokens_N[of],
+                    loss_mask=versions_N[of] >= 0,
+                    logprobs=logprobs_N[of],
+                    versions=versions_N[of],
+                )
+            )
+        yield (
+            row.seq,
+            Attempt(
+                *(row.group_id, row.member, row.attempt, row.task_id, row.epoch),
+                tuple(own),
+                row.outcome,
+                row.why,
+                row.reward_parts,
+            ),
+        )
+
+
+def _all_taken(head: ChunkHead, body: ChunkBody) -> Iterator[TakenRows]:
+    columns = {name: np.frombuffer(data, "<f4") for name, data in body.columns.items()}
+    row, begin = 0, 0
+    for one in head.taken:
+        own = body.taken[row : row + one.num_rows]
+        yield _taken(one, own, columns, begin)
+        row += one.num_rows
+        begin += sum(each.num_tokens for each in own)
+
+
+def _taken(head: TakenHead, own: Sequence[TakenRow], columns: dict[str, Floats], begin: int) -> TakenRows:
+    """Rows without tokens, which are those of the rollouts: `reader` joins them."""
+    rows = []
+    for row in own:
+        of = slice(begin, begin + row.num_tokens)
+        begin += row.num_tokens
+        own_columns: dict[str, Any] = {name: values[of] for name, values in columns.items()}
+        rows.append(TrainRow(tokens=NO_TOKENS, loss_mask=NO_MASK, logprobs=NO_FLOATS, **own_columns))
+    return TakenRows(
+        head.group_id,
+        head.version,
+        [(row.member, row.part) for row in own],
+        [row.reward for row in own],
+        rows,
+    )

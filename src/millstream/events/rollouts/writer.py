@@ -1,0 +1,182 @@
+"""Writes RUN/rollouts/: a thread encodes and appends, every two seconds; the event loop never waits for it.
+
+Guarantees. A killed run's files can be read up to the last whole chunk, and what a checkpoint covers is in them (`sync`). A run
+that resumes voids what its checkpoint does not cover with one mark, so that each trained row is there exactly once. The files
+stay within the bound: every group belongs to a stratum by its id, stratum 0 has half of all groups, stratum 1 a quarter, and so
+on, each in a file of its own. Above the bound the lowest stratum is deleted, and none of its groups is kept any more: what is
+left is a fair sample of whole groups over the whole run. What was sampled away is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+from msgspec import Struct
+
+from millstream.events.rollouts.chunks import Numbered, encode_chunk, encode_cut, end_of, read_heads
+from millstream.events.rollouts.records import Attempt, Record
+
+logger = logging.getLogger(__name__)
+ROLLOUTS_FOLDER = "rollouts"
+SAMPLED_FILE = "sampled.json"
+NUM_STRATA = 16
+
+
+class SampledAway(Struct, frozen=True, kw_only=True):
+    """What is not in the files. Groups of strata below `level` are not kept; `num_lost` could not be written."""
+
+    level: int = 0
+    num_rollouts: int = 0
+    num_lost: int = 0
+
+
+def stratum_of(group_id: int) -> int:
+    """The number of trailing zeros in a checksum of the id."""
+    checksum = zlib.crc32(group_id.to_bytes(8, "little", signed=True)) | 1 << (NUM_STRATA - 1)
+    return (checksum & -checksum).bit_length() - 1
+
+
+def stratum_file(folder: Path, stratum: int) -> Path:
+    return folder / f"{stratum:02d}.rollouts"
+
+
+def read_sampled(folder: Path) -> SampledAway:
+    path = folder / SAMPLED_FILE
+    return msgspec.json.decode(path.read_bytes(), type=SampledAway) if path.exists() else SampledAway()
+
+
+class RolloutWriter:
+    """A `RolloutSink`. `last_seq`: the number of the last event. `upto`: in a resumed run, the last one that its checkpoint
+    covers. A disk that takes nothing costs the records of that moment, which are counted, and not the run."""
+
+    FLUSH_S = 2.0
+
+    def __init__(self, folder: Path, *, max_bytes: float, last_seq: Callable[[], int], upto: int | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._last_seq = last_seq
+        self._records: list[Numbered] = []
+        self._files: dict[int, BinaryIO] = {}
+        self._sizes: dict[int, int] = {}
+        self._num_kept: dict[int, int] = defaultdict(int)
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._is_failing = False
+        self.sampled = read_sampled(folder)
+        for stratum in range(NUM_STRATA):
+            self._reopen(stratum, upto)
+        self._thread = threading.Thread(target=self._write, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def add(self, record: Record) -> None:
+        self._records.append((self._last_seq(), record))
+
+    def sync(self) -> None:
+        """Returns when everything so far is on the disk."""
+        self.flush()
+        with self._lock:
+            for file in self._files.values():
+                os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self.flush()
+        for file in self._files.values():
+            file.close()
+
+    def flush(self) -> None:
+        with self._lock:
+            count = len(self._records)  # the event loop appends meanwhile
+            records = self._records[:count]
+            del self._records[:count]
+            by_stratum: dict[int, list[Numbered]] = defaultdict(list)
+            for numbered in records:
+                by_stratum[stratum_of(numbered[1].group_id)].append(numbered)
+            for stratum, own in by_stratum.items():
+                if stratum >= self.sampled.level:
+                    self._append(stratum, own)
+            self._count(sum(_num_attempts(own) for stratum, own in by_stratum.items() if stratum < self.sampled.level))
+            while sum(self._sizes.values()) > self._max_bytes and self.sampled.level < NUM_STRATA:
+                self._drop_lowest()
+
+    # ---- on the thread -------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        while not self._closing.wait(self.FLUSH_S):
+            self.flush()
+
+    def _append(self, stratum: int, records: list[Numbered]) -> None:
+        chunk, size = encode_chunk(records), self._sizes.get(stratum, 0)
+        try:
+            if stratum not in self._files:
+                self._files[stratum] = stratum_file(self._folder, stratum).open("ab", buffering=0)
+            if self._files[stratum].write(chunk) < len(chunk):
+                raise OSError(28, "no space left")
+            self._sizes[stratum] = size + len(chunk)
+            self._num_kept[stratum] += _num_attempts(records)
+            self._is_failing = False
+        except OSError as error:
+            if stratum in self._files:
+                self._files[stratum].truncate(size)
+            self._count(0, num_lost=_num_attempts(records))
+            if not self._is_failing:
+                logger.warning("rollouts are not kept: cannot write %s: %s", self._folder, error.strerror)
+            self._is_failing = True
+
+    def _drop_lowest(self) -> None:
+        level = self.sampled.level
+        num_dropped, self._num_kept[level] = self._num_kept[level], 0
+        self._save(level + 1, self.sampled.num_rollouts + num_dropped, self.sampled.num_lost)
+        self._remove(level)
+
+    def _remove(self, stratum: int) -> None:
+        if stratum in self._files:
+            self._files.pop(stratum).close()
+        self._sizes.pop(stratum, None)
+        stratum_file(self._folder, stratum).unlink(missing_ok=True)
+
+    def _count(self, num_away: int, num_lost: int = 0) -> None:
+        now = self.sampled
+        if num_away or num_lost:
+            self._save(now.level, now.num_rollouts + num_away, now.num_lost + num_lost)
+
+    def _save(self, level: int, num_rollouts: int, num_lost: int) -> None:
+        self.sampled = SampledAway(level=level, num_rollouts=num_rollouts, num_lost=num_lost)
+        path = self._folder / SAMPLED_FILE
+        new = path.with_suffix(".new")
+        try:
+            new.write_bytes(msgspec.json.encode(self.sampled))
+            new.replace(path)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", path, error.strerror)
+
+    # ---- resume --------------------------------------------------------------------------------------------------------
+
+    def _reopen(self, stratum: int, upto: int | None) -> None:
+        """Cut off a chunk that a killed process left unfinished, and mark what the checkpoint does not cover."""
+        path = stratum_file(self._folder, stratum)
+        if not path.exists():
+            return
+        if stratum < self.sampled.level:
+            path.unlink()
+            return
+        self._num_kept[stratum] = sum(head.num_attempts for head, _ in read_heads(path))
+        os.truncate(path, end_of(path))
+        with path.open("ab") as file:
+            if upto is not None:
+                file.write(encode_cut(upto))
+            self._sizes[stratum] = file.tell()
+
+
+def _num_attempts(records: list[Numbered]) -> int:
+    return sum(isinstance(one, Attempt) for _, one in records)

@@ -1,0 +1,196 @@
+"""Batches that a run has kept, trained again: they take the place of prompts, rollouts and settling. The rest is the same path.
+
+The same rows in the same order reach the same learner, so that the weights are those of the run, bit for bit on a CPU. Events
+are those of a run in which every group is complete at once. Groups are numbered in the order of training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from millstream.events import GroupAdmitted, GroupTaken, RolloutEnded, RolloutFailed, RolloutStarted
+from millstream.events.rollouts import TakenRows
+from millstream.events.rollouts.reader import KeptRollout, RolloutDump
+from millstream.pipeline.admission import Admission
+from millstream.pipeline.batch import TakenGroup
+from millstream.pipeline.context import GroupInFlight, RunContext
+from millstream.pipeline.schema import TRAIN, train_rows
+from millstream.pipeline.settle import GroupFinalizer
+from millstream.store import Reads
+from millstream.store.memory import MemoryStore
+from millstream.types import Fate
+
+COLUMNS = ("member", "part", "agent", "reward", "start_version", "tokens", "loss_mask", "logprobs", "advantages")
+EXTRA = ("reference", "values", "returns")
+
+
+class RecordedGroup(NamedTuple):
+    """A group of a batch. Without rows: its place stayed empty."""
+
+    name: str
+    fate: Fate
+    rollouts: list[KeptRollout]  # those that ended, and count
+    taken: TakenRows
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """As they were in the store."""
+        parts = {(part.member, part.part): part for one in self.rollouts for part in one.parts}
+        own = [parts[place] for place in self.taken.places]
+        columns: dict[str, list[Any]] = {
+            name: [getattr(part, name) for part in own] for name in ("member", "part", "agent", "start_version")
+        }
+        columns["reward"] = list(self.taken.rewards)
+        for name in ("tokens", "loss_mask", "logprobs", "advantages", *EXTRA):
+            values = [getattr(row, name) for row in self.taken.rows]
+            if values and values[0] is not None:
+                columns[name] = values
+        return columns
+
+
+class RecordedBatches:
+    """The finished batches of a run. Reading one may take a while."""
+
+    def __init__(self, dump: RolloutDump, *, groups_per_step: int) -> None:
+        self._dump = dump
+        self._batches = [
+            batch
+            for batch in dump.batches().values()
+            if _is_finished([dump.fate_of(g) for g in batch], groups_per_step)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def read(self, number: int) -> list[RecordedGroup]:
+        """In the order in which they joined the batch. None is left after the last."""
+        return list(self._groups(number)) if number < len(self._batches) else []
+
+    def _groups(self, number: int) -> Iterator[RecordedGroup]:
+        for group_id in self._batches[number]:
+            taken, fate = self._dump.taken_rows(group_id), self._dump.fate_of(group_id)
+            assert taken is not None and fate is not None
+            kept = [one for one in self._dump.rollouts(group_id) if one.fate == fate and not one.why]
+            name = f"{self._dump.task_of(group_id)}, group {group_id} of {self._dump.folder.parent.name}"
+            is_trained = bool(taken.rows)
+            yield RecordedGroup(name, Fate.TRAINED if is_trained else Fate(fate), kept, taken)
+
+    def new_store(self, capacity_rows: int) -> MemoryStore:
+        """With the columns that were recorded."""
+        trained = (one for number in range(len(self)) for one in self.read(number) if one.taken.rows)
+        first = next(trained, None)
+        extra = () if first is None else tuple(name for name in EXTRA if name in first.columns)
+        return MemoryStore({TRAIN: Reads((*COLUMNS, *extra))}, capacity_rows=capacity_rows)
+
+
+def _is_finished(fates: Sequence[str | None], groups_per_step: int) -> bool:
+    """Not the batch in which the run was stopped or is."""
+    is_full = len(fates) == groups_per_step or any(fate in ("trained", "kept") for fate in fates)
+    return is_full and None not in fates
+
+
+class RecordedTaker:
+    """In place of a `GroupTaker`: gives the groups of recorded batches, in their order. `num_members`: of every group."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        batches: RecordedBatches,
+        *,
+        admission: Admission,
+        finalizer: GroupFinalizer,
+        num_members: int,
+    ) -> None:
+        self._context = context
+        self._batches = batches
+        self._admission = admission
+        self._finalizer = finalizer
+        self._num_members = num_members
+        self._to_come: list[RecordedGroup] | None = None
+
+    def begin_batch(self) -> None:
+        self._to_come = None
+
+    async def next(self) -> TakenGroup | None:
+        """Waits for the batch to be read."""
+        if self._to_come is None:
+            reading = asyncio.to_thread(self._batches.read, self._admission.version)
+            self._to_come = await self._context.waits.on("train", "a recorded batch", reading)
+        return await self._take(self._to_come.pop(0)) if self._to_come else None
+
+    async def _take(self, group: RecordedGroup) -> TakenGroup:
+        context, group_id, version = self._context, self._context.next_group, self._admission.version
+        starts = [part.start_version for one in group.rollouts for part in one.parts]
+        self._admit(group_id, group, min(starts, default=version))
+        for member in range(self._num_members):
+            self._record_member(group_id, member, next((one for one in group.rollouts if one.member == member), None))
+        if group.taken.rows:
+            await context.store.put(group_id, group.columns)
+        else:
+            rewards = np.array([one.reward for one in group.rollouts])
+            self._finalizer.leave(group_id, group.fate, rewards)
+            context.vacant.add(group_id)
+        await context.store.close_groups([group_id])
+        lease = await context.store.claim(TRAIN)
+        self._admission.take(group_id)
+        if group.taken.rows:
+            context.emit(
+                GroupTaken(
+                    at=context.now(),
+                    group_id=group_id,
+                    version=version,
+                    lag=version - min(starts),
+                    num_rollouts=len(group.rollouts),
+                )
+            )
+        return TakenGroup(lease, train_rows(lease))
+
+    def _admit(self, group_id: int, group: RecordedGroup, start: int) -> None:
+        context = self._context
+        place = self._admission.admit(group_id, start)
+        context.next_group = group_id + 1
+        context.groups[group_id] = GroupInFlight(group.name, 0)
+        context.emit(
+            GroupAdmitted(
+                at=context.now(),
+                group_id=group_id,
+                task_id=group.name,
+                epoch=0,
+                start_version=place.start,
+                deadline=place.deadline,
+            )
+        )
+
+    def _record_member(self, group_id: int, member: int, kept: KeptRollout | None) -> None:
+        now, emit = self._context.now(), self._context.emit
+        emit(RolloutStarted(at=now, group_id=group_id, member=member, attempt=0))
+        if kept is None or kept.versions is None:
+            message = "it is not among the recorded rollouts"
+            emit(
+                RolloutFailed(
+                    at=now, group_id=group_id, member=member, attempt=0, error="", message=message, is_final=True
+                )
+            )
+            return
+        by_agent = {part.agent: part.reward for part in kept.parts}
+        emit(
+            RolloutEnded(
+                at=now,
+                group_id=group_id,
+                member=member,
+                attempt=0,
+                reward=kept.reward,
+                rewards=[] if len(by_agent) == 1 else list(by_agent.values()),
+                num_tokens=sum(len(part.tokens) for part in kept.parts),
+                num_sampled=kept.num_sampled,
+                num_parts=len(kept.parts),
+                start_version=min(part.start_version for part in kept.parts),
+                end_version=kept.versions[1],
+                finish=kept.parts[-1].finish,
+                seconds=0.0,
+            )
+        )

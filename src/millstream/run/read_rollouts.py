@@ -1,0 +1,179 @@
+"""Rollouts of a run folder, selected, sorted and as text: what `millstream rollouts` shows. Light: imports no torch."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from millstream.env.data import NEEDS_EXTRA
+from millstream.errors import ConfigError
+from millstream.events.rollouts.reader import KeptRollout, RolloutDump
+from millstream.events.rollouts.text import Decode, TurnText, turn_texts
+from millstream.run.keep_rollouts import decoder_in
+
+SORT_KEYS: dict[str, Callable[[KeptRollout], float]] = {
+    "reward": lambda one: one.reward,
+    "advantage": lambda one: one.advantage,
+    "length": lambda one: float(one.num_sampled),
+    "lag": lambda one: math.nan if one.lag is None else float(one.lag),
+}
+
+
+class RolloutQuery(Struct, frozen=True, kw_only=True):
+    """Which rollouts, and in which order. None: no restriction."""
+
+    step: int | None = None
+    version: int | None = None
+    """Some of its tokens were sampled by this version."""
+    group: int | None = None
+    task: str | None = None
+    fate: str | None = None
+    sort: str | None = None
+    """None: in the order of groups and members."""
+    best: int | None = None
+    """Only this many, the highest first."""
+    worst: int | None = None
+    """Only this many, the lowest first."""
+
+    def __post_init__(self) -> None:
+        if self.sort is not None and self.sort not in SORT_KEYS:
+            raise ConfigError(f"--sort {self.sort}: expected one of {', '.join(SORT_KEYS)}")
+        if self.best is not None and self.worst is not None:
+            raise ConfigError("--best and --worst exclude each other: type one of them")
+
+
+class PartText(Struct, frozen=True, kw_only=True):
+    """One token sequence of a rollout, with its turns as text. Numbers are those of `types.Rollout`."""
+
+    agent: int
+    reward: float | None
+    finish: str
+    turns: list[TurnText]
+    turn_rewards: list[float]
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    """Of each token; -1: it was shown, not sampled."""
+    advantages: list[float] | None
+
+
+class RolloutText(Struct, frozen=True, kw_only=True):
+    """A rollout as it is shown. None: it has none, or not yet."""
+
+    group: int
+    member: int
+    attempt: int
+    task: str
+    epoch: int
+    step: int | None
+    fate: str
+    why: str
+    reward: float | None
+    reward_parts: dict[str, float]
+    advantage: float | None
+    lag: int | None
+    versions: tuple[int, int] | None
+    num_sampled: int
+    parts: list[PartText]
+
+
+def find_rollouts(dump: RolloutDump, query: RolloutQuery) -> Iterator[KeptRollout]:
+    """A rollout that has no value to sort by comes last; among the best or the worst it is left out."""
+    found = _matching(dump, query)
+    num = query.best if query.best is not None else query.worst
+    if query.sort is None and num is None:
+        return found
+    key = SORT_KEYS[query.sort or "reward"]
+    if num is None:
+        return iter(sorted(found, key=lambda one: (math.isnan(key(one)), key(one))))
+    numbered = (one for one in found if not math.isnan(key(one)))
+    choose = heapq.nlargest if query.best is not None else heapq.nsmallest
+    return iter(choose(num, numbered, key=key))
+
+
+def _matching(dump: RolloutDump, query: RolloutQuery) -> Iterator[KeptRollout]:
+    for group_id in dump.groups:
+        if query.group not in (None, group_id) or query.step not in (None, dump.step_of(group_id)):
+            continue
+        for one in dump.rollouts(group_id):
+            span = one.versions
+            is_of_version = query.version is None or (span is not None and span[0] <= query.version <= span[1])
+            if is_of_version and query.task in (None, one.task_id) and query.fate in (None, one.fate):
+                yield one
+
+
+def as_text(one: KeptRollout, decode: Decode) -> RolloutText:
+    """With every turn of the environment and of the model."""
+    advantages = [None] * len(one.parts) if one.advantages is None else [own.tolist() for own in one.advantages]
+    return RolloutText(
+        group=one.group_id,
+        member=one.member,
+        attempt=one.attempt,
+        task=one.task_id,
+        epoch=one.epoch,
+        step=one.step,
+        fate=one.fate,
+        why=one.why,
+        reward=_number(one.reward),
+        reward_parts=one.reward_parts,
+        advantage=_number(one.advantage),
+        lag=one.lag,
+        versions=one.versions,
+        num_sampled=one.num_sampled,
+        parts=[
+            PartText(
+                agent=part.agent,
+                reward=_number(part.reward),
+                finish=part.finish,
+                turns=turn_texts(part, decode),
+                turn_rewards=part.turn_rewards.tolist(),
+                tokens=part.tokens.tolist(),
+                logprobs=part.logprobs.tolist(),
+                versions=part.versions.tolist(),
+                advantages=own,
+            )
+            for part, own in zip(one.parts, advantages, strict=True)
+        ],
+    )
+
+
+def open_dump(run_dir: Path) -> tuple[RolloutDump, Decode]:
+    """The rollouts of a run folder, and what turns their tokens into text."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a run folder")
+    dump = RolloutDump(run_dir)
+    return dump, decoder_in(dump.folder)
+
+
+def write_parquet(found: Iterable[RolloutText], path: Path) -> int:
+    """One row a rollout; returns how many. Raises `ConfigError` without pyarrow, and where the file cannot be written."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(f"writing {path} needs pyarrow: {NEEDS_EXTRA}") from error
+    rows = [_row(one) for one in found]
+    try:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="zstd")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    return len(rows)
+
+
+def _row(one: RolloutText) -> dict[str, Any]:
+    """As `--json` has it; what has a key of its own in each rollout becomes a list of pairs."""
+    row: dict[str, Any] = msgspec.to_builtins(one)
+    row["reward_parts"] = [{"name": name, "value": value} for name, value in one.reward_parts.items()]
+    for part, own in zip(row["parts"], one.parts, strict=True):
+        part["turns"] = [{"speaker": speaker, "text": text} for speaker, text in own.turns]
+    return row
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,67 @@
+"""`data.rollouts`: whether the batches that a run has kept can be trained again with a config. Light: imports no torch."""
+
+from __future__ import annotations
+
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from millstream.algo import needs_critic
+from millstream.config import load
+from millstream.errors import ConfigError, DataError
+from millstream.events.rollouts.reader import RolloutDump
+from millstream.pipeline.recorded import RecordedBatches
+from millstream.run.config import RunConfig, with_absolute_paths
+from millstream.run.folder import RunFolder
+
+SAME_KEYS = (
+    *("model.path", "model.tiny", "model.dtype", "seed", "warmup", "learner.lora"),  # the weights at the start
+    *("rollout.group_size", "rollout.extra_members", "rollout.min_group_size", "rollout.temperature"),
+    *("pipeline.groups_per_step", "pipeline.max_lag", "pipeline.surplus", "pipeline.filter_zero_signal"),
+)
+"""Keys that must be those of the run: its batches are what they are, and begin with its weights. Others, such as the learning
+rate, may differ; the result is then another one."""
+
+
+def recorded_batches(config: RunConfig) -> RecordedBatches | None:
+    """The batches to train; None: rollouts are new. Raises `ConfigError`, or `DataError` where some were not kept."""
+    if config.data.rollouts is None:
+        return None
+    source = Path(config.data.rollouts)
+    _check_keys(config, source)
+    dump = RolloutDump(source)
+    num_away, num_lost = dump.sampled.num_rollouts, dump.sampled.num_lost
+    if num_away or num_lost:
+        raise DataError(
+            f"data.rollouts = {source}: {num_away} rollouts were sampled away by its rollout.keep_gb, and {num_lost} could not "
+            "be written: its batches are not whole. Set rollout.keep_gb higher in the run whose rollouts are to be trained"
+        )
+    batches = RecordedBatches(dump, groups_per_step=config.pipeline.groups_per_step)
+    if config.pipeline.steps > len(batches):
+        raise DataError(
+            f"pipeline.steps = {config.pipeline.steps}, and data.rollouts = {source} has {len(batches)} finished batches: set "
+            f"pipeline.steps = {len(batches)}"
+        )
+    return batches
+
+
+def _check_keys(config: RunConfig, source: Path) -> None:
+    if needs_critic(config.algorithm):
+        raise ConfigError(
+            f'algorithm.advantage = "{config.algorithm.advantage}" with data.rollouts: a critic learns from rollouts as they '
+            "are settled, and these are settled already"
+        )
+    for key, value in (("proximal", config.proximal), ("pipeline.rollouts_only", config.pipeline.rollouts_only)):
+        if value:
+            raise ConfigError(f"{key} is set, and data.rollouts: leave one of them out")
+    ours, theirs = with_absolute_paths(config), load(RunFolder.of_run(source).config, RunConfig)
+    for key in SAME_KEYS:
+        found, expected = _value(ours, key), _value(theirs, key)
+        if found != expected:
+            raise ConfigError(
+                f"{key} = {found}, and the run whose rollouts are to be trained ({source}) has {expected}: set it to that"
+            )
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)

@@ -1,0 +1,261 @@
+"""Kept rollouts: every trained row exactly once, whatever is cut off and resumed; within the bound; readable after a kill."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from millstream.errors import ConfigError, DataError, MillstreamError
+from millstream.events import GroupLeft, GroupTaken, RolloutAborted, RolloutEnded, RolloutFailed
+from millstream.events.rollouts import Attempt, GroupFate, TakenRows
+from millstream.events.rollouts.reader import KeptRollout, RolloutDump
+from millstream.events.rollouts.text import mask_runs, turn_texts
+from millstream.events.rollouts.writer import ROLLOUTS_FOLDER, RolloutWriter, read_sampled, stratum_file, stratum_of
+from millstream.events.sinks import MemorySink
+from millstream.sim.learner import SimLearner
+from millstream.types import Fate, Finish, Rollout, TrainRow
+from support.simulated import Diary, World, simulate
+from support.worlds import worlds
+
+NO_BOUND = 1e12
+
+
+class Recorder(SimLearner):
+    """A learner that remembers the rows that it trained, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(token_s=1e-4)
+        self.rows: list[TrainRow] = []
+
+    async def accumulate(self, rows: Sequence[TrainRow]) -> None:
+        self.rows += rows
+        await super().accumulate(rows)
+
+
+def writer_in(run_dir: Path, sink: MemorySink, *, first: int = 0, upto: int | None = None) -> RolloutWriter:
+    folder = run_dir / ROLLOUTS_FOLDER
+    return RolloutWriter(folder, max_bytes=NO_BOUND, last_seq=lambda: first + len(sink.events), upto=upto)
+
+
+def everything(dump: RolloutDump) -> list[KeptRollout]:
+    return [one for group_id in dump.groups for one in dump.rollouts(group_id)]
+
+
+def kept_rows(dump: RolloutDump) -> list[TrainRow]:
+    """As they were trained, in order."""
+    taken = [dump.taken_rows(group_id) for batch in dump.batches().values() for group_id in batch]
+    return [row for one in taken if one is not None for row in one.rows]
+
+
+def assert_same(kept: Sequence[TrainRow], trained: Sequence[TrainRow]) -> None:
+    assert [row.label for row in kept] == [row.label for row in trained]
+    for one, other in zip(kept, trained, strict=True):
+        for name in ("tokens", "loss_mask", "logprobs", "advantages", "reference"):
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(world=worlds, cut=st.randoms(use_true_random=False))
+def test_every_trained_row_is_kept_exactly_once_wherever_the_run_is_cut_off_and_resumed(
+    world: World, cut: random.Random
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir, diary, first, second = Path(folder), Diary(), Recorder(), Recorder()
+        writers: list[RolloutWriter] = []
+
+        def keep(sink: MemorySink) -> RolloutWriter:
+            writers.append(writer_in(run_dir, sink))
+            return writers[-1]
+
+        try:
+            whole = simulate(world, keeper=diary, learner=first, rollouts=keep)
+            writers[0].close()
+            assert_same(kept_rows(RolloutDump(run_dir)), first.rows)
+            kept = cut.choice(diary.kept)
+            last = len(whole.sink.events)
+
+            def keep_on(sink: MemorySink) -> RolloutWriter:
+                writers.append(writer_in(run_dir, sink, first=last, upto=kept.mark))
+                return writers[-1]
+
+            simulate(world, kept=kept, learner=second, rollouts=keep_on)
+        except MillstreamError as error:
+            assert world.failure > 0 and "in a row failed" in str(error), error
+            assume(False)
+            return
+        finally:
+            writers[-1].close()
+        dump, version = RolloutDump(run_dir), kept.standing.ledger.version
+        before = [dump.taken_rows(g) for v, batch in dump.batches().items() if v < version for g in batch]
+        rows = [row for one in before if one is not None for row in one.rows]
+        assert_same(kept_rows(dump), [*first.rows[: len(rows)], *second.rows])
+        assert len(rows) == kept.num_rows or kept.num_rows == 0
+
+
+def test_what_left_before_training_is_kept_with_its_fate(tmp_path: Path) -> None:
+    world = World(
+        failure=0.3, max_lag=2, surplus="abort", extra_groups=6, num_turns=2, group_size=3, latency=1.0, seed=3
+    )
+    writers: list[RolloutWriter] = []
+
+    def keep(sink: MemorySink) -> RolloutWriter:
+        writers.append(writer_in(tmp_path, sink))
+        return writers[-1]
+
+    outcome = simulate(world, rollouts=keep)
+    writers[0].close()
+    found = everything(RolloutDump(tmp_path))
+    fates = {event.group_id: event.fate for event in outcome.sink.of(GroupLeft)}
+    expected = Counter(fates[event.group_id].value for event in outcome.sink.of(RolloutEnded))
+    expected["failed"] += len(outcome.sink.of(RolloutFailed))
+    expected["aborted"] += len(outcome.sink.of(RolloutAborted))
+    assert Counter(one.fate for one in found) == expected
+    assert {"trained", "filtered", "failed", "aborted"} <= expected.keys()
+    versions = {event.group_id: event.version for event in outcome.sink.of(GroupTaken)}
+    for one in found:
+        is_trained = one.fate == "trained"
+        assert (one.step is not None) == (one.advantages is not None) == is_trained
+        if is_trained:
+            assert one.step == versions[one.group_id] + 1
+            assert one.lag == versions[one.group_id] - one.parts[0].start_version
+        assert bool(one.why) == (one.fate in ("failed", "aborted") and np.isnan(one.reward))
+
+
+def attempt(group_id: int, *, num_tokens: int = 50, member: int = 0) -> Attempt:
+    mask = np.arange(num_tokens) >= num_tokens // 2
+    draws = np.random.default_rng(group_id)
+    part = Rollout(
+        group_id=group_id,
+        member=member,
+        attempt=0,
+        start_version=1,
+        reward=0.5,
+        turn_rewards=np.array([0.5]),
+        finish=Finish.STOP,
+        tokens=draws.integers(0, 1000, num_tokens).astype(np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, draws.standard_normal(num_tokens), 0).astype(np.float32),
+        versions=np.where(mask, 1, -1).astype(np.int32),
+    )
+    return Attempt(group_id, member, 0, f"task-{group_id}", 0, (part,), reward_parts={"exact": 0.5})
+
+
+def test_beyond_the_bound_whole_groups_are_sampled_and_what_is_gone_is_counted(tmp_path: Path) -> None:
+    folder = tmp_path / ROLLOUTS_FOLDER
+    writer = RolloutWriter(folder, max_bytes=200_000, last_seq=lambda: 0)
+    for group_id in range(3000):
+        for member in range(2):
+            writer.add(attempt(group_id, member=member))
+        writer.add(GroupFate(group_id, "t", Fate.FILTERED, [0.5, 0.5]))
+        if group_id % 100 == 0:
+            writer.flush()
+    writer.close()
+    dump, sampled = RolloutDump(tmp_path), read_sampled(folder)
+    assert sum(path.stat().st_size for path in folder.glob("*.rollouts")) <= 200_000
+    assert 0 < sampled.level < 8
+    assert dump.groups == [g for g in range(3000) if stratum_of(g) >= sampled.level], (
+        "by the id alone, over the whole run"
+    )
+    kept = everything(dump)
+    assert len(kept) == 2 * len(dump.groups), "whole groups"
+    assert sampled.num_rollouts == 6000 - len(kept)
+    writer = RolloutWriter(folder, max_bytes=200_000, last_seq=lambda: 0)
+    away = next(g for g in range(3000, 4000) if stratum_of(g) < sampled.level)
+    writer.add(attempt(away))
+    writer.close()
+    assert away not in RolloutDump(tmp_path).groups, "a resumed run samples as before"
+    assert read_sampled(folder).num_rollouts == sampled.num_rollouts + 1
+
+
+def test_half_of_the_groups_are_in_the_first_stratum_and_a_quarter_in_the_next() -> None:
+    counts = Counter(map(stratum_of, range(100_000)))
+    for stratum in range(6):
+        assert counts[stratum] == pytest.approx(100_000 / 2 ** (stratum + 1), rel=0.1)
+
+
+def test_an_unfinished_chunk_is_not_read_and_the_next_writer_cuts_it_off(tmp_path: Path) -> None:
+    folder, groups = tmp_path / ROLLOUTS_FOLDER, [g for g in range(100) if stratum_of(g) == 0]
+    writer = RolloutWriter(folder, max_bytes=NO_BOUND, last_seq=lambda: 7)
+    writer.add(attempt(groups[0]))
+    writer.flush()
+    size = stratum_file(folder, 0).stat().st_size
+    writer.add(attempt(groups[1]))
+    writer.close()
+    whole = stratum_file(folder, 0).read_bytes()
+    for end in range(size, len(whole)):
+        stratum_file(folder, 0).write_bytes(whole[:end])
+        assert RolloutDump(tmp_path).groups == groups[:1]
+    writer = RolloutWriter(folder, max_bytes=NO_BOUND, last_seq=lambda: 9, upto=7)
+    writer.add(attempt(groups[2]))
+    writer.close()
+    assert RolloutDump(tmp_path).groups == [groups[0], groups[2]]
+    (found,) = RolloutDump(tmp_path).rollouts(groups[2])
+    part, expected = found.parts[0], attempt(groups[2]).parts[0]
+    assert found.reward_parts == {"exact": 0.5} and found.fate == "in flight"
+    for name in ("tokens", "loss_mask", "logprobs", "versions", "turn_rewards"):
+        assert np.array_equal(getattr(part, name), getattr(expected, name)), name
+
+
+def test_a_full_disk_costs_rollouts_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ROLLOUTS_FOLDER
+    writer = RolloutWriter(folder, max_bytes=NO_BOUND, last_seq=lambda: 0)
+    writer.FLUSH_S = 1e9
+    group = next(g for g in range(100) if stratum_of(g) == 0)
+    writer.add(attempt(group))
+    writer.flush()
+    file = writer._files[0]
+
+    class Full:
+        def __getattr__(self, name: str) -> object:
+            return getattr(file, name)
+
+        def write(self, data: bytes) -> int:
+            return file.write(data[: len(data) // 2])
+
+    with monkeypatch.context() as patched:
+        patched.setitem(writer._files, 0, Full())
+        writer.add(attempt(group, member=1))
+        writer.flush()
+    writer.add(attempt(group, member=2))
+    writer.close()
+    assert [one.member for one in RolloutDump(tmp_path).rollouts(group)] == [0, 2]
+    assert read_sampled(folder).num_lost == 1
+
+
+def test_a_group_whose_rollouts_could_not_all_be_written_is_shown_and_cannot_be_trained_again(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path / ROLLOUTS_FOLDER, max_bytes=NO_BOUND, last_seq=lambda: 0)
+    own = [attempt(5, member=member).parts[0] for member in range(2)]
+    rows = [
+        TrainRow(tokens=part.tokens, loss_mask=part.loss_mask, logprobs=part.logprobs, advantages=part.logprobs)
+        for part in own
+    ]
+    writer.add(attempt(5, member=1))
+    writer.add(TakenRows(5, 3, [(0, 0), (1, 0)], [0.5, 0.5], rows))
+    writer.add(GroupFate(5, "t", "trained", [0.5, 0.5]))
+    writer.close()
+    dump = RolloutDump(tmp_path)
+    (found,) = dump.rollouts(5)
+    assert (found.member, found.step, found.lag, found.fate) == (1, 4, 2, "trained")
+    with pytest.raises(DataError, match="trained with 2 rows, and 1 of them are missing"):
+        dump.taken_rows(5)
+
+
+def test_a_run_without_rollouts_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.keep_gb = 0"):
+        RolloutDump(tmp_path)
+
+
+def test_turns_are_the_runs_of_the_mask() -> None:
+    part = attempt(0, num_tokens=4).parts[0]
+    assert [one.speaker for one in turn_texts(part, str)] == ["environment", "model"]
+    mask = np.array([True, True, False, True])
+    assert list(mask_runs(mask)) == [(True, slice(0, 2)), (False, slice(2, 3)), (True, slice(3, 4))]
+    assert list(mask_runs(mask[:0])) == []
