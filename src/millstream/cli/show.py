@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,6 +15,8 @@ from millstream.events import (
     CheckpointFailed,
     Evaluated,
     Event,
+    Finding,
+    FindingEnded,
     LearnerRestarted,
     MicroBatchLowered,
     PathChosen,
@@ -31,6 +34,7 @@ from millstream.events import (
     Warned,
 )
 from millstream.events.bias import BiasReport
+from millstream.events.findings import PastFinding
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import Summary, path_words
 from millstream.run.device import sizes_in_words
@@ -41,7 +45,17 @@ if TYPE_CHECKING:
 
 
 NEXT_LINE = "\n" + 12 * " "
-Alarm = CheckpointFailed | LearnerRestarted | MicroBatchLowered | ReplicaLeft | Stalled | StopRequested | Warned
+Alarm = (
+    CheckpointFailed
+    | Finding
+    | FindingEnded
+    | LearnerRestarted
+    | MicroBatchLowered
+    | ReplicaLeft
+    | Stalled
+    | StopRequested
+    | Warned
+)
 
 
 def alarm(event: Alarm) -> str:
@@ -51,6 +65,10 @@ def alarm(event: Alarm) -> str:
         )
     if isinstance(event, Warned):
         return f"warning: {event.message}"
+    if isinstance(event, Finding):
+        return finding_text(event)
+    if isinstance(event, FindingEnded):
+        return f"{event.name} no longer holds at step {event.step}"
     if isinstance(event, MicroBatchLowered):
         return f"the learner ran out of memory: micro-batches have {event.micro_batch_tokens:,} tokens from here on"
     if isinstance(event, LearnerRestarted):
@@ -64,6 +82,18 @@ def alarm(event: Alarm) -> str:
     if isinstance(event, Stalled):
         return f"{event.owner} has waited {event.seconds:.0f} s for {event.what}"
     return f"the checkpoint of step {event.version} failed: {event.message}; the run continues"
+
+
+def finding_text(finding: Finding) -> str:
+    return f"{finding.name} at step {finding.step}: {finding.message}. {finding.advice}"
+
+
+def finding_lines(found: Sequence[PastFinding]) -> list[str]:
+    lines = []
+    for finding, until in found:
+        ended = "" if until is None else f" (until step {until})"
+        lines += [f"{finding.name}, since step {finding.step}{ended}: {finding.message}", f"    {finding.advice}"]
+    return lines or ["no findings: nothing says that the run did not learn"]
 
 
 def resumed(event: Resumed) -> str:
@@ -223,6 +253,7 @@ def result_table(result: RunResult) -> Table:
     for name, value in (
         ("seconds of training", f"{summary.seconds:.1f}"),
         ("steps", str(summary.steps)),
+        *([("steps that trained nothing", str(summary.steps_empty))] if summary.steps_empty else []),
         ("rollouts trained", str(summary.rollouts_trained)),
         ("rollouts/s trained", f"{summary.rollouts_per_s:.0f}"),
         ("tokens/s generated", f"{summary.tokens_per_s:.0f}"),

@@ -8,6 +8,7 @@ import secrets
 import signal
 from typing import Protocol
 
+from millstream.algo import advantage_of
 from millstream.clock import RealClock
 from millstream.engine import Engine
 from millstream.events import ConfigWritten, Resumed, RunEnded, RunStarted, SizesChosen, Status, Warned
@@ -135,6 +136,8 @@ class ActiveRun:
                 is_first_to_finish=pipeline.is_first_to_finish,
                 max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
                 max_replaced=pipeline.max_replaced,
+                compares_members=advantage_of(self.config.algorithm).compares_members,
+                learns_from_rewards=self.config.algorithm.advantage != "distillation",
             )
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from millstream.errors import CheckpointError
-from millstream.events import WARMUP, CheckpointSealed, Evaluated, Resumed, Sizes, SizesChosen, WarmupSealed
+from millstream.events import CheckpointSealed, Event, Resumed, Sizes, SizesChosen, WarmupSealed
 from millstream.events.sinks import read_events, read_history
 from millstream.run.checkpoint import WARMUP_FOLDER, Found, find_newest
 from millstream.run.folder import RunFolder
@@ -78,13 +78,10 @@ def find_resume_point(folder: RunFolder, data_digest: str, changes: tuple[str, .
     return ResumePoint(previous, found, supervised, changes)
 
 
-def evaluations_before(folder: RunFolder, resumed: ResumePoint | None) -> Iterator[Evaluated]:
-    """The evaluations of earlier processes that the checkpoint covers, to be shown again."""
-    if resumed is None or resumed.found is None:
-        return
-    for event in read_history(folder.events, upto=resumed.found.manifest.covers_seq):
-        if isinstance(event, Evaluated) and event.name != WARMUP:
-            yield event
+def history_before(folder: RunFolder, resumed: ResumePoint | None) -> Iterator[Event]:
+    """The events of earlier processes that the checkpoint covers."""
+    if resumed is not None and resumed.found is not None:
+        yield from read_history(folder.events, upto=resumed.found.manifest.covers_seq)
 
 
 def random_states() -> dict[str, Any]:

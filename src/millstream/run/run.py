@@ -43,8 +43,8 @@ from millstream.run.log import RunLog
 from millstream.run.prepare import Prepared, prepare_run
 from millstream.run.resume import (
     ResumePoint,
-    evaluations_before,
     find_resume_point,
+    history_before,
     recorded_sizes,
     restore_random_states,
 )
@@ -92,8 +92,8 @@ def resume(
 def _run(prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], resumed: ResumePoint | None) -> RunResult:
     """All phases but the first, with a log that says how they ended."""
     log = RunLog(folder, sinks, upto=0 if resumed is None else resumed.version)
-    for event in evaluations_before(folder, resumed):
-        log.show(event)
+    for event in history_before(folder, resumed):
+        log.recall(event)
     run, outcome = ActiveRun(prepared, folder, log, resumed), FINISHED
     run.emit_begun()
     try:
