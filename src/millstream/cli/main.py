@@ -117,9 +117,9 @@ def train_command(
         check_combinations(config)  # an error here comes before the view is drawn
         with _shown(config.pipeline, is_quiet=quiet or as_json) as sinks:
             if resume is not None:
-                result = millstream.resume(resume, sinks=sinks, changes=overrides or [])
+                result = millstream.resume(resume, sinks=sinks, changes=overrides or [], progress=False)
             else:
-                result = millstream.train(config, name=path.stem if path else "run", sinks=sinks)
+                result = millstream.train(config, name=path.stem if path else "run", sinks=sinks, progress=False)
         if as_json:
             console.out(msgspec.json.encode(result).decode(), highlight=False)
         else:

@@ -38,6 +38,7 @@ from millstream.events.findings import PastFinding
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import Summary, path_words
 from millstream.run.device import sizes_in_words
+from millstream.run.progress import TimeLeft, finding_text
 
 if TYPE_CHECKING:
     from millstream.run.control import RunStatus, ScaleResult
@@ -84,10 +85,6 @@ def alarm(event: Alarm) -> str:
     return f"the checkpoint of step {event.version} failed: {event.message}; the run continues"
 
 
-def finding_text(finding: Finding) -> str:
-    return f"{finding.name} at step {finding.step}: {finding.message}. {finding.advice}"
-
-
 def finding_lines(found: Sequence[PastFinding]) -> list[str]:
     lines = []
     for finding, until in found:
@@ -129,6 +126,7 @@ class Lines:
     def __init__(self, console: Console, *, num_steps: int) -> None:
         self._console = console
         self._num_steps = num_steps
+        self._left = TimeLeft(num_steps)
         self._metrics = StepMetrics()
         self._shown_at = float("-inf")
         self._counted_at = float("-inf")
@@ -137,6 +135,7 @@ class Lines:
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
+        self._left.add(event)
         match event:
             case WarmedUp() if event.at - self._shown_at >= self.EVERY_S or event.step in (0, event.max_steps):
                 self._say(event.at, f"supervised step {warmed_words(event)}")
@@ -147,7 +146,7 @@ class Lines:
                     event.at,
                     f"step {event.version}/{self._num_steps}  reward {row['reward']:.3f}  groups {event.num_groups}  "
                     f"lag {row['lag_mean']:.2f}  "
-                    f"{row['rollouts_per_s']:.0f} rollouts/s  {row['tokens_per_s']:.0f} tokens/s",
+                    f"{row['rollouts_per_s']:.0f} rollouts/s  {row['tokens_per_s']:.0f} tokens/s  {self._left.words()}",
                 )
                 self._shown_at = event.at
             case Evaluated() if event.name != WARMUP:

@@ -40,7 +40,9 @@ from millstream.run.evaluate import Evaluator
 from millstream.run.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.run.garbage import seldom_collected
 from millstream.run.log import RunLog
+from millstream.run.own_thread import as_coroutine, outside_loop
 from millstream.run.prepare import Prepared, prepare_run
+from millstream.run.progress import ProgressLines
 from millstream.run.resume import (
     ResumePoint,
     find_resume_point,
@@ -57,25 +59,36 @@ OWNER = "the run"
 """The owner of the waits of the phases."""
 
 
+@outside_loop
 def train(
-    config: RunConfig, *, reward: Reward | None = None, sinks: Sequence[EventSink] = (), name: str = "run"
+    config: RunConfig,
+    *,
+    reward: Reward | None = None,
+    sinks: Sequence[EventSink] = (),
+    name: str = "run",
+    progress: bool = True,
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
-    the one that the config names."""
+    the one that the config names. `progress`: whether lines about it are printed to standard error. It works in a notebook as
+    well; in a coroutine: `await train_async(...)`."""
+    sinks = [*sinks, ProgressLines(config.pipeline.steps)] if progress else sinks
     prepared = prepare_run(config, reward)
     return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
 
 
+@outside_loop
 def resume(
     run_dir: str | Path,
     *,
     reward: Reward | None = None,
     sinks: Sequence[EventSink] = (),
     changes: Sequence[str] = (),
+    progress: bool = True,
 ) -> RunResult:
     """Continue a run that was stopped or died, from its newest intact checkpoint. A `reward` that was passed to `train` is
     passed again. `changes` of where its parts run, such as `learner.ranks=1`, are kept in the run folder."""
     folder, config = RunFolder.reopen(Path(run_dir), changes)
+    sinks = [*sinks, ProgressLines(config.pipeline.steps)] if progress else sinks
     if folder.is_finished():  # killed after its last phase: all that is missing is in the events
         return folder.conclude()
     if reward is not None and not was_passed(config.reward):
@@ -87,6 +100,10 @@ def resume(
     prepared = prepare_run(config, reward, recorded=recorded)
     resumed = find_resume_point(folder, prepared.data_digest, tuple(changes))
     return _run(prepared, folder, sinks, resumed)
+
+
+train_async = as_coroutine(train)
+resume_async = as_coroutine(resume)
 
 
 def _run(prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], resumed: ResumePoint | None) -> RunResult:
