@@ -4,9 +4,7 @@ failures and the healthy runs; here the slow test runs all of them."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -16,12 +14,13 @@ from findings import HEALTHY, PLANTED, run
 from millstream import resume, train
 from millstream.cli.main import app
 from millstream.errors import Stopped
-from millstream.events import Event, Finding, RunEnded, Stepped
+from millstream.events import Finding, RunEnded
 from millstream.events.findings import findings_of
 from millstream.events.sinks import read_events, read_history
 from millstream.types import Task
 from support.runs import assert_clean
 from support.stage_runs import CONFIG, config
+from support.stop_at import StopAt
 
 SHORT = ("pipeline.steps=6", "pipeline.groups_per_step=4", "pipeline.max_replaced_per_step=4", "data.holdout=0")
 FILTERED = ("pipeline.filter_zero_signal=true", "rollout.group_size=8")
@@ -75,17 +74,6 @@ def test_a_run_that_learns_has_no_findings_and_metrics_that_add_up(tmp_path: Pat
         assert 0 <= row["lag_flight"] <= row["lag_max"] and 0 <= row["lag_waiting"] <= row["lag_max"]
     assert any(row["reward_std"] > 0 for row in rows)
     assert any(row["training_s"] > 0 and row["waiting_s"] > 0 and row["sync_s"] > 0 for row in rows)
-
-
-class StopAt:
-    """Stops the run, as Ctrl-C does, at this step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def emit(self, event: Event) -> None:
-        if isinstance(event, Stepped) and event.version == self._step:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_finding_continues_across_a_resume(tmp_path: Path) -> None:

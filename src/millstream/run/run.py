@@ -52,6 +52,7 @@ from millstream.run.resume import (
 )
 from millstream.run.sft import remove_sft_checkpoints
 from millstream.run.supervision import Supervision
+from millstream.run.tracking.tracking import Tracking
 from millstream.serving.fleet import Fleet
 from millstream.weights import Publication
 
@@ -108,11 +109,13 @@ resume_async = as_coroutine(resume)
 
 def _run(prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], resumed: ResumePoint | None) -> RunResult:
     """All phases but the first, with a log that says how they ended."""
-    log = RunLog(folder, sinks, upto=0 if resumed is None else resumed.version)
+    tracking = Tracking(prepared.config)
+    log = RunLog(folder, [*sinks, *tracking.sinks], upto=0 if resumed is None else resumed.version)
     for event in history_before(folder, resumed):
         log.recall(event)
     run, outcome = ActiveRun(prepared, folder, log, resumed), FINISHED
     run.emit_begun()
+    tracking.start(run)
     try:
         if resumed is not None and resumed.changes:
             log.sync()  # a config is in the folder only if its digest is in the log
@@ -129,7 +132,11 @@ def _run(prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], resu
             log.close()
         finally:
             folder.unlock()
-    return folder.conclude()
+            if outcome != FINISHED:
+                tracking.finish(None)
+    result = folder.conclude()
+    tracking.finish(result)
+    return result
 
 
 async def _phases(run: ActiveRun) -> None:
