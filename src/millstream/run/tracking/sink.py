@@ -74,7 +74,7 @@ class TrackerSink:
         match event:
             case Stepped() if row is not None:
                 self._step = event.version
-                self._log({key: value for key, value in row.items() if not key.startswith(("step", "accuracy_")) or key == "step_s"})
+                self._log({key: value for key, value in row.items() if key != "step" and "accuracy_" not in key})
             case Evaluated() if event.name != WARMUP:
                 self._log({metric_key(f"accuracy {event.name}"): event.accuracy})
                 if event.sample is not None:
