@@ -9,7 +9,7 @@ TQ := .venv-tq
 VLLM := .venv-vllm
 VERL := .peer-verl
 
-.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs smoke check format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-trackers smoke check format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -34,6 +34,10 @@ test-vllm: $(VLLM)/.installed
 # The environments of other libraries; without them their tests are skipped.
 test-envs: $(VENV)/.installed-envs
 	$(BIN)/pytest tests/env/test_adapters.py
+
+# W&B, TensorBoard, MLflow and trackio, offline; without them their tests are skipped.
+test-trackers: $(VENV)/.installed-trackers
+	$(BIN)/pytest tests/run/test_trackers.py tests/cli/test_plot.py
 
 # Every benchmark on its smallest setting: does it still start? Two to three minutes on one core.
 smoke: $(INSTALLED)
@@ -124,6 +128,10 @@ $(VENV)/.installed-ray: $(INSTALLED)
 
 $(VENV)/.installed-envs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,envs]'
+	touch $@
+
+$(VENV)/.installed-trackers: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,trackers,plots]'
 	touch $@
 
 $(VENV)/.installed-plots: $(INSTALLED)

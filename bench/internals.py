@@ -31,6 +31,7 @@ from millstream.env.rewards import CompletionScorer, RewardConfig, exact_match, 
 from millstream.env.sandbox.sandbox import WALLS, Sandbox, SandboxBroken, what_is_contained
 from millstream.events import EventSink, Status
 from millstream.events.bias import BiasReport, bias_report
+from millstream.events.findings import findings_of
 from millstream.events.rollouts.writer import RolloutWriter
 from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink, read_events, read_history
 from millstream.events.summary import Interval, merge_intervals, total_length

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from millstream.run.config import EvaluationConfig, ModelConfig, RunConfig, TinyConfig, WarmupConfig
     from millstream.run.evaluate import evaluate
     from millstream.run.export import export
-    from millstream.run.run import resume, train
+    from millstream.run.run import resume, resume_async, train, train_async
 
 __version__ = "0.1.0"
 _MODULES = {
@@ -48,7 +48,9 @@ _MODULES = {
     "evaluate": "millstream.run.evaluate",
     "export": "millstream.run.export",
     "resume": "millstream.run.run",
+    "resume_async": "millstream.run.run",
     "train": "millstream.run.run",
+    "train_async": "millstream.run.run",
 }
 
 
@@ -78,5 +80,7 @@ __all__ = [
     "evaluate",
     "export",
     "resume",
+    "resume_async",
     "train",
+    "train_async",
 ]

@@ -261,7 +261,8 @@ def test_metrics_have_a_line_a_step_that_adds_up(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(row["lag_max"] <= 1 and 0 <= row["reward"] <= 1 for row in rows)
     assert sum(row["groups"] for row in rows) == sum(e.num_groups for e in found if isinstance(e, Stepped))
-    assert rows[0]["accuracy sampled before"] == 0.125
+    assert rows[0]["accuracy_sampled_before"] == 0.125
+    assert not any(" " in key for row in rows for key in row)
 
 
 def test_the_trace_has_every_span_and_rollout_and_no_two_overlap_on_a_track(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_short_run_leaves_a_folder_that_says_everything(finished: Path, tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     assert model.generate(**tokenizer("31254>", return_tensors="pt"), max_new_tokens=4).shape[1] > 6
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6] and "accuracy step 3" in {
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6] and "accuracy_step_3" in {
         k for row in metrics for k in row
     }
     measured = CliRunner().invoke(

@@ -45,8 +45,14 @@ def bounded_exp(log_ratio_N: Tensor) -> Tensor:
 def truncated(x: LossInputs, loss: TokenLoss, *, level: Level, cap: float) -> TokenLoss:
     """sg(min(prox/mu, cap)) times the loss."""
     weight_N = ratio_at(level, x.proximal_N, x.behaviour_N, x.row_N).detach()
-    metrics = {**loss.metrics, "truncated_share": (weight_N > cap).float().sum()}
-    return TokenLoss(weight_N.clamp(max=cap) * loss.loss_N, metrics)
+    return TokenLoss(weight_N.clamp(max=cap) * loss.loss_N, {**loss.metrics, **truncation(weight_N, cap)})
+
+
+def truncation(weight_N: Tensor, cap: float) -> dict[str, Tensor]:
+    """What min(w, cap) cuts off, summed over tokens: how many it cuts, and the share of its weight that each loses."""
+    is_cut_N = weight_N > cap
+    lost_N = torch.where(is_cut_N, 1 - cap / weight_N, 0)
+    return {"truncated_share": is_cut_N.float().sum(), "truncated_weight": lost_N.sum()}
 
 
 def masked(x: LossInputs, loss: TokenLoss, *, level: Level, floor: float, cap: float) -> TokenLoss:

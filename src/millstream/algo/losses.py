@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from millstream.algo.aggregate import row_counts, row_sums
-from millstream.algo.corrections import ratio, ratio_at
+from millstream.algo.corrections import ratio, ratio_at, truncation
 from millstream.objective import LossInputs, TokenLoss
 
 
@@ -27,8 +27,7 @@ def reinforce(x: LossInputs) -> TokenLoss:
 def truncated_is(x: LossInputs, *, cap: float) -> TokenLoss:
     """-sg(min(th/mu, cap)) A log th: arXiv 1802.01561."""
     ratio_N = ratio(x.logprobs_N, x.behaviour_N).detach()
-    weight_N = ratio_N.clamp(max=cap)
-    return TokenLoss(-weight_N * x.advantages_N * x.logprobs_N, {"truncated_share": (ratio_N > cap).float().sum()})
+    return TokenLoss(-ratio_N.clamp(max=cap) * x.advantages_N * x.logprobs_N, truncation(ratio_N, cap))
 
 
 def cispo(x: LossInputs, *, clip_low: float, clip_high: float) -> TokenLoss:
@@ -44,8 +43,7 @@ def topr(x: LossInputs, *, cap: float, positive_weight: float = 1.0, negative_we
     is_positive_N = x.advantages_N >= 0
     ratio_N = ratio_at("sequence", x.logprobs_N, x.behaviour_N, x.row_N).detach()
     weight_N = torch.where(is_positive_N, positive_weight, negative_weight * ratio_N.clamp(max=cap))
-    is_cut_N = ~is_positive_N & (ratio_N > cap)
-    return TokenLoss(-weight_N * x.advantages_N * x.logprobs_N, {"truncated_share": is_cut_N.float().sum()})
+    return TokenLoss(-weight_N * x.advantages_N * x.logprobs_N, truncation(ratio_N.where(~is_positive_N, 0), cap))
 
 
 def ppo(x: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> TokenLoss:
@@ -61,8 +59,7 @@ def decoupled_ppo(
     weight_N = ratio(x.proximal_N, x.behaviour_N).detach()
     moved_N = ratio(x.logprobs_N, x.proximal_N)
     loss_N, metrics = _clipped(moved_N, x.advantages_N, clip_low, clip_high, dual_clip)
-    metrics["truncated_share"] = (weight_N > cap).float().sum()
-    return TokenLoss(weight_N.clamp(max=cap) * loss_N, metrics)
+    return TokenLoss(weight_N.clamp(max=cap) * loss_N, metrics | truncation(weight_N, cap))
 
 
 def gspo(x: LossInputs, *, clip_low: float, clip_high: float) -> TokenLoss:

@@ -1,4 +1,4 @@
-"""The command line: train, scale, status, export, eval, env check, audit, report, trace, init, serve, serve-store.
+"""The command line: train, scale, status, export, eval, env check, audit, report, plot, trace, init, serve, serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
 says what to type.
@@ -21,14 +21,25 @@ from millstream import config as configs
 from millstream.audit import audit, report_lines
 from millstream.cli.common import console, errors, errors_shown, model_in
 from millstream.cli.diff import diff_command
+from millstream.cli.plot import plot_command
 from millstream.cli.rollouts import kept_lines, rollouts_command
 from millstream.cli.serve import serve_command, serve_store_command
-from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text, scaled_lines, status_lines
+from millstream.cli.show import (
+    Alarms,
+    Lines,
+    bias_tables,
+    finding_lines,
+    result_table,
+    sample_text,
+    scaled_lines,
+    status_lines,
+)
 from millstream.cli.template import TEMPLATE
 from millstream.cli.view import View
 from millstream.errors import ConfigError
 from millstream.events import EventSink
 from millstream.events.bias import bias_report
+from millstream.events.findings import PastFinding, findings_of
 from millstream.events.sinks import read_history
 from millstream.paths import kind_of
 from millstream.pipeline.schedule import PipelineConfig
@@ -43,6 +54,7 @@ if TYPE_CHECKING:
     from millstream.run.folder import RunResult
 
 EVENTS = "events.jsonl"
+NOT_LEARNING = 3  # the exit code of `train --strict`
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -92,6 +104,9 @@ def train_command(
             help="Check the config, the data, the rewards and the model folders; print the config with all keys; run nothing.",
         ),
     ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 3 if a finding holds at the end: the run did not learn.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and the result.")] = False,
     rollouts_only: Annotated[
         bool, typer.Option("--rollouts-only", help="Generate, score and keep rollouts; train nothing.")
@@ -120,9 +135,10 @@ def train_command(
         check_combinations(config)  # an error here comes before the view is drawn
         with _shown(config.pipeline, is_quiet=quiet or as_json) as sinks:
             if resume is not None:
-                result = millstream.resume(resume, sinks=sinks, changes=overrides or [])
+                result = millstream.resume(resume, sinks=sinks, changes=overrides or [], progress=False)
             else:
-                result = millstream.train(config, name=path.stem if path else "run", sinks=sinks, from_run=from_run)
+                name = path.stem if path else "run"
+                result = millstream.train(config, name=name, sinks=sinks, from_run=from_run, progress=False)
         if as_json:
             console.out(msgspec.json.encode(result).decode(), highlight=False)
         elif config.pipeline.rollouts_only:
@@ -130,6 +146,8 @@ def train_command(
                 console.out(line, highlight=False)
         else:
             _show_result(result)
+    if strict and result.findings:
+        raise typer.Exit(NOT_LEARNING)
 
 
 def _not_a_config(folder: Path) -> str:
@@ -153,12 +171,11 @@ def _shown(pipeline: PipelineConfig, *, is_quiet: bool) -> Iterator[list[EventSi
 
 def _show_result(result: RunResult) -> None:
     console.print(result_table(result))
-    if result.summary.steps and not result.summary.rollouts_trained:
-        console.print(
-            "Nothing was trained: in every group all rewards were equal, so that no rollout was better than another. Is the "
-            "reward correct? Is the task far too hard, or too easy, for the model?",
-            style="bold yellow",
-        )
+    if result.findings:
+        console.print("This run did not learn as it should:", style="bold red")
+        for line in finding_lines([PastFinding(finding, None) for finding in result.findings]):
+            console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        console.print()
     console.out(f"run folder    {result.run_dir}\nsaved model   {result.run_dir}/model", highlight=False)
     console.print("\nWhat to type next:", style="bold")
     name = program()
@@ -253,15 +270,19 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of an active run or not.")],
     as_json: AsJson = False,
 ) -> None:
-    """Report which rollouts were trained. Shows what was admitted, trained, filtered, failed and aborted, and tests whether
-    long, slow or hard rollouts were lost."""
+    """Report which rollouts were trained. Shows what was admitted, trained, filtered, failed and aborted, tests whether long,
+    slow or hard rollouts were lost, and lists the findings: what says that the run did not learn."""
     with errors_shown():
-        found = bias_report(read_history(RunFolder.of_run(run_dir, EVENTS).events))
+        history = list(read_history(RunFolder.of_run(run_dir, EVENTS).events))
+        found, findings = bias_report(history), findings_of(history)
         if as_json:
-            console.out(msgspec.json.encode(found).decode(), highlight=False)
+            past = [{**structs.asdict(one), "until": until} for one, until in findings]
+            console.out(msgspec.json.encode({**structs.asdict(found), "findings": past}).decode(), highlight=False)
         else:
             for table in bias_tables(found):
                 console.print(table)
+            for line in finding_lines(findings):
+                console.out(line, highlight=False)
 
 
 @app.command(name="eval")
@@ -360,6 +381,7 @@ def env_check_command(
 
 app.command(name="rollouts")(rollouts_command)
 app.command(name="diff")(diff_command)
+app.command(name="plot")(plot_command)
 app.command(name="serve")(serve_command)
 app.command(name="serve-store")(serve_store_command)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,6 +15,8 @@ from millstream.events import (
     CheckpointFailed,
     Evaluated,
     Event,
+    Finding,
+    FindingEnded,
     LearnerRestarted,
     MicroBatchLowered,
     PathChosen,
@@ -31,9 +34,11 @@ from millstream.events import (
     Warned,
 )
 from millstream.events.bias import BiasReport
+from millstream.events.findings import PastFinding
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import Summary, path_words
 from millstream.run.device import sizes_in_words
+from millstream.run.progress import TimeLeft, finding_text
 
 if TYPE_CHECKING:
     from millstream.run.control import RunStatus, ScaleResult
@@ -41,7 +46,17 @@ if TYPE_CHECKING:
 
 
 NEXT_LINE = "\n" + 12 * " "
-Alarm = CheckpointFailed | LearnerRestarted | MicroBatchLowered | ReplicaLeft | Stalled | StopRequested | Warned
+Alarm = (
+    CheckpointFailed
+    | Finding
+    | FindingEnded
+    | LearnerRestarted
+    | MicroBatchLowered
+    | ReplicaLeft
+    | Stalled
+    | StopRequested
+    | Warned
+)
 
 
 def alarm(event: Alarm) -> str:
@@ -51,6 +66,10 @@ def alarm(event: Alarm) -> str:
         )
     if isinstance(event, Warned):
         return f"warning: {event.message}"
+    if isinstance(event, Finding):
+        return finding_text(event)
+    if isinstance(event, FindingEnded):
+        return f"{event.name} no longer holds at step {event.step}"
     if isinstance(event, MicroBatchLowered):
         return f"the learner ran out of memory: micro-batches have {event.micro_batch_tokens:,} tokens from here on"
     if isinstance(event, LearnerRestarted):
@@ -64,6 +83,14 @@ def alarm(event: Alarm) -> str:
     if isinstance(event, Stalled):
         return f"{event.owner} has waited {event.seconds:.0f} s for {event.what}"
     return f"the checkpoint of step {event.version} failed: {event.message}; the run continues"
+
+
+def finding_lines(found: Sequence[PastFinding]) -> list[str]:
+    lines = []
+    for finding, until in found:
+        ended = "" if until is None else f" (until step {until})"
+        lines += [f"{finding.name}, since step {finding.step}{ended}: {finding.message}", f"    {finding.advice}"]
+    return lines or ["no findings: nothing says that the run did not learn"]
 
 
 def resumed(event: Resumed) -> str:
@@ -99,6 +126,7 @@ class Lines:
     def __init__(self, console: Console, *, num_steps: int) -> None:
         self._console = console
         self._num_steps = num_steps
+        self._left = TimeLeft(num_steps)
         self._metrics = StepMetrics()
         self._shown_at = float("-inf")
         self._counted_at = float("-inf")
@@ -107,6 +135,7 @@ class Lines:
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
+        self._left.add(event)
         match event:
             case WarmedUp() if event.at - self._shown_at >= self.EVERY_S or event.step in (0, event.max_steps):
                 self._say(event.at, f"supervised step {warmed_words(event)}")
@@ -117,7 +146,7 @@ class Lines:
                     event.at,
                     f"step {event.version}/{self._num_steps}  reward {row['reward']:.3f}  groups {event.num_groups}  "
                     f"lag {row['lag_mean']:.2f}  "
-                    f"{row['rollouts_per_s']:.0f} rollouts/s  {row['tokens_per_s']:.0f} tokens/s",
+                    f"{row['rollouts_per_s']:.0f} rollouts/s  {row['tokens_per_s']:.0f} tokens/s  {self._left.words()}",
                 )
                 self._shown_at = event.at
             case Evaluated() if event.name != WARMUP:
@@ -223,6 +252,7 @@ def result_table(result: RunResult) -> Table:
     for name, value in (
         ("seconds of training", f"{summary.seconds:.1f}"),
         ("steps", str(summary.steps)),
+        *([("steps that trained nothing", str(summary.steps_empty))] if summary.steps_empty else []),
         ("rollouts trained", str(summary.rollouts_trained)),
         ("rollouts/s trained", f"{summary.rollouts_per_s:.0f}"),
         ("tokens/s generated", f"{summary.tokens_per_s:.0f}"),

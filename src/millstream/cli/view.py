@@ -36,6 +36,7 @@ from millstream.events import (
 )
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import path_words
+from millstream.run.progress import TimeLeft, clock_time
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 RECENT = 20  # steps that the shown rates and rewards are averaged over
@@ -56,7 +57,7 @@ class View:
         self._notes: deque[str] = deque(maxlen=3)
         self._status: Status | None = None
         self._warmed: WarmedUp | None = None
-        self._begun: tuple[float, int] | None = None
+        self._left = TimeLeft(num_steps)
         self._paths: dict[str, str] = {}
         self._failure = ""
         self._phase = "loading the model and the data"
@@ -75,13 +76,13 @@ class View:
     def emit(self, event: Event) -> None:
         self._now = max(self._now, event.at)
         row = self._metrics.add(event)
+        self._left.add(event)
         match event:
             case WarmedUp():
                 self._phase = f"supervised training: step {warmed_words(event)}"
                 self._warmed = event
             case RunStarted():
                 self._phase = "reinforcement learning"
-                self._begun = (event.at, 0)
             case Stepped() if row is not None:
                 self._version = event.version
                 self._recent.append(row)
@@ -95,7 +96,6 @@ class View:
                 self._sample = event.sample
             case Resumed():
                 self._phase = "reinforcement learning"
-                self._begun = (event.at, event.version)
                 self._notes.append(resumed(event))
                 self._version = event.version
             case SizesChosen():
@@ -134,11 +134,8 @@ class View:
         return grid
 
     def _time_left(self) -> str:
-        at, version = self._begun or (self._now, self._version)
-        if self._version == version:
-            return f"{_clock(self._now)} so far"
-        left = (self._now - at) / (self._version - version) * (self._num_steps - self._version)
-        return f"{_clock(self._now)} so far, {_clock(left)} left"
+        left = self._left.words()
+        return f"{clock_time(self._now)} so far, {left}" if left else f"{clock_time(self._now)} so far"
 
     def _numbers(self) -> RenderableType:
         grid = Table.grid(padding=(0, 2))
@@ -198,7 +195,3 @@ def sparkline(values: list[float], width: int = 40) -> str:
     means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
     top = max(max(means), 1e-9)
     return "".join(BLOCKS[max(0, min(len(BLOCKS) - 1, int(mean / top * (len(BLOCKS) - 1))))] for mean in means)
-
-
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -1,24 +1,44 @@
-"""The rows of `metrics.jsonl`: one per step, with everything worth plotting."""
+"""The rows of `metrics.jsonl`: one per step, with everything worth plotting. `docs/tracking.md` lists the keys."""
 
 from __future__ import annotations
 
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
+
+from msgspec import UNSET
 
 from millstream.events import (
     Evaluated,
     Event,
     GroupLeft,
+    GroupRestarted,
     GroupTaken,
     Resumed,
     RolloutEnded,
     RolloutFailed,
+    RunStarted,
     Span,
     Stepped,
+    WeightsPublished,
 )
 from millstream.types import Fate
 
 # The kinds that are read, tested first because most events are of other kinds.
-READ = frozenset((RolloutEnded, RolloutFailed, GroupTaken, GroupLeft, Span, Evaluated, Resumed, Stepped))
+READ = frozenset(
+    (
+        *(RunStarted, Resumed, RolloutEnded, RolloutFailed, GroupRestarted, GroupTaken, GroupLeft),
+        *(Span, WeightsPublished, Evaluated, Stepped),
+    )
+)
+LEARNING = frozenset(("begin_batch", "accumulate", "step"))  # spans of the learner in `Stepped.seconds`
+
+
+def metric_key(name: str) -> str:
+    """A name as a key of a row: without spaces."""
+    return re.sub(r"[^\w./-]+", "_", name)
 
 
 class StepMetrics:
@@ -28,57 +48,91 @@ class StepMetrics:
         self._last_at = 0.0
         self._reward = 0.0
         self._accuracy: dict[str, float] = {}
+        self._versions: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of groups in flight: first, last
         self._reset()
 
     def _reset(self) -> None:
         self._rewards: list[float] = []
+        self._reward_parts: dict[str, list[float]] = defaultdict(list)
         self._lengths: list[int] = []
         self._lags: list[int] = []
+        self._flights: list[int] = []
+        self._waitings: list[int] = []
         self._tokens = 0
         self._failed = 0
         self._filtered = 0
+        self._training_s = 0.0
+        self._sync_s = 0.0
 
     def add(self, event: Event) -> dict[str, Any] | None:
         if type(event) not in READ:
             return None
         match event:
             case RolloutEnded():
-                self._rewards.append(event.reward)
-                self._lengths.append(event.num_sampled)
+                self._add_rollout(event)
             case RolloutFailed():
                 self._failed += 1
             case GroupTaken():
-                self._lags.append(event.lag)
-            case GroupLeft(fate=Fate.FILTERED):
-                self._filtered += 1
+                self._add_taken(event)
+            case GroupRestarted():
+                self._versions.pop(event.group_id, None)
+            case GroupLeft():
+                self._versions.pop(event.group_id, None)
+                self._filtered += event.fate is Fate.FILTERED
             case Span(what="generate"):
                 self._tokens += event.num_tokens
+            case Span(worker="learner") if event.what in LEARNING:
+                self._training_s += event.seconds
+            case WeightsPublished():
+                self._sync_s += event.seconds
             case Evaluated():
-                self._accuracy[f"accuracy {event.name}"] = event.accuracy
+                self._accuracy[metric_key(f"accuracy {event.name}")] = event.accuracy
+            case RunStarted():
+                self._last_at = event.at
             case Resumed():
                 self._last_at = event.at
+                self._versions.clear()
                 self._reset()  # a new process counts from here
             case Stepped():
                 return self._row(event)
         return None
 
+    def _add_rollout(self, event: RolloutEnded) -> None:
+        self._rewards.append(event.reward)
+        self._lengths.append(event.num_sampled)
+        self._versions[event.group_id].append((event.start_version, event.end_version))
+        if event.reward_parts is not UNSET:
+            for name, value in event.reward_parts.items():
+                self._reward_parts[name].append(value)
+
+    def _add_taken(self, event: GroupTaken) -> None:
+        self._lags.append(event.lag)
+        for first, last in self._versions.pop(event.group_id, ()):
+            self._flights.append(last - first)
+            self._waitings.append(event.version - last)
+
     def _row(self, event: Stepped) -> dict[str, Any]:
-        seconds = max(event.at - self._last_at, 1e-9)
+        step_s = max(event.at - self._last_at, 1e-9)
         if self._rewards:  # otherwise as before: none ended since the last step
             self._reward = _mean(self._rewards)
         row = {
             "step": event.version,
             "at": event.at,
             "reward": self._reward,
+            "reward_std": statistics.pstdev(self._rewards) if self._rewards else 0.0,
+            **{metric_key(f"reward/{name}"): _mean(values) for name, values in self._reward_parts.items()},
             "length": _mean(self._lengths),
             "lag_mean": _mean(self._lags),
             "lag_max": max(self._lags, default=0),
-            "rollouts_per_s": len(self._rewards) / seconds,
-            "tokens_per_s": self._tokens / seconds,
+            "lag_flight": _mean(self._flights),
+            "lag_waiting": _mean(self._waitings),
+            "rollouts_per_s": len(self._rewards) / step_s,
+            "tokens_per_s": self._tokens / step_s,
+            **self._seconds(event, step_s),
             "groups": event.num_groups,
             "rollouts_failed": self._failed,
             "groups_filtered": self._filtered,
-            **event.metrics,
+            **{metric_key(name): value for name, value in event.metrics.items()},
             **self._accuracy,
         }
         self._last_at = event.at
@@ -86,6 +140,18 @@ class StepMetrics:
         self._reset()
         return row
 
+    def _seconds(self, event: Stepped, step_s: float) -> dict[str, float]:
+        """Where they went, seen from the learner: they add up to `step_s`. Weights are those of the step before."""
+        waiting_s = max(event.seconds - self._training_s, 0.0)
+        other_s = max(step_s - waiting_s - self._training_s - self._sync_s, 0.0)  # checkpoints, evaluations in lockstep
+        return {
+            "step_s": step_s,
+            "waiting_s": waiting_s,
+            "training_s": self._training_s,
+            "sync_s": self._sync_s,
+            "other_s": other_s,
+        }
 
-def _mean(values: list[float] | list[int]) -> float:
+
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0

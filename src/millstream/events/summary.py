@@ -22,6 +22,7 @@ from millstream.events import (
     Span,
     Stepped,
 )
+from millstream.events.findings import is_empty_step
 from millstream.types import Fate
 
 
@@ -52,6 +53,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     paths: dict[str, str] = {}  # what computed at the end, by worker, and why it was not faster
     sizes: Sizes | None = None  # None: the log does not say
     groups_superseded: int = 0  # by a resume with another schedule: their prompts were fed again
+    steps_empty: int = 0  # steps that trained nothing: no rollout was left, or the gradient was 0
 
 
 Interval = tuple[float, float]
@@ -96,6 +98,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         learner_share=total_length(training) / seconds,
         engine_share=total_length(generating) / seconds,
         paths={event.worker: path_words(event) for event in events if isinstance(event, PathChosen)},
+        steps_empty=sum(map(is_empty_step, steps)),
         sizes=next((event.sizes for event in reversed(events) if isinstance(event, SizesChosen)), None),
     )
 

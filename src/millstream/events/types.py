@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, Literal, Protocol
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from millstream.types import Fate, Finish, Metrics
 
@@ -91,6 +91,8 @@ class RunStarted(Event, frozen=True, kw_only=True):
         None  # of groups that a step replaces before places stay empty; None: the log does not say
     )
     rollouts_from: str = ""  # the run whose recorded batches are trained; empty: rollouts are new
+    compares_members: bool = False  # whether a group whose rewards are all equal has no gradient
+    learns_from_rewards: bool = True  # False: from a teacher
 
 
 class Resumed(Event, frozen=True, kw_only=True):
@@ -140,6 +142,7 @@ class RolloutEnded(Event, frozen=True, kw_only=True):
     end_version: int
     finish: Finish
     seconds: float
+    reward_parts: dict[str, float] | UnsetType = UNSET  # by reward function, before weights, where there are several
 
 
 class RolloutFailed(Event, frozen=True, kw_only=True):
@@ -393,6 +396,23 @@ class Warned(Event, frozen=True, kw_only=True):
     message: str
 
 
+class Finding(Event, frozen=True, kw_only=True):
+    """The run does not learn as it should, by one rule of `events.findings`. It holds until a `FindingEnded` of that name."""
+
+    name: str
+    step: int
+    message: str  # with the figures
+    advice: str  # what to do, what to type
+    figures: dict[str, float] = {}
+
+
+class FindingEnded(Event, frozen=True, kw_only=True):
+    """A finding no longer holds."""
+
+    name: str
+    step: int
+
+
 class StopRequested(Event, frozen=True, kw_only=True):
     """Ctrl-C or SIGTERM: the current batch is finished first, for at most `grace_s`."""
 
@@ -441,6 +461,8 @@ AnyEvent = (
     | CheckpointSealed
     | CheckpointFailed
     | Warned
+    | Finding
+    | FindingEnded
     | StopRequested
     | RunEnded
 )

@@ -116,7 +116,7 @@ class Rank:
         self._sums.add(
             batch,
             loss_M.detach(),
-            {**result.metrics, **behaviour_distance(inputs)},
+            {**behaviour_distance(inputs), **result.metrics},
             [row.label for row in rows],
             units=float(self._objective.units(batch.counts_R)),
         )

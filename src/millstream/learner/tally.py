@@ -148,7 +148,7 @@ class RunningSums:
 def behaviour_distance(x: LossInputs) -> dict[str, Tensor]:
     """How far the policy th has moved from the policy mu that sampled, summed over tokens: KL(mu || th) by the estimators k3
     and k1, the ratio th/mu and its square; and the largest ratio. The effective sample size, as a share of the tokens, is
-    mean(ratio)^2 / mean(ratio^2)."""
+    mean(ratio)^2 / mean(ratio^2). The mean of -log mu over what mu has sampled is an unbiased estimate of mu's entropy."""
     log_ratio_N = (x.logprobs_N - x.behaviour_N).clamp(-20, 20)
     ratio_N = log_ratio_N.exp()
     return {
@@ -157,4 +157,5 @@ def behaviour_distance(x: LossInputs) -> dict[str, Tensor]:
         "ratio": ratio_N.sum(),
         "squared_ratio": ratio_N.double().square().sum(),
         "max_ratio": ratio_N.max(),
+        "entropy": -x.behaviour_N.sum(),
     }

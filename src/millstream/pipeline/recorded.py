@@ -153,7 +153,7 @@ class RecordedTaker:
         context = self._context
         place = self._admission.admit(group_id, start)
         context.next_group = group_id + 1
-        context.groups[group_id] = GroupInFlight(group.name, 0)
+        context.groups[group_id] = GroupInFlight(group.name, 0, prompt=group_id)
         context.emit(
             GroupAdmitted(
                 at=context.now(),

@@ -8,6 +8,7 @@ import secrets
 import signal
 from typing import Protocol
 
+from millstream.algo import advantage_of
 from millstream.clock import RealClock
 from millstream.engine import Engine
 from millstream.events import (
@@ -167,6 +168,8 @@ class ActiveRun:
                 max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
                 max_replaced=pipeline.max_replaced,
                 rollouts_from=self.config.data.rollouts or "",
+                compares_members=advantage_of(self.config.algorithm).compares_members,
+                learns_from_rewards=self.config.algorithm.advantage != "distillation",
             )
         )
 

@@ -27,6 +27,7 @@ from millstream.model.locate import check_path, check_tokenizer
 from millstream.model.lora import check_lora
 from millstream.paths import kind_of
 from millstream.run.config import RunConfig, server_token, weight_ways
+from millstream.run.tracking.config import check_trackers
 from millstream.run.train_again import recorded_batches
 
 
@@ -77,6 +78,7 @@ def check_combinations(config: RunConfig) -> None:
         _check_lora,
         _check_steps,
         _check_environments,
+        lambda config: check_trackers(config.trackers),
     )
     for step in steps:
         try:

@@ -24,6 +24,7 @@ from millstream.learner import CriticConfig, LearnerConfig, ProximalConfig, Refe
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.checkpoint import CheckpointConfig
+from millstream.run.tracking.config import TrackersConfig
 from millstream.weights import TransferWay
 
 MAX_WARMUP_STEPS = 400  # of a [warmup] table that sets no limit
@@ -144,6 +145,8 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     runtime: Literal["local", "ray"] = "local"
     """local: processes on this machine. ray: a Ray cluster; [resources] says what the run gets of it."""
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
+    """Where else the run is recorded: W&B, TensorBoard, MLflow, trackio."""
 
     def __post_init__(self) -> None:
         """In Python, one reward or environment need not be a tuple."""

@@ -25,6 +25,7 @@ from millstream.pipeline.limit import Limit
 from millstream.pipeline.waits import Waits
 from millstream.run import build
 from millstream.run.config import RunConfig, scheduled_engine
+from millstream.run.own_thread import outside_loop
 from millstream.run.prepare import Prepared, prepare_run
 from millstream.serving.router import Router
 from millstream.types import Completion, Request, RequestKey, Sampling, Task
@@ -144,6 +145,7 @@ def _as_text(task: Task) -> str:
     return "\n".join(f"{message.role}: {message.content}" for message in task.prompt)
 
 
+@outside_loop
 def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
     """The mean reward of the config's model on its held-out tasks, sampled as in training and greedy, and what it wrote.
 

@@ -32,7 +32,8 @@ from msgspec import Struct, structs
 
 from millstream.config import load, to_toml
 from millstream.errors import ConfigError, OutputError
-from millstream.events import ConfigWritten, Evaluated, Resumed, RunEnded, WarmedUp
+from millstream.events import ConfigWritten, Evaluated, Finding, Resumed, RunEnded, WarmedUp
+from millstream.events.findings import findings_of
 from millstream.events.sinks import read_events, read_history, read_kinds
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
@@ -56,6 +57,8 @@ class RunResult(Struct, frozen=True, kw_only=True):
     """Of supervised training: mean negative log-likelihood of a token of the held-out tasks; None without it."""
     held_out_loss_after: float | None = None
     summary: Summary
+    findings: tuple[Finding, ...] = ()
+    """What held at the end of the run: see docs/findings.md. Empty: nothing was found."""
 
 
 class RunFolder:
@@ -216,6 +219,7 @@ class RunFolder:
             held_out_loss_before=losses[0] if losses else None,
             held_out_loss_after=losses[-1] if losses else None,
             summary=summarise(history),
+            findings=tuple(past.finding for past in findings_of(history) if past.until is None),
         )
         flat = {**structs.asdict(result), **structs.asdict(result.summary)}
         del flat["summary"]

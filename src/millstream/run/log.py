@@ -1,11 +1,15 @@
-"""The log of a run: `events.jsonl` and `metrics.jsonl` in its folder, and the sinks that show the same events elsewhere."""
+"""The log of a run: `events.jsonl` and `metrics.jsonl` in its folder, and the sinks that show the same events elsewhere.
+Findings
+(`events.findings`) are made here, from the events as they are written."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from millstream.errors import OutputError
-from millstream.events import Event, EventSink
+from millstream.events import WARMUP, Evaluated, Event, EventSink, RunEnded
+from millstream.events.findings import Watch
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee
 from millstream.run.folder import RunFolder
 
@@ -22,11 +26,24 @@ class RunLog:
         except OSError as error:
             raise OutputError(folder.cannot_write(folder.events, error)) from error
         self._tee = Tee([self._events, self._metrics], sinks)
-        self.emit = self._tee.emit
+        self._watch = Watch()
+        self._lock = threading.Lock()
 
-    def show(self, event: Event) -> None:
-        """To the other sinks only: an event of an earlier process, which is in the files already."""
-        self._tee.show(event)
+    def emit(self, event: Event) -> None:
+        if type(event) not in Watch.READ:
+            self._tee.emit(event)
+            return
+        with self._lock:  # findings are made in the order of the file
+            made = self._watch.add(event)
+            for one in (*made, event) if isinstance(event, RunEnded) else (event, *made):
+                self._tee.emit(one)
+
+    def recall(self, event: Event) -> None:
+        """An event of an earlier process, which is in the files already: findings continue from it, and evaluations are shown
+        again."""
+        self._watch.add(event)
+        if isinstance(event, Evaluated) and event.name != WARMUP:
+            self._tee.show(event)
 
     def last_seq(self) -> int:
         """The number of the last event so far; -1 before the first."""

@@ -12,7 +12,7 @@ import torch
 
 from millstream.config import load
 from millstream.errors import CheckpointError, ConfigError
-from millstream.events import WARMUP, CheckpointSealed, Evaluated, Resumed, Sizes, SizesChosen, WarmupSealed
+from millstream.events import CheckpointSealed, Event, Resumed, Sizes, SizesChosen, WarmupSealed
 from millstream.events.sinks import read_events, read_history
 from millstream.run.changes import ChangedSetting, changed_settings, tables_of
 from millstream.run.checkpoint import WARMUP_FOLDER, Found, find_newest, set_aside_newer
@@ -99,13 +99,10 @@ def accept_resume_point(point: ResumePoint, folder: RunFolder, data_digest: str)
         set_aside_newer(found)
 
 
-def evaluations_before(folder: RunFolder, resumed: ResumePoint | None) -> Iterator[Evaluated]:
-    """The evaluations of earlier processes that the checkpoint covers, to be shown again."""
-    if resumed is None or resumed.found is None:
-        return
-    for event in read_history(folder.events, upto=resumed.found.manifest.covers_seq):
-        if isinstance(event, Evaluated) and event.name != WARMUP:
-            yield event
+def history_before(folder: RunFolder, resumed: ResumePoint | None) -> Iterator[Event]:
+    """The events of earlier processes that the checkpoint covers."""
+    if resumed is not None and resumed.found is not None:
+        yield from read_history(folder.events, upto=resumed.found.manifest.covers_seq)
 
 
 def random_states() -> dict[str, Any]:

@@ -43,17 +43,20 @@ from millstream.run.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.run.garbage import seldom_collected
 from millstream.run.keep_rollouts import close_rollouts, open_rollouts
 from millstream.run.log import RunLog
+from millstream.run.own_thread import as_coroutine, outside_loop
 from millstream.run.prepare import Prepared, prepare_run
+from millstream.run.progress import ProgressLines
 from millstream.run.resume import (
     ResumePoint,
     accept_resume_point,
-    evaluations_before,
     find_resume_point,
+    history_before,
     recorded_sizes,
     restore_random_states,
 )
 from millstream.run.sft import remove_sft_checkpoints
 from millstream.run.supervision import Supervision
+from millstream.run.tracking.tracking import Tracking
 from millstream.run.train_again import recorded_batches
 from millstream.serving.fleet import Fleet
 from millstream.store import Store
@@ -63,6 +66,7 @@ OWNER = "the run"
 """The owner of the waits of the phases."""
 
 
+@outside_loop
 def train(
     config: RunConfig,
     *,
@@ -70,9 +74,13 @@ def train(
     sinks: Sequence[EventSink] = (),
     name: str = "run",
     from_run: str | Path | None = None,
+    progress: bool = True,
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
-    the one that the config names. `from_run`: RUN or RUN@STEP, a checkpoint whose weights and optimizer the run begins with."""
+    the one that the config names. `from_run`: RUN or RUN@STEP, a checkpoint whose weights and optimizer the run begins with.
+    `progress`: whether lines about it are printed to standard error. It works in a notebook as well; in a coroutine:
+    `await train_async(...)`."""
+    sinks = [*sinks, ProgressLines(config.pipeline.steps)] if progress else sinks
     source = config.data.rollouts
     recorded = None if source is None else recorded_sizes(RunFolder(Path(source)))
     if from_run is None:
@@ -84,17 +92,20 @@ def train(
     return _run(prepared, folder, sinks, None, branch)
 
 
+@outside_loop
 def resume(
     run_dir: str | Path,
     *,
     reward: Reward | None = None,
     sinks: Sequence[EventSink] = (),
     changes: Sequence[str] = (),
+    progress: bool = True,
 ) -> RunResult:
     """Continue a run that was stopped or died, from its newest intact checkpoint. A `reward` that was passed to `train` is
     passed again. `changes` of its config, such as `learner.learning_rate=1e-6`, are in force from here on, and are kept in the
     run folder; which keys may change: `run.changes`. A resume that is refused leaves the folder as it was."""
     folder, config = RunFolder.reopen(Path(run_dir), changes)
+    sinks = [*sinks, ProgressLines(config.pipeline.steps)] if progress else sinks
     try:
         if folder.is_finished():  # killed after its last phase: all that is missing is in the events
             return folder.conclude()
@@ -113,6 +124,10 @@ def resume(
     return _run(prepared, folder, sinks, resumed)
 
 
+train_async = as_coroutine(train)
+resume_async = as_coroutine(resume)
+
+
 def _run(
     prepared: Prepared,
     folder: RunFolder,
@@ -121,13 +136,15 @@ def _run(
     branch: Branch | None = None,
 ) -> RunResult:
     """All phases but the first, with a log that says how they ended."""
-    log = RunLog(folder, sinks, upto=0 if resumed is None else resumed.version)
-    for event in evaluations_before(folder, resumed):
-        log.show(event)
+    tracking = Tracking(prepared.config)
+    log = RunLog(folder, [*sinks, *tracking.sinks], upto=0 if resumed is None else resumed.version)
+    for event in history_before(folder, resumed):
+        log.recall(event)
     run, outcome = ActiveRun(prepared, folder, log, resumed), FINISHED
     if branch is not None:
         log.emit(branch.event(run.clock.now()))
     run.emit_begun()
+    tracking.start(run)
     try:
         asyncio.run(_phases(run))
     except BaseException as error:  # whatever ended it: the log says so
@@ -141,7 +158,11 @@ def _run(
             log.close()
         finally:
             folder.unlock()
-    return folder.conclude()
+            if outcome != FINISHED:
+                tracking.finish(None)
+    result = folder.conclude()
+    tracking.finish(result)
+    return result
 
 
 async def _phases(run: ActiveRun) -> None:
@@ -284,13 +305,12 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     await run.waits.on(OWNER, f"version {run.start_version} to be published", publishing)
     state = None if run.found is None else run.found.pipeline_state()
     num_restored = 0 if state is None or not any(run.changed) else len(state.rows.rows)
-    opening = prepared.backend.open_store(scorers.stages, num_restored)
     recorded = await asyncio.to_thread(recorded_batches, prepared.written)
     parts = Parts(
         engines=fleet.router.engines,
         environment=prepared.environment,
         learner=learner,
-        store=await run.waits.on(OWNER, "the store to be open", _open_store(run, scorers, recorded)),
+        store=await run.waits.on(OWNER, "the store to be open", _open_store(run, scorers, num_restored, recorded)),
         stages=scorers.stages,
         critic=scorers.critic,
         proximal=scorers.proximal,
@@ -331,9 +351,9 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         await run.waits.on(OWNER, "the last rollouts to be written", asyncio.to_thread(close_rollouts, run))
 
 
-async def _open_store(run: ActiveRun, scorers: Scorers, recorded: RecordedBatches | None) -> Store:
+async def _open_store(run: ActiveRun, scorers: Scorers, num_restored: int, recorded: RecordedBatches | None) -> Store:
     if recorded is None:
-        return await run.prepared.backend.open_store(scorers.stages)
+        return await run.prepared.backend.open_store(scorers.stages, num_restored)
     capacity = run.config.pipeline.most_groups * run.config.rollout.most_rows
     return await asyncio.to_thread(recorded.new_store, capacity)
 

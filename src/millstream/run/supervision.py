@@ -29,6 +29,7 @@ from millstream.run.control import (
     run_status,
 )
 from millstream.run.folder import resume_command
+from millstream.run.own_thread import RunThread
 from millstream.run.watchdog import Watchdog
 from millstream.serving.fleet import Fleet
 
@@ -54,6 +55,8 @@ class Supervision:
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(ValueError):  # only the main thread may handle signals
                 self._handlers[number] = signal.signal(number, self._handle)
+        if isinstance(thread := threading.current_thread(), RunThread):
+            thread.listen(lambda number: self._loop.call_soon_threadsafe(self._on_signal, number))
         self._watchdog = Watchdog(
             run.folder.stacks,
             run.waits,
@@ -72,6 +75,8 @@ class Supervision:
     ) -> bool:
         self._reporting.cancel()
         self._watchdog.stop()
+        if isinstance(thread := threading.current_thread(), RunThread):
+            thread.listen(None)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         is_cancelled = isinstance(error, asyncio.CancelledError)

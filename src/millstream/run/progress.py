@@ -1,0 +1,97 @@
+"""Progress of a run that is started from Python: lines on standard error, with the time left. Reads only events."""
+
+from __future__ import annotations
+
+import sys
+
+from millstream.events import (
+    WARMUP,
+    Evaluated,
+    Event,
+    Finding,
+    FindingEnded,
+    Resumed,
+    RunStarted,
+    Stepped,
+    StopRequested,
+    WarmedUp,
+    Warned,
+)
+from millstream.events.metrics import StepMetrics
+
+
+class TimeLeft:
+    """The time that the rest of the steps will take, at the pace of this process."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._begun = (0.0, 0)
+        self._now = (0.0, 0)
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._begun = self._now = (event.at, 0)
+        elif isinstance(event, Resumed):
+            self._begun = self._now = (event.at, event.version)
+        elif isinstance(event, Stepped):
+            self._now = (event.at, event.version)
+
+    def words(self) -> str:
+        """Empty before the first step."""
+        seconds, steps = self._now[0] - self._begun[0], self._now[1] - self._begun[1]
+        left = self._num_steps - self._now[1]
+        return f"{clock_time(seconds / steps * left)} left" if steps else ""
+
+
+def clock_time(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def finding_text(finding: Finding) -> str:
+    return f"{finding.name} at step {finding.step}: {finding.message}. {finding.advice}"
+
+
+class ProgressLines:
+    """Prints one line every few seconds, and one for every evaluation, finding and warning."""
+
+    EVERY_S = 5.0
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._left = TimeLeft(num_steps)
+        self._metrics = StepMetrics()
+        self._shown_at = float("-inf")
+
+    def emit(self, event: Event) -> None:
+        row = self._metrics.add(event)
+        self._left.add(event)
+        match event:
+            case Stepped() if row is not None and self._is_due(event.at, event.version == self._num_steps):
+                reward, speed = row["reward"], row["rollouts_per_s"]
+                step = f"step {event.version}/{self._num_steps}  reward {reward:.3f}  {speed:.0f} rollouts/s"
+                self._say(f"{step}  {self._left.words()}")
+            case WarmedUp() if self._is_due(event.at, event.step in (0, event.max_steps)):
+                loss = "" if event.loss is None else f"  loss {event.loss:.3f}"
+                self._say(f"supervised step {event.step}/{event.max_steps}{loss}")
+            case Evaluated() if event.name != WARMUP:
+                self._say(f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks")
+            case Finding():
+                self._say(finding_text(event))
+            case FindingEnded():
+                self._say(f"{event.name} no longer holds at step {event.step}")
+            case Warned():
+                self._say(f"warning: {event.message}")
+            case StopRequested():
+                self._say(f"stopping after the current batch, in at most {event.grace_s:g} s")
+
+    def _is_due(self, at: float, is_last: bool) -> bool:
+        is_due = is_last or at - self._shown_at >= self.EVERY_S
+        self._shown_at = at if is_due else self._shown_at
+        return is_due
+
+    @staticmethod
+    def _say(text: str) -> None:
+        sys.stderr.write(text + "\n")  # of the moment: a notebook replaces it
+        sys.stderr.flush()

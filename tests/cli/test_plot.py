@@ -1,0 +1,58 @@
+"""`millstream plot`: a file with every metric, and errors that say what to type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from millstream.cli.main import app
+from millstream.cli.plot import chosen_metrics, running_mean
+
+
+def run_in(folder: Path, steps: int = 40) -> Path:
+    folder.mkdir()
+    rows = [
+        {"step": n, "at": float(n), "reward": n / steps, "entropy": 1.0, "lag_mean": 0.5} for n in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 41, "rew')
+    return folder
+
+
+def test_runs_are_plotted_to_png_and_svg(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [str(run_in(tmp_path / "one")), str(run_in(tmp_path / "two", steps=5))]
+    shown = CliRunner().invoke(app, ["plot", runs[0]])
+    assert shown.exit_code == 0, shown.output
+    assert (tmp_path / "one/plot.png").read_bytes().startswith(b"\x89PNG")
+    shown = CliRunner().invoke(app, ["plot", *runs, "--out", str(tmp_path / "both.svg"), "--metric", "reward"])
+    assert shown.exit_code == 0, shown.output
+    assert (tmp_path / "both.svg").read_text().count("<svg") == 1
+
+
+def test_what_cannot_be_plotted_says_what_to_type(tmp_path: Path) -> None:
+    run = str(run_in(tmp_path / "one"))
+    for words, expected in (
+        ([run, "--metric", "rewrad"], "no metric 'rewrad' in these runs: choose among entropy, lag_mean, reward"),
+        ([run, "--out", "a.xyz"], ".png, .svg, .pdf"),
+        ([str(tmp_path)], "is not a run folder: it has no metrics.jsonl"),
+    ):
+        shown = CliRunner().invoke(app, ["plot", *words])
+        assert shown.exit_code == 1 and expected in " ".join(shown.output.split()), shown.output
+
+
+def test_matplotlib_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    shown = CliRunner().invoke(app, ["plot", str(run_in(tmp_path / "one"))])
+    assert shown.exit_code == 1 and "pip install 'millstream[plots]'" in " ".join(shown.output.split())
+
+
+def test_the_usual_metrics_are_those_that_the_runs_have() -> None:
+    assert chosen_metrics({"a": [{"step": 1, "at": 0.0, "reward": 1.0, "own": 2.0}]}, []) == ["reward"]
+
+
+def test_a_running_mean_is_that_of_the_last_values() -> None:
+    assert running_mean([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
+    assert running_mean([float(n) for n in range(40)])[-1] == pytest.approx(38.5)

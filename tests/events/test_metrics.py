@@ -1,0 +1,119 @@
+"""The rows of `metrics.jsonl`, from made-up events."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from millstream.events import (
+    Evaluated,
+    GroupTaken,
+    RolloutEnded,
+    RunStarted,
+    Span,
+    Stepped,
+    WeightsPublished,
+    decode_event,
+    encode_event,
+)
+from millstream.events.metrics import StepMetrics
+from millstream.types import Finish
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def ended(member: int, reward: float, start: int, end: int, **parts: float) -> RolloutEnded:
+    terms = {"at": 1.0, "group_id": 1, "attempt": 0, "num_tokens": 9, "num_sampled": 4, "seconds": 1.0}
+    known = {"reward_parts": parts} if parts else {}
+    versions = {"start_version": start, "end_version": end, "finish": Finish.STOP}
+    return RolloutEnded(member=member, reward=reward, **terms, **versions, **known)  # type: ignore[arg-type]
+
+
+def started(at: float) -> RunStarted:
+    return RunStarted(
+        at=at,
+        run_id="r",
+        seed=0,
+        steps=1,
+        num_tasks=1,
+        filter_zero_signal=True,
+        min_group_size=2,
+        groups_per_step=1,
+        group_size=2,
+        max_lag=4.0,
+        lag_bound=4,
+        budget=5,
+    )
+
+
+def stepped(at: float, seconds: float) -> Stepped:
+    return Stepped(
+        at=at,
+        version=7,
+        num_groups=1,
+        num_rollouts=2,
+        num_rows=2,
+        num_tokens=18,
+        seconds=seconds,
+        metrics={"loss": 0.5, "my own metric": 1.0},
+    )
+
+
+def row() -> dict[str, float]:
+    metrics, found = StepMetrics(), None
+    for event in (
+        started(10.0),
+        ended(0, 1.0, 2, 4, correct=1.0, form=0.5),
+        ended(1, 0.0, 3, 3, correct=0.0, form=1.0),
+        WeightsPublished(at=11.0, version=6, seconds=0.5),
+        Evaluated(at=11.0, name="sampled before", version=0, accuracy=0.25, num_tasks=4),
+        GroupTaken(at=12.0, group_id=1, version=6, lag=4, num_rollouts=2),
+        Span(at=13.0, worker="learner", what="accumulate", seconds=1.0),
+        Span(at=14.0, worker="learner", what="step", seconds=0.5),
+        Span(at=14.0, worker="learner", what="copy weights", seconds=9.0),  # a part of the publication
+        stepped(at=15.0, seconds=4.0),
+    ):
+        found = metrics.add(event)
+    assert found is not None
+    return found
+
+
+def test_seconds_say_where_they_went_and_add_up() -> None:
+    found = row()
+    assert {name: found[name] for name in ("step_s", "waiting_s", "training_s", "sync_s", "other_s")} == pytest.approx(
+        {"step_s": 5.0, "waiting_s": 2.5, "training_s": 1.5, "sync_s": 0.5, "other_s": 0.5}
+    )
+
+
+def test_lag_is_split_by_flight_and_waiting() -> None:
+    found = row()
+    assert (found["lag_mean"], found["lag_flight"], found["lag_waiting"]) == (4, 1.0, 2.5)
+
+
+def test_rewards_have_a_deviation_and_their_parts() -> None:
+    found = row()
+    assert (found["reward"], found["reward_std"], found["reward/correct"], found["reward/form"]) == (
+        0.5,
+        0.5,
+        0.5,
+        0.75,
+    )
+
+
+def test_parts_of_a_reward_are_in_the_log_only_where_there_are_some() -> None:
+    with_parts, without = ended(0, 1.0, 0, 0, a=1.0, b=0.0), ended(0, 1.0, 0, 0)
+    assert decode_event(encode_event(with_parts)) == with_parts and decode_event(encode_event(without)) == without
+    assert "reward_parts" not in json.loads(encode_event(without))
+
+
+def test_keys_have_no_spaces_and_all_of_ours_are_documented() -> None:
+    found = row()
+    assert found["accuracy_sampled_before"] == 0.25 and found["my_own_metric"] == 1.0
+    assert not any(" " in key for key in found)
+    documented = set(re.findall(r"`([\w/]+)`", (DOCS / "tracking.md").read_text()))
+    documented |= set(re.findall(r"`([\w/]+)`", (DOCS / "algorithms.md").read_text()))
+    own = {key for key in found if not key.startswith(("accuracy_", "reward/", "my_own"))}
+    assert own <= documented, own - documented
