@@ -12,6 +12,7 @@ from millstream.events import (
     EVENT_LOOP,
     WARMUP,
     CheckpointFailed,
+    Estimate,
     Evaluated,
     Event,
     LearnerRestarted,
@@ -122,7 +123,8 @@ class Lines:
                 self._shown_at = event.at
             case Evaluated() if event.name != WARMUP:
                 failed = f" ({event.num_failed} failed: {event.failure})" if event.num_failed else ""
-                self._say(event.at, f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks{failed}")
+                found = f"accuracy {event.accuracy:.3f} on {event.num_tasks} tasks{failed}"
+                self._say(event.at, f"{event.name}: {found}{scores_words(event)}")
                 if event.sample is not None:
                     self._say(event.at, f"a sample: {sample_line(event.sample)}")
             case Resumed():
@@ -170,6 +172,16 @@ def warmed_words(event: WarmedUp) -> str:
         goal = "" if event.stop_at is None else f" of {event.stop_at:.2f}"
         found.append(f"sampled accuracy {event.accuracy:.3f}{goal}")
     return "  ".join(found)
+
+
+def scores_words(event: Evaluated) -> str:
+    """pass@1, pass@k and their 95% intervals; empty for a log of an earlier release."""
+    found = (f"{name} {estimate_words(one)}" for name, one in event.scores.items() if name.startswith("pass@"))
+    return "".join(f", {words}" for words in found)
+
+
+def estimate_words(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
 
 
 def _kind_of(event: RolloutFailed) -> str:

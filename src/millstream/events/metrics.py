@@ -55,6 +55,8 @@ class StepMetrics:
                 self._tokens += event.num_tokens
             case Evaluated():
                 self._accuracy[f"accuracy {event.name}"] = event.accuracy
+                of_table = f"eval/{event.table}{'/greedy' if event.is_greedy else ''}"
+                self._accuracy |= {f"{of_table}/{name}": one.value for name, one in event.scores.items() if event.table}
             case Resumed():
                 self._last_at = event.at
                 self._reset()  # a new process counts from here

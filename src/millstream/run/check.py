@@ -26,6 +26,7 @@ from millstream.errors import ConfigError, MillstreamError
 from millstream.model.locate import check_path, check_tokenizer
 from millstream.model.lora import check_lora
 from millstream.paths import kind_of
+from millstream.run.check_evaluation import check_evaluation_tables, checked_evaluations
 from millstream.run.config import RunConfig, server_token, weight_ways
 
 
@@ -49,7 +50,10 @@ def check_config(config: RunConfig, *, is_reward_passed: bool = False) -> Checke
     except MillstreamError as error:
         errors.append(error)
     rewards = () if is_reward_passed else (_checked_rewards,)
-    steps = (_checked_functions, _checked_models, _checked_engine, _checked_resources, _checked_run_dir)
+    steps = (
+        *(_checked_functions, _checked_models, _checked_engine, _checked_resources, _checked_run_dir),
+        checked_evaluations,
+    )
     for step in (*rewards, *steps):
         try:
             findings += step(config)
@@ -72,6 +76,7 @@ def check_combinations(config: RunConfig) -> None:
         _check_lora,
         _check_steps,
         _check_environments,
+        check_evaluation_tables,
     )
     for step in steps:
         try:

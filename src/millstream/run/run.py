@@ -121,11 +121,11 @@ async def _phases(run: ActiveRun) -> None:
     async with Supervision(run) as supervision, _open(run, supervision) as (fleet, evaluator):
         if run.found is None:
             if not steps:  # supervised training alone: "before" is before that
-                await evaluator.sampled_and_greedy("before")
+                await evaluator.before()
             if warmup is not None:
                 await _warm_up(run, fleet, evaluator, warmup)
             if steps and not run.is_stopping:
-                await evaluator.sampled_and_greedy("before")
+                await evaluator.before()
         if run.is_stopping:
             return
         async with _trainers(run) as trainers:
@@ -136,7 +136,7 @@ async def _phases(run: ActiveRun) -> None:
                 await _save(run, trainers.learner, fleet)
         if run.is_stopping:
             return
-        await evaluator.sampled_and_greedy("after")
+        await evaluator.after()
         run.is_done = True
 
 
@@ -166,7 +166,7 @@ async def _open(run: ActiveRun, supervision: Supervision) -> AsyncIterator[tuple
             sink=run.log,
         )
         closing.push_async_callback(fleet.close)
-        closing.push_async_callback(prepared.environment.close)
+        closing.push_async_callback(prepared.close)
         replacing = asyncio.create_task(fleet.replace(run.adopt))
         closing.callback(replacing.cancel)
         closing.push_async_callback(supervision.close_control)
@@ -270,7 +270,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         config=config.pipeline,
         rollout=config.rollout,
         seed=config.seed,
-        after_step=evaluator.after_step if config.evaluation.every_steps is not None else None,
+        after_step=evaluator.after_step if any(one.every_steps for one in config.evaluations) else None,
         keeper=trainers.checkpoints,
         resumed=None if run.found is None else run.found.pipeline_state(),
         incarnation=run.incarnation,
