@@ -12,6 +12,7 @@ from millstream.clock import RealClock
 from millstream.engine import Engine
 from millstream.events import ConfigWritten, Resumed, RunEnded, RunStarted, SizesChosen, Status, Warned
 from millstream.pipeline.pipeline import Pipeline
+from millstream.run.best import BestCheckpoint
 from millstream.run.checkpoint import Checkpoints, RunState
 from millstream.run.evaluate import new_waits
 from millstream.run.folder import RunFolder
@@ -45,6 +46,7 @@ class ActiveRun:
         self.start_version = 0 if resumed is None else resumed.version
         self.pipeline: Pipeline | None = None
         self.checkpoints: Checkpoints | None = None
+        self.best: BestCheckpoint | None = None  # with checkpoint.keep_best
         self.sft_step_kept = 0  # the step of the newest checkpoint of supervised training that this process wrote
         self.at_work: Stoppable | None = None  # what a first signal lets finish its batch
         self.stopped_by: signal.Signals | None = None

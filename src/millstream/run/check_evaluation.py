@@ -12,6 +12,7 @@ from millstream.env.registry import name_of
 from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
 from millstream.env.rewards import check_reward, find_reward
 from millstream.errors import ConfigError, DataError
+from millstream.run.best import split_metric
 from millstream.run.config import EvaluationConfig, RunConfig
 from millstream.seeds import derive_seed
 
@@ -26,6 +27,8 @@ def check_evaluation_tables(config: RunConfig) -> None:
     for one in config.evaluations:
         if one.environment:
             check_environments(one.environment)
+    if config.checkpoint.keep_best is not None:
+        split_metric(config)
 
 
 def kinds_of(one: EvaluationConfig, config: RunConfig) -> list[EnvironmentKind]:

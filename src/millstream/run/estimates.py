@@ -24,6 +24,11 @@ Z = NormalDist().inv_cdf(0.975)
 PASS = "pass@"
 
 
+def pass_ks(num_samples: int) -> list[int]:
+    """The k of pass@k that are estimated: 1, 2, 4, ... and the number of samples."""
+    return sorted({num_samples, *(1 << power for power in range(num_samples.bit_length()))})
+
+
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """The unbiased estimate of the chance that one of k samples passes, from `num_passed` of `num_samples`."""
     if num_samples - num_passed < k:
@@ -45,8 +50,7 @@ def _per_task(rewards_TK: Sequence[Sequence[float]], pass_reward: float) -> dict
         return {}
     num_samples = len(rewards_TK[0])
     passed_T = [sum(reward >= pass_reward for reward in rewards) for rewards in rewards_TK]
-    ks = sorted({num_samples, *(1 << power for power in range(num_samples.bit_length()))})
-    found = {f"{PASS}{k}": [pass_at_k(num_samples, passed, k) for passed in passed_T] for k in ks}
+    found = {f"{PASS}{k}": [pass_at_k(num_samples, passed, k) for passed in passed_T] for k in pass_ks(num_samples)}
     return {**found, f"avg@{num_samples}": [fmean(rewards) for rewards in rewards_TK]}
 
 

@@ -25,6 +25,7 @@ from millstream.pipeline.episode import EpisodeResult, Player
 from millstream.pipeline.limit import Limit
 from millstream.pipeline.waits import Waits
 from millstream.run import build
+from millstream.run.checkpoint import CheckpointConfig
 from millstream.run.config import HELD_OUT, EvaluationConfig, RunConfig, scheduled_engine
 from millstream.run.estimates import evaluation_scores
 from millstream.run.prepare import Prepared, prepare_run
@@ -264,6 +265,7 @@ def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
         resources=ResourcesConfig(),
         engine=_own_engine(config.engine),
         learner=structs.replace(config.learner, lora=None),  # new adapters would change nothing
+        checkpoint=CheckpointConfig(),
     )
     prepared = prepare_run(here, reward)
     if not prepared.evaluations:

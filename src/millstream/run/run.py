@@ -24,6 +24,7 @@ from millstream.pipeline.pipeline import Parts, Pipeline
 from millstream.pipeline.state import CRITIC_FOLDER
 from millstream.run.active import ActiveRun
 from millstream.run.backend import BackendContext, build_fleet
+from millstream.run.best import BestCheckpoint
 from millstream.run.build import build_algorithm
 from millstream.run.build_scorers import Scorers
 from millstream.run.build_training import (
@@ -91,10 +92,13 @@ def resume(
 
 def _run(prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], resumed: ResumePoint | None) -> RunResult:
     """All phases but the first, with a log that says how they ended."""
-    log = RunLog(folder, sinks, upto=0 if resumed is None else resumed.version)
+    best = None if prepared.config.checkpoint.keep_best is None else BestCheckpoint(prepared.config)
+    shown = sinks if best is None else (*sinks, best)
+    log = RunLog(folder, shown, upto=0 if resumed is None else resumed.version)
     for event in evaluations_before(folder, resumed):
         log.show(event)
     run, outcome = ActiveRun(prepared, folder, log, resumed), FINISHED
+    run.best = best
     run.emit_begun()
     try:
         if resumed is not None and resumed.changes:
