@@ -177,6 +177,14 @@ def test_evaluations_are_one_table_or_a_list_of_tables(tmp_path: Path) -> None:
             load(written(tmp_path, MINIMAL + f"[[evaluation]]\n{wrong}\n"), RunConfig)
 
 
+def test_top_p_of_an_evaluation_is_refused_where_the_server_has_none(tmp_path: Path) -> None:
+    http = '[engine]\nkind = "http"\n[engine.http]\nurls = ["http://h:1"]\nflavour = "sglang"\nfolder = "w"\n'
+    path = written(tmp_path, MINIMAL + http)
+    check_combinations(load(path, RunConfig))
+    with pytest.raises(ConfigError, match=r"evaluation held_out: top_p = 0\.9 with SGLang"):
+        check_combinations(load(path, RunConfig, ["evaluation.top_p=0.9"]))
+
+
 def test_an_evaluation_with_data_of_its_own_is_checked_before_the_run(tmp_path: Path) -> None:
     text = '[model.tiny]\n[data]\ntoy = "sort_digits"\n[[evaluation]]\nname = "mine"\ndata = {path = "no.jsonl"}\n'
     with pytest.raises(ConfigError, match=r"evaluation mine: cannot read data\.path = no\.jsonl"):

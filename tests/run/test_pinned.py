@@ -173,6 +173,25 @@ def test_training_with_one_engine_continues_up_to_the_lag_bound_while_that_is_pi
     assert sum(at < first.at for at in stepped) >= 3
 
 
+def test_an_evaluation_of_a_run_that_is_stopped_is_cancelled_and_keeps_no_engine() -> None:
+    world, environment, pipelines = World(steps=50, max_lag=1.0), TwoTurns(), list[Pipeline]()
+    beside = Beside(world, [table(environment, every_steps=2, samples=2000)])
+
+    def attach(pipeline: Pipeline) -> None:
+        pipelines.append(pipeline)
+        beside.attach(pipeline)
+
+    async def stop_then_evaluate(version: int) -> None:
+        if version == 2:
+            asyncio.get_running_loop().call_later(1.0, pipelines[0].stop)
+        await beside.after_step(version)
+
+    outcome = simulate(world, after_step=stop_then_evaluate, on_pipeline=attach)
+    assert outcome.sink.of(EvaluationStarted) and not outcome.sink.of(Evaluated)
+    assert not outcome.pipeline.router.pins and not outcome.pipeline.waits.active()
+    assert {one.version for one in outcome.engines} == {outcome.pipeline.admission.version}
+
+
 # ---- the pins themselves -------------------------------------------------------------------------------------------------
 
 

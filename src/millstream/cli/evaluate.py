@@ -79,26 +79,30 @@ def evaluate_command(
         tables = _tables(config, name=name, data=data, samples=samples, tasks=tasks, is_greedy=greedy)
         config = structs.replace(config, evaluation=tables)
         measured = _measure(config, model or of_target)
-        if against is None:
-            measured = _cut(measured, show)
-            if as_json:
-                console.out(msgspec.json.encode(measured).decode(), highlight=False)
-            else:
-                _print_measured(measured)
-            return
-        other = _measure(config, against)
-        differences = _differences(measured, other, config)
-        measured, other = _cut(measured, show), _cut(other, show)
-        compared = Compared(measured=measured, against=other, differences=differences)
-        if as_json:
-            console.out(msgspec.json.encode(compared).decode(), highlight=False)
-            return
-        for title, one in ((target, measured), (against, other)):
-            console.out(title, highlight=False)
-            _print_measured(one)
-        console.out(f"{target} minus {against}, on the same tasks", highlight=False)
-        for label, scores in compared.differences.items():
-            _print_scores(label, scores)
+        if against is not None:
+            _compare((target, measured), (against, _measure(config, against)), config, show=show, as_json=as_json)
+        elif as_json:
+            console.out(msgspec.json.encode(_cut(measured, show)).decode(), highlight=False)
+        else:
+            _print_measured(_cut(measured, show))
+
+
+def _compare(
+    ours: tuple[str, Measured], theirs: tuple[str, Measured], config: RunConfig, *, show: int, as_json: bool
+) -> None:
+    """Print both, each with its name, and their differences."""
+    differences = _differences(ours[1], theirs[1], config)
+    measured, against = _cut(ours[1], show), _cut(theirs[1], show)
+    if as_json:
+        compared = Compared(measured=measured, against=against, differences=differences)
+        console.out(msgspec.json.encode(compared).decode(), highlight=False)
+        return
+    for name, one in ((ours[0], measured), (theirs[0], against)):
+        console.out(name, highlight=False)
+        _print_measured(one)
+    console.out(f"{ours[0]} minus {theirs[0]}, on the same tasks", highlight=False)
+    for label, scores in differences.items():
+        _print_scores(label, scores)
 
 
 def _split(target: str) -> tuple[Path, str | None]:

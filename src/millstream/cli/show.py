@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -212,6 +213,16 @@ def _clipped(text: str, max_length: int = 40) -> str:
     return repr(text if len(text) <= max_length else text[:max_length] + "…")
 
 
+def _scores_before_and_after(result: RunResult) -> Iterator[tuple[str, str, str, str]]:
+    """Of every evaluation: its name, pass@1 and pass@k, each before and after training with its interval."""
+    for name, scores in result.scores.items():
+        label, _, when = name.rpartition(" ")
+        before = result.scores.get(f"{label} before", {})
+        passed = [score for score in scores if score.startswith("pass@")]
+        for score in dict.fromkeys((*passed[:1], *passed[-1:])) if when == "after" else ():
+            yield label, score, estimate_words(before[score]) if score in before else "", estimate_words(scores[score])
+
+
 def result_table(result: RunResult) -> Table:
     table = Table(title="The run", show_header=True, header_style="bold")
     for column in ("", "before", "after"):
@@ -220,6 +231,8 @@ def result_table(result: RunResult) -> Table:
         table.add_row("accuracy, sampled", f"{result.accuracy_before:.3f}", f"{result.accuracy_after:.3f}")
     if result.greedy_before is not None and result.greedy_after is not None:
         table.add_row("accuracy, greedy", f"{result.greedy_before:.3f}", f"{result.greedy_after:.3f}")
+    for label, score, before, after in _scores_before_and_after(result):
+        table.add_row(f"{label}, {score}", before, after)
     if result.held_out_loss_before is not None and result.held_out_loss_after is not None:
         losses = (f"{result.held_out_loss_before:.3f}", f"{result.held_out_loss_after:.3f}")
         table.add_row("held-out loss, supervised", *losses)

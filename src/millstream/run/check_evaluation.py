@@ -24,9 +24,15 @@ def check_evaluation_tables(config: RunConfig) -> None:
         raise ConfigError(
             f'two [[evaluation]] tables are named {min(twice)!r}: give each a name of its own: name = "..."'
         )
+    http = config.engine.http
     for one in config.evaluations:
         if one.environment:
             check_environments(one.environment)
+        if one.top_p < 1 and http is not None and http.flavour == "sglang":
+            raise ConfigError(
+                f"evaluation {one.name}: top_p = {one.top_p:g} with SGLang, whose log-probabilities are those of all tokens: "
+                "leave top_p out, or evaluate checkpoints with `millstream eval`"
+            )
     if config.checkpoint.keep_best is not None:
         split_metric(config)
 
