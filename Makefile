@@ -9,7 +9,7 @@ TQ := .venv-tq
 VLLM := .venv-vllm
 VERL := .peer-verl
 
-.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-trackers smoke check format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-trackers test-lm-eval smoke check format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -30,6 +30,10 @@ test-ray: $(VENV)/.installed-ray
 # vLLM pins what it needs: it has an environment of its own. Five minutes, most of them starts of vLLM.
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -m vllm tests/engine/test_vllm.py
+
+# lm-evaluation-harness through `millstream serve`; without it that test is skipped.
+test-lm-eval: $(VENV)/.installed-lm-eval
+	$(BIN)/pytest tests/serve/test_lm_eval.py
 
 # The environments of other libraries; without them their tests are skipped.
 test-envs: $(VENV)/.installed-envs
@@ -132,6 +136,10 @@ $(VENV)/.installed-envs: $(INSTALLED)
 
 $(VENV)/.installed-trackers: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,trackers,plots]'
+	touch $@
+
+$(VENV)/.installed-lm-eval: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt 'lm_eval[api]'
 	touch $@
 
 $(VENV)/.installed-plots: $(INSTALLED)

@@ -27,6 +27,7 @@ from internals_torch import (
     prepare_run,
 )
 from millstream import RunConfig
+from millstream.serving.request import Pin
 from millstream.types import Completion, Finish, Request, Weights
 
 
@@ -63,12 +64,13 @@ class _Recorded:
     def __init__(self, router: Router, offset: int) -> None:
         self._router = router
         self._offset = offset
+        self.pins = router.pins
         self.completions: dict[int, list[Completion]] = {}
 
-    async def generate(self, request: Request, *, floor: int) -> Completion:
+    async def generate(self, request: Request, *, floor: int, pin: Pin | None = None) -> Completion:
         key = request.key
         moved = structs.replace(request, key=structs.replace(key, group_id=key.group_id - self._offset))
-        completion = await self._router.generate(moved, floor=floor)
+        completion = await self._router.generate(moved, floor=floor, pin=pin)
         self.completions.setdefault(-1 - key.group_id, []).append(completion)
         return completion
 

@@ -194,6 +194,7 @@ def measure(settings: Settings, seed: int, model: Path) -> tuple[float, float]:
     """Accuracy on all held-out tasks, sampled and greedy. The random numbers are those of the seed, whichever the model."""
     config = base_config(settings, seed, ModelConfig(path=str(model), device="cpu"))
     found = evaluate(structs.replace(config, evaluation=EvaluationConfig()))
+    assert found.greedy is not None
     return found.accuracy, found.greedy
 
 

@@ -226,7 +226,7 @@ def _table_problems(data: Mapping[str, Any], kinds: Sequence[Any], place: str, p
         if is_deeper(data, MAX_DEPTH):
             yield f"{name}: tables or lists nested too deeply: expected at most {MAX_DEPTH}"
         return
-    if any(get_origin(one) is tuple for one in kinds):
+    if any(get_origin(one) is tuple for one in kinds) and struct not in kinds:
         yield _is_list(name, _quoted(next(iter(data), "KEY")))
         return
     if struct is None:
@@ -285,7 +285,7 @@ def _paths(kind: type[Struct], place: str = "") -> Iterator[str]:
     for field in _fields(kind):
         yield f"{place}{field.name}"
         number = "0." if get_origin(field.type) is tuple else ""
-        for struct in _structs(field.type):
+        for struct in dict.fromkeys(_structs(field.type)):
             yield from _paths(struct, f"{place}{field.name}.{number}")
 
 

@@ -5,6 +5,7 @@ MillstreamError
 │   └── DataError          a data set that cannot be read; names the file and the line
 ├── ModelError             a checkpoint or an architecture that the engine or the learner cannot use
 ├── EngineError            an engine failed a request or a command; without any engine the run cannot continue
+│   ├── PinLost                the engines that kept a version for an evaluation are gone: it starts again
 │   └── EngineGone             it broke for good: its requests continue on other engines
 │       └── EngineMisconfigured    it cannot work as it is set up: the run ends, unless another engine serves or one has
 ├── RolloutError           one rollout failed: recorded as data, retried, never a crash
@@ -62,6 +63,9 @@ class ModelError(MillstreamError): ...
 
 
 class EngineError(MillstreamError): ...
+
+
+class PinLost(EngineError): ...
 
 
 class EngineGone(EngineError): ...

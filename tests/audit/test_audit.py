@@ -33,6 +33,7 @@ from millstream.events import (
     CheckpointSealed,
     ConfigWritten,
     Evaluated,
+    EvaluationStarted,
     Event,
     GroupAdmitted,
     GroupLeft,
@@ -175,7 +176,8 @@ def run_of(world: World, *, num_tasks: int = 0) -> Run:
     """A whole run. With `num_tasks`, the prompts are those of a data set of this size, epoch after epoch."""
     warmed = WarmedUp(at=0.0, step=5, max_steps=10, accuracy=0.1, stop_at=0.2)
     measured = Evaluated(at=0.0, name="sampled before", version=0, accuracy=0.1, num_tasks=8)
-    run = Run([warmed, measured, _started(world, num_tasks), *_simulated(world)])
+    begun = EvaluationStarted(at=0.0, name="sampled before", version=0, engines=("engine-0",))
+    run = Run([warmed, begun, measured, _started(world, num_tasks), *_simulated(world)])
     if num_tasks:
         for seq in run.all(GroupAdmitted):
             epoch, number = divmod(run.get(GroupAdmitted, seq).group_id, num_tasks)
@@ -791,6 +793,14 @@ def drop_the_last_weights(run: Run) -> None:
         del run.events[seq]
 
 
+def evaluate_across_a_load(run: Run) -> None:
+    """From the start of the run to the end of the last load, on an engine that has loaded by then."""
+    last = run.all(WeightsLoaded)[-1]
+    engine, (begun,), (seq,) = run.get(WeightsLoaded, last).engine, run.all(EvaluationStarted), run.all(Evaluated)
+    run.change(begun, engines=(engine,))
+    run.events.insert(last, run.events.pop(seq))
+
+
 def restart_while_running(run: Run) -> None:
     seq = run.all(GroupRestarted)[0]
     group_id = run.get(GroupRestarted, seq).group_id
@@ -952,6 +962,12 @@ CRIMES: dict[str, dict[str, Crime]] = {
         "an engine loads what was not published": changed(WeightsLoaded, 1, version=5),
         "a version is published twice": doubled(WeightsPublished, 1),
         "the last version is not published": drop_the_last_weights,
+    },
+    "evaluation": {
+        "it has no version": changed(Evaluated, version=None),
+        "it is of another version": changed(Evaluated, version=1),
+        "it never started": dropped(EvaluationStarted),
+        "its engine loads other weights": evaluate_across_a_load,
     },
     "start": {
         "it starts twice": doubled(RunStarted),

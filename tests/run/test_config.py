@@ -143,7 +143,8 @@ def test_a_key_without_its_table_is_answered_with_the_whole_name(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"unknown key max_lag\. Did you mean pipeline\.max_lag\?"):
         load(path, RunConfig, ["max_lag=3"])
     with pytest.raises(
-        ConfigError, match=r"Did you mean model\.path or data\.path or reference\.path or critic\.path\?"
+        ConfigError,
+        match=r"Did you mean model\.path or data\.path or reference\.path or critic\.path or evaluation\.data\.path\?",
     ):
         load(path, RunConfig, ["path=x"])
 
@@ -151,7 +152,48 @@ def test_a_key_without_its_table_is_answered_with_the_whole_name(tmp_path: Path)
 def test_an_override_without_a_value_leaves_the_key_unset(tmp_path: Path) -> None:
     path = written(tmp_path, MINIMAL + "[warmup]\nmax_steps = 3\n")
     assert load(path, RunConfig, ["warmup="]).warmup is None
-    assert load(path, RunConfig, ["evaluation.tasks="]).evaluation.tasks is None
+    assert load(path, RunConfig, ["evaluation.tasks="]).evaluations[0].tasks is None
+
+
+def test_evaluations_are_one_table_or_a_list_of_tables(tmp_path: Path) -> None:
+    one = load(written(tmp_path, MINIMAL + "[evaluation]\nevery_steps = 5\n"), RunConfig, ["evaluation.samples=4"])
+    assert [(table.name, table.every_steps, table.samples) for table in one.evaluations] == [("held_out", 5, 4)]
+    text = MINIMAL + '[[evaluation]]\n[[evaluation]]\nname = "mine"\ntop_p = 0.9\ndata = {path = "mine.jsonl"}\n'
+    two = load(written(tmp_path, text), RunConfig, ["evaluation.1.temperature=0.7"])
+    held_out, mine = two.evaluations
+    assert held_out.is_held_out and not mine.is_held_out and (mine.temperature, mine.top_p) == (0.7, 0.9)
+    for config in (one, two):
+        assert load(written(tmp_path, to_toml(config)), RunConfig) == config
+    with pytest.raises(ConfigError, match=r"two \[\[evaluation\]\] tables are named 'held_out': give each a name"):
+        check_combinations(load(written(tmp_path, MINIMAL + "[[evaluation]]\n[[evaluation]]\n"), RunConfig))
+    for wrong, message in (
+        ("samples = 0", "at least 1"),
+        ("temperature = 0.0", 'greedy: decoding = "greedy"'),
+        ('name = "a b"', "expected letters, digits"),
+        ('name = "warmup"', "and not warmup"),
+        ("data = {toy = 'sort_digits', holdout = 3}", "all tasks of this data are evaluated"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(written(tmp_path, MINIMAL + f"[[evaluation]]\n{wrong}\n"), RunConfig)
+
+
+def test_top_p_of_an_evaluation_is_refused_where_the_server_has_none(tmp_path: Path) -> None:
+    http = '[engine]\nkind = "http"\n[engine.http]\nurls = ["http://h:1"]\nflavour = "sglang"\nfolder = "w"\n'
+    path = written(tmp_path, MINIMAL + http)
+    check_combinations(load(path, RunConfig))
+    with pytest.raises(ConfigError, match=r"evaluation held_out: top_p = 0\.9 with SGLang"):
+        check_combinations(load(path, RunConfig, ["evaluation.top_p=0.9"]))
+
+
+def test_an_evaluation_with_data_of_its_own_is_checked_before_the_run(tmp_path: Path) -> None:
+    text = '[model.tiny]\n[data]\ntoy = "sort_digits"\n[[evaluation]]\nname = "mine"\ndata = {path = "no.jsonl"}\n'
+    with pytest.raises(ConfigError, match=r"evaluation mine: cannot read data\.path = no\.jsonl"):
+        check_config(load(written(tmp_path, text), RunConfig))
+    toy = ["evaluation.0.data={toy = 'sort_digits', size = 20}", "evaluation.0.tasks=12", "evaluation.0.samples=4"]
+    found = check_config(load(written(tmp_path, text), RunConfig, toy)).findings
+    assert "checked: the evaluation mine has 12 tasks, 4 samples of each" in found
+    with pytest.raises(ConfigError, match=r"no\.py"):
+        check_config(load(written(tmp_path, text), RunConfig, [*toy, "evaluation.0.reward=[{function='no.py:f'}]"]))
 
 
 def test_the_resolved_config_reads_back_as_the_same_config(tmp_path: Path) -> None:

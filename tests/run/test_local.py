@@ -142,7 +142,8 @@ def test_eval_of_a_run_is_on_our_own_engine_whatever_the_runs_was(engine: dict[s
 def test_eval_shows_prompts_with_completion_answer_and_reward(finished: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["eval", str(finished), "--show", "2"]).stdout
     names = [line.split()[0] for line in shown.splitlines() if line]
-    assert names == ["prompt", "completion", "answer", "reward"] * 2 + ["accuracy,", "accuracy,"]
+    scores = ["held_out,", "pass@1", "avg@1"]
+    assert names == ["prompt", "completion", "answer", "reward"] * 2 + scores * 2
     (tmp_path / "mine.py").write_text("def reward(task, completion):\n    return 1 / (task.answer < '05')\n")
     reward = f"reward=[{{function='{tmp_path / 'mine.py'}:reward'}}]"
     shown = CliRunner().invoke(app, ["eval", str(finished), "--show", "32", "--set", reward]).stdout

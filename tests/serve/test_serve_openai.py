@@ -581,7 +581,12 @@ WRONG_CHAT: list[tuple[Json, str]] = [
     ({"messages": [user("a")], "max_tokens": 256}, "messages"),
 ]
 WRONG_TEXT: list[tuple[Json, str]] = [
-    ({"echo": True}, "echo"),
+    ({"echo": True, "stream": True}, "echo"),
+    ({"echo": True, "n": 2}, "echo"),
+    ({"echo": True, "session_id": "session-1"}, "echo"),
+    ({"echo": True, "logprobs": 1}, "echo"),  # this server has no model for it
+    ({"echo": True, "logprobs": 2}, "logprobs"),
+    ({"logprobs": 1}, "logprobs"),
     ({"logprobs": 3}, "logprobs"),
     ({"best_of": 2}, "best_of"),
     ({"suffix": "b"}, "suffix"),

@@ -129,6 +129,12 @@ class StepTotals(NamedTuple):
     mean_reward: float | None  # of the rollouts that ended since the step before, trained or not; None: there were none
 
 
+class RunningEvaluation(NamedTuple):
+    version: int
+    engines: set[str]
+    loaded: list[str]  # other weights on these engines since it started, in words
+
+
 @dataclass(slots=True)
 class History:
     terms: RunTerms | None = None
@@ -157,6 +163,8 @@ class History:
     rollouts_aborted: int = 0
     num_restarts: int = 0
     lag_max: int = 0
+    evaluating: dict[str, RunningEvaluation] = field(default_factory=dict)  # by name
+    first_table: str = ""  # the name of the first evaluation's table
     accuracies: dict[str, float] = field(default_factory=dict)  # the last of each evaluation, by its name
     outcome: str | None = None
     config: Fields | None = None  # the settings in force; None: the log does not say

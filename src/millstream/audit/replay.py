@@ -51,9 +51,11 @@ class Replay:
             "setting_changed": settings.on_setting_changed,
             "run_started": run.on_run_started,
             "replica_joined": run.on_replica_joined,
+            "replica_left": run.on_replica_left,
             "resumed": run.on_resumed,
             "checkpoint_sealed": run.on_checkpoint_sealed,
             "learner_restarted": run.on_learner_restarted,
+            "evaluation_started": run.on_evaluation_started,
             "evaluated": run.on_evaluated,
             "run_ended": run.on_run_ended,
         }

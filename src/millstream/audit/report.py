@@ -29,6 +29,7 @@ RULES = {
     "step": "versions rise by one",
     "totals": "groups, rows, tokens and rewards add up",
     "weights": "each version is published once, no engine loads one that was not, and none is used that no engine loaded",
+    "evaluation": "an evaluation is of one version, which its engines kept from its start to its end",
     "resume": "a resume continues from its checkpoint: that version and event, exactly those groups and members",
     "seal": "each checkpoint has an event: its digest, its version, and a last event between two batches of its run",
     "replay": "a restarted learner begins with a checkpoint of the run, and reaches the run's version",

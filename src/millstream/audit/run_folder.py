@@ -13,6 +13,7 @@ from millstream.audit.replay import Replay
 from millstream.audit.report import COUNTS, MALFORMED, AuditReport, reason_of
 
 NEW_COUNTS = {"groups_superseded"}  # a summary of an earlier version does not have them
+HELD_OUT = "held_out"  # the evaluation whose name is left out
 ACCURACIES = {"accuracy_before", "accuracy_after", "greedy_before", "greedy_after"}  # in summary.json
 
 
@@ -92,7 +93,8 @@ def _check_summary(path: Path, now: History, report: AuditReport) -> None:
                 report.add_finding("summary", f"{name} is {found}, in the events {counted}")
         for name in ACCURACIES & summary.keys():
             how, _, when = name.partition("_")
-            found = now.accuracies.get(f"{'sampled' if how == 'accuracy' else how} {when}")
+            table = "" if now.first_table in ("", HELD_OUT) else f"{now.first_table} "
+            found = now.accuracies.get(f"{table}{'sampled' if how == 'accuracy' else how} {when}")
             report.expect(summary[name] == found, "summary", f"{name} is {summary[name]}, in the events {found}")
     except MALFORMED as error:
         report.add_finding("summary", f"summary.json cannot be read: {reason_of(error)}")

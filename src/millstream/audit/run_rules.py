@@ -8,7 +8,7 @@ from collections import Counter
 
 from millstream.audit.checkpoints import CheckpointFolder
 from millstream.audit.config_rules import terms_of
-from millstream.audit.history import Cursor, History, RunTerms
+from millstream.audit.history import Cursor, History, RunningEvaluation, RunTerms
 from millstream.audit.report import Fields
 
 
@@ -111,6 +111,7 @@ class RunRules:
         now.published = now.version
         now.load_version(now.version)  # every engine begins with it
         now.unloaded = {}
+        now.evaluating = {}
         now.rewards = []  # metrics.jsonl begins again, too
         now.to_resume = set(now.groups)
         now.outcome = None
@@ -160,13 +161,34 @@ class RunRules:
         version, published = event["version"], self._now.published
         if not self._holds(version <= published):
             self._finding("weights", f"{event['engine']} loaded version {version}, {published} is the newest")
+        for running in self._now.evaluating.values():
+            if event["engine"] in running.engines and version != running.version:
+                running.loaded.append(f"{event['engine']} loaded version {version}")
         self._now.load_version(version)
 
     def on_replica_joined(self, event: Fields) -> None:
         self._now.load_version(event["version"])
 
+    def on_replica_left(self, event: Fields) -> None:
+        for running in self._now.evaluating.values():
+            running.engines.discard(event["engine"])  # another one of this name may come
+
+    def on_evaluation_started(self, event: Fields) -> None:
+        self._now.evaluating[event["name"]] = RunningEvaluation(event["version"], {*event["engines"]}, [])
+
     def on_evaluated(self, event: Fields) -> None:
-        self._now.accuracies[event["name"]] = event["accuracy"]
+        """It is of one version, which its engines kept from its start. Logs of earlier releases do not say where it ran."""
+        now, name, version = self._now, event["name"], event["version"]
+        now.accuracies[name] = event["accuracy"]
+        started = now.evaluating.pop(name, None)
+        if "scores" not in event:
+            return
+        now.first_table = now.first_table or event["table"]
+        if not self._holds(started is not None and started.version == version):
+            begun = "it never started" if started is None else f"it started with version {started.version}"
+            self._finding("evaluation", f"{name} is of version {version}, and {begun}")
+        loaded = [] if started is None else started.loaded
+        self._expect(not loaded, "evaluation", f"{name} is of version {version}, and meanwhile {', '.join(loaded)}")
 
     def on_run_ended(self, event: Fields) -> None:
         now, outcome = self._now, str(event["outcome"])

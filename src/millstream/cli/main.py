@@ -19,8 +19,9 @@ from msgspec import structs
 import millstream
 from millstream import config as configs
 from millstream.audit import audit, report_lines
-from millstream.cli.common import console, errors, errors_shown, model_in
+from millstream.cli.common import console, errors, errors_shown
 from millstream.cli.diff import diff_command
+from millstream.cli.evaluate import evaluate_command
 from millstream.cli.plot import plot_command
 from millstream.cli.rollouts import kept_lines, rollouts_command
 from millstream.cli.serve import serve_command, serve_store_command
@@ -30,7 +31,6 @@ from millstream.cli.show import (
     bias_tables,
     finding_lines,
     result_table,
-    sample_text,
     scaled_lines,
     status_lines,
 )
@@ -235,11 +235,12 @@ def export_command(
         int | None,
         typer.Option("--step", metavar="N", min=0, help="The step of the checkpoint. Default: the newest checkpoint."),
     ] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint that checkpoint.keep_best keeps.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Export a checkpoint of a run. Writes what was trained so far as a Hugging Face model."""
     with errors_shown():
-        found = millstream.export(run_dir, target, step=step)
+        found = millstream.export(run_dir, target, step=step, is_best=best)
         for trouble in found.troubles:
             errors.out(trouble, highlight=False)
         if as_json:
@@ -283,40 +284,6 @@ def report(
                 console.print(table)
             for line in finding_lines(findings):
                 console.out(line, highlight=False)
-
-
-@app.command(name="eval")
-def evaluate_command(
-    path: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A config, whose data, reward and sampling are used; or a run folder.")
-    ],
-    model: Annotated[
-        str | None, typer.Option("--model", help="A checkpoint or a run folder, in place of the config's model.")
-    ] = None,
-    show: Annotated[
-        int, typer.Option("--show", metavar="N", min=0, help="Print N prompts and what the model wrote.")
-    ] = 0,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
-    """Evaluate a model on the held-out tasks. Sampled as in training, and greedy."""
-    with errors_shown():
-        if kind_of(path) == "folder":
-            path, model = RunFolder.of_run(path).config, model or str(path)
-        config = configs.load(path, RunConfig, overrides or [])
-        if model is not None:
-            config = structs.replace(
-                config, model=structs.replace(config.model, path=model_in(model, "evaluating"), tiny=None)
-            )
-        measured = millstream.evaluate(config)
-        measured = structs.replace(measured, samples=measured.samples[:show])
-        if as_json:
-            console.out(msgspec.json.encode(measured).decode(), highlight=False)
-        else:
-            for sample in measured.samples:
-                console.out(sample_text(sample), highlight=False)
-            console.out(f"accuracy, sampled  {measured.accuracy:.3f}", highlight=False)
-            console.out(f"accuracy, greedy   {measured.greedy:.3f}", highlight=False)
 
 
 @app.command()
@@ -382,6 +349,7 @@ def env_check_command(
 app.command(name="rollouts")(rollouts_command)
 app.command(name="diff")(diff_command)
 app.command(name="plot")(plot_command)
+app.command(name="eval")(evaluate_command)
 app.command(name="serve")(serve_command)
 app.command(name="serve-store")(serve_store_command)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from millstream.events import (
     EVENT_LOOP,
     WARMUP,
     CheckpointFailed,
+    Estimate,
     Evaluated,
     Event,
     Finding,
@@ -151,7 +152,8 @@ class Lines:
                 self._shown_at = event.at
             case Evaluated() if event.name != WARMUP:
                 failed = f" ({event.num_failed} failed: {event.failure})" if event.num_failed else ""
-                self._say(event.at, f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks{failed}")
+                found = f"accuracy {event.accuracy:.3f} on {event.num_tasks} tasks{failed}"
+                self._say(event.at, f"{event.name}: {found}{scores_words(event)}")
                 if event.sample is not None:
                     self._say(event.at, f"a sample: {sample_line(event.sample)}")
             case Resumed():
@@ -201,6 +203,16 @@ def warmed_words(event: WarmedUp) -> str:
     return "  ".join(found)
 
 
+def scores_words(event: Evaluated) -> str:
+    """pass@1, pass@k and their 95% intervals; empty for a log of an earlier release."""
+    found = (f"{name} {estimate_words(one)}" for name, one in event.scores.items() if name.startswith("pass@"))
+    return "".join(f", {words}" for words in found)
+
+
+def estimate_words(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+
+
 def _kind_of(event: RolloutFailed) -> str:
     """The same for failures that differ only in details."""
     return f"{event.error}: {event.message.partition(': ')[0]}"
@@ -229,6 +241,16 @@ def _clipped(text: str, max_length: int = 40) -> str:
     return repr(text if len(text) <= max_length else text[:max_length] + "…")
 
 
+def _scores_before_and_after(result: RunResult) -> Iterator[tuple[str, str, str, str]]:
+    """Of every evaluation: its name, pass@1 and pass@k, each before and after training with its interval."""
+    for name, scores in result.scores.items():
+        label, _, when = name.rpartition(" ")
+        before = result.scores.get(f"{label} before", {})
+        passed = [score for score in scores if score.startswith("pass@")]
+        for score in dict.fromkeys((*passed[:1], *passed[-1:])) if when == "after" else ():
+            yield label, score, estimate_words(before[score]) if score in before else "", estimate_words(scores[score])
+
+
 def result_table(result: RunResult) -> Table:
     table = Table(title="The run", show_header=True, header_style="bold")
     for column in ("", "before", "after"):
@@ -237,6 +259,8 @@ def result_table(result: RunResult) -> Table:
         table.add_row("accuracy, sampled", f"{result.accuracy_before:.3f}", f"{result.accuracy_after:.3f}")
     if result.greedy_before is not None and result.greedy_after is not None:
         table.add_row("accuracy, greedy", f"{result.greedy_before:.3f}", f"{result.greedy_after:.3f}")
+    for label, score, before, after in _scores_before_and_after(result):
+        table.add_row(f"{label}, {score}", before, after)
     if result.held_out_loss_before is not None and result.held_out_loss_after is not None:
         losses = (f"{result.held_out_loss_before:.3f}", f"{result.held_out_loss_after:.3f}")
         table.add_row("held-out loss, supervised", *losses)

@@ -87,6 +87,8 @@ class StepMetrics:
                 self._sync_s += event.seconds
             case Evaluated():
                 self._accuracy[metric_key(f"accuracy {event.name}")] = event.accuracy
+                of_table = metric_key(f"eval/{event.table}{'/greedy' if event.is_greedy else ''}")
+                self._accuracy |= {f"{of_table}/{name}": one.value for name, one in event.scores.items() if event.table}
             case RunStarted():
                 self._last_at = event.at
             case Resumed():

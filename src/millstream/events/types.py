@@ -360,16 +360,37 @@ class Sample(Struct, frozen=True, kw_only=True):
     failure: str = ""  # why it has no reward; it counts 0
 
 
-class Evaluated(Event, frozen=True, kw_only=True):
-    """`version` is the engine's; None if the weights changed while it ran (a mixed evaluation)."""
+class Estimate(Struct, frozen=True, kw_only=True):
+    """A measured number with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class EvaluationStarted(Event, frozen=True, kw_only=True):
+    """Until its `Evaluated`, only these engines sample for it, and none of them loads other weights. If all of them are lost,
+    it starts again, with this event again."""
 
     name: str
+    version: int
+    engines: tuple[str, ...]
+
+
+class Evaluated(Event, frozen=True, kw_only=True):
+    """`version` is of the weights that sampled all of it. None in logs of earlier releases: the weights changed meanwhile."""
+
+    name: str  # of the table, how it was sampled, and when: "sampled before", "gsm8k step 20"
     version: int | None
-    accuracy: float
+    accuracy: float  # the mean reward
     num_tasks: int
     num_failed: int = 0  # rollouts that failed; they count 0
     failure: str = ""  # of the last one that failed
-    sample: Sample | None = None  # the rollout of the first task
+    sample: Sample | None = None  # the first rollout of the first task
+    table: str = ""  # the name of the [[evaluation]] table; empty for the warm-up's
+    is_greedy: bool = False
+    num_samples: int = 1  # of each task
+    scores: dict[str, Estimate] = {}  # by name: "pass@1", "pass@4", "avg@4"
 
 
 class CheckpointSealed(Event, frozen=True, kw_only=True):
@@ -457,6 +478,7 @@ AnyEvent = (
     | Status
     | WarmedUp
     | WarmupSealed
+    | EvaluationStarted
     | Evaluated
     | CheckpointSealed
     | CheckpointFailed

@@ -180,6 +180,7 @@ class Pipeline:
             if self._rows is not None:
                 await self._policy.run_after_step()
             await self.train()
+            await self._policy.finish_after_step(is_stopping=self._is_stopping)
             await self.waits.on("the run", "every engine to load the last version", self.sync.until_everywhere())
             for task in running:
                 task.cancel()

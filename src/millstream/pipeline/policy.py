@@ -19,6 +19,7 @@ A policy for slow groups is a method of this class: it cancels a group with `_ca
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any
@@ -84,6 +85,7 @@ class SchedulingPolicy:
         self._gate = gate
         self._after_step = after_step
         self._is_held = False  # in lockstep: `after_step` has not ended
+        self._after_steps: list[asyncio.Task[None]] = []  # `after_step` of one step each
 
     # ---- the questions -----------------------------------------------------------------------------------------------
 
@@ -124,7 +126,8 @@ class SchedulingPolicy:
         if self._after_step is None:
             return
         if self._gate is None:
-            self._context.spawn(self._after_step(self._admission.version))
+            running = [task for task in self._after_steps if not task.done()]
+            self._after_steps = [*running, self._context.spawn(self._after_step(self._admission.version))]
             return
         waits = self._context.waits
         await waits.on("train", "every engine to load the new version", self._sync.until_everywhere())
@@ -132,6 +135,16 @@ class SchedulingPolicy:
         await waits.on("train", "what comes after the step", evaluation, deadline=False)
         self._is_held = False
         self._context.notifier.notify()
+
+    async def finish_after_step(self, *, is_stopping: bool) -> None:
+        """Training is over: wait for what still runs, which may keep an engine from loading the last version. In a
+        run that is stopped it is cancelled."""
+        running = [task for task in self._after_steps if not task.done()]
+        for task in running if is_stopping else ():
+            task.cancel()
+        if running:  # the task group has their errors
+            ended = asyncio.gather(*running, return_exceptions=True)
+            await self._context.waits.on("the run", "what comes after the step", ended, deadline=False)
 
     def rank(self, group_id: int) -> RequestRank | None:
         """The earliest deadline first; of these, the group with the fewest members in flight."""

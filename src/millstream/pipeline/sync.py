@@ -70,21 +70,25 @@ class WeightSync:
         self._context.notifier.notify()
 
     async def sync(self, engine: Engine) -> None:
-        """Consumes published versions. Produces an engine that serves them. Waits for a version newer than the engine's, and
-        for its turn to load. Ended by: `publish`, other engines that have loaded, the engine that leaves."""
+        """Consumes published versions. Produces an engine that serves them. Waits for a version newer than the engine's, for
+        the evaluation that has pinned it, and for its turn to load. Ended by: `publish`, the end of that evaluation, other
+        engines that have loaded, the engine that leaves."""
         waits, until = self._context.waits, self._context.notifier.until
         owner, num_failed = f"sync of {engine.name}", 0
         try:
             while True:
-                newer = until(lambda: self._channel.version > engine.version or not self._serves(engine))
+                newer = until(lambda: self._is_behind(engine) or not self._serves(engine))
                 with waits.idle(owner, "a newer version"):
                     await newer
                 if not self._serves(engine):
                     return
                 await waits.on(owner, "its turn to load", until(self._may_load))
+                if not self._is_behind(engine):
+                    continue  # an evaluation has pinned it meanwhile
                 self._num_loading += 1
                 try:
-                    await self._load(engine, owner)
+                    with self._router.pins.loading(engine):
+                        await self._load(engine, owner)
                     num_failed = 0
                 except WeightsError as error:
                     num_failed += 1
@@ -194,6 +198,10 @@ class WeightSync:
         if all(one is engine for one in self._router.engines):
             raise error
         raise EngineGone(f"{engine.name} does not get its weights: {error}") from error
+
+    def _is_behind(self, engine: Engine) -> bool:
+        """Whether it is to load a newer version. An engine that is pinned loads none."""
+        return self._channel.version > engine.version and not self._router.pins.is_pinned(engine)
 
     def _may_load(self) -> bool:
         return self._is_in_lockstep or self._num_loading < max(1, len(self._router.engines) // 2)

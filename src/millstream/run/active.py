@@ -24,6 +24,7 @@ from millstream.events import (
 from millstream.events.rollouts.writer import RolloutWriter
 from millstream.pipeline.pipeline import Pipeline
 from millstream.pipeline.reschedule import UNCHANGED
+from millstream.run.best import BestCheckpoint
 from millstream.run.changes import effects_of
 from millstream.run.checkpoint import Checkpoints, RunState
 from millstream.run.evaluate import new_waits
@@ -61,6 +62,7 @@ class ActiveRun:
         self.pipeline: Pipeline | None = None
         self.rollouts: RolloutWriter | None = None
         self.checkpoints: Checkpoints | None = None
+        self.best: BestCheckpoint | None = None  # with checkpoint.keep_best
         self.sft_step_kept = 0  # the step of the newest checkpoint of supervised training that this process wrote
         self.at_work: Stoppable | None = None  # what a first signal lets finish its batch
         self.stopped_by: signal.Signals | None = None

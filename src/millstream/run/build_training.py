@@ -16,6 +16,7 @@ from millstream.learner.path import learner_path
 from millstream.model.adapters import lora_of, merged
 from millstream.model.load import save_model
 from millstream.run.active import ActiveRun
+from millstream.run.best import BestCheckpoint
 from millstream.run.build_scorers import Scorers
 from millstream.run.checkpoint import FOLDER, WARMUP_FOLDER, Checkpoints
 from millstream.run.config import WarmupConfig, reference_of
@@ -39,7 +40,7 @@ SILENT_SHARE = 0.9
 
 
 def build_checkpoints(run: ActiveRun) -> Checkpoints:
-    checkpoints = _checkpoints(run, FOLDER, run.log, last_step=run.config.pipeline.steps)
+    checkpoints = _checkpoints(run, FOLDER, run.log, last_step=run.config.pipeline.steps, best=run.best)
     if run.found is not None:
         checkpoints.resume_from(run.start_version)
     return checkpoints
@@ -51,7 +52,9 @@ def build_sft_checkpoints(run: ActiveRun, config: WarmupConfig) -> Checkpoints:
     return _checkpoints(run, WARMUP_FOLDER, SftCheckpointSink(run.log), last_step=num_steps + 1)
 
 
-def _checkpoints(run: ActiveRun, folder: str, sink: EventSink, *, last_step: int) -> Checkpoints:
+def _checkpoints(
+    run: ActiveRun, folder: str, sink: EventSink, *, last_step: int, best: BestCheckpoint | None = None
+) -> Checkpoints:
     return Checkpoints(
         run.folder.path / folder,
         run.config.checkpoint,
@@ -61,6 +64,7 @@ def _checkpoints(run: ActiveRun, folder: str, sink: EventSink, *, last_step: int
         last_seq=run.log.last_seq,
         sync=run.sync,
         run_state=run.checkpoint_state,
+        best=best,
     )
 
 

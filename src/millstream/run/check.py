@@ -26,6 +26,7 @@ from millstream.errors import ConfigError, MillstreamError
 from millstream.model.locate import check_path, check_tokenizer
 from millstream.model.lora import check_lora
 from millstream.paths import kind_of
+from millstream.run.check_evaluation import check_evaluation_tables, checked_evaluations
 from millstream.run.config import RunConfig, server_token, weight_ways
 from millstream.run.tracking.config import check_trackers
 from millstream.run.train_again import recorded_batches
@@ -54,6 +55,7 @@ def check_config(config: RunConfig, *, is_reward_passed: bool = False) -> Checke
     steps = (
         *(_checked_functions, _checked_models, _checked_engine, _checked_resources, _checked_run_dir),
         _checked_recorded,
+        checked_evaluations,
     )
     for step in (*rewards, *steps):
         try:
@@ -79,6 +81,7 @@ def check_combinations(config: RunConfig) -> None:
         _check_steps,
         _check_environments,
         lambda config: check_trackers(config.trackers),
+        check_evaluation_tables,
     )
     for step in steps:
         try:

@@ -20,9 +20,9 @@ import asyncio
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -60,6 +60,9 @@ class CheckpointConfig(Struct, frozen=True, kw_only=True):
     """After SIGTERM or Ctrl-C: how long to wait for the current batch, so that it is in the last checkpoint."""
     keep_every: int | None = None
     """Steps between two checkpoints that are kept for ever, in addition to the newest ones. None: there are none."""
+    keep_best: str | None = None
+    """A score of an evaluation, such as "held_out:pass@1": the checkpoint with the highest one is never removed, and there is
+    a checkpoint of every step that is evaluated. None: only the newest ones are kept."""
 
     def __post_init__(self) -> None:
         if (self.every_s is not None and self.every_s <= 0) or (self.every_steps is not None and self.every_steps < 1):
@@ -94,6 +97,14 @@ class RunState(Struct, frozen=True, kw_only=True):
     data_digest: str
     generators: dict[str, Any]
     """The random states of Python, numpy and torch, which rewards written by users may use."""
+
+
+class Best(Protocol):
+    """Which checkpoints an evaluation needs: see `run.best`."""
+
+    def is_due(self, version: int) -> bool: ...
+
+    def kept(self, versions: Iterable[int]) -> set[int]: ...
 
 
 class Sealed(NamedTuple):
@@ -132,7 +143,9 @@ class Checkpoints:
         last_seq: Callable[[], int],
         sync: Callable[[], None],
         run_state: Callable[[], RunState],
+        best: Best | None = None,
     ) -> None:
+        self._best = best
         self._folder = folder
         self._config = config
         self._last_step = last_step
@@ -160,6 +173,8 @@ class Checkpoints:
         if version == self._version:
             return False
         if self._began_at is None or version >= self._last_step or is_last or self._config.is_kept(version):
+            return True
+        if self._best is not None and self._best.is_due(version):
             return True
         is_writing = self._writing is not None and not self._writing.done()
         if is_writing or (self._clock.now() - self._began_at < self._rest_s and not self._is_hurried):
@@ -253,8 +268,10 @@ class Checkpoints:
         self._sync()
         folder.rename(self._folder / _name(version))
         _sync(self._folder)
-        for old in _all(self._folder)[: -self._config.keep]:
-            if not self._config.is_kept(_step_of(old)):
+        folders = _all(self._folder)
+        best = set[int]() if self._best is None else self._best.kept(map(_version, folders))
+        for old in folders[: -self._config.keep]:
+            if _version(old) not in best and not self._config.is_kept(_version(old)):
                 _remove(old)
 
 
@@ -283,7 +300,7 @@ def find_newest(run_dir: Path, sealed: Collection[str], folder: str = FOLDER) ->
 def set_aside_newer(found: Found) -> None:
     """Rename checkpoints that are newer than the one that `find_newest` found to `.corrupt`: they are not usable."""
     for path in _all(found.folder.parent):
-        if _step_of(path) > found.manifest.version:
+        if _version(path) > found.manifest.version:
             aside = path.with_name(path.name + ".corrupt")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
@@ -316,7 +333,7 @@ def find_for_reading(run_dir: Path, folder: str, step: int | None) -> tuple[Foun
 
 def steps_in(run_dir: Path) -> list[int]:
     """The steps that have checkpoints, intact or not, oldest first."""
-    return [_step_of(path) for path in _all(run_dir / FOLDER)]
+    return [_version(path) for path in _all(run_dir / FOLDER)]
 
 
 def verify(folder: Path) -> Found:
@@ -345,14 +362,14 @@ def _name(version: int) -> str:
     return f"step-{version:06d}"
 
 
+def _version(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def _all(folder: Path) -> list[Path]:
     """Every checkpoint folder, oldest first."""
     found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=_step_of)
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    return sorted(found, key=_version)
 
 
 def _tidy(folder: Path) -> None:

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -20,6 +22,7 @@ from millstream.env.data import DataConfig
 from millstream.env.games import toy
 from millstream.env.rewards import PASS_IT, RewardConfig
 from millstream.errors import ConfigError
+from millstream.events import WARMUP
 from millstream.learner import CriticConfig, LearnerConfig, ProximalConfig, ReferenceConfig
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
@@ -28,6 +31,8 @@ from millstream.run.tracking.config import TrackersConfig
 from millstream.weights import TransferWay
 
 MAX_WARMUP_STEPS = 400  # of a [warmup] table that sets no limit
+HELD_OUT = "held_out"  # the name of an evaluation that is given none
+EVALUATION_NAME = re.compile(rf"(?!{WARMUP}$)[A-Za-z0-9_.-]+")
 Table = TypeVar("Table", ReferenceConfig | None, CriticConfig | None)
 
 
@@ -108,16 +113,53 @@ class WarmupConfig(Struct, frozen=True, kw_only=True):
 
 
 class EvaluationConfig(Struct, frozen=True, kw_only=True):
-    """Evaluation on the held-out tasks: sampled and greedy before and after training, sampled while training runs."""
+    """One evaluation: which tasks, how they are sampled, and when. Without other data, of the run's held-out tasks."""
 
     every_steps: int | None = None
-    """None: only before and after."""
+    """While training runs. None: only before and after."""
     tasks: int | None = None
-    """None: all of data.holdout."""
+    """The first of its tasks. None: all of them."""
+    name: str = HELD_OUT
+    """In events, metrics and `checkpoint.keep_best`. Several tables need a name each."""
+    data: DataConfig | None = None
+    """All tasks of another data set, or, with an environment that makes tasks, `size` of these. None: data.holdout."""
+    environment: tuple[EnvironmentConfig, ...] = ()
+    """[[evaluation.environment]] tables. Empty: those of the run."""
+    reward: tuple[RewardConfig, ...] = ()
+    """[[evaluation.reward]] tables. Empty: those of the run."""
+    samples: int = 1
+    """Of each task, where it is sampled."""
+    decoding: Literal["both", "sampled", "greedy"] = "both"
+    """greedy: the most likely tokens, one sample a task. both: sampled and, before and after training, greedy as well."""
+    temperature: float | None = None
+    """None: rollout.temperature."""
+    top_p: float = 1.0
+    max_tokens: int | None = None
+    """None: rollout.max_tokens."""
+    pass_reward: float = 1.0
+    """A sample with this reward or more has passed."""
+    at_start: bool = True
+    at_end: bool = True
 
     def __post_init__(self) -> None:
-        if (self.every_steps is not None and self.every_steps < 1) or (self.tasks is not None and self.tasks < 1):
-            raise ValueError("every_steps and tasks must be at least 1")
+        counts = [n for n in (self.every_steps, self.tasks, self.samples, self.max_tokens) if n is not None]
+        if min(counts) < 1:
+            raise ValueError("every_steps, tasks, samples and max_tokens must be at least 1")
+        if not EVALUATION_NAME.fullmatch(self.name):
+            raise ValueError(f"name = {self.name!r}: expected letters, digits, '_', '-' and '.', and not {WARMUP}")
+        if not 0 < self.top_p <= 1 or (self.temperature is not None and self.temperature <= 0):
+            raise ValueError('top_p must be above 0 and at most 1, temperature above 0 (greedy: decoding = "greedy")')
+        if self.data is not None and self.data.holdout not in (0, DataConfig().holdout):
+            raise ValueError("data.holdout: all tasks of this data are evaluated. Leave holdout out, or set tasks")
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether its tasks are those that the run's data sets aside."""
+        return self.data is None and not self.environment
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.decoding != "greedy"
 
 
 class RunConfig(Struct, frozen=True, kw_only=True):
@@ -139,7 +181,8 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     proximal: ProximalConfig | None = None
     """None: the learner itself computes the proximal policy that learner.mini_batches needs."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    evaluation: EvaluationConfig | tuple[EvaluationConfig, ...] = field(default_factory=EvaluationConfig)
+    """One table, or several: [[evaluation]]."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warmup: WarmupConfig | None = None
     runtime: Literal["local", "ray"] = "local"
@@ -157,23 +200,48 @@ class RunConfig(Struct, frozen=True, kw_only=True):
         is_one = isinstance(self.environment, EnvironmentConfig)
         structs.force_setattr(self, "environment", (self.environment,) if is_one else tuple(self.environment))
 
+    @property
+    def evaluations(self) -> tuple[EvaluationConfig, ...]:
+        return (self.evaluation,) if isinstance(self.evaluation, EvaluationConfig) else tuple(self.evaluation)
+
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """With absolute paths of files and folders, as the run folder keeps it."""
-    data, algorithm = config.data, config.algorithm
+    algorithm, evaluations = config.algorithm, tuple(map(_evaluation_with_absolute_paths, config.evaluations))
     advantage, loss = imports.absolute(algorithm.advantage), imports.absolute(algorithm.loss)
     return structs.replace(
         config,
         model=structs.replace(config.model, path=_absolute(config.model.path)),
         reference=_with_absolute_path(config.reference),
         critic=_with_absolute_path(config.critic),
-        data=structs.replace(
-            data, path=_absolute(data.path), name=_absolute(data.name), rollouts=_absolute(data.rollouts)
-        ),
-        reward=tuple(structs.replace(reward, function=imports.absolute(reward.function)) for reward in config.reward),
-        environment=tuple(structs.replace(one, use=imports.absolute(one.use)) for one in config.environment),
+        data=_data_with_absolute_paths(config.data),
+        reward=_rewards_with_absolute_paths(config.reward),
+        environment=_environments_with_absolute_paths(config.environment),
+        evaluation=evaluations[0] if isinstance(config.evaluation, EvaluationConfig) else evaluations,
         algorithm=structs.replace(algorithm, advantage=advantage, loss=loss),
         engine=_engine_with_absolute_paths(config.engine),
+    )
+
+
+def _data_with_absolute_paths(data: DataConfig) -> DataConfig:
+    paths = {"path": _absolute(data.path), "name": _absolute(data.name), "rollouts": _absolute(data.rollouts)}
+    return structs.replace(data, **paths)
+
+
+def _rewards_with_absolute_paths(rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
+    return tuple(structs.replace(reward, function=imports.absolute(reward.function)) for reward in rewards)
+
+
+def _environments_with_absolute_paths(environments: Sequence[EnvironmentConfig]) -> tuple[EnvironmentConfig, ...]:
+    return tuple(structs.replace(one, use=imports.absolute(one.use)) for one in environments)
+
+
+def _evaluation_with_absolute_paths(config: EvaluationConfig) -> EvaluationConfig:
+    return structs.replace(
+        config,
+        data=None if config.data is None else _data_with_absolute_paths(config.data),
+        reward=_rewards_with_absolute_paths(config.reward),
+        environment=_environments_with_absolute_paths(config.environment),
     )
 
 

@@ -19,6 +19,7 @@ from millstream.model.adapters import trained_weights
 from millstream.model.load import load_weights
 from millstream.paths import kind_of
 from millstream.run import build, checkpoint
+from millstream.run.best import best_step
 from millstream.run.checkpoint import Found
 from millstream.run.config import RunConfig
 from millstream.run.folder import RunFolder, program, resume_command
@@ -39,14 +40,18 @@ class Exported(Struct, frozen=True, kw_only=True):
         return f"{'supervised ' if self.is_supervised else ''}step {self.step}"
 
 
-def export(run_dir: str | Path, target: str | Path, *, step: int | None = None) -> Exported:
+def export(run_dir: str | Path, target: str | Path, *, step: int | None = None, is_best: bool = False) -> Exported:
     """Write what a run has trained so far to a new folder that transformers loads. `step`: of the checkpoint; None: the newest
-    one. With adapters: see `save_trained`."""
+    one or, with `is_best`, that of `checkpoint.keep_best`. With adapters: see `save_trained`."""
     run_dir, target = Path(run_dir), Path(target)
     folder = RunFolder.of_run(run_dir)
     if kind_of(target) is not None:
         raise ConfigError(f"{target} is there already: choose another folder, or remove it")
     config = load(folder.config, RunConfig)
+    if is_best:
+        if step is not None:
+            raise ConfigError(f"step {step} and the best one: leave one of them out")
+        step = best_step(run_dir)
     for attempt in range(1, MAX_EXPORT_TRIES + 1):
         found, is_supervised, troubles = _find(run_dir, step)
         try:

@@ -32,21 +32,21 @@ from msgspec import Struct, structs
 
 from millstream.config import load, to_toml
 from millstream.errors import ConfigError, OutputError
-from millstream.events import ConfigWritten, Evaluated, Finding, Resumed, RunEnded, WarmedUp
+from millstream.events import ConfigWritten, Estimate, Evaluated, Finding, Resumed, RunEnded, WarmedUp
 from millstream.events.findings import findings_of
 from millstream.events.sinks import read_events, read_history, read_kinds
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
 from millstream.paths import kind_of
 from millstream.run.changes import ChangedSetting, Tables, changed_settings, refused_change, tables_in, tables_of
-from millstream.run.config import RunConfig, with_absolute_paths
+from millstream.run.config import HELD_OUT, RunConfig, with_absolute_paths
 
 FINISHED = "finished"
 LOCK = ".lock"
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
-    """The result of a run. Accuracies are mean rewards on the held-out tasks; None if there are none."""
+    """The result of a run. Accuracies are mean rewards on the tasks of the first evaluation; None if it has none."""
 
     run_dir: str
     accuracy_before: float | None
@@ -59,6 +59,8 @@ class RunResult(Struct, frozen=True, kw_only=True):
     summary: Summary
     findings: tuple[Finding, ...] = ()
     """What held at the end of the run: see docs/findings.md. Empty: nothing was found."""
+    scores: dict[str, dict[str, Estimate]] = {}
+    """Of every evaluation, by its name: pass@1, pass@k and avg@k with intervals. Of equal names, the last."""
 
 
 class RunFolder:
@@ -208,18 +210,22 @@ class RunFolder:
     def conclude(self) -> RunResult:
         """Compute the result from the events; write `trace.json` and, last, `summary.json`."""
         history = list(read_history(self.events))
-        accuracy = {event.name: event.accuracy for event in history if isinstance(event, Evaluated)}
+        evaluated = [event for event in history if isinstance(event, Evaluated)]
+        accuracy = {event.name: event.accuracy for event in evaluated}
+        first = next((event.table for event in evaluated if event.table), HELD_OUT)
+        of_first = "" if first == HELD_OUT else f"{first} "
         losses = [event.held_out_loss for event in history if isinstance(event, WarmedUp)]
         result = RunResult(
             run_dir=str(self.path),
-            accuracy_before=accuracy.get("sampled before"),
-            accuracy_after=accuracy.get("sampled after"),
-            greedy_before=accuracy.get("greedy before"),
-            greedy_after=accuracy.get("greedy after"),
+            accuracy_before=accuracy.get(f"{of_first}sampled before"),
+            accuracy_after=accuracy.get(f"{of_first}sampled after"),
+            greedy_before=accuracy.get(f"{of_first}greedy before"),
+            greedy_after=accuracy.get(f"{of_first}greedy after"),
             held_out_loss_before=losses[0] if losses else None,
             held_out_loss_after=losses[-1] if losses else None,
             summary=summarise(history),
             findings=tuple(past.finding for past in findings_of(history) if past.until is None),
+            scores={event.name: event.scores for event in evaluated if event.table},
         )
         flat = {**structs.asdict(result), **structs.asdict(result.summary)}
         del flat["summary"]

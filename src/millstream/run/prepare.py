@@ -19,6 +19,7 @@ from millstream.run.build_scorers import check_scorer_models
 from millstream.run.check import check_config
 from millstream.run.check_prompts import check_lengths, unknown_text
 from millstream.run.config import RunConfig
+from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
 from millstream.run.sizes import choose_dtype, choose_sizes, with_sizes
 from millstream.run.text import TokenizerText
 from millstream.types import Sampling, Task
@@ -45,10 +46,19 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
     data_digest: str
     warning: str
     """Empty if there is nothing to warn of."""
+    evaluations: tuple[PreparedEvaluation, ...] = ()
+    """Those of the config that have tasks."""
 
     @property
     def held_out(self) -> tuple[Task, ...]:
-        return self.data.held_out[: self.config.evaluation.tasks]
+        """What is measured of supervised training: the tasks of the first evaluation of held-out tasks."""
+        held_out = (one.tasks for one in self.config.evaluations if one.is_held_out)
+        return self.data.held_out[: next(held_out, None)]
+
+    async def close(self) -> None:
+        """End the worker processes of all environments."""
+        for environment in {self.environment, *(one.environment for one in self.evaluations)}:
+            await environment.close()
 
     @property
     def tokenizer_for_stops(self) -> PreTrainedTokenizerBase | None:
@@ -84,7 +94,7 @@ def prepare_run(
     check_scorer_models(config, tokenizer)
     check_tasks(environment, data, needs_gold=config.warmup is not None)
     check_lengths(config, model, text, data, environment)
-    return Prepared(
+    prepared = Prepared(
         config=config,
         written=written,
         sizes=sizes,
@@ -100,3 +110,4 @@ def prepare_run(
         data_digest=digest(data),
         warning=unknown_text(text, data, environment),
     )
+    return structs.replace(prepared, evaluations=tuple(prepare_evaluations(prepared)))

@@ -25,6 +25,7 @@ from millstream.pipeline.recorded import RecordedBatches
 from millstream.pipeline.state import CRITIC_FOLDER
 from millstream.run.active import ActiveRun
 from millstream.run.backend import BackendContext, build_fleet
+from millstream.run.best import BestCheckpoint
 from millstream.run.branch import Branch, find_branch, write_start
 from millstream.run.build import build_algorithm
 from millstream.run.build_scorers import Scorers
@@ -136,11 +137,15 @@ def _run(
     branch: Branch | None = None,
 ) -> RunResult:
     """All phases but the first, with a log that says how they ended."""
-    tracking = Tracking(prepared.config)
-    log = RunLog(folder, [*sinks, *tracking.sinks], upto=0 if resumed is None else resumed.version)
+    tracking, best = Tracking(prepared.config), None
+    if prepared.config.checkpoint.keep_best is not None:
+        best = BestCheckpoint(prepared.config)
+    own = tracking.sinks if best is None else [*tracking.sinks, best]
+    log = RunLog(folder, [*sinks, *own], upto=0 if resumed is None else resumed.version)
     for event in history_before(folder, resumed):
         log.recall(event)
     run, outcome = ActiveRun(prepared, folder, log, resumed), FINISHED
+    run.best = best
     if branch is not None:
         log.emit(branch.event(run.clock.now()))
     run.emit_begun()
@@ -171,11 +176,11 @@ async def _phases(run: ActiveRun) -> None:
     async with Supervision(run) as supervision, _open(run, supervision) as (fleet, evaluator):
         if run.found is None:
             if not steps:  # supervised training alone: "before" is before that
-                await evaluator.sampled_and_greedy("before")
+                await evaluator.before()
             if warmup is not None:
                 await _warm_up(run, fleet, evaluator, warmup)
             if steps and is_training and not run.is_stopping:
-                await evaluator.sampled_and_greedy("before")
+                await evaluator.before()
         if run.is_stopping:
             return
         async with _trainers(run) as trainers:
@@ -189,7 +194,7 @@ async def _phases(run: ActiveRun) -> None:
         if run.is_stopping:
             return
         if is_training:
-            await evaluator.sampled_and_greedy("after")
+            await evaluator.after()
         run.is_done = True
 
 
@@ -219,7 +224,7 @@ async def _open(run: ActiveRun, supervision: Supervision) -> AsyncIterator[tuple
             sink=run.log,
         )
         closing.push_async_callback(fleet.close)
-        closing.push_async_callback(prepared.environment.close)
+        closing.push_async_callback(prepared.close)
         replacing = asyncio.create_task(fleet.replace(run.adopt))
         closing.callback(replacing.cancel)
         closing.push_async_callback(supervision.close_control)
@@ -329,7 +334,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         config=config.pipeline,
         rollout=config.rollout,
         seed=config.seed,
-        after_step=evaluator.after_step if config.evaluation.every_steps is not None else None,
+        after_step=evaluator.after_step if any(one.every_steps for one in config.evaluations) else None,
         keeper=trainers.checkpoints,
         resumed=state,
         changed=run.changed,

@@ -225,7 +225,8 @@ def memory_warning(sizes: Sizes, *, are_kept: bool = False) -> str:
 def num_in_flight(config: RunConfig) -> int:
     """Requests that one engine can have at a time: the rollouts of all groups in flight, or an evaluation's, shared by all."""
     rollouts = config.pipeline.most_groups * config.rollout.num_members
-    evaluated = config.data.holdout if config.evaluation.tasks is None else config.evaluation.tasks
+    tasks = (config.data.holdout if one.is_held_out and one.tasks is None else one.tasks for one in config.evaluations)
+    evaluated = max((num for num in tasks if num is not None), default=0)
     return max(1, -(-max(rollouts, evaluated) // config.engine.num_engines))
 
 

@@ -13,7 +13,7 @@ import math
 from millstream.engine import Engine
 from millstream.engine.failures import SharedFailures
 from millstream.retry import BackOff
-from millstream.serving.request import Lengths, RoutedRequest, num_cached
+from millstream.serving.request import Lengths, Pin, RoutedRequest, num_cached
 from millstream.types import RequestKey, Sampled
 
 # What computing one token of a prompt counts for, in sampled tokens. A sampled token takes 5 to 16 times the machine's time,
@@ -61,8 +61,8 @@ class Replica:
     def max_requests(self) -> float:
         return self._max_requests
 
-    def may_take(self, floor: int, now: float) -> bool:
-        is_open = not self.is_leaving and now >= self.failures.retry_at
+    def may_take(self, floor: int, now: float, pin: Pin | None = None) -> bool:
+        is_open = not self.is_leaving and now >= self.failures.retry_at and (pin is None or self.name in pin.engines)
         return is_open and len(self.requests) + 1 <= self._max_requests and self.engine.version >= floor
 
     def price(self, routed: RoutedRequest) -> tuple[bool, float, int]:

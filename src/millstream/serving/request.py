@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from millstream.engine import Engine
+from millstream.errors import PinLost
 from millstream.types import Completion, Finish, Request, RequestKey, Sampled
 
 NUM_RECENT = 256  # answers from whose lengths the next ones are estimated
@@ -25,13 +27,27 @@ class CachedPrefix(NamedTuple):
     versions: dict[str, int]
 
 
+class Pin:
+    """A version, and the names of the engines that keep it: see `serving.pins`."""
+
+    def __init__(self, version: int, engines: Sequence[str]) -> None:
+        self.version = version
+        self.engines = set(engines)
+        self.why_lost = ""
+
+    def raise_if_lost(self) -> None:
+        if not self.engines:
+            raise PinLost(f"no engine with version {self.version} is left: {self.why_lost}")
+
+
 class RoutedRequest:
     """`remaining` is what its replica is asked for: the request, or what is left of it."""
 
-    def __init__(self, request: Request, floor: int) -> None:
+    def __init__(self, request: Request, floor: int, pin: Pin | None = None) -> None:
         self.request = request
         self.remaining = request
         self.floor = floor
+        self.pin = pin  # only its engines may have it; None: any
         self.prefixes: list[CachedPrefix] = []
         self.work = 0.0  # tokens that it counts for on its replica
         self.prompt_work = 0.0  # how many of them for a prompt that is not computed yet

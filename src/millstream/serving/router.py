@@ -3,7 +3,8 @@
 A group's requests go only to engines at its start version or later, so that no token is older than the lag bound allows.
 While there is room, a request goes to a replica at once; when there is none, it waits in the router's queue, and not in the
 queue of an engine that may turn out to be the slow one. Next is the group with the earliest deadline, of these the one with the
-fewest members left (`rank`), of these the oldest. Requests without a rank (an evaluation's) have every fourth turn.
+fewest members left (`rank`), of these the oldest. Requests without a rank (an evaluation's) have every fourth turn. An
+evaluation's requests go only to engines that keep their weights for it (`serving.pins`).
 
 A request goes to the replica with room that would finish first with all that it has and with this request's prompt
 (`Replica.price`). A prompt that a replica has computed costs nothing there. So the turns of a conversation stay where their
@@ -29,11 +30,12 @@ from typing import NamedTuple
 from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.engine.failures import NOT_FORGIVEN
-from millstream.errors import EngineError, EngineGone, EngineMisconfigured
+from millstream.errors import EngineError, EngineGone, EngineMisconfigured, InvariantError, PinLost
 from millstream.events import EventSink, ReplicaJoined, ReplicaLeft
+from millstream.serving.pins import Pins
 from millstream.serving.queue import RequestQueue, RequestRank, WaitingRequest
 from millstream.serving.replica import MAX_FAILURES, Replica
-from millstream.serving.request import Lengths, PrefixMap, RoutedRequest
+from millstream.serving.request import Lengths, Pin, PrefixMap, RoutedRequest
 from millstream.types import Completion, Finish, Request, RequestKey
 
 __all__ = ["RankOf", "ReplicaChange", "RequestRank", "Router"]
@@ -82,6 +84,11 @@ class Router:
         self._replicas: dict[str, Replica] = {}
         self._is_many = False  # whether there was more than one at some time
         self._has_answered = False  # whether a replica has, at some time
+        self.pins = Pins(
+            self._serving,
+            on_waiting=self._start_patience,
+            on_released=lambda engine: self._announce(ReplicaChange(engine)),
+        )
         for engine in engines:
             self._add(engine)
 
@@ -112,15 +119,16 @@ class Router:
 
     # ---- one request -------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request, *, floor: int) -> Completion:
-        """On engines at version `floor` or later. If one has room, the request is queued there before this first suspends."""
+    async def generate(self, request: Request, *, floor: int, pin: Pin | None = None) -> Completion:
+        """On engines at version `floor` or later, or on those of a pin. If one has room, the request is queued there before
+        this first suspends. Raises `PinLost` when the last engine of the pin is gone."""
         if request.key in self._requests:
             raise EngineError(f"{request.key} is in flight already")
         if (
             self._replicas and floor > self._newest and floor > self.newest_version
         ):  # what a lost replica had is waited for
             raise EngineError(f"no engine is at version {floor} or later: they are at {self.serving_versions()}")
-        routed = self._requests[request.key] = RoutedRequest(request, floor)
+        routed = self._requests[request.key] = RoutedRequest(request, floor, pin)
         try:
             while routed.finish is None:
                 await self._send(routed)
@@ -134,10 +142,17 @@ class Router:
                 f"{request.key} was sampled with version {min(completion.versions)} by an engine that had shown version "
                 f"{floor}: an engine's version must never fall"
             )
+        if pin is not None and completion.versions and {*completion.versions} != {pin.version}:
+            raise InvariantError(
+                f"{request.key} was sampled with versions {sorted({*completion.versions})} by engines pinned to version "
+                f"{pin.version}: a pinned engine must not load other weights"
+            )
         return completion
 
     async def _send(self, routed: RoutedRequest) -> None:
         """To one replica, until that has answered or failed."""
+        if routed.pin is not None:
+            routed.pin.raise_if_lost()
         routed.prefixes = self._prefixes.of(routed.remaining) if self._is_many else []
         replica = None if self._queue else self._choose(routed)
         if replica is None:
@@ -183,6 +198,7 @@ class Router:
 
     def dispatch(self) -> None:
         """Room or versions have changed: send what can be sent."""
+        self.pins.grant()
         while self._queue and self._has_room():
             found = self._queue.pop(self._choose, self._has_room)
             if found is None:
@@ -210,7 +226,7 @@ class Router:
     def _choose(self, routed: RoutedRequest) -> Replica | None:
         """The cheapest one that is new enough and has room."""
         now = asyncio.get_running_loop().time()
-        able = [replica for replica in self._replicas.values() if replica.may_take(routed.floor, now)]
+        able = [replica for replica in self._replicas.values() if replica.may_take(routed.floor, now, routed.pin)]
         return min(able, key=lambda replica: replica.price(routed)) if len(able) > 1 else able[0] if able else None
 
     def _has_room(self) -> bool:
@@ -311,13 +327,22 @@ class Router:
         for routed in replica.requests.values():
             routed.is_moving = True  # closing the engine aborts what it has: it continues elsewhere
         self._why_none = f"the last one was {replica.name}: {why}"
+        self._lose_pins(replica.name, why)
         num_left = len(self._serving())
         self._report(ReplicaLeft, engine=replica.name, why=why, num_moved=num_moved, num_left=num_left)
         self._start_patience()
         self._announce(ReplicaChange(replica.engine))
 
+    def _lose_pins(self, name: str, why: str) -> None:
+        """Requests that wait for an engine of a pin, and will get none, fail; those in flight do when they move."""
+        self.pins.lose(name, why)
+        for waiting in list(self._queue):
+            pin = waiting.routed.pin
+            if pin is not None and not pin.engines and not waiting.replica.done():
+                waiting.replica.set_exception(PinLost(f"no engine with version {pin.version} is left: {pin.why_lost}"))
+
     def _start_patience(self) -> None:
-        if self._queue and self._giving_up is None and not self._serving():
+        if (self._queue or self.pins.num_waiting) and self._giving_up is None and not self._serving():
             self._giving_up = asyncio.get_running_loop().call_later(self.patience_s, self._on_patience_timeout)
 
     def _stop_patience(self) -> None:
@@ -332,6 +357,7 @@ class Router:
         for waiting in list(self._queue):
             if not waiting.replica.done():
                 waiting.replica.set_exception(EngineError(f"{how_long}; {self._why_none}"))
+        self.pins.fail(EngineError(f"{how_long}; {self._why_none}"))
 
     def _report(self, kind: Callable[..., ReplicaLeft | ReplicaJoined], **fields: str | int) -> None:
         """An event, or, without an event sink, a line in the log."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from msgspec import Struct
+from transformers import PreTrainedModel
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
@@ -19,6 +20,7 @@ from millstream.run.config import ModelConfig
 from millstream.run.folder import program
 from millstream.run.text import TokenizerText
 from millstream.serve.auth import check_token
+from millstream.serve.openai.prompt_scores import PromptScorer
 from millstream.serve.openai.service import ModelServiceConfig, Served, host_model
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,15 @@ def build_served(config: ServedConfig) -> Served:
         end_tokens=end_tokens(model, tokenizer),
         vocabulary=int(model.get_input_embeddings().num_embeddings),
         context=min(limits, default=DEFAULT_CONTEXT),
+        score_prompt=PromptScorer(lambda: _plain_model(config.model)),
     )
+
+
+def _plain_model(config: ModelConfig) -> PreTrainedModel:
+    """The model once more, with the library's own attention: what one forward pass needs."""
+    model = build_model(config, seed=0)[0].eval()
+    model.set_attn_implementation("eager")
+    return model
 
 
 def run_model_service(

@@ -113,7 +113,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "logit_bias": ({},),
-    "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
     "top_logprobs": (0,),
@@ -147,6 +146,7 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     top_k: int = 0
     stop_tokens: tuple[int, ...] | None = None  # None: the model's own
     num_sampled: int = 0
+    is_echoed: bool = False  # the prompt is part of the answer, with its log-probabilities
 
 
 def parse_request(body: CompletionBody | ChatBody, *, session_id: str | None) -> CompletionRequest:
@@ -159,6 +159,8 @@ def parse_request(body: CompletionBody | ChatBody, *, session_id: str | None) ->
     session_id = session_id or body.session_id
     if session_id is not None and len(prompts) * num_choices > 1:
         raise BadRequest("a call in a session has one prompt and one answer: leave n out, and send one prompt", "n")
+    if getattr(body, "echo", False) and (body.stream or num_choices > 1 or session_id is not None):
+        raise BadRequest("echo = true: expected one answer to a prompt, and neither a stream nor a session", "echo")
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options goes with stream = true", "stream_options")
     return CompletionRequest(
@@ -195,7 +197,7 @@ def _extensions(body: CompletionBody | ChatBody) -> dict[str, Any]:
         why = f"stop_token_ids has {len(body.stop_token_ids or ())} tokens: expected at most {MAX_STOP_TOKENS}"
         raise BadRequest(why, "stop_token_ids")
     stops = None if body.stop_token_ids is None else tuple(body.stop_token_ids)
-    return {"top_k": top_k, "stop_tokens": stops, "num_sampled": num_sampled}
+    return {"top_k": top_k, "stop_tokens": stops, "num_sampled": num_sampled, "is_echoed": bool(body.echo)}
 
 
 def _check_neutral(body: CompletionFields) -> None:
@@ -288,9 +290,10 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 def _has_logprobs(body: CompletionBody | ChatBody) -> bool:
     if isinstance(body, ChatBody):
         return bool(body.logprobs)
-    if body.logprobs:
+    if body.logprobs and not (body.echo and body.logprobs == 1):
         raise BadRequest(
-            f"logprobs = {body.logprobs}: the engine returns the log-probability of the chosen token only. Set logprobs = 0",
+            f"logprobs = {body.logprobs}: the engine returns the log-probability of the chosen token only. Set logprobs = 0, "
+            "or 1 with echo = true",
             "logprobs",
         )
     return body.logprobs is not None

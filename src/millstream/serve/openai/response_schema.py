@@ -6,6 +6,7 @@ A log-probability is that of the token under the distribution that it was sample
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from millstream.env import Text
 from millstream.events.types import encode_json
 from millstream.serve.auth import MAX_MESSAGE
 from millstream.serve.openai.detokenize import TextPiece
+from millstream.serve.openai.prompt_scores import PromptScores
 from millstream.serve.openai.request_schema import CompletionRequest
 from millstream.types import Finish
 
@@ -41,10 +43,17 @@ class ResponseWriter:
         self._chunk_head = self._head | {"object": "chat.completion.chunk" if request.is_chat else kind}
         self._num_chunks = 0
 
-    def whole(self, answers: Iterable[tuple[TextPiece, Finish]]) -> ResponseJson:
-        """The answers in the order of their prompts, `n` to each."""
+    def whole(
+        self, answers: Iterable[tuple[TextPiece, Finish]], scores: Sequence[PromptScores] | None = None
+    ) -> ResponseJson:
+        """The answers in the order of their prompts, `n` to each; with `echo`, each after its prompt."""
         found = list(answers)
         choices = [self._choice(index, piece, finish) for index, (piece, finish) in enumerate(found)]
+        if self._request.is_echoed:
+            choices = [
+                choice | self._echoed(choice, self._prompts[index], None if scores is None else scores[index])
+                for index, choice in enumerate(choices)
+            ]
         num_tokens = sum(len(piece.sampled.tokens) for piece, _ in found)
         return self._head | {"choices": choices, "usage": self.usage(num_tokens)} | self._prompt_ids()
 
@@ -99,6 +108,28 @@ class ResponseWriter:
         if self._request.is_chat:
             content = {"message": {"role": "assistant", "content": piece.text}}
         return {"index": index, "finish_reason": finish.value, "logprobs": None} | content | self._tokens(piece)
+
+    def _echoed(self, choice: ResponseJson, prompt: Sequence[int], scores: PromptScores | None) -> ResponseJson:
+        """The prompt's text and, where they were asked for, its log-probabilities before those of the answer. The first token
+        has none. `top_logprobs` has the most likely token and the one that is there."""
+        text, answer = self._text.decode(prompt), choice["logprobs"]
+        if scores is None or answer is None:
+            return {"text": text + choice["text"]}
+        names = [self._text.decode([token]) for token in prompt]
+        tops: list[ResponseJson | None] = [None]
+        for name, logprob, top in zip(names[1:], scores.logprobs, scores.top, strict=True):
+            tops.append({name: logprob} | {self._text.decode([top.token]): top.logprob})
+        pairs = zip(answer["tokens"], answer["token_logprobs"], strict=True)
+        offsets = itertools.accumulate(map(len, names), initial=0)
+        return {
+            "text": text + choice["text"],
+            "logprobs": {
+                "tokens": [*names, *answer["tokens"]],
+                "token_logprobs": [None, *scores.logprobs, *answer["token_logprobs"]],
+                "top_logprobs": [*tops, *({name: logprob} for name, logprob in pairs)],
+                "text_offset": [*list(offsets)[:-1], *(len(text) + offset for offset in answer["text_offset"])],
+            },
+        }
 
     def _tokens(self, piece: TextPiece) -> ResponseJson:
         sampled = piece.sampled

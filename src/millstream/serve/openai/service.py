@@ -44,6 +44,7 @@ from millstream.serve.http import BodyReader, ClientGone, EmptyBody, HttpError, 
 from millstream.serve.limits import HttpLimits
 from millstream.serve.listen import listen
 from millstream.serve.openai.detokenize import TextPiece, TextStream
+from millstream.serve.openai.prompt_scores import PromptScores, ScorePrompt
 from millstream.serve.openai.request_schema import (
     BadRequest,
     ChatBody,
@@ -102,6 +103,9 @@ class Served(Struct, frozen=True, kw_only=True):
     end_tokens: tuple[int, ...]
     vocabulary: int  # token ids are below it
     context: int  # the most tokens of a prompt and its answer together
+    score_prompt: ScorePrompt | None = (
+        None  # of the weights with version 0. None: log-probabilities of prompts are refused
+    )
 
 
 class Generation(Struct, frozen=True, kw_only=True):
@@ -123,6 +127,7 @@ class ModelService:
         self._weights_from = None if config.weights_from is None else Path(config.weights_from).resolve()
         self._short_prompts = ThreadPoolExecutor(1, "tokenizer")  # tokenizing must not block the event loop,
         self._long_prompts = ThreadPoolExecutor(1, "tokenizer of long prompts")  # nor a long prompt the short ones
+        self._scoring = ThreadPoolExecutor(1, "prompt scores")
         self._broken: str | None = None
 
     def routes(self) -> list[Route]:
@@ -227,8 +232,24 @@ class ModelService:
         writer = ResponseWriter(parsed, generation.prompts, model=self._served.name, text=self._served.text)
         if parsed.is_streamed:
             return StreamingResponse(self._events(generation, writer), media_type="text/event-stream")
+        scores = await until_disconnect(request, self._scores(generation)) if parsed.is_echoed else None
         answers = await until_disconnect(request, self._all(generation))
-        return json_response(writer.whole((answer.whole(), finish) for answer, finish in answers))
+        return json_response(writer.whole(((answer.whole(), finish) for answer, finish in answers), scores))
+
+    async def _scores(self, generation: Generation) -> list[PromptScores] | None:
+        """Of every prompt; None if no log-probabilities were asked for."""
+        score, version = self._served.score_prompt, self._served.engine.version
+        if not generation.call.has_logprobs:
+            return None
+        if score is None or version:
+            why = (
+                f"the engine has loaded version {version}: serve that checkpoint"
+                if version
+                else "there is no model for it"
+            )
+            raise BadRequest(f"log-probabilities of prompts (echo with logprobs) are not available: {why}", "echo")
+        run = partial(asyncio.get_running_loop().run_in_executor, self._scoring)
+        return [await run(score, prompt) for prompt in generation.prompts]
 
     async def _tokenize(self, call: CompletionRequest) -> Generation:
         names = [f"prompt {number}" if call.is_list else "the prompt" for number in range(len(call.prompts))]

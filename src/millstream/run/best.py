@@ -1,0 +1,88 @@
+"""The best checkpoint: the one with the highest score of an evaluation (`checkpoint.keep_best`), which is never removed.
+
+A checkpoint is written at every step that is evaluated, and kept until its score is known. Light: imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from millstream.config import load
+from millstream.errors import ConfigError
+from millstream.events import Evaluated, Event
+from millstream.events.sinks import read_history
+from millstream.run.checkpoint import steps_in
+from millstream.run.config import RunConfig
+from millstream.run.estimates import pass_ks
+from millstream.run.folder import RunFolder
+
+
+class BestCheckpoint:
+    """An event sink that remembers the score of every version that was evaluated."""
+
+    def __init__(self, config: RunConfig) -> None:
+        table, self.metric = split_metric(config)
+        (self.table,) = (one for one in config.evaluations if one.name == table)
+        self.scores: dict[int, float] = {}  # by version
+
+    def emit(self, event: Event) -> None:
+        if not isinstance(event, Evaluated) or event.table != self.table.name or event.version is None:
+            return
+        if event.is_greedy == (not self.table.is_sampled) and self.metric in event.scores:
+            self.scores[event.version] = event.scores[self.metric].value
+
+    def is_due(self, version: int) -> bool:
+        """Whether this version is evaluated while training runs."""
+        return self.table.every_steps is not None and version % self.table.every_steps == 0
+
+    def best_of(self, versions: Iterable[int]) -> int | None:
+        """The one with the highest score, of equal ones the newest; None if none was evaluated."""
+        scored = [version for version in versions if version in self.scores]
+        return max(scored, key=lambda version: (self.scores[version], version), default=None)
+
+    def kept(self, versions: Iterable[int]) -> set[int]:
+        """The best one, and those whose score is still to come."""
+        versions, newest = list(versions), max(self.scores, default=-1)
+        pending = {version for version in versions if version > newest and self.is_due(version)}
+        best = self.best_of(versions)
+        return pending if best is None else {*pending, best}
+
+
+def split_metric(config: RunConfig) -> tuple[str, str]:
+    """`checkpoint.keep_best` as the name of a table and of a score. Raises `ConfigError` if there is no such table or score."""
+    keep_best, tables = config.checkpoint.keep_best or "", {one.name: one for one in config.evaluations}
+    name, _, metric = keep_best.rpartition(":")
+    table = tables.get(name) if name else next(iter(tables.values()), None)
+    if table is None:
+        raise ConfigError(
+            f"checkpoint.keep_best = {keep_best!r}: no evaluation is named {name!r}: expected one of {', '.join(tables)}"
+        )
+    num = table.samples if table.is_sampled else 1
+    known = [f"pass@{k}" for k in pass_ks(num)] + [f"avg@{num}"]
+    if metric not in known:
+        raise ConfigError(
+            f"checkpoint.keep_best = {keep_best!r}: the evaluation {table.name} has no score {metric!r}: expected "
+            f"{', '.join(f'{table.name}:{one}' for one in known)}"
+        )
+    return table.name, metric
+
+
+def best_step(run_dir: Path) -> int:
+    """The step of a run's best checkpoint. Raises `ConfigError` if the run keeps none, or none was evaluated yet."""
+    folder = RunFolder.of_run(run_dir)
+    config = load(folder.config, RunConfig)
+    if config.checkpoint.keep_best is None:
+        raise ConfigError(
+            f"the run in {run_dir} does not keep its best checkpoint: set checkpoint.keep_best, such as held_out:pass@1, "
+            f"before a run. It has checkpoints of the steps {', '.join(map(str, steps_in(run_dir)))}: type --step"
+        )
+    best = BestCheckpoint(config)
+    for event in read_history(folder.events):
+        best.emit(event)
+    found = best.best_of(steps_in(run_dir))
+    if found is None:
+        raise ConfigError(
+            f"no checkpoint of the run in {run_dir} has been evaluated yet: leave --best out for the newest"
+        )
+    return found

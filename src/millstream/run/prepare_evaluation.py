@@ -1,0 +1,75 @@
+"""Evaluations of a run, prepared: their tasks, environments and sampling. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from msgspec import Struct, structs
+
+from millstream.env.data import DataSet
+from millstream.env.registry import Environments
+from millstream.env.rewards import prepare_rewards
+from millstream.errors import DataError
+from millstream.run import build
+from millstream.run.check_evaluation import kinds_of, read_tasks
+from millstream.run.check_prompts import check_lengths
+from millstream.run.config import EvaluationConfig
+from millstream.types import Sampling, Task
+
+if TYPE_CHECKING:
+    from millstream.run.prepare import Prepared
+
+
+class PreparedEvaluation(Struct, frozen=True, kw_only=True, eq=False):
+    """One `[[evaluation]]` table with what it names."""
+
+    config: EvaluationConfig
+    tasks: tuple[Task, ...]
+    environment: Environments
+    sampling: Sampling
+    """Where it is not greedy."""
+
+
+def prepare_evaluations(prepared: Prepared) -> Iterator[PreparedEvaluation]:
+    """Those of the config that have tasks. Raises an error that names the table where its data, environment or reward is
+    wrong."""
+    for one in prepared.config.evaluations:
+        environment, sampling = _environment(one, prepared), _sampling(one, prepared.sampling)
+        data = (
+            prepared.data
+            if one.is_held_out
+            else read_tasks(one, kinds_of(one, prepared.config), seed=prepared.config.seed)
+        )
+        tasks = (data.held_out if one.is_held_out else data.tasks)[: one.tasks]
+        if tasks:
+            _check_lengths(one, prepared, structs.replace(data, train=(), held_out=tasks), environment, sampling)
+            yield PreparedEvaluation(config=one, tasks=tasks, environment=environment, sampling=sampling)
+
+
+def _environment(one: EvaluationConfig, prepared: Prepared) -> Environments:
+    """The run's own, unless the table has environments or rewards."""
+    if not one.environment and not one.reward:
+        return prepared.environment
+    rewards = prepare_rewards(one.reward) if one.reward else prepared.rewards
+    return build.build_environment(kinds_of(one, prepared.config), prepared.text, rewards, prepared.backend.launcher)
+
+
+def _sampling(one: EvaluationConfig, sampling: Sampling) -> Sampling:
+    return structs.replace(
+        sampling,
+        temperature=sampling.temperature if one.temperature is None else one.temperature,
+        top_p=one.top_p,
+        max_tokens=one.max_tokens or sampling.max_tokens,
+    )
+
+
+def _check_lengths(
+    one: EvaluationConfig, prepared: Prepared, data: DataSet, environment: Environments, sampling: Sampling
+) -> None:
+    config = prepared.config
+    of_table = structs.replace(config, rollout=structs.replace(config.rollout, max_tokens=sampling.max_tokens))
+    try:
+        check_lengths(of_table, prepared.model, prepared.text, data, environment)
+    except DataError as error:
+        raise DataError(f"evaluation {one.name}: {error}") from error
