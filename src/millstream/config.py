@@ -70,10 +70,35 @@ def load(path: Path, kind: type[C], overrides: Sequence[str] = ()) -> C:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # also a path with a null character
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    data = _parsed(text, str(path))
+    try:
+        return _overridden(text, kind, overrides, str(path))
+    except ConfigError:
+        if overrides and (place := _set_to_blame(text, kind, overrides, str(path))):
+            _overridden(text, kind, overrides, place)
+        raise
+
+
+def _overridden(text: str, kind: type[C], overrides: Sequence[str], where: str) -> C:
+    data = _parsed(text, where)
     for override in overrides:
         _override(data, override, kind)
-    return convert(data, kind, where=str(path))
+    return convert(data, kind, where=where)
+
+
+def _set_to_blame(text: str, kind: type[C], overrides: Sequence[str], path: str) -> str:
+    """The override without which the config is right, or all of them if it is right without any; empty: it is the file."""
+
+    def is_right(kept: Sequence[str]) -> bool:
+        try:
+            _overridden(text, kind, kept, path)
+        except ConfigError:
+            return False
+        return True
+
+    for index, override in enumerate(overrides):
+        if is_right([*overrides[:index], *overrides[index + 1 :]]):
+            return f"--set {shown(override)}"
+    return " ".join(f"--set {shown(override)}" for override in overrides) if is_right([]) else ""
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:
