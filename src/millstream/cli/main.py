@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -20,6 +21,7 @@ import millstream
 from millstream import config as configs
 from millstream.audit import audit, report_lines
 from millstream.cli.common import console, errors, errors_shown, model_in
+from millstream.cli.dry_run import DryRun, ShowConfig, show_config, show_dry_run
 from millstream.cli.serve import serve_command, serve_store_command
 from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text, scaled_lines, status_lines
 from millstream.cli.template import TEMPLATE
@@ -31,11 +33,10 @@ from millstream.events.sinks import read_history
 from millstream.paths import kind_of
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run import control
-from millstream.run.check import check_combinations, check_config
+from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
-from millstream.run.device import estimated_lines
 from millstream.run.env_check import env_report_lines, run_env_check
-from millstream.run.folder import RunFolder, check_changes, program, resume_command
+from millstream.run.folder import RunFolder, check_changes, check_free, program, resume_command
 
 if TYPE_CHECKING:
     from millstream.run.folder import RunResult
@@ -75,13 +76,8 @@ def train_command(
         Path | None, typer.Option("--resume", metavar="RUN", help="Resume the run in this folder instead.")
     ] = None,
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Check the config, the data, the rewards and the model folders; print the config with all keys; run nothing.",
-        ),
-    ] = False,
+    dry_run: DryRun = False,
+    with_config: ShowConfig = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only warnings and the result.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -95,12 +91,15 @@ def train_command(
             raise ConfigError(_not_a_config(path))
         source = path or RunFolder.of_run(resume or Path()).config
         config = configs.load(source, RunConfig, overrides or [])
+        if with_config:
+            show_config(config)
         if dry_run:
-            for finding in (*check_config(config).findings, *estimated_lines(config)):
-                console.out(f"# {finding}", highlight=False)
-            console.out(configs.to_toml(config), end="", highlight=False)
+            show_dry_run(config, path=path, resume=resume, is_commented=with_config)
+        if dry_run or with_config:
             return
         check_combinations(config)  # an error here comes before the view is drawn
+        if path is not None and config.run_dir is not None:
+            check_free(config.run_dir)  # at once, not when torch is there
         with _shown(config.pipeline, is_quiet=quiet or as_json) as sinks:
             if resume is not None:
                 result = millstream.resume(resume, sinks=sinks, changes=overrides or [])
@@ -141,11 +140,11 @@ def _show_result(result: RunResult) -> None:
         )
     console.out(f"run folder    {result.run_dir}\nsaved model   {result.run_dir}/model", highlight=False)
     console.print("\nWhat to type next:", style="bold")
-    name = program()
+    name, folder = program(), quote(result.run_dir)
     for what, command in (
-        ("to verify what happened to every prompt", f"{name} audit {result.run_dir}"),
-        ("to see whether long or hard rollouts were lost", f"{name} report {result.run_dir}"),
-        ("to evaluate the saved model again, and see what it writes", f"{name} eval {result.run_dir} --show 3"),
+        ("to verify what happened to every prompt", f"{name} audit {folder}"),
+        ("to see whether long or hard rollouts were lost", f"{name} report {folder}"),
+        ("to evaluate the saved model again, and see what it writes", f"{name} eval {folder} --show 3"),
         ("to train with your own data, reward and model", f"{name} init mine.toml"),
     ):
         console.print(f"  {what}", style="dim", highlight=False)
@@ -292,7 +291,7 @@ def init(
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         console.print(
-            f"wrote {path}. Fill in the model and the data, then: {program()} train {path}",
+            f"wrote {path}. Fill in the model and the data, then: {program()} train {quote(str(path))}",
             highlight=False,
             soft_wrap=True,
         )

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from decimal import Decimal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from msgspec import Struct
 from millstream.config import MAX_DEPTH, is_deeper
 from millstream.env.games import toy
 from millstream.errors import DataError, shown
-from millstream.paths import kind_of
+from millstream.hub import why_not_on_hub
+from millstream.paths import did_you_mean, kind_of
 from millstream.seeds import derive_seed
 from millstream.types import Message, Task
 
@@ -143,7 +145,8 @@ def _records(config: DataConfig) -> Iterable[DataRecord]:
     path = Path(config.path or "")
     match kind_of(path, "data.path"):
         case None:
-            raise DataError(f"cannot read data.path = {path}: No such file (looked for it from {Path.cwd()})")
+            here = f"cannot read data.path = {path}: No such file (looked for it from {Path.cwd()})"
+            raise DataError(f"{here}.{near}" if (near := did_you_mean(path)) else here)
         case "folder":
             raise DataError(
                 f"data.path = {path} is a folder: expected a JSONL file (.jsonl) or a Parquet file (.parquet). A folder that "
@@ -193,11 +196,21 @@ def _parquet_records(path: Path) -> Iterator[DataRecord]:
         yield f"{path}, row {number}", row
 
 
+def check_hub_data(name: str) -> None:
+    """Raises `DataError` if the library is not installed, or could not get this data set from anywhere; loads nothing."""
+    if find_spec("datasets") is None:
+        raise DataError(f"data.name = {name!r} needs the datasets library: {NEEDS_EXTRA}")
+    if kind_of(name, "data.name") is None and (why := why_not_on_hub(name, "datasets")):
+        near = did_you_mean(Path(name))
+        raise DataError(
+            f"datasets cannot load {name!r}: neither a folder here nor on the Hugging Face hub: {why}.{near}"
+        )
+
+
 def _hub_records(name: str, subset: str | None, split: str) -> Iterator[DataRecord]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"data.name = {name!r} needs the datasets library: {NEEDS_EXTRA}") from error
+    check_hub_data(name)
+    import datasets
+
     try:
         rows = datasets.load_dataset(name, subset, split=split, trust_remote_code=False)
     except Exception as error:  # a library that raises many kinds: reported as one, with its cause

@@ -62,7 +62,7 @@ def train(
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
     the one that the config names."""
-    prepared = prepare_run(config, reward)
+    prepared = prepare_run(config, reward, is_new=True)
     return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
 
 
@@ -103,7 +103,7 @@ def _run(prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], resu
         asyncio.run(_phases(run))
     except BaseException as error:  # whatever ended it: the log says so
         outcome = type(error).__name__
-        if isinstance(error, MillstreamError):
+        if isinstance(error, MillstreamError) and not run.is_untouched:
             error.add_note(f"The run folder is {folder.path}. To resume the run:\n  {resume_command(folder.path)}")
         raise
     finally:
@@ -111,6 +111,8 @@ def _run(prepared: Prepared, folder: RunFolder, sinks: Sequence[EventSink], resu
         try:
             log.close()
         finally:
+            if outcome != FINISHED and run.is_untouched:
+                folder.discard()
             folder.unlock()
     return folder.conclude()
 
