@@ -1,4 +1,5 @@
-"""The command line: train, scale, status, export, eval, env check, audit, report, trace, init, serve, serve-store.
+"""The command line: train, scale, status, export, eval, env check, audit, report, trace, init, doctor, serve,
+serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
 says what to type.
@@ -21,6 +22,7 @@ import millstream
 from millstream import config as configs
 from millstream.audit import audit, report_lines
 from millstream.cli.common import console, errors, errors_shown, model_in
+from millstream.cli.doctor import doctor_command
 from millstream.cli.dry_run import DryRun, ShowConfig, show_config, show_dry_run
 from millstream.cli.serve import serve_command, serve_store_command
 from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text, scaled_lines, status_lines
@@ -337,6 +339,7 @@ def env_check_command(
         raise typer.Exit(1)
 
 
+app.command(name="doctor")(doctor_command)
 app.command(name="serve")(serve_command)
 app.command(name="serve-store")(serve_store_command)
 

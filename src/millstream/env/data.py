@@ -31,6 +31,7 @@ from millstream.types import Message, Task
 
 MakeTasks = Callable[[int, int], list[Task]]  # from a number and a seed
 DataRecord = tuple[str, Any]  # where it came from, in words, and what it is
+ONE_A_LINE = "Expected one JSON object a line (JSONL), with a prompt"
 NEEDS_EXTRA = "pip install 'millstream[data]'"
 MAX_SIZE = 10_000_000  # of tasks that are made on the spot: they are held in memory
 MAX_NAMES = 8  # of keys in a message
@@ -159,7 +160,7 @@ def _records(config: DataConfig) -> Iterable[DataRecord]:
 
 def _jsonl_records(path: Path) -> Iterator[DataRecord]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # Windows writes a mark of the byte order
     except OSError as error:
         raise DataError(f"cannot read data.path = {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -173,7 +174,7 @@ def _jsonl_records(path: Path) -> Iterator[DataRecord]:
                     record
                 )  # only an escape can write half a pair
             except ValueError as error:  # also an integer of more digits than Python reads
-                raise DataError(f"{where}: not JSON: {error}") from error
+                raise DataError(f"{where}: not JSON: {error}. {ONE_A_LINE}") from error
             except RecursionError as error:
                 raise DataError(f"{where}: objects or lists nested too deeply") from error
             if not is_whole:
@@ -223,7 +224,7 @@ def _hub_records(name: str, subset: str | None, split: str) -> Iterator[DataReco
 def _task(record: DataRecord, config: DataConfig, number: int) -> Task:
     where, fields = record
     if not isinstance(fields, Mapping):
-        raise DataError(f"{where}: expected an object, got {type(fields).__name__}")
+        raise DataError(f"{where}: expected an object, got {type(fields).__name__}. {ONE_A_LINE}")
     if config.prompt_key not in fields:
         raise DataError(f"{where}: no key {config.prompt_key!r} among {_names(fields)}: set data.prompt_key")
     if is_deeper(fields, MAX_DEPTH):

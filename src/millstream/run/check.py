@@ -274,6 +274,11 @@ def _checked_data(config: RunConfig, kinds: Sequence[EnvironmentKind], data: Dat
     else:
         check_tasks(kinds, data, needs_gold=config.warmup is not None)
         yield f"checked: {len(data.train)} tasks to train on, {len(data.held_out)} held out"
+        if len(data.train) < config.pipeline.groups_per_step:
+            yield (
+                f"warning: a step has pipeline.groups_per_step = {config.pipeline.groups_per_step} prompts, and there are "
+                f"{len(data.train)} tasks to train on: the same task is more than once in a step"
+            )
     for kind in kinds:
         if kind.environment is not None:
             yield f"checked: the environment {kind.name} is there"
