@@ -8,9 +8,9 @@ import msgspec
 import typer
 
 from millstream.cli.common import console, errors_shown
-from millstream.run.doctor import Level, examine_machine
+from millstream.run.doctor import CheckLevel, examine_machine
 
-SHOWN: dict[Level, tuple[str, str]] = {
+SHOWN: dict[CheckLevel, tuple[str, str]] = {
     "ok": ("OK  ", "green"),
     "warn": ("warn", "yellow"),
     "fail": ("FAIL", "bold red"),

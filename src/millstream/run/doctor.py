@@ -27,7 +27,7 @@ from millstream.errors import MillstreamError
 from millstream.hub import why_not_on_hub
 from millstream.run.device import available_memory
 
-Level = Literal["ok", "warn", "fail"]
+CheckLevel = Literal["ok", "warn", "fail"]
 MIN_PYTHON = (3, 11)
 MIN_MEMORY = 2e9  # bytes, as all the next ones
 MIN_FREE = 5e9
@@ -48,7 +48,7 @@ class MachineCheck(Struct, frozen=True, kw_only=True):
     """One line. `to_type`: what helps, empty where nothing is needed."""
 
     name: str
-    level: Level = "ok"
+    level: CheckLevel = "ok"
     found: str
     to_type: str = ""
 
@@ -156,7 +156,7 @@ def _disk() -> Iterator[MachineCheck]:
     ):
         can_write = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
         free = shutil.disk_usage(place).free if place.is_dir() else 0
-        level: Level = "fail" if not can_write or free < MIN_LEFT else "warn" if free < MIN_FREE else "ok"
+        level: CheckLevel = "fail" if not can_write or free < MIN_LEFT else "warn" if free < MIN_FREE else "ok"
         found = f"{place}, {free / 1e9:.1f} GB free" + ("" if can_write else ", and it cannot be written to")
         to_type = "" if level == "ok" else f"free some, or set {variable} to a folder on another disk"
         yield MachineCheck(name=name, level=level, found=found, to_type=to_type)
