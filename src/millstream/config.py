@@ -65,15 +65,41 @@ UNCHANGED = (datetime.datetime, datetime.date, datetime.time, bytes, Decimal)  #
 def load(path: Path, kind: type[C], overrides: Sequence[str] = ()) -> C:
     """The config in a TOML file, with `a.b=c` overrides on top; `a.b=` leaves the key unset."""
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")  # Windows writes a mark of the byte order
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # also a path with a null character
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    data = _parsed(text, str(path))
+    try:
+        return _overridden(text, kind, overrides, str(path))
+    except ConfigError as error:
+        if (place := _set_to_blame(text, kind, overrides, error)) is not None:
+            _overridden(text, kind, overrides, place)
+        raise
+
+
+def _overridden(text: str, kind: type[C], overrides: Sequence[str], where: str) -> C:
+    data = _parsed(text, where)
     for override in overrides:
         _override(data, override, kind)
-    return convert(data, kind, where=str(path))
+    return convert(data, kind, where=where)
+
+
+def _set_to_blame(text: str, kind: type[C], overrides: Sequence[str], error: ConfigError) -> str | None:
+    """The override without which there is no error, or another one: first of all one whose key is in the message. None: the
+    file is wrong."""
+
+    def error_of(kept: Sequence[str]) -> str:
+        try:
+            _overridden(text, kind, kept, "")
+        except ConfigError as other:
+            return str(other)
+        return ""
+
+    found = error_of(overrides)
+    changing = [one for at, one in enumerate(overrides) if error_of([*overrides[:at], *overrides[at + 1 :]]) != found]
+    named = [one for one in changing if one.partition("=")[0].strip().rpartition(".")[2] in str(error)]
+    return next((f"--set {shown(one)}" for one in (*named, *changing)), None)
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import stat
 from pathlib import Path
 from typing import Literal
@@ -22,3 +24,24 @@ def kind_of(path: str | Path, key: str | None = None) -> PathKind | None:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"cannot look at {f'{key} = ' if key else ''}{shown(str(path))}: {reason}") from error
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+
+
+def did_you_mean(path: Path) -> str:
+    """A sentence with the name in the same folder that is nearest to a path which is not there; empty if none is near."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except (OSError, ValueError):
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f" Did you mean {path.parent / near[0]}?" if near else ""
+
+
+def writable_parent(path: Path, key: str) -> Path:
+    """The folder itself or the innermost one around it that is there. Raises `ConfigError` if it cannot be written to."""
+    places = (path.absolute(), *path.absolute().parents)
+    nearest = next(place for place in places if kind_of(place, key) is not None)
+    if not nearest.is_dir():
+        raise ConfigError(f"{key} = {str(path)!r}: {nearest} is no folder that can be written to: it is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key} = {str(path)!r}: {nearest} is no folder that can be written to: no permission")
+    return nearest

@@ -60,7 +60,7 @@ def test_where_the_traceback_cannot_be_written_it_is_printed(tmp_path: Path, mon
 
 
 def test_a_message_has_no_character_that_a_terminal_acts_on(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text('[model.tiny]\n[data]\npath = "\\u001b[31m\\u0007"\n')
+    (tmp_path / "a.toml").write_text('[model.tiny]\ncontext = 512\n[data]\npath = "\\u001b[31m\\u0007"\n')
     assert "\\x1b[31m\\x07" in said("train", str(tmp_path / "a.toml"), "--dry-run")
 
 
@@ -89,7 +89,7 @@ def test_a_file_name_that_is_too_long_is_named(command: list[str]) -> None:
 
 @pytest.mark.parametrize("key", ["model.path", "data.path", "run_dir", "reference.path"])
 def test_a_path_of_a_config_that_is_too_long_is_named_with_its_key(tmp_path: Path, key: str) -> None:
-    (tmp_path / "a.toml").write_text('[model.tiny]\n[data]\ntoy = "sort_digits"\n')
+    (tmp_path / "a.toml").write_text('[model.tiny]\n[data]\ntoy = "sort_digits"\n[rollout]\nmax_tokens = 8\n')
     unset = {"model.path": ["--set", "model.tiny="], "data.path": ["--set", "data.toy="]}.get(key, [])
     line = said("train", str(tmp_path / "a.toml"), "--dry-run", *unset, "--set", f"{key}={LONG}")
     assert re.fullmatch(rf"ConfigError: cannot look at {key} = x{{80}}\.\.\.: File name too long", line)
@@ -108,7 +108,7 @@ def test_a_path_of_a_config_that_is_too_long_is_named_with_its_key(tmp_path: Pat
     ],
 )
 def test_a_number_that_nothing_can_be_made_of_is_refused_by_key(tmp_path: Path, change: str, message: str) -> None:
-    (tmp_path / "a.toml").write_text('[model.tiny]\n[data]\ntoy = "sort_digits"\n')
+    (tmp_path / "a.toml").write_text('[model.tiny]\n[data]\ntoy = "sort_digits"\n[rollout]\nmax_tokens = 8\n')
     assert re.search(message, said("train", str(tmp_path / "a.toml"), "--dry-run", "--set", change))
 
 
@@ -135,7 +135,7 @@ def test_a_damaged_file_of_a_model_is_a_model_error(tmp_path: Path, name: str, c
 
 def test_an_argument_of_a_built_in_reward_is_finite(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(
-        '[model.tiny]\n[data]\ntoy = "sort_digits"\n[[reward]]\nfunction = "judge"\n'
+        '[model.tiny]\ncontext = 512\n[data]\ntoy = "sort_digits"\n[[reward]]\nfunction = "judge"\n'
         'args = { url = "http://x", model = "y", prompt = "{completion}", temperature = nan }\n'
     )
     line = said("train", str(tmp_path / "a.toml"), "--dry-run")
@@ -151,7 +151,7 @@ def run_dir(tmp_path: Path) -> Path:
     lines = [b'{"seq":%d,%b' % (number, line[1:]) for number, line in enumerate(GOLDEN.read_bytes().splitlines())]
     lines[70] = lines[70][:20]
     (tmp_path / "events.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    (tmp_path / "config.toml").write_text('[model.tiny]\n[data]\ntoy = "sort_digits"\n')
+    (tmp_path / "config.toml").write_text('[model.tiny]\n[data]\ntoy = "sort_digits"\n[rollout]\nmax_tokens = 8\n')
     return tmp_path
 
 

@@ -23,6 +23,7 @@ from millstream.run.evaluate import evaluate
 RUN = """
 runtime = "ray"
 [model.tiny]
+context = 512
 [data]
 toy = "sort_digits"
 size = 64

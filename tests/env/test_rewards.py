@@ -286,14 +286,17 @@ def test_an_extra_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_dry_run_looks_at_arguments_and_tells_what_the_sandbox_contains(tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "data.jsonl").write_text(
+        '{"prompt": "a", "answer": "```python\\nx = 1\\n```", "tests": ["assert x == 1"]}\n'
+    )
     data = {"path": str(tmp_path / "data.jsonl"), "holdout": 0}
 
     def run(**reward: Any) -> RunConfig:
-        return convert({"model": {"tiny": {}}, "data": data, "reward": [reward]}, RunConfig, where="here")
+        tables = {"model": {"tiny": {}}, "data": data, "reward": [reward], "rollout": {"max_tokens": 8}}
+        return convert(tables, RunConfig, where="here")
 
     said = "\n".join(check_config(run(function="python_tests")).findings)
-    assert "the reward python_tests is there, and takes its arguments" in said and "a program runs " in said
+    assert "the reward python_tests gives 1 for the gold answer, 0 for nonsense" in said and "a program runs " in said
     with pytest.raises(ConfigError, match="Did you mean tags"):
         check_config(run(function="format", args={"tag": ["a"]}))
 

@@ -179,7 +179,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_the_run(tmp_path: Pa
 def test_a_dry_run_looks_for_every_checkpoint_that_is_named(tmp_path: Path, teacher: Path, key: str) -> None:
     algorithm = "algorithm.name=ppo" if key == "critic.path" else "algorithm.name=grpo"
     said = check_config(config(tmp_path, algorithm, f"{key}={teacher}", "model.tiny.hidden=32")).findings
-    assert f"checked: {teacher} is a checkpoint's folder with a tokenizer" in said
+    assert f"checked: {teacher} is a checkpoint's folder with whole weights and a tokenizer" in said
     with pytest.raises(ModelError, match=rf"{key} = 'no/such/folder/here': no such folder.*--set {key}=FOLDER"):
         check_config(config(tmp_path, algorithm, f"{key}=no/such/folder/here"))
 

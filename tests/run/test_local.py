@@ -161,7 +161,7 @@ def test_a_finished_run_says_where_its_model_is_and_what_to_type_to_go_further(f
     assert result.exit_code == 1 and f"is finished: its model is in {finished / 'model'}." in result.output
     words = shlex.split(result.output.splitlines()[-1])
     assert words[:2] == ["millstream", "train"]
-    further = CliRunner().invoke(app, [*words[1:], "--dry-run"])
+    further = CliRunner().invoke(app, [*words[1:], "--dry-run", "--show-config"])
     assert further.exit_code == 0 and f'path = "{finished / "model"}"' in further.output
 
 
@@ -203,8 +203,12 @@ def test_json_output_is_json_and_nothing_else(tmp_path: Path) -> None:
     assert result["summary"]["steps"] == 2 and Path(result["run_dir"]).is_dir()
 
 
-def test_a_dry_run_prints_the_resolved_config_and_runs_nothing(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["train", DEMO, "--dry-run", "--set", "pipeline.max_lag=3"])
+def test_a_dry_run_prints_the_resolved_config_on_request_and_runs_nothing(tmp_path: Path) -> None:
+    short = CliRunner().invoke(app, ["train", DEMO, "--dry-run"])
+    assert short.exit_code == 0 and "group_size" not in short.output and len(short.output.splitlines()) < 10
+    assert short.output.splitlines()[-1].startswith("found: nothing to change. To start")
+    result = CliRunner().invoke(app, ["train", DEMO, "--dry-run", "--show-config", "--set", "pipeline.max_lag=3"])
+    assert result.output.splitlines()[-1].startswith("# found: nothing to change"), "findings come last"
     assert result.exit_code == 0 and "max_lag = 3" in result.output and "group_size" in result.output
     assert "# run_dir = (unset)" in result.output and "# warmup_steps" not in result.output
     (tmp_path / "again.toml").write_text(result.output)
@@ -234,9 +238,10 @@ def test_a_dry_run_finds_what_a_run_would_stumble_over(
     Path("mine.py").write_text("def reward(task, completion):\n    return 1.0\n")
     Path("run.toml").write_text(
         "[model]\npath = 'model'\n[data]\npath = 'data.jsonl'\nholdout = 1\n[[reward]]\nfunction = 'mine.py:reward'\n"
+        "[rollout]\nmax_tokens = 8\n"
     )
     well = CliRunner().invoke(app, ["train", "run.toml", "--dry-run"])
-    assert well.exit_code == 0 and "# checked: 2 tasks to train on, 1 held out" in well.output
+    assert well.exit_code == 0 and "checked: 2 tasks to train on, 1 held out" in well.output
     result = CliRunner().invoke(app, ["train", "run.toml", "--dry-run", "--set", change])
     assert result.exit_code == 1 and message in result.output, result.output
 
@@ -307,10 +312,13 @@ def test_a_mistake_that_is_found_before_the_run_leaves_no_folder_behind(tmp_path
 
 
 def test_a_run_that_fails_says_so_in_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def reward(task, completion):\n    raise RuntimeError('no judge today')\n")
+    (tmp_path / "mine.py").write_text(
+        "calls = 0\n\ndef reward(task, completion):\n    global calls\n    calls += 1\n    if calls > 200:\n"
+        "        raise RuntimeError('no judge today')\n    return calls % 2\n"
+    )
     reward = f"reward=[{{function='{tmp_path / 'mine.py'}:reward'}}]"
     arguments = ["train", str(recipe_in(tmp_path)), *COLD, "--set", reward, "--set", f"run_dir={tmp_path / 'run'}"]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, [*arguments, "--set", "pipeline.steps=50"])
     assert result.exit_code == 1 and "no judge today" in " ".join(result.output.split())
     *_, last = read_events(tmp_path / "run/events.jsonl")
     assert isinstance(last, RunEnded) and last.outcome == "MillstreamError"
@@ -363,7 +371,7 @@ def test_a_model_folder_without_a_tokenizer_is_refused_with_what_to_type(tmp_pat
     make("llama").save_pretrained(tmp_path / "model")
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 3)
     (tmp_path / "run.toml").write_text(
-        f"[model]\npath = '{tmp_path / 'model'}'\n[data]\npath = '{tmp_path / 'data.jsonl'}'\nholdout = 1\n"
+        f"[model]\npath = '{tmp_path / 'model'}'\n[data]\npath = '{tmp_path / 'data.jsonl'}'\nholdout = 1\n[rollout]\nmax_tokens = 8\n"
     )
     result = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), "--set", f"run_dir={tmp_path / 'run'}"])
     said = " ".join(result.output.split())
@@ -450,5 +458,5 @@ def test_a_reward_that_always_fails_is_found_before_anything_is_trained(tmp_path
     words = ["train", str(recipe_in(tmp_path)), *COLD, "--set", reward, "--set", f"run_dir={tmp_path / 'run'}"]
     result = CliRunner().invoke(app, words)
     said = " ".join(result.output.split())
-    assert result.exit_code == 1 and "every rollout of an evaluation failed, the last with RewardFailed" in said
-    assert "hrd" in said and "--resume" in said and not (tmp_path / "run/checkpoints").exists()
+    assert result.exit_code == 1 and "mine.py:reward raised KeyError at mine.py:2: 'hrd'" in said
+    assert not (tmp_path / "run").exists(), "and it leaves nothing behind"

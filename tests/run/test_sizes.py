@@ -317,11 +317,11 @@ def test_a_dry_run_shows_sizes_as_an_estimate(tmp_path: Path, monkeypatch: pytes
     tool.chmod(0o755)
     config = recipe_in(tmp_path)
     here = CliRunner().invoke(app, ["train", str(config), "--dry-run", "--set", "model.device=cpu"])
-    assert "# estimated: on a CPU float32, 128 slots, micro-batches of 2,048 tokens\n" in here.output
+    assert "estimated: on a CPU float32, 128 slots, micro-batches of 2,048 tokens\n" in here.output
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     there = CliRunner().invoke(app, ["train", str(config), "--dry-run", "--set", "engine.slots="])
-    assert there.exit_code == 0 and "# estimated: on a GPU bfloat16, " in there.output
+    assert there.exit_code == 0 and "estimated: on a GPU bfloat16, " in there.output
     assert " of 80.0 GB)" in there.output and "GB of cache" in there.output
 
 

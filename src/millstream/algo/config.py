@@ -95,6 +95,8 @@ def _unknown(key: str, value: str, known: Iterable[str]) -> str:
 
 def _filled(config: AlgorithmConfig) -> dict[str, Any]:
     """Values for the keys that are not set, from the preset, the loss and the correction."""
+    if config.name is not None and config.name not in PRESETS:
+        raise ValueError(_unknown("name", config.name, PRESETS))
     preset = PRESETS[config.name or DEFAULT_PRESET]
     loss = config.loss or preset["loss"]
     kind = LOSSES.get(loss, LossKind({}))

@@ -1,4 +1,5 @@
-"""The command line: train, scale, status, export, eval, env check, audit, report, plot, trace, init, serve, serve-store.
+"""The command line: train, scale, status, export, eval, env check, audit, rollouts, diff, report, plot, trace, init, doctor,
+serve, serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
 says what to type.
@@ -10,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -21,6 +23,8 @@ from millstream import config as configs
 from millstream.audit import audit, report_lines
 from millstream.cli.common import console, errors, errors_shown
 from millstream.cli.diff import diff_command
+from millstream.cli.doctor import doctor_command
+from millstream.cli.dry_run import DryRun, ShowConfig, show_config, show_dry_run
 from millstream.cli.evaluate import evaluate_command
 from millstream.cli.plot import plot_command
 from millstream.cli.rollouts import kept_lines, rollouts_command
@@ -44,11 +48,10 @@ from millstream.events.sinks import read_history
 from millstream.paths import kind_of
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run import control
-from millstream.run.check import check_combinations, check_config
+from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
-from millstream.run.device import estimated_lines
 from millstream.run.env_check import env_report_lines, run_env_check
-from millstream.run.folder import RunFolder, program, resume_command
+from millstream.run.folder import RunFolder, check_free, program, resume_command
 
 if TYPE_CHECKING:
     from millstream.run.folder import RunResult
@@ -97,13 +100,8 @@ def train_command(
         ),
     ] = None,
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Check the config, the data, the rewards and the model folders; print the config with all keys; run nothing.",
-        ),
-    ] = False,
+    dry_run: DryRun = False,
+    with_config: ShowConfig = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 3 if a finding holds at the end: the run did not learn.")
     ] = False,
@@ -127,12 +125,15 @@ def train_command(
             config = configs.load(path, RunConfig, overrides or [])
         else:
             config = RunFolder.of_run(resume or Path()).config_to_resume(overrides or [])
+        if with_config:
+            show_config(config)
         if dry_run:
-            for finding in (*check_config(config).findings, *estimated_lines(config)):
-                console.out(f"# {finding}", highlight=False)
-            console.out(configs.to_toml(config), end="", highlight=False)
+            show_dry_run(config, path=path, resume=resume, is_commented=with_config)
+        if dry_run or with_config:
             return
         check_combinations(config)  # an error here comes before the view is drawn
+        if path is not None and config.run_dir is not None:
+            check_free(config.run_dir)  # at once, not when torch is there
         with _shown(config.pipeline, is_quiet=quiet or as_json) as sinks:
             if resume is not None:
                 result = millstream.resume(resume, sinks=sinks, changes=overrides or [], progress=False)
@@ -178,11 +179,11 @@ def _show_result(result: RunResult) -> None:
         console.print()
     console.out(f"run folder    {result.run_dir}\nsaved model   {result.run_dir}/model", highlight=False)
     console.print("\nWhat to type next:", style="bold")
-    name = program()
+    name, folder = program(), quote(result.run_dir)
     for what, command in (
-        ("to verify what happened to every prompt", f"{name} audit {result.run_dir}"),
-        ("to see whether long or hard rollouts were lost", f"{name} report {result.run_dir}"),
-        ("to evaluate the saved model again, and see what it writes", f"{name} eval {result.run_dir} --show 3"),
+        ("to verify what happened to every prompt", f"{name} audit {folder}"),
+        ("to see whether long or hard rollouts were lost", f"{name} report {folder}"),
+        ("to evaluate the saved model again, and see what it writes", f"{name} eval {folder} --show 3"),
         ("to train with your own data, reward and model", f"{name} init mine.toml"),
     ):
         console.print(f"  {what}", style="dim", highlight=False)
@@ -300,7 +301,7 @@ def init(
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         console.print(
-            f"wrote {path}. Fill in the model and the data, then: {program()} train {path}",
+            f"wrote {path}. Fill in the model and the data, then: {program()} train {quote(str(path))}",
             highlight=False,
             soft_wrap=True,
         )
@@ -350,6 +351,7 @@ app.command(name="rollouts")(rollouts_command)
 app.command(name="diff")(diff_command)
 app.command(name="plot")(plot_command)
 app.command(name="eval")(evaluate_command)
+app.command(name="doctor")(doctor_command)
 app.command(name="serve")(serve_command)
 app.command(name="serve-store")(serve_store_command)
 

@@ -2,7 +2,7 @@
 
 TEMPLATE = """\
 # A Millstream run: `millstream train THIS_FILE`. Every key can be changed on the command line: --set pipeline.max_lag=2
-# `--dry-run` checks the data, the reward and the model's folder, and prints all keys with their values.
+# `--dry-run` finds what a start would, and calls the reward once; `--show-config` prints all keys with their values.
 
 seed = 0
 

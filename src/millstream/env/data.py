@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from decimal import Decimal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from msgspec import Struct
 from millstream.config import MAX_DEPTH, is_deeper
 from millstream.env.games import toy
 from millstream.errors import DataError, shown
-from millstream.paths import kind_of
+from millstream.hub import why_not_on_hub
+from millstream.paths import did_you_mean, kind_of
 from millstream.seeds import derive_seed
 from millstream.types import Message, Task
 
 MakeTasks = Callable[[int, int], list[Task]]  # from a number and a seed
 DataRecord = tuple[str, Any]  # where it came from, in words, and what it is
+ONE_A_LINE = "Expected one JSON object a line (JSONL), with a prompt"
 NEEDS_EXTRA = "pip install 'millstream[data]'"
 MAX_SIZE = 10_000_000  # of tasks that are made on the spot: they are held in memory
 MAX_NAMES = 8  # of keys in a message
@@ -146,7 +149,8 @@ def _records(config: DataConfig) -> Iterable[DataRecord]:
     path = Path(config.path or "")
     match kind_of(path, "data.path"):
         case None:
-            raise DataError(f"cannot read data.path = {path}: No such file (looked for it from {Path.cwd()})")
+            here = f"cannot read data.path = {path}: No such file (looked for it from {Path.cwd()})"
+            raise DataError(f"{here}.{near}" if (near := did_you_mean(path)) else here)
         case "folder":
             raise DataError(
                 f"data.path = {path} is a folder: expected a JSONL file (.jsonl) or a Parquet file (.parquet). A folder that "
@@ -159,7 +163,7 @@ def _records(config: DataConfig) -> Iterable[DataRecord]:
 
 def _jsonl_records(path: Path) -> Iterator[DataRecord]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # Windows writes a mark of the byte order
     except OSError as error:
         raise DataError(f"cannot read data.path = {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -173,7 +177,7 @@ def _jsonl_records(path: Path) -> Iterator[DataRecord]:
                     record
                 )  # only an escape can write half a pair
             except ValueError as error:  # also an integer of more digits than Python reads
-                raise DataError(f"{where}: not JSON: {error}") from error
+                raise DataError(f"{where}: not JSON: {error}. {ONE_A_LINE}") from error
             except RecursionError as error:
                 raise DataError(f"{where}: objects or lists nested too deeply") from error
             if not is_whole:
@@ -196,11 +200,21 @@ def _parquet_records(path: Path) -> Iterator[DataRecord]:
         yield f"{path}, row {number}", row
 
 
+def check_hub_data(name: str) -> None:
+    """Raises `DataError` if the library is not installed, or could not get this data set from anywhere; loads nothing."""
+    if find_spec("datasets") is None:
+        raise DataError(f"data.name = {name!r} needs the datasets library: {NEEDS_EXTRA}")
+    if kind_of(name, "data.name") is None and (why := why_not_on_hub(name, "datasets")):
+        near = did_you_mean(Path(name))
+        raise DataError(
+            f"datasets cannot load {name!r}: neither a folder here nor on the Hugging Face hub: {why}.{near}"
+        )
+
+
 def _hub_records(name: str, subset: str | None, split: str) -> Iterator[DataRecord]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"data.name = {name!r} needs the datasets library: {NEEDS_EXTRA}") from error
+    check_hub_data(name)
+    import datasets
+
     try:
         rows = datasets.load_dataset(name, subset, split=split, trust_remote_code=False)
     except Exception as error:  # a library that raises many kinds: reported as one, with its cause
@@ -213,7 +227,7 @@ def _hub_records(name: str, subset: str | None, split: str) -> Iterator[DataReco
 def _task(record: DataRecord, config: DataConfig, number: int) -> Task:
     where, fields = record
     if not isinstance(fields, Mapping):
-        raise DataError(f"{where}: expected an object, got {type(fields).__name__}")
+        raise DataError(f"{where}: expected an object, got {type(fields).__name__}. {ONE_A_LINE}")
     if config.prompt_key not in fields:
         raise DataError(f"{where}: no key {config.prompt_key!r} among {_names(fields)}: set data.prompt_key")
     if is_deeper(fields, MAX_DEPTH):

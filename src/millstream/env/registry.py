@@ -7,7 +7,7 @@ episodes of a kind run at once; waiting for a place counts against no time limit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TypeVar
 
@@ -161,13 +161,20 @@ def name_of(task: Task, names: Sequence[str]) -> str:
     return str(named)
 
 
-def check_tasks(environments: Environments, data: DataSet, *, needs_gold: bool) -> None:
-    """Every task has its environment, and with [warmup] every environment has gold turns."""
-    is_golden = dict[str, bool]()
+def single_turn_tasks(kinds: Sequence[EnvironmentKind], tasks: Iterable[Task]) -> Iterator[Task]:
+    """Those whose prompt is what the model is shown first, and whose answers the rewards score."""
+    names, shown = [kind.name for kind in kinds], {kind.name for kind in kinds if kind.environment is None}
+    return (task for task in tasks if name_of(task, names) in shown)
+
+
+def check_tasks(kinds: Sequence[EnvironmentKind], data: DataSet, *, needs_gold: bool) -> None:
+    """Every task has its environment, and where it is needed, with [warmup], every environment has gold turns."""
+    by_name, is_golden = {kind.name: kind for kind in kinds}, dict[str, bool]()
     for task in data.tasks:
-        name = environments.of(task).kind.name
+        name = name_of(task, list(by_name))
         if needs_gold and not is_golden.get(name):
-            is_golden[name] = bool(environments.gold(task))
+            gold = by_name[name].gold
+            is_golden[name] = gold is not None and bool(gold(task))
     for name, is_known in is_golden.items():
         if not is_known:
             raise ConfigError(

@@ -19,7 +19,7 @@ from msgspec import Struct, structs
 from millstream.env.base import Environment
 from millstream.env.config import SINGLE_TURN, EnvironmentConfig
 from millstream.env.multi_turn import MultiTurn, is_quick
-from millstream.env.rewards.find import find_reward
+from millstream.env.rewards.find import find_reward, meant
 from millstream.errors import ConfigError, DataError
 from millstream.types import Task
 
@@ -84,9 +84,10 @@ class _FreeForm:
 
 def _target(use: str) -> Any:
     if ":" not in use and use not in BUILT_IN_ENVIRONMENTS:
-        known = ", ".join([SINGLE_TURN, *BUILT_IN_ENVIRONMENTS])
+        known = [SINGLE_TURN, *BUILT_IN_ENVIRONMENTS]
         raise ConfigError(
-            f"no environment {use!r}: use {known}, or one of your own: file.py:Name or package.module:Name"
+            f"no environment {use!r}: use {', '.join(known)}, or one of your own: file.py:Name or package.module:Name"
+            f"{meant(use, known)}"
         )
     return find_reward(BUILT_IN_ENVIRONMENTS.get(use, use))
 

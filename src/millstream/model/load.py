@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from millstream.errors import ModelError
 from millstream.model.attention import NAME
-from millstream.model.locate import needs_code, no_tokenizer, not_on_hub
+from millstream.model.locate import ROPE_LIMITS, needs_code, no_tokenizer, not_on_hub
 from millstream.types import Weights
 
 FEW_CORES = 8
@@ -25,8 +25,6 @@ SWITCH_S = 0.0005
 NO_INTERFACE = (
     "{} does not use transformers' attention interface: neither engine nor learner can run it. Choose another model"
 )
-ROPE_LIMITS = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
-"""Kinds of rope that pick their frequencies by the longest row of a pass, and the key of the length up to which they do not."""
 
 
 def set_up_cpu() -> None:

@@ -56,6 +56,8 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("stop has an empty string: expected text that ends a turn")
         if self.max_tokens < 1 or self.retries < 0 or self.timeout_s <= 0:
             raise ValueError("max_tokens must be at least 1, retries at least 0, timeout_s above 0")
+        if self.group_size < 1:
+            raise ValueError(f"group_size = {self.group_size}: expected at least 1")
         if self.group_size == 1 and self.min_group_size == 2:  # the default, not set by the user
             structs.force_setattr(self, "min_group_size", 1)
         if not 1 <= self.min_group_size <= self.group_size:

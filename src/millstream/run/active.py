@@ -26,7 +26,7 @@ from millstream.pipeline.pipeline import Pipeline
 from millstream.pipeline.reschedule import UNCHANGED
 from millstream.run.best import BestCheckpoint
 from millstream.run.changes import effects_of
-from millstream.run.checkpoint import Checkpoints, RunState
+from millstream.run.checkpoint import FOLDER, WARMUP_FOLDER, Checkpoints, RunState
 from millstream.run.evaluate import new_waits
 from millstream.run.folder import RunFolder
 from millstream.run.log import RunLog
@@ -77,6 +77,15 @@ class ActiveRun:
     @property
     def is_stopping(self) -> bool:
         return self.stopped_by is not None
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing of this new run is worth keeping: it has trained nothing, and was not stopped with a checkpoint."""
+        folder = self.folder
+        is_new = self.resumed is None and not self.version and not any((folder.path / WARMUP_FOLDER).glob("*"))
+        has_checkpoint = any((folder.path / FOLDER).glob("*")) and (self.is_stopping or self.config.warmup is not None)
+        has_stacks = folder.stacks.exists() and folder.stacks.stat().st_size > 0
+        return is_new and not has_checkpoint and not has_stacks
 
     def end_grace(self) -> None:
         """The grace period is for the batch; the last checkpoint may take as long as it needs."""

@@ -30,7 +30,7 @@ from millstream.env.registry import Environments, Hosted
 from millstream.env.resolve import EnvironmentKind
 from millstream.env.rewards import CompletionScorer, ConfiguredRewards, group_scorer
 from millstream.env.single_turn import SingleTurn
-from millstream.errors import ConfigError, ModelError
+from millstream.errors import ConfigError
 from millstream.events import EventSink
 from millstream.learner import LearnerConfig, RunLearner
 from millstream.learner.check import check_learner
@@ -39,13 +39,15 @@ from millstream.learner.messages import ObjectiveSource
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters, copy_of
 from millstream.model.gpu_share import training_share
-from millstream.model.load import context_length, decoder_of, load_model, load_tokenizer, num_cores
+from millstream.model.load import context_length, decoder_of, load_model, num_cores
 from millstream.model.locate import check_path
 from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.pipeline.pipeline import Algorithm, TokenGroupReward
 from millstream.pipeline.schema import Stage, store_tasks
 from millstream.rpc.process import Launcher, engine_names
+from millstream.run.check_machine import check_engine_device, no_gpu
+from millstream.run.check_prompts import load_checked_tokenizer
 from millstream.run.config import ModelConfig, RunConfig, critic_of, server_token
 from millstream.run.device import on_cluster
 from millstream.run.sizes import CPU, ModelDevice, ModelShape, shape_from
@@ -75,9 +77,7 @@ def _plain_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, Pr
         return tiny_model(shape, tokenizer, seed=seed, dtype=dtype).to(device), tokenizer
     path = config.path or ""
     check_path(path)
-    tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
-    if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer in {path} has no end token: a rollout could never stop by itself")
+    tokenizer = load_checked_tokenizer(config)
     model = load_model(path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code)
     return model, tokenizer
 
@@ -114,7 +114,7 @@ def measure_shape(model: PreTrainedModel) -> ModelShape | None:
 def choose_device(asked: str) -> str:
     has_gpu = torch.cuda.is_available()
     if asked == "cuda" and not has_gpu:
-        raise ConfigError('model.device = "cuda", and torch sees no GPU here: set model.device = "cpu"')
+        raise ConfigError(no_gpu("model", asked))
     return asked if asked != "auto" else "cuda" if has_gpu else "cpu"
 
 
@@ -185,21 +185,9 @@ def _torch_engine(
     name: str,
 ) -> TorchEngine:
     """The engine has its own copy of all weights that training changes: only `load` changes it."""
-    is_process, is_cpu = has_process(config, model), model.device.type == "cpu"
-    if is_cpu and config.cache is None and config.pool_gb is not None:
-        raise ConfigError(
-            f'engine.cache_gb = {config.pool_gb:g}, and on a CPU every request has a slot: set engine.cache = "pages", or '
-            "leave cache_gb out"
-        )
-    if is_cpu and config.cache is None and isinstance(config.speculation, int):
-        raise ConfigError(
-            f"engine.speculation = {config.speculation}, and on a CPU every request has a slot: set engine.cache = "
-            '"pages", or leave speculation out'
-        )
-    if is_process and not is_cpu:
-        raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
+    check_engine_device(config, is_gpu=model.device.type != "cpu")
     host: EngineHost
-    if is_process:
+    if has_process(config, model):
         host = local_process(model, config, tokenizer, name)
     else:
         host = ThreadHost(copy_of(model), config, None if tokenizer is None else decoder_of(tokenizer))

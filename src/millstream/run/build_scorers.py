@@ -23,6 +23,7 @@ from millstream.model.load import load_model, load_tokenizer
 from millstream.model.locate import check_path
 from millstream.pipeline.schema import REFERENCE, VALUES, Stage
 from millstream.rpc.process import Launcher
+from millstream.run.check_machine import no_gpu
 from millstream.run.config import RunConfig, critic_of, reference_of
 from millstream.run.replay import ReplayedCritic
 from millstream.weights.transfer.publisher import WeightsPublisher
@@ -51,7 +52,7 @@ def check_scorer_models(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
     """Check devices and tokenizers of the tables; loads no model."""
     for key, one in (("reference", config.reference), ("critic", config.critic), ("proximal", config.proximal)):
         if one is not None and (one.device or "cpu") != "cpu" and not torch.cuda.is_available():
-            raise ConfigError(f'{key}.device = "{one.device}", and torch sees no GPU here: set {key}.device = "cpu"')
+            raise ConfigError(no_gpu(key, one.device or ""))
     for key, table in (("reference", config.reference), ("critic", config.critic)):
         if table is not None and table.path is not None:
             check_path(table.path, f"{key}.path")

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -17,19 +18,24 @@ from millstream.cluster.resources import ResourcesConfig, placement_lines, place
 from millstream.config import to_toml
 from millstream.engine.vllm.config import check_installed
 from millstream.env.config import SINGLE_TURN, check_environments
-from millstream.env.data import DataSet, read
-from millstream.env.registry import name_of
+from millstream.env.data import DataSet, check_hub_data, read
+from millstream.env.registry import check_tasks, single_turn_tasks
 from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
-from millstream.env.rewards import check_reward, find_reward
+from millstream.env.rewards import Reward, check_reward, prepare_rewards, try_rewards
 from millstream.env.sandbox.sandbox import what_is_contained
 from millstream.errors import ConfigError, MillstreamError
-from millstream.model.locate import check_path, check_tokenizer
+from millstream.model.locate import check_path, check_tokenizer, check_weights
 from millstream.model.lora import check_lora
-from millstream.paths import kind_of
+from millstream.paths import writable_parent
 from millstream.run.check_evaluation import check_evaluation_tables, checked_evaluations
+from millstream.run.check_machine import checked_disk, checked_machine, checked_room
 from millstream.run.config import RunConfig, server_token, weight_ways
+from millstream.run.folder import check_free
 from millstream.run.tracking.config import check_trackers
 from millstream.run.train_again import recorded_batches
+
+MAX_LOOKED_AT = 1000  # tasks among which those with a gold answer are looked for
+MAX_TRIED = 8  # tasks that a reward may fail before it is refused
 
 
 class CheckedConfig(NamedTuple):
@@ -37,31 +43,43 @@ class CheckedConfig(NamedTuple):
 
     findings: list[str]
     kinds: list[EnvironmentKind]
-    data: DataSet | None  # None: a named data set, which only a run loads
+    data: DataSet | None  # None: one of the hub, which only a start loads
 
 
-def check_config(config: RunConfig, *, is_reward_passed: bool = False) -> CheckedConfig:
-    """Walk the whole config. Raises the first error, with the other ones as notes. `is_reward_passed`: the reward is a Python
-    function, and the config only has its name."""
+def check_config(
+    config: RunConfig, *, reward: Reward | None = None, is_start: bool = False, is_new: bool = True
+) -> CheckedConfig:
+    """Walk the whole config. Raises the first error, with the other ones as notes. `reward`: a function that was passed from
+    Python, of which the config only has the name. `is_start`: a run follows (see `env.rewards.trial`). `is_new`: it has no
+    folder yet."""
     check_combinations(config)
     findings, errors, kinds, data = list[str](), list[MillstreamError](), list[EnvironmentKind](), None
     try:
         kinds = [find_environment(one) for one in config.environment]
-        data = _read_data(config, kinds)
+        data = _read_data(config, kinds, is_start=is_start)
         findings += _checked_data(config, kinds, data)
     except MillstreamError as error:
         errors.append(error)
-    rewards = () if is_reward_passed else (_checked_rewards,)
-    steps = (
-        *(_checked_functions, _checked_models, _checked_engine, _checked_resources, _checked_run_dir),
+    steps: list[Callable[[RunConfig], Iterable[str]]]
+    steps = [
+        partial(_checked_rewards, reward),
+        _checked_functions,
+        _checked_models,
+        _checked_engine,
+        _checked_resources,
+        checked_machine,
         _checked_recorded,
         checked_evaluations,
-    )
-    for step in (*rewards, *steps):
+    ]
+    steps += [_checked_run_dir] if is_new else []
+    steps += [partial(checked_room, kinds, data)]
+    for step in steps:
         try:
             findings += step(config)
         except MillstreamError as error:
             errors.append(error)
+    if not errors and is_new:
+        findings += _tried_rewards(kinds, data, reward, config, is_start=is_start)
     _raise(errors)
     return CheckedConfig(findings, kinds, data)
 
@@ -260,32 +278,51 @@ def _check_environments(config: RunConfig) -> None:
 # ---- what the config names -------------------------------------------------------------------------------------------
 
 
-def _read_data(config: RunConfig, kinds: Sequence[EnvironmentKind]) -> DataSet | None:
+def _read_data(config: RunConfig, kinds: Sequence[EnvironmentKind], *, is_start: bool) -> DataSet | None:
+    """A data set that must be downloaded is read by a start alone."""
     if config.data.name is not None:
-        return None
+        check_hub_data(config.data.name)
+        if not is_start and not Path(config.data.name).is_dir():
+            return None
     return read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
 
 
 def _checked_data(config: RunConfig, kinds: Sequence[EnvironmentKind], data: DataSet | None) -> Iterator[str]:
     if data is None:
-        yield f"not checked: the data set {config.data.name}, which the run loads"
+        yield f"not checked: the records of the data set {config.data.name}, which the run loads"
     else:
-        for task in data.tasks:
-            name_of(task, [kind.name for kind in kinds])
+        check_tasks(kinds, data, needs_gold=config.warmup is not None)
         yield f"checked: {len(data.train)} tasks to train on, {len(data.held_out)} held out"
+        if len(data.train) < config.pipeline.groups_per_step:
+            yield (
+                f"warning: a step has pipeline.groups_per_step = {config.pipeline.groups_per_step} prompts, and there are "
+                f"{len(data.train)} tasks to train on: the same task is more than once in a step"
+            )
     for kind in kinds:
         if kind.environment is not None:
             yield f"checked: the environment {kind.name} is there"
 
 
-def _checked_rewards(config: RunConfig) -> Iterator[str]:
+def _checked_rewards(reward: Reward | None, config: RunConfig) -> Iterator[str]:
+    """That they are there, and take their arguments."""
     if all(one.use != SINGLE_TURN for one in config.environment):
         return
-    for reward in config.reward:
-        check_reward(find_reward(reward.function), reward)
-        yield f"checked: the reward {reward.function} is there, and takes its arguments"
-        if reward.function == "python_tests":
+    for function, one in prepare_rewards(config.reward, reward):
+        check_reward(function, one)
+        if one.function == "python_tests":
             yield f"checked: {what_is_contained().words()}"
+
+
+def _tried_rewards(
+    kinds: Sequence[EnvironmentKind], data: DataSet | None, reward: Reward | None, config: RunConfig, *, is_start: bool
+) -> list[str]:
+    """A few calls of each, with tasks that have a gold answer, if any have."""
+    tasks = itertools.islice(single_turn_tasks(kinds, () if data is None else data.train), MAX_LOOKED_AT)
+    chosen = sorted(tasks, key=lambda task: task.answer is None)[:MAX_TRIED]
+    if data is None or not chosen:
+        return []
+    tried = {data.place_of(task): task for task in chosen}
+    return try_rewards(prepare_rewards(config.reward, reward), tried, is_start=is_start)
 
 
 def _checked_functions(config: RunConfig) -> Iterator[str]:
@@ -304,10 +341,11 @@ def _checked_models(config: RunConfig) -> Iterator[str]:
             continue
         check_path(path, key)
         if not Path(path).is_dir():
-            yield f"not checked: the model {path}, which is no folder here; the run asks the Hugging Face hub for it"
+            yield f"not checked: the model {path}, which is no folder here; the run gets it from the Hugging Face hub"
             continue
         check_tokenizer(path)
-        yield f"checked: {path} is a checkpoint's folder with a tokenizer"
+        check_weights(path)
+        yield f"checked: {path} is a checkpoint's folder with whole weights and a tokenizer"
 
 
 def _checked_engine(config: RunConfig) -> Iterator[str]:
@@ -320,10 +358,7 @@ def _checked_engine(config: RunConfig) -> Iterator[str]:
         return
     server_token(http)
     folder = Path(http.folder or "")
-    places = (folder.absolute(), *folder.absolute().parents)
-    nearest = next(place for place in places if kind_of(place, "engine.http.folder") is not None)
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ConfigError(f"engine.http.folder = {http.folder!r}: {nearest} is no folder that can be written to")
+    writable_parent(folder, "engine.http.folder")
     yield f"checked: weights can be written to {folder}"
     yield f"not checked: the servers at {', '.join(http.urls)}, which the run asks at its start"
 
@@ -337,9 +372,10 @@ def _checked_recorded(config: RunConfig) -> list[str]:
 
 def _checked_run_dir(config: RunConfig) -> Iterator[str]:
     """It need not exist."""
-    if config.run_dir is not None and kind_of(config.run_dir, "run_dir") not in (None, "folder"):
-        raise ConfigError(f"run_dir = {config.run_dir!r} is a file: expected a folder, or a name that is free")
-    yield from ()
+    if config.run_dir is not None:
+        check_free(config.run_dir)
+    place = writable_parent(Path(config.run_dir or "runs"), "run_dir")
+    yield from checked_disk(config, place)
 
 
 def _checked_resources(config: RunConfig) -> Iterator[str]:

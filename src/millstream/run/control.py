@@ -10,7 +10,6 @@ warns, and runs without it.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -25,7 +24,7 @@ from millstream import folders
 from millstream.errors import ConfigError, MillstreamError, shown
 from millstream.events import Status, WaitNow
 from millstream.rpc.frames import FrameError, Frames, frame, read_frame
-from millstream.run.folder import LOCK, RunFolder, resume_command
+from millstream.run.folder import RunFolder, holder_of, resume_command
 from millstream.serving.router import Router
 
 CONTROL = "control.json"
@@ -247,18 +246,6 @@ def _why_not(folder: Path, error: Exception) -> str:
         return f"the run in {folder} answers its owner only: {error.strerror}"
     if (folder / "summary.json").exists():
         return f"the run in {folder} is finished: nothing of it is running"
-    if _is_alive(folder):
+    if holder_of(folder) is not None:
         return f"the run in {folder} is starting or ending, and does not answer: try again in a moment"
     return f"the run in {folder} is not running. To resume it:\n  {resume_command(folder)}"
-
-
-def _is_alive(folder: Path) -> bool:
-    """Whether a process has the folder's lock."""
-    try:
-        with (folder / LOCK).open("rb") as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from shlex import quote
 
 from msgspec import Struct, structs
 
@@ -103,5 +104,5 @@ def _write(config: RunConfig, found: Found, target: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         raise OutputError(
             f"cannot write {target}: {error.strerror or error}. Repair that, and type\n  {program()} export "
-            f"{found.folder.parent.parent} {target}"
+            f"{quote(str(found.folder.parent.parent))} {quote(str(target))}"
         ) from error

@@ -19,18 +19,21 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import shlex
+import os
 import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import BinaryIO
 
 import msgspec
 from msgspec import Struct, structs
 
 from millstream.config import load, to_toml
+from millstream.env.rewards.config import PASSED
 from millstream.errors import ConfigError, OutputError
 from millstream.events import ConfigWritten, Estimate, Evaluated, Finding, Resumed, RunEnded, WarmedUp
 from millstream.events.findings import findings_of
@@ -74,29 +77,43 @@ class RunFolder:
         self.model = path / "model"
         self.stacks = path / "stacks.txt"
         self._lock: BinaryIO | None = None
+        self._found: set[str] = set()  # names that were in the folder before it was this run's
+        self._made: list[Path] = []  # folders that were made for it, the innermost first
 
     @classmethod
     def create(cls, config: RunConfig, name: str, fill: Callable[[RunFolder], None] = lambda folder: None) -> RunFolder:
-        """A locked folder for a new run, with what `fill` writes and, last, the resolved config in it."""
+        """A locked folder for a new run, with what `fill` writes and, last, the resolved config in it. `discard` removes what
+        was made for it."""
         if config.run_dir is not None:
-            path = Path(config.run_dir)
-            if kind_of(path / "events.jsonl", "run_dir") is not None:
-                raise ConfigError(
-                    f"{path} holds a run already: choose another run_dir, or resume the run:\n  {resume_command(path)}"
-                )
-        else:
-            number = 1
-            while (path := Path("runs") / f"{name}-{number}").exists():
+            check_free(config.run_dir)
+        number = 1
+        while True:
+            path = Path("runs") / f"{name}-{number}" if config.run_dir is None else Path(config.run_dir)
+            folder = cls(path)
+            folder._made = [place for place in (path, *path.parents) if not place.exists()]
+            try:
+                path.mkdir(parents=True, exist_ok=config.run_dir is not None)
+                folder._found = {entry.name for entry in path.iterdir()}
+                folder.lock()
+                fill(folder)
+                folder.config.write_bytes(_config_file(config))
+                return folder
+            except FileExistsError as error:
+                if config.run_dir is not None:
+                    raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
                 number += 1
-        folder = cls(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            folder.lock()
-            fill(folder)
-            folder.config.write_bytes(_config_file(config))
-        except OSError as error:
-            raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
-        return folder
+            except OSError as error:
+                folder.discard()
+                raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
+
+    def discard(self) -> None:
+        """Remove what this run has made: files, and folders that were not there. For a run that has trained nothing."""
+        with suppress(OSError):
+            for entry in list(self.path.iterdir()):
+                if entry.name not in self._found:
+                    shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+            for place in self._made:
+                place.rmdir()
 
     @classmethod
     def of_run(cls, path: Path, name: str = "config.toml") -> RunFolder:
@@ -141,8 +158,8 @@ class RunFolder:
         words = [
             self._as_new(),
             "--from",
-            shlex.quote(str(self.path)),
-            *(f"--set {shlex.quote(typed)}" for typed in changes),
+            quote(str(self.path)),
+            *(f"--set {quote(typed)}" for typed in changes),
         ]
         return (
             f"{who} does not go with --resume, and the run has {change.old!r}: {why}. To begin a new run with the weights and "
@@ -150,7 +167,7 @@ class RunFolder:
         )
 
     def _as_new(self) -> str:
-        return f"{program()} train {shlex.quote(str(self.config))} --set run_dir=ANOTHER"
+        return f"{program()} train {quote(str(self.config))} --set run_dir=ANOTHER"
 
     def logged_config(self, upto: int | None = None) -> Tables | None:
         """The config that is in force by the log, or was after event `upto`. None: the log of an earlier version has none."""
@@ -192,11 +209,16 @@ class RunFolder:
 
     def lock(self) -> None:
         """Held until `unlock` or the end of this process: two processes must not write to one run."""
-        self._lock = (self.path / LOCK).open("wb")
+        self._lock = (self.path / LOCK).open("a+b")
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked processes
+            fcntl.lockf(
+                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # not inherited by forked processes; ends with its process
         except OSError as error:
-            raise ConfigError(f"the run in {self.path} is active: another process is writing to it") from error
+            raise ConfigError(is_active(self.path)) from error
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()).encode())
+        self._lock.flush()
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -262,8 +284,45 @@ def _config_file(config: RunConfig) -> bytes:
     return to_toml(with_absolute_paths(config)).encode()
 
 
+def check_free(run_dir: str) -> None:
+    """Raises `ConfigError` for a folder that a new run cannot have: another run's, a file, or one that cannot be written."""
+    path = Path(run_dir)
+    if kind_of(path, "run_dir") not in (None, "folder"):
+        raise ConfigError(f"run_dir = {run_dir!r} is a file: expected a folder, or a name that is free")
+    if holder_of(path) is not None:
+        raise ConfigError(f"{is_active(path)}. For a new run, choose another run_dir")
+    if kind_of(path / "events.jsonl", "run_dir") is not None:
+        raise ConfigError(
+            f"{path} holds a run already: choose another run_dir, or resume the run:\n  {resume_command(path)}"
+        )
+
+
+def is_active(path: Path) -> str:
+    """In words. The number of the process is not known where a run of an earlier version, or on another machine, has it."""
+    holder = holder_of(path)
+    who = f"process {holder}" if holder else "another process"
+    return f"the run in {path} is active: {who} is writing to it. To see what it does: {program()} status {quote(str(path))}"
+
+
+def holder_of(path: Path) -> int | None:
+    """The process that has the lock of a run folder: 0 if it is not known which, None if there is none."""
+    try:
+        with (path / LOCK).open("rb") as file:
+            pid = file.read(20)
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return int(pid) if pid.isdigit() else 0
+    return None
+
+
 def resume_command(path: Path) -> str:
-    return f"{program()} train --resume {path}"
+    """What to type; in Python where the reward was passed from there."""
+    with suppress(OSError):
+        if f'function = "{PASSED}' in (path / "config.toml").read_text():
+            return f"millstream.resume({str(path)!r}, reward=function), from Python"
+    return f"{program()} train --resume {quote(str(path))}"
 
 
 def _further_command(folder: RunFolder, config: RunConfig) -> str:
@@ -273,11 +332,11 @@ def _further_command(folder: RunFolder, config: RunConfig) -> str:
     changes += ["learner.lora="] if config.learner.lora is not None else []
     changes += ["warmup="] if config.warmup is not None else []
     changes += [f"run_dir={config.run_dir}-further"] if config.run_dir is not None else []
-    return " ".join([program(), "train", str(folder.config), *(f"--set {change}" for change in changes)])
+    return " ".join([program(), "train", quote(str(folder.config)), *(f"--set {quote(change)}" for change in changes)])
 
 
 def program() -> str:
     """What to type for `millstream`: its path where the shell would not find it by name."""
     typed = Path(sys.argv[0])
     is_found = typed.name != "millstream" or shutil.which("millstream") is not None
-    return "millstream" if is_found else str(typed)
+    return "millstream" if is_found else quote(str(typed))

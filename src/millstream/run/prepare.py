@@ -7,16 +7,17 @@ from pathlib import Path
 from msgspec import Struct, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millstream.env.data import DataSet, digest, read
-from millstream.env.registry import Environments, check_tasks
+from millstream.env.data import DataSet, digest
+from millstream.env.registry import Environments
 from millstream.env.rewards import ConfiguredRewards, Reward, passed, prepare_rewards
 from millstream.events import Sizes
-from millstream.model.load import set_up_cpu
+from millstream.model.load import context_length, set_up_cpu
 from millstream.run import build
 from millstream.run.backend import Backend, backend_for
 from millstream.run.branch import load_start
 from millstream.run.build_scorers import check_scorer_models
 from millstream.run.check import check_config
+from millstream.run.check_machine import check_engine_device
 from millstream.run.check_prompts import check_lengths, unknown_text
 from millstream.run.config import RunConfig
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
@@ -67,15 +68,22 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
 
 
 def prepare_run(
-    config: RunConfig, reward: Reward | None = None, *, recorded: Sizes | None = None, start: Path | None = None
+    config: RunConfig,
+    reward: Reward | None = None,
+    *,
+    recorded: Sizes | None = None,
+    start: Path | None = None,
+    is_new: bool = False,
 ) -> Prepared:
     """Raises an error that says what to change where anything is wrong with the config, the data, a reward or a model.
-    `recorded`: the sizes that a resumed run keeps. `start`: the checkpoint whose weights the model begins with."""
+    `recorded`: the sizes that a resumed run keeps. `start`: the checkpoint whose weights the model begins with. `is_new`: a
+    folder will be made for the run."""
     if reward is not None:
         config = structs.replace(config, reward=passed(reward, config.reward))
-    checked = check_config(config, is_reward_passed=reward is not None)
+    checked = check_config(config, reward=reward, is_start=True, is_new=is_new)
     set_up_cpu()
-    data = read(config.data, seed=config.seed) if checked.data is None else checked.data
+    assert checked.data is not None, "a start reads every data set"
+    data = checked.data
     written, device = config, build.measure_device(config)
     config = config if recorded is None else with_sizes(config, recorded)
     driver_model = structs.replace(config.model, dtype=choose_dtype(config, device))
@@ -86,14 +94,15 @@ def prepare_run(
         load_start(model, start, f"the checkpoint in {start}")
     sizes = choose_sizes(config, device, build.measure_shape(model))
     config = with_sizes(config, sizes)
+    if config.runtime == "local":
+        check_engine_device(config.engine, is_gpu=device.is_gpu)
     backend = backend_for(config)
     build.check_passes(config, model)
     text = TokenizerText(tokenizer=tokenizer)
     rewards = prepare_rewards(config.reward, reward)
     environment = build.build_environment(checked.kinds, text, rewards, backend.launcher)
     check_scorer_models(config, tokenizer)
-    check_tasks(environment, data, needs_gold=config.warmup is not None)
-    check_lengths(config, model, text, data, environment)
+    check_lengths(config, context_length(model), text, data, checked.kinds)
     prepared = Prepared(
         config=config,
         written=written,
@@ -108,6 +117,6 @@ def prepare_run(
         rewards=rewards,
         sampling=build.build_sampling(config, model, tokenizer),
         data_digest=digest(data),
-        warning=unknown_text(text, data, environment),
+        warning=unknown_text(text, data, checked.kinds),
     )
     return structs.replace(prepared, evaluations=tuple(prepare_evaluations(prepared)))

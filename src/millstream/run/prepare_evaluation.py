@@ -11,6 +11,7 @@ from millstream.env.data import DataSet
 from millstream.env.registry import Environments
 from millstream.env.rewards import prepare_rewards
 from millstream.errors import DataError
+from millstream.model.load import context_length
 from millstream.run import build
 from millstream.run.check_evaluation import kinds_of, read_tasks
 from millstream.run.check_prompts import check_lengths
@@ -43,7 +44,7 @@ def prepare_evaluations(prepared: Prepared) -> Iterator[PreparedEvaluation]:
         )
         tasks = (data.held_out if one.is_held_out else data.tasks)[: one.tasks]
         if tasks:
-            _check_lengths(one, prepared, structs.replace(data, train=(), held_out=tasks), environment, sampling)
+            _check_lengths(one, prepared, structs.replace(data, train=(), held_out=tasks), sampling)
             yield PreparedEvaluation(config=one, tasks=tasks, environment=environment, sampling=sampling)
 
 
@@ -64,12 +65,10 @@ def _sampling(one: EvaluationConfig, sampling: Sampling) -> Sampling:
     )
 
 
-def _check_lengths(
-    one: EvaluationConfig, prepared: Prepared, data: DataSet, environment: Environments, sampling: Sampling
-) -> None:
+def _check_lengths(one: EvaluationConfig, prepared: Prepared, data: DataSet, sampling: Sampling) -> None:
     config = prepared.config
     of_table = structs.replace(config, rollout=structs.replace(config.rollout, max_tokens=sampling.max_tokens))
     try:
-        check_lengths(of_table, prepared.model, prepared.text, data, environment)
+        check_lengths(of_table, context_length(prepared.model), prepared.text, data, kinds_of(one, config))
     except DataError as error:
         raise DataError(f"evaluation {one.name}: {error}") from error

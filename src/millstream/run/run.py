@@ -85,10 +85,10 @@ def train(
     source = config.data.rollouts
     recorded = None if source is None else recorded_sizes(RunFolder(Path(source)))
     if from_run is None:
-        prepared = prepare_run(config, reward, recorded=recorded)
+        prepared = prepare_run(config, reward, recorded=recorded, is_new=True)
         return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
     branch = find_branch(str(from_run), config)
-    prepared = prepare_run(config, reward, recorded=recorded, start=branch.found.folder)
+    prepared = prepare_run(config, reward, recorded=recorded, start=branch.found.folder, is_new=True)
     folder = RunFolder.create(prepared.written, name, lambda folder: write_start(branch, folder))
     return _run(prepared, folder, sinks, None, branch)
 
@@ -154,7 +154,7 @@ def _run(
         asyncio.run(_phases(run))
     except BaseException as error:  # whatever ended it: the log says so
         outcome = type(error).__name__
-        if isinstance(error, MillstreamError):
+        if isinstance(error, MillstreamError) and not run.is_untouched:
             error.add_note(f"The run folder is {folder.path}. To resume the run:\n  {resume_command(folder.path)}")
         raise
     finally:
@@ -162,6 +162,8 @@ def _run(
         try:
             log.close()
         finally:
+            if outcome != FINISHED and run.is_untouched:
+                folder.discard()
             folder.unlock()
             if outcome != FINISHED:
                 tracking.finish(None)

@@ -122,6 +122,10 @@ class Supervision:
             kept = f"the checkpoint of step {version} is written"
         elif run.sft_step_kept:
             kept = f"the checkpoint of supervised step {run.sft_step_kept} is written"
+        elif run.is_untouched:
+            return Stopped(
+                f"stopped by {number.name}; nothing was trained yet, and nothing is left behind", 128 + number
+            )
         else:
             kept = "nothing was trained yet"
         return Stopped(

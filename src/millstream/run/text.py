@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from millstream.env import Content
 from millstream.errors import DataError
+from millstream.run.check_machine import NO_TEMPLATE
 from millstream.types import Message, Task
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,7 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
 
     def render(self, messages: Sequence[Message]) -> str:
         if not self.tokenizer.chat_template:
-            raise DataError(
-                "a prompt is a list of messages, and the model's tokenizer has no chat template: "
-                "use string prompts, or a model that has one"
-            )
+            raise DataError(NO_TEMPLATE)
         chat = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))

@@ -8,6 +8,7 @@ A reward that raises, hangs, kills its process, or returns something that is not
     find       name -> function, with its arguments checked
     call       one call under its time limit: inline, on the event loop, on a thread, or in a worker process
     pool       worker processes (`worker`: their side)
+    trial      one call of each before a run, with the gold answer and with nonsense
     scorer     several rewards with weights, of one completion or of a whole group
     text, mathematics, code, judge, ranking     the built-in rewards
 """
@@ -23,6 +24,7 @@ from millstream.env.rewards.find import (
 )
 from millstream.env.rewards.scorer import CompletionScorer, ConfiguredRewards, GroupScorer, group_scorer
 from millstream.env.rewards.text import exact_match, fuzzy_match
+from millstream.env.rewards.trial import try_rewards
 
 __all__ = [
     "BUILT_IN_REWARDS",
@@ -41,5 +43,6 @@ __all__ = [
     "group_scorer",
     "passed",
     "prepare_rewards",
+    "try_rewards",
     "was_passed",
 ]

@@ -30,7 +30,7 @@ from millstream.env.rewards.find import (
     limits_itself,
 )
 from millstream.env.rewards.pool import RewardWorkers
-from millstream.errors import ConfigError, RewardFailed
+from millstream.errors import ConfigError, RewardFailed, shown
 from millstream.rpc import threads
 from millstream.rpc.process import Launcher
 from millstream.rpc.threads import DaemonThreads
@@ -119,11 +119,12 @@ def _is_ours(file: str) -> bool:
 
 
 def finite_number(value: Any, name: str) -> float:
-    """The value of a reward as a finite number."""
+    """The value of a reward as a finite number. Text is none, whatever it says: "1.0" is refused as "good" is."""
     try:
-        result = float(value)
-    except (TypeError, ValueError) as error:
-        raise RewardFailed(f"reward {name} returned {value!r}: expected one number") from error
+        result = float("" if isinstance(value, str | bytes | bytearray) else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: a tensor of several numbers
+        missing = ". Does it end without a return?" if value is None else ""
+        raise RewardFailed(f"reward {name} returned {shown(repr(value))}: expected one number{missing}") from error
     if not math.isfinite(result):
         raise RewardFailed(f"reward {name} returned {result}: expected a finite number")
     return result
@@ -132,7 +133,9 @@ def finite_number(value: Any, name: str) -> float:
 def finite_numbers(values: Any, name: str, *, expected: int) -> list[float]:
     """The values of a group reward: one finite number per completion."""
     if isinstance(values, str | bytes) or not (isinstance(values, Sequence) or hasattr(values, "tolist")):
-        raise RewardFailed(f"group reward {name} returned {values!r}: expected {expected} numbers, one per completion")
+        raise RewardFailed(
+            f"group reward {name} returned {shown(repr(values))}: expected {expected} numbers, one per completion"
+        )
     if len(values) != expected:
         raise RewardFailed(
             f"group reward {name} returned {len(values)} numbers: expected {expected}, one per completion"

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import inspect
 import typing
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -71,7 +71,7 @@ def find_reward(name: str) -> Any:
         return BUILT_IN_REWARDS[name].function
     raise ConfigError(
         f"no reward {name!r}: use {', '.join(BUILT_IN_REWARDS)}, or one of your own: file.py:function or "
-        "package.module:function"
+        f"package.module:function{meant(name, BUILT_IN_REWARDS)}"
     )
 
 
@@ -159,10 +159,15 @@ def _check_names(function: Callable[..., Any], config: RewardConfig) -> None:
             raise ConfigError(f"reward {config.function} needs an argument {name!r}: set args = {{ {name} = ... }}")
 
 
+def meant(name: str, names: Iterable[str]) -> str:
+    """A sentence with the nearest name; empty if none is near."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f". Did you mean {near[0]}?" if near else ""
+
+
 def _nearest(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if near:
-        return f". Did you mean {near[0]}?"
+    if near := meant(name, names):
+        return near
     return f". Known here: {', '.join(names)}" if names else ": it takes none"
 
 

@@ -1,0 +1,163 @@
+"""Checks of a config against the model's context and against this machine: room for prompts, devices, memory and disk. Light:
+imports no torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from millstream.engine import EngineConfig
+from millstream.env.data import DataSet
+from millstream.env.registry import single_turn_tasks
+from millstream.env.resolve import EnvironmentKind
+from millstream.errors import ConfigError, DataError
+from millstream.model.locate import rope_limit_of
+from millstream.paths import writable_parent
+from millstream.run.config import RunConfig
+from millstream.run.device import find_device, find_shape, has_gpu_device, read_model_config
+from millstream.run.sizes import BYTES, choose_dtype
+
+MAX_PROMPTS_CHECKED = 10_000
+SPECIAL_TOKENS = 16  # that a tokenizer may add to a prompt, at most
+NO_TEMPLATE = (
+    "a prompt is a list of messages, and the model's tokenizer has no chat template: use string prompts, or a model that has "
+    "one"
+)
+MIN_DISK = 16e6  # bytes, for events and metrics
+OPTIMIZER_BYTES = 12  # of a trained number in a checkpoint: master and two moments
+
+
+# ---- the context -----------------------------------------------------------------------------------------------------
+
+
+def checked_room(kinds: Sequence[EnvironmentKind], data: DataSet | None, config: RunConfig) -> Iterator[str]:
+    """Raises an error for answers that leave no room for a prompt, and for a prompt that surely does not fit."""
+    limit, most = find_context(config), config.rollout.max_tokens
+    if limit is not None and most >= limit:
+        raise ConfigError(
+            f"rollout.max_tokens = {most} exceeds the model's context of {limit}, or leaves no room in it for a prompt: set "
+            f"rollout.max_tokens lower"
+        )
+    if data is not None and config.model.tiny is not None:  # a token for each character
+        for task in single_turn_tasks(kinds, data.tasks[:MAX_PROMPTS_CHECKED]):
+            if not isinstance(task.prompt, str):
+                raise DataError(f"{data.place_of(task)}: {NO_TEMPLATE}")
+            check_length(config, len(task.prompt), config.model.tiny.context, data.place_of(task))
+    yield from ()
+
+
+def needs_tokenizer(config: RunConfig, kinds: Sequence[EnvironmentKind], data: DataSet) -> bool:
+    """Whether only the model's tokenizer can tell if all prompts fit (`check_prompts`): for chats, for prompts that may be too
+    long (a token has at least one byte), and where no end token is named."""
+    limit, most = find_context(config), config.rollout.max_tokens
+    if config.model.path is None or not Path(config.model.path).is_dir():
+        return False
+    for task in single_turn_tasks(kinds, data.tasks[:MAX_PROMPTS_CHECKED]):
+        prompt = task.prompt
+        if not isinstance(prompt, str) or (limit and len(prompt.encode()) + SPECIAL_TOKENS + most > limit):
+            return True
+    return _has_no_end_token(config)
+
+
+def check_length(config: RunConfig, length: int, limit: int, place: str) -> None:
+    """Raises `DataError` for a prompt that leaves no room for an answer in the model's context."""
+    if length + config.rollout.max_tokens > limit:
+        raise DataError(
+            f"{place}: the prompt has {length} tokens, which with rollout.max_tokens = {config.rollout.max_tokens} exceeds "
+            f"the model's context of {limit}: set rollout.max_tokens lower, or drop the task"
+        )
+
+
+def find_context(config: RunConfig) -> int | None:
+    """The most tokens that the model's positions were made for, as its `config.json` says; None if it does not, or is not
+    here."""
+    if config.model.tiny is not None:
+        return config.model.tiny.context
+    found = read_model_config(config)
+    if found is None:
+        return None
+    text = found.get("text_config") or found
+    limits = (text.get("max_position_embeddings"), rope_limit_of(text))
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
+def _has_no_end_token(config: RunConfig) -> bool:
+    """Whether the tokenizer's own config names no end token. Its class may still have one."""
+    path = Path(config.model.path or "") / "tokenizer_config.json"
+    if config.model.path is None or not path.is_file():
+        return False
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return True
+    return not isinstance(found, dict) or not found.get("eos_token")
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+def checked_machine(config: RunConfig) -> Iterator[str]:
+    """Devices that the config asks for, and the temporary folder, where the control socket is."""
+    if config.runtime == "local":
+        device = find_device(config)
+        check_engine_device(config.engine, is_gpu=device.is_gpu)
+        names: list[tuple[str, str]] = [("model", config.model.device)]
+        tables = (("reference", config.reference), ("critic", config.critic), ("proximal", config.proximal))
+        names += [(key, table.device or "cpu") for key, table in tables if table is not None]
+        for key, name in names:
+            if name.startswith("cuda") and not has_gpu_device():
+                raise ConfigError(no_gpu(key, name))
+    writable_parent(Path(tempfile.gettempdir()), "TMPDIR")
+    yield from ()
+
+
+def no_gpu(key: str, device: str) -> str:
+    return f'{key}.device = "{device}", and torch sees no GPU here: set {key}.device = "cpu"'
+
+
+def check_engine_device(engine: EngineConfig, *, is_gpu: bool) -> None:
+    """Raises `ConfigError` for keys of our own engine that need another device than the model has."""
+    if engine.kind != "torch":
+        return
+    if not is_gpu and engine.cache is None and engine.pool_gb is not None:
+        raise ConfigError(
+            f'engine.cache_gb = {engine.pool_gb:g}, and on a CPU every request has a slot: set engine.cache = "pages", or '
+            "leave cache_gb out"
+        )
+    if not is_gpu and engine.cache is None and isinstance(engine.speculation, int):
+        raise ConfigError(
+            f"engine.speculation = {engine.speculation}, and on a CPU every request has a slot: set engine.cache = "
+            '"pages", or leave speculation out'
+        )
+    if is_gpu and engine.process:
+        raise ConfigError("engine.process = true works on a CPU only: leave it out where the model is on a GPU")
+
+
+# ---- the disk --------------------------------------------------------------------------------------------------------
+
+
+def checked_disk(config: RunConfig, place: Path) -> Iterator[str]:
+    """Room for the trained model and the checkpoints where the run folder will be. Raises `ConfigError` where not even the
+    model fits."""
+    shape, device = find_shape(config), find_device(config)
+    free = shutil.disk_usage(place).free
+    model = 0 if shape is None else shape.parameters * BYTES[choose_dtype(config, device)]
+    trained = 0 if shape is None or config.learner.lora is not None else shape.trained
+    needed = MIN_DISK + model + (config.checkpoint.keep + 1) * (model + OPTIMIZER_BYTES * trained)
+    if free < MIN_DISK + model:
+        raise ConfigError(
+            f"{place} has {free / 1e9:.2f} GB free, and the trained model alone needs {(MIN_DISK + model) / 1e9:.2f} GB: free "
+            "some, or set run_dir to a folder on another disk"
+        )
+    if free < needed:
+        yield (
+            f"warning: {place} has {free / 1e9:.1f} GB free; the model and {config.checkpoint.keep + 1} checkpoints need about "
+            f"{needed / 1e9:.1f} GB: free some, or set checkpoint.keep lower"
+        )
+    else:
+        yield f"checked: {place} can be written to, and has room for about {needed / 1e9:.1f} GB of model and checkpoints"
