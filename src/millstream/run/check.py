@@ -17,7 +17,7 @@ from millstream.cluster.resources import ResourcesConfig, placement_lines, place
 from millstream.config import to_toml
 from millstream.engine.vllm.config import check_installed
 from millstream.env.config import SINGLE_TURN, check_environments
-from millstream.env.data import DataSet, read
+from millstream.env.data import DataSet, PassedData, read
 from millstream.env.registry import name_of
 from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
 from millstream.env.rewards import check_reward, find_reward
@@ -37,14 +37,16 @@ class CheckedConfig(NamedTuple):
     data: DataSet | None  # None: a named data set, which only a run loads
 
 
-def check_config(config: RunConfig, *, is_reward_passed: bool = False) -> CheckedConfig:
+def check_config(
+    config: RunConfig, *, is_reward_passed: bool = False, data_passed: PassedData | None = None
+) -> CheckedConfig:
     """Walk the whole config. Raises the first error, with the other ones as notes. `is_reward_passed`: the reward is a Python
-    function, and the config only has its name."""
+    function, and the config only has its name; `data_passed`: records that the config does not name."""
     check_combinations(config)
     findings, errors, kinds, data = list[str](), list[MillstreamError](), list[EnvironmentKind](), None
     try:
         kinds = [find_environment(one) for one in config.environment]
-        data = _read_data(config, kinds)
+        data = _read_data(config, kinds, data_passed)
         findings += _checked_data(config, kinds, data)
     except MillstreamError as error:
         errors.append(error)
@@ -239,10 +241,10 @@ def _check_environments(config: RunConfig) -> None:
 # ---- what the config names -------------------------------------------------------------------------------------------
 
 
-def _read_data(config: RunConfig, kinds: Sequence[EnvironmentKind]) -> DataSet | None:
-    if config.data.name is not None:
+def _read_data(config: RunConfig, kinds: Sequence[EnvironmentKind], passed: PassedData | None) -> DataSet | None:
+    if config.data.name is not None and passed is None:
         return None
-    return read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
+    return read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed), passed=passed)
 
 
 def _checked_data(config: RunConfig, kinds: Sequence[EnvironmentKind], data: DataSet | None) -> Iterator[str]:

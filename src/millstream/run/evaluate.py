@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 from millstream.clock import Clock, RealClock
 from millstream.cluster.resources import ResourcesConfig
 from millstream.engine import EngineConfig
+from millstream.env.data import PassedData
 from millstream.env.rewards import Reward
 from millstream.errors import ConfigError, MillstreamError, StallError
 from millstream.events import Evaluated, EventSink, Sample
@@ -143,7 +144,7 @@ def _as_text(task: Task) -> str:
     return "\n".join(f"{message.role}: {message.content}" for message in task.prompt)
 
 
-def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
+def evaluate(config: RunConfig, *, reward: Reward | None = None, data: PassedData | None = None) -> Measured:
     """The mean reward of the config's model on its held-out tasks, sampled as in training and greedy, and what it wrote.
 
     Measured on this machine with Millstream's own engine, whatever the config says about where a run has its parts. Creates no
@@ -155,7 +156,7 @@ def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
         engine=_own_engine(config.engine),
         learner=structs.replace(config.learner, lora=None),  # new adapters would change nothing
     )
-    prepared = prepare_run(here, reward)
+    prepared = prepare_run(here, reward, data_passed=data)
     if not prepared.held_out:
         raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
     if prepared.warning:

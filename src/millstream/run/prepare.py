@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millstream.env.data import DataSet, digest, read
+from millstream.env.data import DataSet, PassedData, digest, read
 from millstream.env.registry import Environments, check_tasks
 from millstream.env.rewards import ConfiguredRewards, Reward, passed, prepare_rewards
 from millstream.events import Sizes
@@ -53,12 +53,18 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
         return self.tokenizer if self.config.rollout.stop else None
 
 
-def prepare_run(config: RunConfig, reward: Reward | None = None, *, recorded: Sizes | None = None) -> Prepared:
+def prepare_run(
+    config: RunConfig,
+    reward: Reward | None = None,
+    *,
+    data_passed: PassedData | None = None,
+    recorded: Sizes | None = None,
+) -> Prepared:
     """Raises an error that says what to change where anything is wrong with the config, the data, a reward or a model.
-    `recorded`: the sizes that a resumed run keeps."""
+    `data_passed`: records in place of those that a config names; `recorded`: the sizes that a resumed run keeps."""
     if reward is not None:
         config = structs.replace(config, reward=passed(reward, config.reward))
-    checked = check_config(config, is_reward_passed=reward is not None)
+    checked = check_config(config, is_reward_passed=reward is not None, data_passed=data_passed)
     set_up_cpu()
     data = read(config.data, seed=config.seed) if checked.data is None else checked.data
     written, device = config, build.measure_device(config)

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from millstream.env.data import in_order
+from millstream.env.data import PassedData, in_order
 from millstream.env.rewards import Reward, was_passed
 from millstream.errors import ConfigError, MillstreamError
 from millstream.events import EventSink
@@ -58,11 +58,16 @@ OWNER = "the run"
 
 
 def train(
-    config: RunConfig, *, reward: Reward | None = None, sinks: Sequence[EventSink] = (), name: str = "run"
+    config: RunConfig,
+    *,
+    reward: Reward | None = None,
+    data: PassedData | None = None,
+    sinks: Sequence[EventSink] = (),
+    name: str = "run",
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
-    the one that the config names."""
-    prepared = prepare_run(config, reward)
+    the one that the config names. `data`: records, a list of dicts or a `datasets.Dataset`, where the config names none."""
+    prepared = prepare_run(config, reward, data_passed=data)
     return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
 
 
@@ -70,11 +75,12 @@ def resume(
     run_dir: str | Path,
     *,
     reward: Reward | None = None,
+    data: PassedData | None = None,
     sinks: Sequence[EventSink] = (),
     changes: Sequence[str] = (),
 ) -> RunResult:
-    """Continue a run that was stopped or died, from its newest intact checkpoint. A `reward` that was passed to `train` is
-    passed again. `changes` of where its parts run, such as `learner.ranks=1`, are kept in the run folder."""
+    """Continue a run that was stopped or died, from its newest intact checkpoint. A `reward` and `data` that were passed to
+    `train` are passed again. `changes` of where its parts run, such as `learner.ranks=1`, are kept in the run folder."""
     folder, config = RunFolder.reopen(Path(run_dir), changes)
     if folder.is_finished():  # killed after its last phase: all that is missing is in the events
         return folder.conclude()
@@ -84,7 +90,7 @@ def resume(
         config.pipeline.is_in_lockstep or config.warmup is not None
     )  # bit for bit: other sizes would change it
     recorded = recorded_sizes(folder) if is_repeatable else None
-    prepared = prepare_run(config, reward, recorded=recorded)
+    prepared = prepare_run(config, reward, data_passed=data, recorded=recorded)
     resumed = find_resume_point(folder, prepared.data_digest, tuple(changes))
     return _run(prepared, folder, sinks, resumed)
 

@@ -6,6 +6,7 @@ A reward that raises, hangs, kills its process, or returns something that is not
 
     config     the [[reward]] tables
     find       name -> function, with its arguments checked
+    foreign    functions written for TRL and verl
     call       one call under its time limit: inline, on the event loop, on a thread, or in a worker process
     pool       worker processes (`worker`: their side)
     scorer     several rewards with weights, of one completion or of a whole group
