@@ -1,4 +1,5 @@
-"""The command line: train, scale, status, export, eval, env check, audit, report, trace, init, serve, serve-store.
+"""The command line: train, scale, status, export, eval, env check, audit, report, trace, init,
+recipes, serve, serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
 says what to type.
@@ -20,9 +21,9 @@ import millstream
 from millstream import config as configs
 from millstream.audit import audit, report_lines
 from millstream.cli.common import console, errors, errors_shown, model_in
+from millstream.cli.recipes import init_command, recipes_command
 from millstream.cli.serve import serve_command, serve_store_command
 from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text, scaled_lines, status_lines
-from millstream.cli.template import TEMPLATE
 from millstream.cli.view import View
 from millstream.errors import ConfigError
 from millstream.events import EventSink
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from millstream.run.folder import RunResult
 
 EVENTS = "events.jsonl"
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -278,26 +279,6 @@ def evaluate_command(
             console.out(f"accuracy, greedy   {measured.greedy:.3f}", highlight=False)
 
 
-@app.command()
-def init(
-    path: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The file to write.")] = Path("run.toml"),
-) -> None:
-    """Write a commented config. Fill in your own data, reward and model, then train with it."""
-    with errors_shown():
-        if kind_of(path) is not None:
-            raise ConfigError(f"{path} exists already: choose another name")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(TEMPLATE)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-        console.print(
-            f"wrote {path}. Fill in the model and the data, then: {program()} train {path}",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
 env_commands = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Check environments.")
 app.add_typer(env_commands, name="env")
 
@@ -338,6 +319,8 @@ def env_check_command(
         raise typer.Exit(1)
 
 
+app.command(name="init")(init_command)
+app.command(name="recipes")(recipes_command)
 app.command(name="serve")(serve_command)
 app.command(name="serve-store")(serve_store_command)
 

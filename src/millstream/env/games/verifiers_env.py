@@ -173,7 +173,7 @@ def _made(taskset: str, env: str, config: Mapping[str, Any]) -> Any:
         from verifiers.v1.utils.loaders import harness_config_type, load_environment, resolve_env_config
     except ImportError as error:
         raise ConfigError(
-            f"environment verifiers needs the library, 0.4 or later: pip install 'millstream[envs]' ({error})"
+            f"environment verifiers needs the library, 0.4 or later: pip install 'millstream[verifiers]' ({error})"
         ) from error
     _register_harness()
     table = {**config, "id": env, "taskset": {**config.get("taskset", {}), "id": taskset}}
