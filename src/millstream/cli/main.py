@@ -266,7 +266,9 @@ def evaluate_command(
         config = configs.load(path, RunConfig, overrides or [])
         if model is not None:
             config = structs.replace(
-                config, model=structs.replace(config.model, path=model_in(model, "evaluating"), tiny=None)
+                config,
+                model=structs.replace(config.model, path=model_in(model, "evaluating"), tiny=None),
+                learner=structs.replace(config.learner, lora=None),  # an adapter of the config's is for its own model
             )
         measured = millstream.evaluate(config)
         measured = structs.replace(measured, samples=measured.samples[:show])

@@ -21,13 +21,14 @@ from millstream.env.games import toy
 from millstream.env.rewards import PASS_IT, RewardConfig
 from millstream.errors import ConfigError
 from millstream.learner import CriticConfig, LearnerConfig, ProximalConfig, ReferenceConfig
+from millstream.model.lora import LoraConfig
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.checkpoint import CheckpointConfig
 from millstream.weights import TransferWay
 
 MAX_WARMUP_STEPS = 400  # of a [warmup] table that sets no limit
-Table = TypeVar("Table", ReferenceConfig | None, CriticConfig | None)
+Table = TypeVar("Table", ReferenceConfig | None, CriticConfig | None, LoraConfig | None)
 
 
 class TinyConfig(Struct, frozen=True, kw_only=True):
@@ -157,13 +158,14 @@ class RunConfig(Struct, frozen=True, kw_only=True):
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """With absolute paths of files and folders, as the run folder keeps it."""
-    data, algorithm = config.data, config.algorithm
+    data, algorithm, lora = config.data, config.algorithm, config.learner.lora
     advantage, loss = imports.absolute(algorithm.advantage), imports.absolute(algorithm.loss)
     return structs.replace(
         config,
         model=structs.replace(config.model, path=_absolute(config.model.path)),
         reference=_with_absolute_path(config.reference),
         critic=_with_absolute_path(config.critic),
+        learner=structs.replace(config.learner, lora=_with_absolute_path(lora)),
         data=structs.replace(data, path=_absolute(data.path), name=_absolute(data.name)),
         reward=tuple(structs.replace(reward, function=imports.absolute(reward.function)) for reward in config.reward),
         environment=tuple(structs.replace(one, use=imports.absolute(one.use)) for one in config.environment),

@@ -20,6 +20,7 @@ from millstream.env.rewards import Reward
 from millstream.errors import ConfigError, MillstreamError, StallError
 from millstream.events import Evaluated, EventSink, Sample
 from millstream.events.sinks import Tee
+from millstream.model.lora import LoraConfig
 from millstream.pipeline.episode import EpisodeResult, Player
 from millstream.pipeline.limit import Limit
 from millstream.pipeline.waits import Waits
@@ -154,7 +155,7 @@ def evaluate(config: RunConfig, *, reward: Reward | None = None, data: PassedDat
         runtime="local",
         resources=ResourcesConfig(),
         engine=_own_engine(config.engine),
-        learner=structs.replace(config.learner, lora=None),  # new adapters would change nothing
+        learner=structs.replace(config.learner, lora=_first_adapters(config.learner.lora)),
     )
     prepared = prepare_run(here, reward, data_passed=data)
     if not prepared.held_out:
@@ -177,6 +178,11 @@ async def _measure_alone(prepared: Prepared) -> Measured:
         await engine.close()
     assert found is not None
     return found
+
+
+def _first_adapters(lora: LoraConfig | None) -> LoraConfig | None:
+    """Those that training starts from; new ones would change nothing."""
+    return None if lora is None or lora.path is None else lora
 
 
 def _own_engine(config: EngineConfig) -> EngineConfig:
