@@ -20,7 +20,8 @@ from msgspec import structs
 import millstream
 from millstream import config as configs
 from millstream.audit import audit, report_lines
-from millstream.cli.common import console, errors, errors_shown, model_in
+from millstream.cli.common import AsJson, console, errors, errors_shown, model_in
+from millstream.cli.export import export_command
 from millstream.cli.recipes import init_command, recipes_command
 from millstream.cli.serve import serve_command, serve_store_command
 from millstream.cli.show import Alarms, Lines, bias_tables, result_table, sample_text, scaled_lines, status_lines
@@ -66,7 +67,6 @@ Overrides = Annotated[
         "--set", metavar="KEY=VALUE", help="Change one key of the config: --set pipeline.max_lag=2. May be repeated."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
 
 
 @app.command(name="train")
@@ -191,27 +191,6 @@ def _print(found: msgspec.Struct, lines: list[str], *, as_json: bool) -> None:
         console.out(line, highlight=False)
 
 
-@app.command(name="export")
-def export_command(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of an active run or not.")],
-    target: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must not exist.")],
-    step: Annotated[
-        int | None,
-        typer.Option("--step", metavar="N", min=0, help="The step of the checkpoint. Default: the newest checkpoint."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Export a checkpoint of a run. Writes what was trained so far as a Hugging Face model."""
-    with errors_shown():
-        found = millstream.export(run_dir, target, step=step)
-        for trouble in found.troubles:
-            errors.out(trouble, highlight=False)
-        if as_json:
-            console.out(msgspec.json.encode(found).decode(), highlight=False)
-        else:
-            console.out(f"the model of {found.what} is in {found.folder}", highlight=False)
-
-
 @app.command(name="audit")
 def audit_command(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of an active run or not.")],
@@ -321,6 +300,7 @@ def env_check_command(
         raise typer.Exit(1)
 
 
+app.command(name="export")(export_command)
 app.command(name="init")(init_command)
 app.command(name="recipes")(recipes_command)
 app.command(name="serve")(serve_command)
