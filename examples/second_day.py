@@ -213,6 +213,8 @@ def install_wheel(folder: Path) -> list[str]:
     )
     if str(folder) not in where.stdout:
         sys.exit(f"millstream comes from {where.stdout.strip()}, not from the wheel")
+    if not (Path(where.stdout.strip()).parent / "py.typed").is_file():
+        sys.exit("the wheel has no py.typed")
     return [str(folder / "venv/bin/millstream")]
 
 
