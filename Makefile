@@ -45,9 +45,11 @@ test-envs: $(VENV)/.installed-envs
 test-peers: $(INSTALLED) $(TRL)/.installed $(VERL)/.unpacked
 	PYTHONPATH="$$(echo $(TRL)/lib/python3*/site-packages):$(VERL)" $(BIN)/pytest tests/env/test_peers.py tests/docs/test_docs_coming_from.py
 
-# The oldest transformers and torch that pyproject.toml allows: a small part of the tests, and the second day.
+# The oldest transformers and torch that pyproject.toml allows: a small part of the tests. DiffLlama, which one of them needs, has
+# transformers' attention interface only later: it is refused by name.
 test-lowest: $(LOWEST)/.installed
-	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
+	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS) --deselect \
+		tests/model/test_compare.py::test_two_attention_calls_on_one_cache_entry_are_refused_by_the_engine_and_trained_by_the_learner
 
 # A user's second day, from a wheel in a clean environment. A few minutes, most of them the installation.
 second-day: $(INSTALLED)

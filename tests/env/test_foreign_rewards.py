@@ -16,6 +16,7 @@ from millstream.env.rewards import (
     check_reward,
     find_reward,
     group_scorer,
+    passed,
     prepare_rewards,
 )
 from millstream.errors import ConfigError, RewardFailed
@@ -85,6 +86,23 @@ def test_none_adds_nothing_to_the_sum_of_the_rewards() -> None:
 
     both = [(one, RewardConfig(weight=2.0)) for one in (not_for_this, for_this)]
     assert asyncio.run(CompletionScorer(both).score(PLAIN, "4")) == 0.5
+
+
+def test_several_functions_are_passed_as_a_list_each_with_the_weight_of_its_table() -> None:
+    def one(completions, **columns):  # type: ignore[no-untyped-def]
+        return [1.0 for _ in completions]
+
+    def none(completions, **columns):  # type: ignore[no-untyped-def]
+        return [0.0 for _ in completions]
+
+    alike = passed([one, none], [RewardConfig(weight=0.5)])
+    assert [config.weight for config in alike] == [0.5, 0.5] and alike[0].function.endswith("<locals>.one")
+    weighed = passed([one, none, one], [RewardConfig(weight=weight) for weight in (1.0, 2.0, 3.0)])
+    scorer = CompletionScorer(prepare_rewards(weighed, [one, none, one]))
+    assert asyncio.run(scorer.score(PLAIN, "4")) == 4.0
+    for functions, configs in (([one, none], 3), ([], 1), ([one], 2)):
+        with pytest.raises(ConfigError, match=f"the config has {configs}|the config has 0"):
+            passed(functions, [RewardConfig()] * configs)
 
 
 def test_a_coroutine_function_of_trl_is_awaited() -> None:

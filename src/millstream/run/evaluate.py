@@ -16,7 +16,7 @@ from millstream.clock import Clock, RealClock
 from millstream.cluster.resources import ResourcesConfig
 from millstream.engine import EngineConfig
 from millstream.env.data import PassedData
-from millstream.env.rewards import Reward
+from millstream.env.rewards import PassedRewards
 from millstream.errors import ConfigError, MillstreamError, StallError
 from millstream.events import Evaluated, EventSink, Sample
 from millstream.events.sinks import Tee
@@ -145,7 +145,7 @@ def _as_text(task: Task) -> str:
     return "\n".join(f"{message.role}: {message.content}" for message in task.prompt)
 
 
-def evaluate(config: RunConfig, *, reward: Reward | None = None, data: PassedData | None = None) -> Measured:
+def evaluate(config: RunConfig, *, reward: PassedRewards | None = None, data: PassedData | None = None) -> Measured:
     """The mean reward of the config's model on its held-out tasks, sampled as in training and greedy, and what it wrote.
 
     Measured on this machine with Millstream's own engine, whatever the config says about where a run has its parts. Creates no

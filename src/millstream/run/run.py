@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from millstream.env.data import PassedData, in_order
-from millstream.env.rewards import Reward, was_passed
+from millstream.env.rewards import PassedRewards, was_passed
 from millstream.errors import ConfigError, MillstreamError
 from millstream.events import EventSink
 from millstream.learner import RunLearner
@@ -60,13 +60,14 @@ OWNER = "the run"
 def train(
     config: RunConfig,
     *,
-    reward: Reward | None = None,
+    reward: PassedRewards | None = None,
     data: PassedData | None = None,
     sinks: Sequence[EventSink] = (),
     name: str = "run",
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
-    the one that the config names. `data`: records, a list of dicts or a `datasets.Dataset`, where the config names none."""
+    the one that the config names; several are weighed as its [[reward]] tables say. `data`: records, a list of dicts or a
+    `datasets.Dataset`, where the config names none."""
     prepared = prepare_run(config, reward, data_passed=data)
     return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
 
@@ -74,7 +75,7 @@ def train(
 def resume(
     run_dir: str | Path,
     *,
-    reward: Reward | None = None,
+    reward: PassedRewards | None = None,
     data: PassedData | None = None,
     sinks: Sequence[EventSink] = (),
     changes: Sequence[str] = (),

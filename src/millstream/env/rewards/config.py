@@ -34,12 +34,26 @@ class RewardConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("workers must be at least 1")
 
 
-def passed(function: Callable[..., Any], rewards: Sequence[RewardConfig]) -> tuple[RewardConfig]:
-    """The config of a function that was passed from Python: it replaces the one reward, and keeps its limits."""
-    if len(rewards) != 1:
-        raise ConfigError(f"reward=function stands for one reward, and the config has {len(rewards)}")
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__qualname__)
-    return (structs.replace(rewards[0], function=f"{PASSED}{module}.{name}"),)
+def passed(functions: Sequence[Callable[..., Any]], rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
+    """The configs of functions that were passed from Python: they replace the rewards one by one, or the one that there is, and
+    keep weights and limits."""
+    if len(rewards) == 1:
+        rewards = [*rewards] * len(functions)
+    if not functions or len(rewards) != len(functions):
+        what = (
+            "reward=function stands for one reward"
+            if len(functions) == 1
+            else f"reward= has {len(functions)} functions"
+        )
+        raise ConfigError(f"{what}, and the config has {len(rewards)}")
+    return tuple(
+        structs.replace(one, function=f"{PASSED}{getattr(function, '__module__', None)}.{_name(function)}")
+        for function, one in zip(functions, rewards, strict=True)
+    )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def was_passed(rewards: Sequence[RewardConfig]) -> bool:

@@ -28,6 +28,7 @@ from millstream.types import Task
 # Also a class that is constructed with `args` and whose objects are called like this.
 Reward = Callable[[Task, str], float | Awaitable[float]]
 GroupReward = Callable[[Task, Sequence[str]], Sequence[float] | Awaitable[Sequence[float]]]
+PassedRewards = Reward | Sequence[Reward]  # from Python: one function, or several
 
 
 class BuiltInReward(Struct, frozen=True):
@@ -51,11 +52,16 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
 
 
 def prepare_rewards(
-    configs: Sequence[RewardConfig], reward: Reward | None = None
+    configs: Sequence[RewardConfig], reward: PassedRewards | None = None
 ) -> list[tuple[Reward | GroupReward, RewardConfig]]:
-    """The functions that the configs name, or the one passed from Python, each with its config: the input of
+    """The functions that the configs name, or those passed from Python, each with its config: the input of
     `CompletionScorer` and `group_scorer`. Raises `ConfigError`."""
-    return [(find_reward(config.function) if reward is None else reward, config) for config in configs]
+    own = functions_of(reward) if reward is not None else [find_reward(config.function) for config in configs]
+    return list(zip(own, configs, strict=True))
+
+
+def functions_of(reward: PassedRewards) -> list[Reward]:
+    return list(reward) if isinstance(reward, Sequence) else [reward]
 
 
 def find_reward(name: str) -> Any:
