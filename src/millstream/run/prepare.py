@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.env.data import DataSet, PassedData, digest, read
 from millstream.env.registry import Environments, check_tasks
-from millstream.env.rewards import ConfiguredRewards, PassedRewards, functions_of, passed, prepare_rewards
+from millstream.env.rewards import ConfiguredRewards, PassedRewards, passed, prepare_rewards
 from millstream.events import Sizes
 from millstream.model.load import set_up_cpu
 from millstream.run import build
@@ -63,7 +63,7 @@ def prepare_run(
     """Raises an error that says what to change where anything is wrong with the config, the data, a reward or a model.
     `data_passed`: records in place of those that a config names; `recorded`: the sizes that a resumed run keeps."""
     if reward is not None:
-        config = structs.replace(config, reward=passed(functions_of(reward), config.reward))
+        config = structs.replace(config, reward=passed(reward, config.reward))
     checked = check_config(config, is_reward_passed=reward is not None, data_passed=data_passed)
     set_up_cpu()
     data = read(config.data, seed=config.seed) if checked.data is None else checked.data

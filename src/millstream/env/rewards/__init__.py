@@ -21,7 +21,6 @@ from millstream.env.rewards.find import (
     Reward,
     check_reward,
     find_reward,
-    functions_of,
     prepare_rewards,
 )
 from millstream.env.rewards.scorer import CompletionScorer, ConfiguredRewards, GroupScorer, group_scorer
@@ -41,7 +40,6 @@ __all__ = [
     "check_reward",
     "exact_match",
     "find_reward",
-    "functions_of",
     "fuzzy_match",
     "group_scorer",
     "passed",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct, structs
 
 from millstream.errors import ConfigError
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 PASSED = "callable:"  # prefix of the name of a function that was passed from Python, which a config cannot hold
 PASS_IT = "a config names functions, it does not hold them: pass a function to train(config, reward=function)"
 
@@ -34,9 +35,12 @@ class RewardConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("workers must be at least 1")
 
 
-def passed(functions: Sequence[Callable[..., Any]], rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
+def passed(
+    reward: Callable[..., Any] | Sequence[Callable[..., Any]], rewards: Sequence[RewardConfig]
+) -> tuple[RewardConfig, ...]:
     """The configs of functions that were passed from Python: they replace the rewards one by one, or the one that there is, and
     keep weights and limits."""
+    functions = functions_of(reward)
     if len(rewards) == 1:
         rewards = [*rewards] * len(functions)
     if not functions or len(rewards) != len(functions):
@@ -50,6 +54,11 @@ def passed(functions: Sequence[Callable[..., Any]], rewards: Sequence[RewardConf
         structs.replace(one, function=f"{PASSED}{getattr(function, '__module__', None)}.{_name(function)}")
         for function, one in zip(functions, rewards, strict=True)
     )
+
+
+def functions_of(reward: Function | Sequence[Function]) -> list[Function]:
+    """Those that were passed from Python: one, or several."""
+    return list(reward) if isinstance(reward, Sequence) else [reward]
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from millstream import imports
 from millstream.config import problems
 from millstream.env.rewards.code import PythonTests
-from millstream.env.rewards.config import PASSED, RewardConfig
+from millstream.env.rewards.config import PASSED, RewardConfig, functions_of
 from millstream.env.rewards.foreign import adapted, check_foreign, library_of, parameters_of
 from millstream.env.rewards.judge import Judge, RankingJudge
 from millstream.env.rewards.mathematics import math_answer
@@ -58,10 +58,6 @@ def prepare_rewards(
     `CompletionScorer` and `group_scorer`. Raises `ConfigError`."""
     own = functions_of(reward) if reward is not None else [find_reward(config.function) for config in configs]
     return list(zip(own, configs, strict=True))
-
-
-def functions_of(reward: PassedRewards) -> list[Reward]:
-    return list(reward) if isinstance(reward, Sequence) else [reward]
 
 
 def find_reward(name: str) -> Any:
