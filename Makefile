@@ -1,4 +1,4 @@
-# Everything a fresh machine needs is Python 3.11 or 3.12, and make. Each target sets up what it uses; nothing is installed twice.
+# Everything a fresh machine needs is Python 3.11, 3.12 or 3.13, and make. Each target sets up what it uses; nothing is installed twice.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,8 +8,14 @@ TRL := .venv-trl
 TQ := .venv-tq
 VLLM := .venv-vllm
 VERL := .peer-verl
+LOWEST := .venv-lowest
+# Chats and records, rewards, the model's passes against the library's, adapters, a run from Python, export and push.
+LOWEST_TESTS := tests/env/test_records.py tests/env/test_foreign_rewards.py tests/env/test_dialog.py tests/model/test_compare.py \
+	tests/run/test_passed_data.py tests/run/test_push.py tests/learner/test_adapter_folders.py
+# Of torch there may be a build without CUDA for one version only: make test-lowest LOWEST_TORCH=2.13.0
+LOWEST_TORCH ?= 2.11.0
 
-.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-trackers test-lm-eval smoke check format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-trackers test-lm-eval test-peers test-lowest second-day smoke check format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -42,6 +48,20 @@ test-envs: $(VENV)/.installed-envs
 # W&B, TensorBoard, MLflow and trackio, offline; without them their tests are skipped.
 test-trackers: $(VENV)/.installed-trackers
 	$(BIN)/pytest tests/run/test_trackers.py tests/cli/test_plot.py
+
+# The records and rewards of TRL and verl, and the pages about them, against the libraries themselves.
+test-peers: $(INSTALLED) $(TRL)/.installed $(VERL)/.unpacked
+	PYTHONPATH="$$(echo $(TRL)/lib/python3*/site-packages):$(VERL)" $(BIN)/pytest tests/env/test_peers.py tests/docs/test_docs_coming_from.py
+
+# The oldest transformers and torch that pyproject.toml allows: a small part of the tests. DiffLlama, which one of them needs, has
+# transformers' attention interface only later: it is refused by name.
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS) --deselect \
+		tests/model/test_compare.py::test_two_attention_calls_on_one_cache_entry_are_refused_by_the_engine_and_trained_by_the_learner
+
+# A user's second day, from a wheel in a clean environment. A few minutes, most of them the installation.
+second-day: $(INSTALLED)
+	$(BIN)/python examples/second_day.py --from-wheel
 
 # Every benchmark on its smallest setting: does it still start? Two to three minutes on one core.
 smoke: $(INSTALLED)
@@ -114,6 +134,14 @@ $(VERL)/.unpacked:
 	cd $(VERL) && $(PYTHON) -m zipfile -e verl-0.9.1-py3-none-any.whl .
 	touch $@
 
+# The lowest versions of pyproject.toml.
+$(LOWEST)/.installed: pyproject.toml constraints.txt
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	grep -viE '^(torch|transformers|tokenizers|huggingface_hub|peft)==' constraints.txt > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/pip install --quiet torch==$(LOWEST_TORCH)
+	$(LOWEST)/bin/pip install --quiet --constraint $(LOWEST)/constraints.txt transformers==5.5.0 --editable '.[dev]'
+	touch $@
+
 # TRL has an environment of its own, with the same torch and transformers.
 $(TRL)/.installed: constraints.txt
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
@@ -147,4 +175,4 @@ $(VENV)/.installed-plots: $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRL) $(TQ) $(VLLM) $(VERL) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRL) $(TQ) $(VLLM) $(VERL) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

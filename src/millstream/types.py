@@ -7,6 +7,7 @@ rollout started with). Arrays are numpy, one entry per token, in the order of th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -25,9 +26,20 @@ Weights = Mapping[str, Any]
 Metrics = dict[str, float]  # the one string-keyed dictionary that crosses module borders
 
 
-class Message(Struct, frozen=True, kw_only=True):
+TOOLS_ROLE = "tools"
+"""The role of a message whose content is the JSON list of the functions that the model may call. It comes first in a chat; chat
+templates get the list as `tools`."""
+
+
+class Message(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     role: str
     content: str
+    fields: str = ""  # its other fields, such as tool_calls, for the chat template: a JSON object. "": there are none
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a chat template reads it."""
+        others = json.loads(self.fields) if self.fields else {}
+        return {"role": self.role, "content": self.content, **others}
 
 
 class Task(Struct, frozen=True, kw_only=True):
@@ -37,6 +49,7 @@ class Task(Struct, frozen=True, kw_only=True):
     prompt: str | tuple[Message, ...]
     answer: str | None = None  # the gold answer, where the data set has one; None where the reward does not need it
     data: dict[str, Any] = {}
+    answer_key: str = "answer"  # the answer's name in its record
 
 
 class RequestKey(Struct, frozen=True, kw_only=True, order=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from millstream.events.sinks import JsonlSink, read_events
 from millstream.events.summary import intersect_intervals, merge_intervals, summarise, total_length
+from millstream.run.garbage import seldom_collected
 from support.commands import run_command
 from support.simulated import World, simulate
 
@@ -68,3 +70,10 @@ def test_the_summary_adds_up(tmp_path: Path) -> None:
 
 def test_a_run_without_events_has_a_summary_of_zeros() -> None:
     assert summarise([]).steps == 0
+
+
+def test_after_a_run_nothing_stays_frozen_that_a_library_would_report_as_leaked() -> None:
+    before = gc.get_threshold()
+    with seldom_collected():
+        assert gc.get_freeze_count() > 0 and gc.get_threshold() != before
+    assert gc.get_freeze_count() == 0 and gc.get_threshold() == before

@@ -142,10 +142,10 @@ def test_a_key_without_its_table_is_answered_with_the_whole_name(tmp_path: Path)
     path = written(tmp_path, MINIMAL)
     with pytest.raises(ConfigError, match=r"unknown key max_lag\. Did you mean pipeline\.max_lag\?"):
         load(path, RunConfig, ["max_lag=3"])
-    with pytest.raises(
-        ConfigError,
-        match=r"Did you mean model\.path or data\.path or reference\.path or critic\.path or evaluation\.data\.path\?",
-    ):
+    paths = (
+        r"model\.path or data\.path or learner\.lora\.path or reference\.path or critic\.path or evaluation\.data\.path"
+    )
+    with pytest.raises(ConfigError, match=rf"Did you mean {paths}\?"):
         load(path, RunConfig, ["path=x"])
 
 

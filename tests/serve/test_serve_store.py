@@ -693,7 +693,7 @@ def test_rows_that_cannot_be_sent_are_given_back() -> None:
 
 @pytest.mark.parametrize("module", ["millstream", "millstream.cli.main", "millstream.store.loader", "millstream.serve"])
 def test_who_does_not_serve_does_not_load_a_server(module: str) -> None:
-    program = f"import sys, {module}; print(*{{'torch', 'starlette', 'uvicorn', 'httpx'}} & set(sys.modules))"
+    program = f"import sys, {module}; print(*{{'torch', 'starlette', 'uvicorn', 'httpx', 'httpx2'}} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == ""
 

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,6 +22,7 @@ from millstream.run.folder import RunFolder, resume_command
 
 console = Console()
 errors = Console(stderr=True)
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
 CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
 """Characters that a terminal would act on, as they are shown."""
 

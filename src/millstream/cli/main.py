@@ -1,5 +1,5 @@
-"""The command line: train, scale, status, export, eval, env check, audit, rollouts, diff, report, plot, trace, init, doctor,
-serve, serve-store.
+"""The command line: train, scale, status, export, eval, env check, audit, rollouts, diff, report, plot, trace, init, recipes,
+doctor, serve, serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
 says what to type.
@@ -21,12 +21,14 @@ from msgspec import structs
 import millstream
 from millstream import config as configs
 from millstream.audit import audit, report_lines
-from millstream.cli.common import console, errors, errors_shown
+from millstream.cli.common import AsJson, console, errors, errors_shown
 from millstream.cli.diff import diff_command
 from millstream.cli.doctor import doctor_command
 from millstream.cli.dry_run import DryRun, ShowConfig, show_config, show_dry_run
 from millstream.cli.evaluate import evaluate_command
+from millstream.cli.export import export_command
 from millstream.cli.plot import plot_command
+from millstream.cli.recipes import init_command, recipes_command
 from millstream.cli.rollouts import kept_lines, rollouts_command
 from millstream.cli.serve import serve_command, serve_store_command
 from millstream.cli.show import (
@@ -38,7 +40,6 @@ from millstream.cli.show import (
     scaled_lines,
     status_lines,
 )
-from millstream.cli.template import TEMPLATE
 from millstream.cli.view import View
 from millstream.errors import ConfigError
 from millstream.events import EventSink
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 
 EVENTS = "events.jsonl"
 NOT_LEARNING = 3  # the exit code of `train --strict`
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -82,7 +83,6 @@ Overrides = Annotated[
         "--set", metavar="KEY=VALUE", help="Change one key of the config: --set pipeline.max_lag=2. May be repeated."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
 
 
 @app.command(name="train")
@@ -228,28 +228,6 @@ def _print(found: msgspec.Struct, lines: list[str], *, as_json: bool) -> None:
         console.out(line, highlight=False)
 
 
-@app.command(name="export")
-def export_command(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of an active run or not.")],
-    target: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must not exist.")],
-    step: Annotated[
-        int | None,
-        typer.Option("--step", metavar="N", min=0, help="The step of the checkpoint. Default: the newest checkpoint."),
-    ] = None,
-    best: Annotated[bool, typer.Option("--best", help="The checkpoint that checkpoint.keep_best keeps.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Export a checkpoint of a run. Writes what was trained so far as a Hugging Face model."""
-    with errors_shown():
-        found = millstream.export(run_dir, target, step=step, is_best=best)
-        for trouble in found.troubles:
-            errors.out(trouble, highlight=False)
-        if as_json:
-            console.out(msgspec.json.encode(found).decode(), highlight=False)
-        else:
-            console.out(f"the model of {found.what} is in {found.folder}", highlight=False)
-
-
 @app.command(name="audit")
 def audit_command(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of an active run or not.")],
@@ -285,26 +263,6 @@ def report(
                 console.print(table)
             for line in finding_lines(findings):
                 console.out(line, highlight=False)
-
-
-@app.command()
-def init(
-    path: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The file to write.")] = Path("run.toml"),
-) -> None:
-    """Write a commented config. Fill in your own data, reward and model, then train with it."""
-    with errors_shown():
-        if kind_of(path) is not None:
-            raise ConfigError(f"{path} exists already: choose another name")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(TEMPLATE)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-        console.print(
-            f"wrote {path}. Fill in the model and the data, then: {program()} train {quote(str(path))}",
-            highlight=False,
-            soft_wrap=True,
-        )
 
 
 env_commands = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Check environments.")
@@ -352,6 +310,9 @@ app.command(name="diff")(diff_command)
 app.command(name="plot")(plot_command)
 app.command(name="eval")(evaluate_command)
 app.command(name="doctor")(doctor_command)
+app.command(name="export")(export_command)
+app.command(name="init")(init_command)
+app.command(name="recipes")(recipes_command)
 app.command(name="serve")(serve_command)
 app.command(name="serve-store")(serve_store_command)
 

@@ -1,40 +1,35 @@
-"""Data sets as lists of tasks, and the order they are trained in.
+"""Data sets as lists of tasks, and the order they are trained in. `env.records` makes a task of a record.
 
-A record has a prompt, a string or a list of {role, content} messages, and may have an answer, a string or a number; every other
-field is there for the reward to read. With `data.system` a string becomes a chat. Nothing else is turned into text: what is
-neither is refused. Every error names the file and the line. What is held out, and the order of an epoch, come from the seed
-alone.
+Records come from a file, from the `datasets` library, or from Python. Every error names the file and the line. What is held
+out, and the order of an epoch, come from the seed alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import date
-from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from millstream.config import MAX_DEPTH, is_deeper
 from millstream.env.games import toy
-from millstream.errors import DataError, shown
+from millstream.env.records import ONE_A_LINE, RecordKeys, task_of
+from millstream.errors import ConfigError, DataError
 from millstream.hub import why_not_on_hub
 from millstream.paths import did_you_mean, kind_of
 from millstream.seeds import derive_seed
-from millstream.types import Message, Task
+from millstream.types import Task
 
 MakeTasks = Callable[[int, int], list[Task]]  # from a number and a seed
 DataRecord = tuple[str, Any]  # where it came from, in words, and what it is
-ONE_A_LINE = "Expected one JSON object a line (JSONL), with a prompt"
+PassedData = Iterable[Mapping[str, Any]]  # records from Python: a list of dicts, a `datasets.Dataset`
 NEEDS_EXTRA = "pip install 'millstream[data]'"
+NO_SYSTEM = "system goes with path or name: tasks that are made on the spot have prompts of their own"
 MAX_SIZE = 10_000_000  # of tasks that are made on the spot: they are held in memory
-MAX_NAMES = 8  # of keys in a message
 
 
 class DataConfig(Struct, frozen=True, kw_only=True):
@@ -65,8 +60,8 @@ class DataConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(f"holdout must be at least 0, size from 1 to {MAX_SIZE:,}")
         if self.subset is not None and self.name is None:
             raise ValueError("subset goes with name (a data set of `datasets`): a file has no subsets")
-        if self.system is not None and self.path is None and self.name is None:
-            raise ValueError("system goes with path or name: tasks that are made on the spot have prompts of their own")
+        if self.system is not None and self.toy is not None:
+            raise ValueError(NO_SYSTEM)
 
 
 class DataSet(Struct, frozen=True, kw_only=True):
@@ -82,11 +77,14 @@ class DataSet(Struct, frozen=True, kw_only=True):
         return self.places.get(task.id, f"task {task.id}")
 
 
-def read(config: DataConfig, *, seed: int, make: MakeTasks | None = None) -> DataSet:
-    """`make` makes the tasks where no data set is named."""
-    source = config.path or config.name or config.toy or "the environment"
+def read(config: DataConfig, *, seed: int, make: MakeTasks | None = None, passed: PassedData | None = None) -> DataSet:
+    """`make` makes the tasks where no data set is named; `passed`: records that take the place of one."""
+    source = config.path or config.name or config.toy or ("the environment" if passed is None else "data=")
     places: dict[str, str] = {}
-    tasks = _made(config, seed, make) if config.path is None and config.name is None else _tasks(config, places)
+    if passed is None and config.path is None and config.name is None:
+        tasks = _made(config, seed, make)
+    else:
+        tasks = _tasks(config, places, _records(config) if passed is None else _passed_records(config, passed))
     if not tasks:
         raise DataError(f"{source} has no tasks: expected records with a {config.prompt_key!r}")
     if len(tasks) <= config.holdout:
@@ -106,8 +104,11 @@ def _made(config: DataConfig, seed: int, make: MakeTasks | None) -> list[Task]:
         return toy.make_toy_tasks(config.toy, config.size, seed)
     if make is None:
         raise DataError(
-            "no data: set one of data.path (a JSONL or Parquet file), data.name (of `datasets`) and data.toy"
+            "no data: set one of data.path (a JSONL or Parquet file), data.name (of `datasets`) and data.toy, or pass records "
+            "from Python: train(config, data=...)"
         )
+    if config.system is not None:
+        raise DataError(f"data.{NO_SYSTEM}")
     return make(config.size, seed)
 
 
@@ -131,11 +132,12 @@ def in_order(tasks: Sequence[Task], *, seed: int, shuffle: bool) -> Iterator[tup
         epoch += 1
 
 
-def _tasks(config: DataConfig, places: dict[str, str]) -> list[Task]:
+def _tasks(config: DataConfig, places: dict[str, str], records: Iterable[DataRecord]) -> list[Task]:
     """The tasks; where each comes from is put into `places`."""
     tasks: list[Task] = []
-    for number, record in enumerate(_records(config), start=1):
-        task, where = _task(record, config, number), record[0]
+    keys = RecordKeys(config.prompt_key, config.answer_key, config.system)
+    for number, (where, fields) in enumerate(records, start=1):
+        task = task_of(fields, where, number, keys)
         if task.id in places:
             raise DataError(f"{where}: the id {task.id!r} is that of {places[task.id]}, too")
         places[task.id] = where
@@ -159,6 +161,17 @@ def _records(config: DataConfig) -> Iterable[DataRecord]:
         case "other":
             raise DataError(f"data.path = {path} is not a file: expected a JSONL file or a Parquet file")
     return _parquet_records(path) if path.suffix == ".parquet" else _jsonl_records(path)
+
+
+def _passed_records(config: DataConfig, passed: PassedData) -> Iterator[DataRecord]:
+    for key, value in (("path", config.path), ("name", config.name), ("toy", config.toy)):
+        if value is not None:
+            raise ConfigError(f"data= was passed, and the config has data.{key} = {value!r}: leave one of them out")
+    if isinstance(passed, Mapping | str | bytes) or not isinstance(passed, Iterable):
+        splits = f"; it has the splits {', '.join(map(str, passed))}: pass one" if isinstance(passed, Mapping) else ""
+        raise DataError(f"data= is a {type(passed).__name__}: expected a list of dicts, or a datasets.Dataset{splits}")
+    for number, row in enumerate(passed, start=1):
+        yield f"data=, record {number}", row
 
 
 def _jsonl_records(path: Path) -> Iterator[DataRecord]:
@@ -224,73 +237,6 @@ def _hub_records(name: str, subset: str | None, split: str) -> Iterator[DataReco
         yield f"{name}, {split} row {number}", row
 
 
-def _task(record: DataRecord, config: DataConfig, number: int) -> Task:
-    where, fields = record
-    if not isinstance(fields, Mapping):
-        raise DataError(f"{where}: expected an object, got {type(fields).__name__}. {ONE_A_LINE}")
-    if config.prompt_key not in fields:
-        raise DataError(f"{where}: no key {config.prompt_key!r} among {_names(fields)}: set data.prompt_key")
-    if is_deeper(fields, MAX_DEPTH):
-        raise DataError(f"{where}: objects or lists nested too deeply: expected at most {MAX_DEPTH}")
-    own_id = _plain_text(fields.get("id"), f"{where}: id")
-    return Task(
-        id=str(number) if own_id is None else own_id,
-        prompt=_prompt(fields[config.prompt_key], where, config.system),
-        answer=_plain_text(fields.get(config.answer_key), f"{where}: {config.answer_key}"),
-        data={key: value for key, value in fields.items() if key not in (config.prompt_key, config.answer_key)},
-    )
-
-
-def _names(fields: Mapping[str, Any]) -> str:
-    names = [repr(shown(name)) for name in fields]
-    return ", ".join([*names[:MAX_NAMES], *(["..."] if len(names) > MAX_NAMES else [])]) or "none"
-
-
-def _plain_text(value: Any, where: str) -> str | None:
-    """A string, or a finite number, a truth value or a date as a string. None: there is none."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, int | float | Decimal | date) or (
-        isinstance(value, float | Decimal) and not math.isfinite(value)
-    ):
-        raise DataError(
-            f"{where} is {shown(value)}: expected a string or a finite number. Leave it out where there is none; what a reward "
-            "reads in another form goes under another key"
-        )
-    return str(value)
-
-
-def _prompt(value: Any, where: str, system: str | None) -> str | tuple[Message, ...]:
-    if isinstance(value, str) and value:
-        return value if system is None else _chat(system, value)
-    if isinstance(value, list) and value:
-        return tuple(_message(message, where, number) for number, message in enumerate(value))
-    raise DataError(f"{where}: the prompt must be a non-empty string or list of messages, got {shown(repr(value))}")
-
-
-def _message(message: Any, where: str, number: int) -> Message:
-    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-        raise DataError(
-            f"{where}: a chat prompt is a list of objects with role and content, and message {number} is {shown(message)}"
-        )
-    where = f"{where}: message {number}"
-    role, content = message["role"], message["content"]
-    if not isinstance(role, str) or not role:
-        raise DataError(f"{where}: the role is {shown(role)}: expected a string, such as 'user'")
-    if isinstance(content, list):
-        content = "".join(_text_of_part(part, f"{where}, part {number}") for number, part in enumerate(content))
-    if not isinstance(content, str):
-        raise DataError(f"{where}: the content is {shown(content)}: expected a string, or a list of parts of text")
-    return Message(role=role, content=content)
-
-
-def _text_of_part(part: Any, where: str) -> str:
-    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
-    if not isinstance(text, str):
-        raise DataError(f"{where} is {shown(part)}: expected text, as {{'type': 'text', 'text': '...'}}")
-    return text
-
-
 def _has_whole_characters(record: Any) -> bool:
     """Whether every string in it has whole characters."""
     try:
@@ -298,8 +244,3 @@ def _has_whole_characters(record: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _chat(system: str, prompt: str) -> tuple[Message, ...]:
-    opening = (Message(role="system", content=system),) if system else ()
-    return (*opening, Message(role="user", content=prompt))

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from millstream.env.base import Content, Context, Text
 from millstream.errors import EnvironmentFailed
-from millstream.types import Completion, Finish, Message
+from millstream.types import TOOLS_ROLE, Completion, Finish, Message
 
 T = TypeVar("T")
 # Text that no environment sends and no template changes: it has neither space nor markup.
@@ -117,10 +117,10 @@ class Conversation:
         return self._after_rewriting() if self._is_dropping else delta(self.text, new, after=self._last)
 
     def _system(self, content: Content) -> Sequence[Message]:
-        """The task's system messages, if the environment sends a string."""
+        """The task's tools and system messages, if the environment sends a string."""
         if isinstance(self.task.prompt, str) or not isinstance(content, str):
             return ()
-        return [message for message in self.task.prompt if message.role == "system"]
+        return [message for message in self.task.prompt if message.role in (TOOLS_ROLE, "system")]
 
     def _after_rewriting(self) -> list[int]:
         """The whole chat as the template renders it now. If the sequence is its beginning, the rest; otherwise a new part

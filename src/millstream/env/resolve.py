@@ -150,7 +150,7 @@ def make_tasks(kinds: Sequence[EnvironmentKind], num: int, seed: int) -> list[Ta
     if without := [kind.name for kind in kinds if kind.make_tasks is None]:
         raise DataError(
             f"environment {without[0]} makes no tasks of its own: set one of data.path (a JSONL or Parquet file), data.name "
-            "(of `datasets`) and data.toy (a built-in task)"
+            "(of `datasets`) and data.toy (a built-in task), or pass records from Python: train(config, data=...)"
         )
     total = sum(kind.config.share for kind in kinds)
     tasks = list[Task]()

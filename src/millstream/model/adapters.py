@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from msgspec import structs
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millstream.errors import ModelError
 from millstream.model.load import model_weights
-from millstream.model.lora import LoraConfig, check_lora
+from millstream.model.lora import ADAPTER_WEIGHTS, LoraConfig, check_lora, of_adapter
 from millstream.model.policy import layers_of
 
 NAME = "default"
@@ -28,10 +30,14 @@ PREFIX = "base_model.model."  # in front of every name in a file of peft's
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
-    """In place. B begins at 0: the model's outputs stay as they are. The same seed gives the same adapters on any device."""
+    """In place. B begins at 0: the model's outputs stay as they are. The same seed gives the same adapters on any device. With
+    `config.path` they begin as the adapter there."""
     check_lora(config)
     import peft
 
+    start = None if config.path is None else _read_adapters(Path(config.path))
+    if start is not None:
+        config = structs.replace(of_adapter(config), targets=_targets_of(start, config))
     targets = _targets(model, config)
     lora = peft.LoraConfig(
         r=config.rank,
@@ -47,9 +53,50 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> No
     generator = torch.Generator().manual_seed(seed)
     for layer in _adapted(model).values():
         down = layer.lora_A[NAME].weight
-        start = nn.init.kaiming_uniform_(torch.empty(down.shape), a=math.sqrt(5), generator=generator)
-        down.data.copy_(start)
+        random = nn.init.kaiming_uniform_(torch.empty(down.shape), a=math.sqrt(5), generator=generator)
+        down.data.copy_(random)
+    if start is not None:
+        _load_adapters(model, start, config.path or "")
     model.eval()
+
+
+def _read_adapters(folder: Path) -> dict[str, Tensor]:
+    """By the names that they have in a model. Raises `ModelError`."""
+    try:
+        found: dict[str, Tensor] = load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{folder / ADAPTER_WEIGHTS} cannot be read: {error}") from error
+    return {_own_name(name): value for name, value in found.items()}
+
+
+def _own_name(name: str) -> str:
+    """The name in a model of a tensor in a file of peft's."""
+    module, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
+    letter, _, end = rest.partition(".")
+    return f"{module}.lora_{letter}.{NAME}.{end}" if module else name
+
+
+def _targets_of(start: dict[str, Tensor], config: LoraConfig) -> tuple[str, ...]:
+    """The layers that an adapter is on. peft's config may have a pattern in their place."""
+    found = tuple(sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in start if ".lora_" in name}))
+    if config.targets and tuple(sorted(config.targets)) != found:
+        raise ModelError(
+            f"learner.lora.targets = {list(config.targets)}, and the adapter in {config.path!r} is on {', '.join(found)}: "
+            "leave targets out"
+        )
+    return found
+
+
+@torch.no_grad()
+def _load_adapters(model: PreTrainedModel, start: dict[str, Tensor], path: str) -> None:
+    own = trained_weights(model)
+    if different := sorted(own.keys() ^ start.keys()):
+        raise ModelError(f"the adapter in {path!r} is of another model: it differs in {', '.join(different[:4])}")
+    for name, value in start.items():
+        if own[name].shape != value.shape:
+            sizes = f"{tuple(value.shape)} there and {tuple(own[name].shape)} here"
+            raise ModelError(f"the adapter in {path!r} is of another model: {name} has the shape {sizes}")
+        own[name].copy_(value)
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
@@ -162,6 +209,6 @@ def save_adapters(model: PreTrainedModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     found = {name.replace(f".{NAME}.", "."): value for name, value in trained_weights(model).items()}
     tensors = {PREFIX + name: value.detach().to("cpu").contiguous() for name, value in found.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_model.safetensors").chmod(0o644)
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (folder / ADAPTER_WEIGHTS).chmod(0o644)
     model.peft_config[NAME].save_pretrained(folder)

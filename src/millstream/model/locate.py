@@ -11,6 +11,7 @@ from typing import Any
 
 from millstream.errors import ModelError
 from millstream.hub import why_not_on_hub
+from millstream.model.lora import ADAPTER_CONFIG
 from millstream.paths import did_you_mean, kind_of
 
 EXPECTED = (
@@ -53,6 +54,11 @@ def check_path(path: str, key: str = "model.path", to_type: str | None = None) -
     elif not (folder / "config.json").is_file():
         names = sorted(entry.name for entry in folder.iterdir())
         found = ", ".join([*names[:MAX_NAMES], *(["..."] if len(names) > MAX_NAMES else [])]) or "nothing"
+        if ADAPTER_CONFIG in names:
+            raise ModelError(
+                f"{key} = {path!r} is an adapter of peft's, not a model. To train it further: --set learner.lora.path={path} "
+                f"{to_type}FOLDER, with the folder of the model that it belongs to"
+            )
         raise ModelError(f"{key} = {path!r} has no config.json; found: {found}. {expected}")
     elif pickled := _pickled(folder):
         convert = f"AutoModelForCausalLM.from_pretrained({path!r}).save_pretrained('FOLDER')"

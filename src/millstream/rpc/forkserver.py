@@ -252,4 +252,7 @@ def _set_name(name: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner's to handle
-    ForkServer(sys.argv[1], owner=0, packages=sys.argv[2:]).run()
+    try:
+        ForkServer(sys.argv[1], owner=0, packages=sys.argv[2:]).run()
+    finally:
+        gc.unfreeze()  # else libraries with C++ objects (nanobind) report them as leaked when the process ends

@@ -18,10 +18,10 @@ from millstream.cluster.resources import ResourcesConfig, placement_lines, place
 from millstream.config import to_toml
 from millstream.engine.vllm.config import check_installed
 from millstream.env.config import SINGLE_TURN, check_environments
-from millstream.env.data import DataSet, check_hub_data, read
+from millstream.env.data import DataSet, PassedData, check_hub_data, read
 from millstream.env.registry import check_tasks, single_turn_tasks
 from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
-from millstream.env.rewards import Reward, check_reward, prepare_rewards, try_rewards
+from millstream.env.rewards import PassedRewards, check_reward, prepare_rewards, try_rewards
 from millstream.env.sandbox.sandbox import what_is_contained
 from millstream.errors import ConfigError, MillstreamError
 from millstream.model.locate import check_path, check_tokenizer, check_weights
@@ -47,16 +47,21 @@ class CheckedConfig(NamedTuple):
 
 
 def check_config(
-    config: RunConfig, *, reward: Reward | None = None, is_start: bool = False, is_new: bool = True
+    config: RunConfig,
+    *,
+    reward: PassedRewards | None = None,
+    data_passed: PassedData | None = None,
+    is_start: bool = False,
+    is_new: bool = True,
 ) -> CheckedConfig:
-    """Walk the whole config. Raises the first error, with the other ones as notes. `reward`: a function that was passed from
-    Python, of which the config only has the name. `is_start`: a run follows (see `env.rewards.trial`). `is_new`: it has no
-    folder yet."""
+    """Walk the whole config. Raises the first error, with the other ones as notes. `reward`: functions that were passed from
+    Python, of which the config only has the names; `data_passed`: records that the config does not name. `is_start`: a run
+    follows (see `env.rewards.trial`). `is_new`: it has no folder yet."""
     check_combinations(config)
     findings, errors, kinds, data = list[str](), list[MillstreamError](), list[EnvironmentKind](), None
     try:
         kinds = [find_environment(one) for one in config.environment]
-        data = _read_data(config, kinds, is_start=is_start)
+        data = _read_data(config, kinds, data_passed, is_start=is_start)
         findings += _checked_data(config, kinds, data)
     except MillstreamError as error:
         errors.append(error)
@@ -278,13 +283,15 @@ def _check_environments(config: RunConfig) -> None:
 # ---- what the config names -------------------------------------------------------------------------------------------
 
 
-def _read_data(config: RunConfig, kinds: Sequence[EnvironmentKind], *, is_start: bool) -> DataSet | None:
+def _read_data(
+    config: RunConfig, kinds: Sequence[EnvironmentKind], passed: PassedData | None, *, is_start: bool
+) -> DataSet | None:
     """A data set that must be downloaded is read by a start alone."""
-    if config.data.name is not None:
+    if config.data.name is not None and passed is None:
         check_hub_data(config.data.name)
         if not is_start and not Path(config.data.name).is_dir():
             return None
-    return read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed))
+    return read(config.data, seed=config.seed, make=lambda num, seed: make_tasks(kinds, num, seed), passed=passed)
 
 
 def _checked_data(config: RunConfig, kinds: Sequence[EnvironmentKind], data: DataSet | None) -> Iterator[str]:
@@ -303,7 +310,7 @@ def _checked_data(config: RunConfig, kinds: Sequence[EnvironmentKind], data: Dat
             yield f"checked: the environment {kind.name} is there"
 
 
-def _checked_rewards(reward: Reward | None, config: RunConfig) -> Iterator[str]:
+def _checked_rewards(reward: PassedRewards | None, config: RunConfig) -> Iterator[str]:
     """That they are there, and take their arguments."""
     if all(one.use != SINGLE_TURN for one in config.environment):
         return
@@ -314,7 +321,12 @@ def _checked_rewards(reward: Reward | None, config: RunConfig) -> Iterator[str]:
 
 
 def _tried_rewards(
-    kinds: Sequence[EnvironmentKind], data: DataSet | None, reward: Reward | None, config: RunConfig, *, is_start: bool
+    kinds: Sequence[EnvironmentKind],
+    data: DataSet | None,
+    reward: PassedRewards | None,
+    config: RunConfig,
+    *,
+    is_start: bool,
 ) -> list[str]:
     """A few calls of each, with tasks that have a gold answer, if any have."""
     tasks = itertools.islice(single_turn_tasks(kinds, () if data is None else data.train), MAX_LOOKED_AT)

@@ -24,6 +24,7 @@ from millstream.env.rewards import PASS_IT, RewardConfig
 from millstream.errors import ConfigError
 from millstream.events import WARMUP
 from millstream.learner import CriticConfig, LearnerConfig, ProximalConfig, ReferenceConfig
+from millstream.model.lora import LoraConfig
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.checkpoint import CheckpointConfig
@@ -33,7 +34,7 @@ from millstream.weights import TransferWay
 MAX_WARMUP_STEPS = 400  # of a [warmup] table that sets no limit
 HELD_OUT = "held_out"  # the name of an evaluation that is given none
 EVALUATION_NAME = re.compile(rf"(?!{WARMUP}$)[A-Za-z0-9_.-]+")
-Table = TypeVar("Table", ReferenceConfig | None, CriticConfig | None)
+Table = TypeVar("Table", ReferenceConfig | None, CriticConfig | None, LoraConfig | None)
 
 
 class TinyConfig(Struct, frozen=True, kw_only=True):
@@ -207,13 +208,15 @@ class RunConfig(Struct, frozen=True, kw_only=True):
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """With absolute paths of files and folders, as the run folder keeps it."""
-    algorithm, evaluations = config.algorithm, tuple(map(_evaluation_with_absolute_paths, config.evaluations))
+    algorithm, lora = config.algorithm, config.learner.lora
+    evaluations = tuple(map(_evaluation_with_absolute_paths, config.evaluations))
     advantage, loss = imports.absolute(algorithm.advantage), imports.absolute(algorithm.loss)
     return structs.replace(
         config,
         model=structs.replace(config.model, path=_absolute(config.model.path)),
         reference=_with_absolute_path(config.reference),
         critic=_with_absolute_path(config.critic),
+        learner=structs.replace(config.learner, lora=_with_absolute_path(lora)),
         data=_data_with_absolute_paths(config.data),
         reward=_rewards_with_absolute_paths(config.reward),
         environment=_environments_with_absolute_paths(config.environment),

@@ -17,11 +17,13 @@ from msgspec import Struct, structs
 from millstream.clock import Clock, RealClock
 from millstream.cluster.resources import ResourcesConfig
 from millstream.engine import EngineConfig
-from millstream.env.rewards import Reward
+from millstream.env.data import PassedData
+from millstream.env.rewards import PassedRewards
 from millstream.errors import ConfigError, MillstreamError, PinLost, StallError
 from millstream.events import WARMUP, Evaluated, EvaluationStarted, EventSink, Sample, Warned
 from millstream.events.rollouts.text import spoken_text
 from millstream.events.sinks import Tee
+from millstream.model.lora import LoraConfig
 from millstream.pipeline.episode import EpisodeResult, Player
 from millstream.pipeline.limit import Limit
 from millstream.pipeline.waits import Waits
@@ -257,7 +259,7 @@ def _as_text(task: Task) -> str:
 
 
 @outside_loop
-def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
+def evaluate(config: RunConfig, *, reward: PassedRewards | None = None, data: PassedData | None = None) -> Measured:
     """The config's model on every evaluation of the config, and what it wrote.
 
     Measured on this machine with Millstream's own engine, whatever the config says about where a run has its parts. Creates no
@@ -267,10 +269,10 @@ def evaluate(config: RunConfig, *, reward: Reward | None = None) -> Measured:
         runtime="local",
         resources=ResourcesConfig(),
         engine=_own_engine(config.engine),
-        learner=structs.replace(config.learner, lora=None),  # new adapters would change nothing
+        learner=structs.replace(config.learner, lora=_first_adapters(config.learner.lora)),
         checkpoint=CheckpointConfig(),
     )
-    prepared = prepare_run(here, reward)
+    prepared = prepare_run(here, reward, data_passed=data)
     if not prepared.evaluations:
         raise ConfigError("data.holdout = 0: there is nothing to evaluate on")
     if prepared.warning:
@@ -297,6 +299,11 @@ async def _measure_alone(prepared: Prepared) -> Measured:
         samples=first.samples,
         evaluations=tuple(found),
     )
+
+
+def _first_adapters(lora: LoraConfig | None) -> LoraConfig | None:
+    """Those that training starts from; new ones would change nothing."""
+    return None if lora is None or lora.path is None else lora
 
 
 def _own_engine(config: EngineConfig) -> EngineConfig:

@@ -16,7 +16,7 @@ from millstream.config import load
 from millstream.errors import CheckpointError, ConfigError, LearnerError, OutputError
 from millstream.learner.state import read_trained
 from millstream.learner.torch import save_trained
-from millstream.model.adapters import trained_weights
+from millstream.model.adapters import save_adapters, trained_weights
 from millstream.model.load import load_weights
 from millstream.paths import kind_of
 from millstream.run import build, checkpoint
@@ -41,9 +41,17 @@ class Exported(Struct, frozen=True, kw_only=True):
         return f"{'supervised ' if self.is_supervised else ''}step {self.step}"
 
 
-def export(run_dir: str | Path, target: str | Path, *, step: int | None = None, is_best: bool = False) -> Exported:
+def export(
+    run_dir: str | Path,
+    target: str | Path,
+    *,
+    step: int | None = None,
+    is_best: bool = False,
+    adapter_only: bool = False,
+) -> Exported:
     """Write what a run has trained so far to a new folder that transformers loads. `step`: of the checkpoint; None: the newest
-    one or, with `is_best`, that of `checkpoint.keep_best`. With adapters: see `save_trained`."""
+    one or, with `is_best`, that of `checkpoint.keep_best`. With adapters: see `save_trained`; with `adapter_only` a folder that
+    peft loads onto the model that was trained."""
     run_dir, target = Path(run_dir), Path(target)
     folder = RunFolder.of_run(run_dir)
     if kind_of(target) is not None:
@@ -53,10 +61,14 @@ def export(run_dir: str | Path, target: str | Path, *, step: int | None = None, 
         if step is not None:
             raise ConfigError(f"step {step} and the best one: leave one of them out")
         step = best_step(run_dir)
+    if adapter_only and config.learner.lora is None:
+        raise ConfigError(
+            f"the run in {run_dir} trained the whole model: there is no adapter to export. Leave --adapter out"
+        )
     for attempt in range(1, MAX_EXPORT_TRIES + 1):
         found, is_supervised, troubles = _find(run_dir, step)
         try:
-            _write(config, found, target)
+            _write(config, found, target, adapter_only=adapter_only)
         except LearnerError:
             if found.folder.exists() or attempt == MAX_EXPORT_TRIES:
                 raise
@@ -85,7 +97,7 @@ def _find(run_dir: Path, step: int | None) -> tuple[Found, bool, list[str]]:
     raise ConfigError(f"the run in {run_dir} has no checkpoint yet. To resume the run:\n  {resume_command(run_dir)}")
 
 
-def _write(config: RunConfig, found: Found, target: Path) -> None:
+def _write(config: RunConfig, found: Found, target: Path, *, adapter_only: bool) -> None:
     of_driver = structs.replace(config.model, device="cpu")
     model, tokenizer = build.build_model(of_driver, seed=config.seed, lora=config.learner.lora)
     trained = read_trained(found.folder)
@@ -98,7 +110,11 @@ def _write(config: RunConfig, found: Found, target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        save_trained(model, tokenizer, partial)
+        if adapter_only:
+            save_adapters(model, partial)
+            tokenizer.save_pretrained(partial)
+        else:
+            save_trained(model, tokenizer, partial)
         partial.rename(target)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)

@@ -338,5 +338,7 @@ def _further_command(folder: RunFolder, config: RunConfig) -> str:
 def program() -> str:
     """What to type for `millstream`: its path where the shell would not find it by name."""
     typed = Path(sys.argv[0])
+    if typed.name == "__main__.py" and shutil.which("millstream") is None:
+        return "python -m millstream"
     is_found = typed.name != "millstream" or shutil.which("millstream") is not None
     return "millstream" if is_found else quote(str(typed))

@@ -1,8 +1,8 @@
 """Garbage collection settings for a run with many coroutines.
 
 By default Python looks for reference cycles after every 700 new objects, and at times among all objects: with ten thousand
-environments in flight that takes a third of the scheduler's time and finds hardly anything. Objects made at import are frozen,
-and the others are scanned less often.
+environments in flight that takes a third of the scheduler's time and finds hardly anything. Within the block, objects made
+before are frozen, and the others are scanned less often.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from pathlib import Path
 from msgspec import Struct, structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from millstream.env.data import DataSet, digest
+from millstream.env.data import DataSet, PassedData, digest
 from millstream.env.registry import Environments
-from millstream.env.rewards import ConfiguredRewards, Reward, passed, prepare_rewards
+from millstream.env.rewards import ConfiguredRewards, PassedRewards, passed, prepare_rewards
 from millstream.events import Sizes
 from millstream.model.load import context_length, set_up_cpu
 from millstream.run import build
@@ -69,18 +69,19 @@ class Prepared(Struct, frozen=True, kw_only=True, eq=False):
 
 def prepare_run(
     config: RunConfig,
-    reward: Reward | None = None,
+    reward: PassedRewards | None = None,
     *,
+    data_passed: PassedData | None = None,
     recorded: Sizes | None = None,
     start: Path | None = None,
     is_new: bool = False,
 ) -> Prepared:
     """Raises an error that says what to change where anything is wrong with the config, the data, a reward or a model.
-    `recorded`: the sizes that a resumed run keeps. `start`: the checkpoint whose weights the model begins with. `is_new`: a
-    folder will be made for the run."""
+    `data_passed`: records in place of those that a config names. `recorded`: the sizes that a resumed run keeps. `start`: the
+    checkpoint whose weights the model begins with. `is_new`: a folder will be made for the run."""
     if reward is not None:
         config = structs.replace(config, reward=passed(reward, config.reward))
-    checked = check_config(config, reward=reward, is_start=True, is_new=is_new)
+    checked = check_config(config, reward=reward, data_passed=data_passed, is_start=True, is_new=is_new)
     set_up_cpu()
     assert checked.data is not None, "a start reads every data set"
     data = checked.data

@@ -13,8 +13,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from millstream.env.data import in_order
-from millstream.env.rewards import Reward, was_passed
+from millstream.env.data import PassedData, in_order
+from millstream.env.rewards import PassedRewards, was_passed
 from millstream.errors import ConfigError, MillstreamError
 from millstream.events import EventSink
 from millstream.learner import RunLearner
@@ -71,24 +71,26 @@ OWNER = "the run"
 def train(
     config: RunConfig,
     *,
-    reward: Reward | None = None,
+    reward: PassedRewards | None = None,
+    data: PassedData | None = None,
     sinks: Sequence[EventSink] = (),
     name: str = "run",
     from_run: str | Path | None = None,
     progress: bool = True,
 ) -> RunResult:
     """Run a config from beginning to end in this process; its events also go to `sinks`. A function passed as `reward` replaces
-    the one that the config names. `from_run`: RUN or RUN@STEP, a checkpoint whose weights and optimizer the run begins with.
-    `progress`: whether lines about it are printed to standard error. It works in a notebook as well; in a coroutine:
-    `await train_async(...)`."""
+    the one that the config names; several are weighed as its [[reward]] tables say. `data`: records, a list of dicts or a
+    `datasets.Dataset`, where the config names none. `from_run`: RUN or RUN@STEP, a checkpoint whose weights and optimizer the
+    run begins with. `progress`: whether lines about it are printed to standard error. It works in a notebook as well; in a
+    coroutine: `await train_async(...)`."""
     sinks = [*sinks, ProgressLines(config.pipeline.steps)] if progress else sinks
     source = config.data.rollouts
     recorded = None if source is None else recorded_sizes(RunFolder(Path(source)))
     if from_run is None:
-        prepared = prepare_run(config, reward, recorded=recorded, is_new=True)
+        prepared = prepare_run(config, reward, data_passed=data, recorded=recorded, is_new=True)
         return _run(prepared, RunFolder.create(prepared.written, name), sinks, None)
     branch = find_branch(str(from_run), config)
-    prepared = prepare_run(config, reward, recorded=recorded, start=branch.found.folder, is_new=True)
+    prepared = prepare_run(config, reward, data_passed=data, recorded=recorded, start=branch.found.folder, is_new=True)
     folder = RunFolder.create(prepared.written, name, lambda folder: write_start(branch, folder))
     return _run(prepared, folder, sinks, None, branch)
 
@@ -97,14 +99,15 @@ def train(
 def resume(
     run_dir: str | Path,
     *,
-    reward: Reward | None = None,
+    reward: PassedRewards | None = None,
+    data: PassedData | None = None,
     sinks: Sequence[EventSink] = (),
     changes: Sequence[str] = (),
     progress: bool = True,
 ) -> RunResult:
-    """Continue a run that was stopped or died, from its newest intact checkpoint. A `reward` that was passed to `train` is
-    passed again. `changes` of its config, such as `learner.learning_rate=1e-6`, are in force from here on, and are kept in the
-    run folder; which keys may change: `run.changes`. A resume that is refused leaves the folder as it was."""
+    """Continue a run that was stopped or died, from its newest intact checkpoint. A `reward` and `data` that were passed to
+    `train` are passed again. `changes` of its config, such as `learner.learning_rate=1e-6`, are in force from here on, and are
+    kept in the run folder; which keys may change: `run.changes`. A resume that is refused leaves the folder as it was."""
     folder, config = RunFolder.reopen(Path(run_dir), changes)
     sinks = [*sinks, ProgressLines(config.pipeline.steps)] if progress else sinks
     try:
@@ -117,7 +120,7 @@ def resume(
         is_repeatable = config.pipeline.is_in_lockstep or config.warmup is not None or config.data.rollouts is not None
         recorded = recorded_sizes(folder) if is_repeatable else None
         start = folder.start if folder.start.is_dir() else None
-        prepared = prepare_run(config, reward, recorded=recorded, start=start)
+        prepared = prepare_run(config, reward, data_passed=data, recorded=recorded, start=start)
         accept_resume_point(resumed, folder, prepared.data_digest)
     except BaseException:
         folder.unlock()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from msgspec import Struct, field
@@ -12,10 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from millstream.env import Content
 from millstream.errors import DataError
 from millstream.run.check_machine import NO_TEMPLATE
-from millstream.types import Message, Task
+from millstream.types import TOOLS_ROLE, Message, Task
 
 logger = logging.getLogger(__name__)
 MAX_PROMPTS_KEPT = 32_768
+NOT_SHOWN = (
+    "the chat has {what}, and the model's chat template does not show them: the model would never see them. Use a model whose "
+    "template has {what}, or leave them out of the data"
+)
 MAX_CHARACTERS_KEPT = 256  # of a text that is kept with its tokens
 
 
@@ -66,12 +72,24 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
     def render(self, messages: Sequence[Message]) -> str:
         if not self.tokenizer.chat_template:
             raise DataError(NO_TEMPLATE)
-        chat = [{"role": message.role, "content": message.content} for message in messages]
+        chat = [message.as_dict() for message in messages if message.role != TOOLS_ROLE]
+        tools = [tool for one in messages if one.role == TOOLS_ROLE for tool in json.loads(one.content)]
         try:
-            return str(self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+            rendered = self._rendered(chat, tools)
+            if tools and rendered == self._rendered(chat, []):
+                raise DataError(NOT_SHOWN.format(what="tools"))
+            if any("tool_calls" in message for message in chat):
+                others = [{key: value for key, value in one.items() if key != "tool_calls"} for one in chat]
+                if rendered == self._rendered(others, tools):
+                    raise DataError(NOT_SHOWN.format(what="tool_calls"))
+            return rendered
         except (TemplateError, TypeError) as error:  # a template may add what cannot be added
             roles = ", ".join(message.role for message in messages)
             raise DataError(f"the model's chat template refuses a chat of {roles}: {error}") from error
+
+    def _rendered(self, chat: list[dict[str, Any]], tools: list[Any]) -> str:
+        """Without tools the template gets None: some write that there are tools for any list."""
+        return str(self.tokenizer.apply_chat_template(chat, tools or None, add_generation_prompt=True, tokenize=False))
 
     def knows(self, tokens: Sequence[int]) -> bool:
         """Whether none of these tokens is the unknown token. A tokenizer of bytes has none."""

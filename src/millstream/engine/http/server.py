@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 
 from millstream.engine.http.config import HttpConfig
@@ -28,7 +28,7 @@ MAX_SHOWN_CHARACTERS = 300  # of an answer in a message
 @functools.cache
 def _tls_context() -> ssl.SSLContext:
     """One for all servers: to read the certificates takes 40 ms."""
-    return httpx.create_ssl_context(trust_env=False)
+    return httpx2.create_ssl_context(trust_env=False)
 
 
 class TransientFailure(Exception):
@@ -54,11 +54,11 @@ class UpdateUnconfirmed(TransientFailure):
 class ServerConnection:
     def __init__(self, url: str, config: HttpConfig, token: str | None) -> None:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
         self.url = url.rstrip("/")
         self._timeout = _timeout(config.timeout_s)
         self._weights_timeout = _timeout(config.weights_timeout_s)
-        self._http = httpx.AsyncClient(
+        self._http = httpx2.AsyncClient(
             base_url=self.url,
             headers=headers,
             timeout=self._timeout,
@@ -98,7 +98,7 @@ class ServerConnection:
         timeout = self._weights_timeout if call.is_update else self._timeout
         try:
             response = await self._http.request(call.method, call.path, json=call.body, timeout=timeout)
-        except httpx.ReadTimeout as late:
+        except httpx2.ReadTimeout as late:
             failure = self._failure(call.path, late)
             if not call.is_update:
                 raise failure from late
@@ -106,7 +106,7 @@ class ServerConnection:
             raise UpdateUnconfirmed(
                 f"{failure}: it did not confirm in time that it loaded the weights ({limit})"
             ) from late
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise self._failure(call.path, error) from error
         if response.status_code == 404 and call.is_optional:
             return None
@@ -154,7 +154,7 @@ class ServerConnection:
                     if data == "[DONE]":
                         return
                     yield self._event(path, data)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise self._failure(path, error) from error
         raise TransientFailure(f"{self.url}{path}: the stream ended before the answer did")
 
@@ -175,11 +175,11 @@ class ServerConnection:
             raise TransientFailure(message)
         return event
 
-    def _failure(self, path: str, error: httpx.HTTPError) -> TransientFailure:
-        kind = Unreachable if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) else TransientFailure
+    def _failure(self, path: str, error: httpx2.HTTPError) -> TransientFailure:
+        kind = Unreachable if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout) else TransientFailure
         return kind(f"{self.url}{path}: {type(error).__name__} {error}".rstrip())
 
-    def _refusal(self, path: str, response: httpx.Response) -> Exception:
+    def _refusal(self, path: str, response: httpx2.Response) -> Exception:
         said = f"{self.url}{path} answered {response.status_code}: {_shown(response)}"
         match response.status_code:
             case status if status in TRANSIENT_STATUS:
@@ -199,14 +199,14 @@ class ServerConnection:
         return EngineError(said)
 
 
-def _timeout(seconds: float) -> httpx.Timeout:
-    return httpx.Timeout(seconds, connect=min(CONNECT_S, seconds), pool=None)
+def _timeout(seconds: float) -> httpx2.Timeout:
+    return httpx2.Timeout(seconds, connect=min(CONNECT_S, seconds), pool=None)
 
 
-def _shown(response: httpx.Response) -> str:
+def _shown(response: httpx2.Response) -> str:
     return response.text[:MAX_SHOWN_CHARACTERS] or "nothing"
 
 
-def _retry_after(response: httpx.Response) -> float:
+def _retry_after(response: httpx2.Response) -> float:
     value = response.headers.get("retry-after", "0")
     return min(float(value), MAX_RETRY_AFTER_S) if value.isdecimal() else 0.0

@@ -105,7 +105,7 @@ def make_gym(id: str, options: dict[str, Any] | None) -> Any:
     try:
         import gymnasium
     except ImportError as error:
-        raise ConfigError("environment gymnasium needs the library: pip install 'millstream[envs]'") from error
+        raise ConfigError("environment gymnasium needs the library: pip install 'millstream[gym]'") from error
     try:
         game = gymnasium.make(id, render_mode="ansi", **(options or {}))
     except (gymnasium.error.Error, TypeError) as error:

@@ -102,7 +102,7 @@ def _library() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ConfigError("environment reasoning_gym needs the library: pip install 'millstream[envs]'") from error
+        raise ConfigError("environment reasoning_gym needs the library: pip install 'millstream[reasoning]'") from error
     return reasoning_gym
 
 

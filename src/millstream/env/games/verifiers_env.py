@@ -173,7 +173,7 @@ def _made(taskset: str, env: str, config: Mapping[str, Any]) -> Any:
         from verifiers.v1.utils.loaders import harness_config_type, load_environment, resolve_env_config
     except ImportError as error:
         raise ConfigError(
-            f"environment verifiers needs the library, 0.4 or later: pip install 'millstream[envs]' ({error})"
+            f"environment verifiers needs the library, 0.4 or later: pip install 'millstream[verifiers]' ({error})"
         ) from error
     _register_harness()
     table = {**config, "id": env, "taskset": {**config.get("taskset", {}), "id": taskset}}
@@ -233,7 +233,7 @@ def _register_harness() -> None:
     """A chat loop in this process, as verifiers allows it: it has one message to send and one to receive a segment."""
     if HARNESS in sys.modules:
         return
-    import httpx
+    import httpx2
     from verifiers.v1 import Harness, HarnessConfig, ProgramResult
     from verifiers.v1.dialects.chat import message_to_wire
 
@@ -248,13 +248,13 @@ def _register_harness() -> None:
             messages = [{"role": "system", "content": system}] if system else []
             messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
             messages += [message_to_wire(one) for one in prompt or []] if not isinstance(prompt, str) else []
-            async with httpx.AsyncClient(timeout=None) as client:
+            async with httpx2.AsyncClient(timeout=None) as client:
                 answer = await client.post(
                     f"{endpoint}/chat/completions",
                     json={"model": ctx.model, "messages": messages},
                     headers={"Authorization": f"Bearer {secret}"},
                 )
-            return ProgramResult(int(answer.status_code != httpx.codes.OK), "", answer.text)
+            return ProgramResult(int(answer.status_code != httpx2.codes.OK), "", answer.text)
 
     module = types.ModuleType(HARNESS)
     Chat.__module__ = HARNESS

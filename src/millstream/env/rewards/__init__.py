@@ -6,6 +6,7 @@ A reward that raises, hangs, kills its process, or returns something that is not
 
     config     the [[reward]] tables
     find       name -> function, with its arguments checked
+    foreign    functions written for TRL and verl
     call       one call under its time limit: inline, on the event loop, on a thread, or in a worker process
     pool       worker processes (`worker`: their side)
     trial      one call of each before a run, with the gold answer and with nonsense
@@ -17,6 +18,7 @@ from millstream.env.rewards.config import PASS_IT, PASSED, RewardConfig, passed,
 from millstream.env.rewards.find import (
     BUILT_IN_REWARDS,
     GroupReward,
+    PassedRewards,
     Reward,
     check_reward,
     find_reward,
@@ -34,6 +36,7 @@ __all__ = [
     "ConfiguredRewards",
     "GroupReward",
     "GroupScorer",
+    "PassedRewards",
     "Reward",
     "RewardConfig",
     "check_reward",

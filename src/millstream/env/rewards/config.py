@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct, structs
 
 from millstream.errors import ConfigError
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 PASSED = "callable:"  # prefix of the name of a function that was passed from Python, which a config cannot hold
 PASS_IT = "a config names functions, it does not hold them: pass a function to train(config, reward=function)"
 
@@ -34,12 +35,34 @@ class RewardConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("workers must be at least 1")
 
 
-def passed(function: Callable[..., Any], rewards: Sequence[RewardConfig]) -> tuple[RewardConfig]:
-    """The config of a function that was passed from Python: it replaces the one reward, and keeps its limits."""
-    if len(rewards) != 1:
-        raise ConfigError(f"reward=function stands for one reward, and the config has {len(rewards)}")
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__qualname__)
-    return (structs.replace(rewards[0], function=f"{PASSED}{module}.{name}"),)
+def passed(
+    reward: Callable[..., Any] | Sequence[Callable[..., Any]], rewards: Sequence[RewardConfig]
+) -> tuple[RewardConfig, ...]:
+    """The configs of functions that were passed from Python: they replace the rewards one by one, or the one that there is, and
+    keep weights and limits."""
+    functions = functions_of(reward)
+    if len(rewards) == 1:
+        rewards = [*rewards] * len(functions)
+    if not functions or len(rewards) != len(functions):
+        what = (
+            "reward=function stands for one reward"
+            if len(functions) == 1
+            else f"reward= has {len(functions)} functions"
+        )
+        raise ConfigError(f"{what}, and the config has {len(rewards)}")
+    return tuple(
+        structs.replace(one, function=f"{PASSED}{getattr(function, '__module__', None)}.{_name(function)}")
+        for function, one in zip(functions, rewards, strict=True)
+    )
+
+
+def functions_of(reward: Function | Sequence[Function]) -> list[Function]:
+    """Those that were passed from Python: one, or several."""
+    return list(reward) if isinstance(reward, Sequence) else [reward]
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def was_passed(rewards: Sequence[RewardConfig]) -> bool:

@@ -20,7 +20,7 @@ from msgspec import Struct
 from millstream.errors import ConfigError, RewardFailed
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2
 
 MAX_PAUSE_S = 60.0
 FIRST_PAUSE_S = 0.5
@@ -100,21 +100,21 @@ class Endpoint:
                 raise RewardFailed(f"reward {self._name}: {what}") from error
 
     @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[httpx.AsyncClient]:
+    async def _connection(self) -> AsyncIterator[httpx2.AsyncClient]:
         """One client per event loop, with a limit of concurrent requests."""
-        import httpx
+        import httpx2
 
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
             self._free = asyncio.Semaphore(self._config.most_at_once)
-            self._client = httpx.AsyncClient(
-                timeout=None, limits=httpx.Limits(max_connections=self._config.most_at_once)
+            self._client = httpx2.AsyncClient(
+                timeout=None, limits=httpx2.Limits(max_connections=self._config.most_at_once)
             )
         async with self._free:
             yield self._client
 
-    async def _ask(self, client: httpx.AsyncClient, question: str) -> str:
+    async def _ask(self, client: httpx2.AsyncClient, question: str) -> str:
         pause_s = FIRST_PAUSE_S
         began = time.monotonic()
         for attempt in range(self._config.retries + 1):
@@ -149,8 +149,8 @@ class Endpoint:
                 )
         spent.calls += 1
 
-    async def _attempt(self, client: httpx.AsyncClient, question: str) -> str:
-        import httpx
+    async def _attempt(self, client: httpx2.AsyncClient, question: str) -> str:
+        import httpx2
 
         config = self._config
         headers = {"Authorization": f"Bearer {os.environ.get(config.api_key_env, '')}"} if config.api_key_env else {}
@@ -162,7 +162,7 @@ class Endpoint:
         }
         try:
             answer = await client.post(f"{config.url.rstrip('/')}/chat/completions", json=body, headers=headers)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise _TryAgain(f"{config.url} cannot be asked ({type(error).__name__}: {error})", None) from error
         if answer.status_code == 429 or answer.status_code >= 500:
             raise _TryAgain(f"{config.url} answered {answer.status_code}", _seconds(answer.headers.get("retry-after")))

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import inspect
 import typing
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,8 @@ from msgspec import Struct
 from millstream import imports
 from millstream.config import problems
 from millstream.env.rewards.code import PythonTests
-from millstream.env.rewards.config import PASSED, RewardConfig
+from millstream.env.rewards.config import PASSED, RewardConfig, functions_of
+from millstream.env.rewards.foreign import adapted, check_foreign, library_of, parameters_of
 from millstream.env.rewards.judge import Judge, RankingJudge
 from millstream.env.rewards.mathematics import math_answer
 from millstream.env.rewards.ranking import shortest_right
@@ -27,6 +28,7 @@ from millstream.types import Task
 # Also a class that is constructed with `args` and whose objects are called like this.
 Reward = Callable[[Task, str], float | Awaitable[float]]
 GroupReward = Callable[[Task, Sequence[str]], Sequence[float] | Awaitable[Sequence[float]]]
+PassedRewards = Reward | Sequence[Reward]  # from Python: one function, or several
 
 
 class BuiltInReward(Struct, frozen=True):
@@ -50,11 +52,12 @@ BUILT_IN_REWARDS: dict[str, BuiltInReward] = {
 
 
 def prepare_rewards(
-    configs: Sequence[RewardConfig], reward: Reward | None = None
+    configs: Sequence[RewardConfig], reward: PassedRewards | None = None
 ) -> list[tuple[Reward | GroupReward, RewardConfig]]:
-    """The functions that the configs name, or the one passed from Python, each with its config: the input of
+    """The functions that the configs name, or those passed from Python, each with its config: the input of
     `CompletionScorer` and `group_scorer`. Raises `ConfigError`."""
-    return [(find_reward(config.function) if reward is None else reward, config) for config in configs]
+    own = functions_of(reward) if reward is not None else [find_reward(config.function) for config in configs]
+    return list(zip(own, configs, strict=True))
 
 
 def find_reward(name: str) -> Any:
@@ -79,14 +82,13 @@ def bind_reward(function: Callable[..., Any], config: RewardConfig) -> Callable[
     """The function with the config's arguments; for a class, an object. Raises what `checked_arguments` and the class raise."""
     arguments = checked_arguments(function, config)
     if not inspect.isclass(function):
-        return functools.partial(function, **arguments) if arguments else function
+        return adapted(functools.partial(function, **arguments) if arguments else function, config.function)
     if limits_itself(function):
         arguments["timeout_s"] = config.timeout_s
     made = function(**arguments)
     if not callable(made):
         raise ConfigError(f"reward {config.function} is a class without __call__(self, task, completion)")
-    reward: Callable[..., Any] = made
-    return reward
+    return adapted(made, config.function)
 
 
 def check_reward(function: Callable[..., Any], config: RewardConfig) -> None:
@@ -101,7 +103,10 @@ def checked_arguments(function: Callable[..., Any], config: RewardConfig) -> dic
     """Raises `ConfigError` for an argument that is unknown, missing, or (of a built-in) of the wrong type, and for an extra
     that is not installed."""
     if not is_built_in(function, config):
-        _check_names(function, config)
+        if not inspect.isclass(function) and library_of(function) is not None:
+            check_foreign(function, config.function, config.args)
+        else:
+            _check_names(function, config)
         return dict(config.args)
     known = BUILT_IN_REWARDS[config.function]
     _check_kind(known, config)
@@ -117,14 +122,7 @@ def is_built_in(function: Callable[..., Any], config: RewardConfig) -> bool:
 
 def limits_itself(function: Callable[..., Any]) -> bool:
     """Whether it is a class that takes `timeout_s` and enforces the limit itself: it knows which waits do not count."""
-    return inspect.isclass(function) and "timeout_s" in _parameters(function)
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # built into the interpreter: unknown
-        return {}
+    return inspect.isclass(function) and "timeout_s" in parameters_of(function)
 
 
 def _check_kind(known: BuiltInReward, config: RewardConfig) -> None:
@@ -141,7 +139,7 @@ def _check_needs(known: BuiltInReward, config: RewardConfig) -> None:
 
 
 def _check_names(function: Callable[..., Any], config: RewardConfig) -> None:
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     if not parameters and not inspect.isclass(function):
         return
     ours = ["timeout_s"] if inspect.isclass(function) else list(parameters)[:2]

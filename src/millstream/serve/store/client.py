@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
-import httpx
+import httpx2
 import msgspec
 import numpy as np
 
@@ -39,9 +39,9 @@ class HttpStore:
         headers = {"Content-Type": MESSAGEPACK, "Accept": MESSAGEPACK}
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
-        timeout = httpx.Timeout(ANSWER_S, read=poll_s + ANSWER_S)
-        limits = httpx.Limits(max_connections=None)  # a waiting claim occupies one
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
+        timeout = httpx2.Timeout(ANSWER_S, read=poll_s + ANSWER_S)
+        limits = httpx2.Limits(max_connections=None)  # a waiting claim occupies one
+        self._http = httpx2.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
         self._section = section
         self._poll_s = poll_s
 
@@ -71,7 +71,7 @@ class HttpStore:
         while True:
             try:
                 response = await self._http.request(method, path, content=content)
-            except httpx.HTTPError as error:
+            except httpx2.HTTPError as error:
                 raise StoreError(f"{method} {path}: {error or type(error).__name__}") from error
             if response.status_code != 503:
                 break
@@ -210,7 +210,7 @@ def _plain(values: Any) -> Any:
     return int(values) if isinstance(values, int | np.integer) else [int(value) for value in values]
 
 
-def _message(response: httpx.Response) -> str:
+def _message(response: httpx2.Response) -> str:
     try:
         return str(msgspec.json.decode(response.content)["error"])
     except (msgspec.DecodeError, KeyError, TypeError):
