@@ -96,7 +96,7 @@ crash-matrix: $(VENV)/.installed-ray
 
 # Every key that may change at a resume, with SIGKILL before and after the change: one line a key.
 changes-matrix: $(INSTALLED)
-	$(BIN)/pytest -v -m slow tests/run/test_changes.py
+	$(BIN)/pytest -vv -m slow tests/run/test_changes.py
 
 bench-trl: $(INSTALLED) $(TRL)/.installed
 	$(BIN)/python bench/vs_trl.py

@@ -27,7 +27,7 @@ from millstream import RunConfig
 from millstream.clock import RealClock, VirtualClock, run_virtual
 from millstream.config import load
 from millstream.errors import InvariantError, LearnerError, LearnerGone, MillstreamError
-from millstream.events import CheckpointFailed, LearnerRestarted, RunEnded, Warned
+from millstream.events import CheckpointFailed, LearnerRestarted, Resumed, RunEnded, Warned
 from millstream.events.sinks import MemorySink, read_events
 from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.messages import WriteSnapshot
@@ -45,7 +45,7 @@ from support.checkpoints import checkpoints_in, standing
 from support.commands import start_command
 from support.processes import is_alive, workers
 from support.rank_cases import CASES, STEPS, batch, row, train
-from support.runs import ROOT, assert_clean, command, steps_of, until
+from support.runs import ROOT, assert_clean, command, kill_at, resume_command, steps_of, until
 from support.simulated import Diary, Others, World, at_once, check, simulate
 from support.worlds import worlds
 
@@ -748,6 +748,26 @@ def test_a_run_whose_rank_is_killed_goes_to_its_end_and_its_audit_is_clean(tmp_p
     assert isinstance(events[-1], RunEnded) and events[-1].outcome == "finished" and events[-1].version == 12
     assert_clean(run_dir)
     assert not any(map(is_alive, ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_warm_process")
+def test_a_rank_that_is_killed_after_a_resume_with_other_micro_batches_is_replaced_and_the_audit_is_clean(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    kill_at(run_dir, 3, {"learner.ranks": 2, "pipeline.steps": 60, "checkpoint.every_steps": 2})
+    changes = ["--set", "learner.micro_batch_tokens=64", "--set", "pipeline.groups_per_step=2"]
+    process = start_command([*resume_command(run_dir), *changes])
+
+    def versions() -> list[int]:
+        return [event.version for event in read_events(run_dir / "events.jsonl") if isinstance(event, Resumed)]
+
+    until(lambda: bool(versions()) and steps_of(run_dir) >= versions()[0] + 3, process)
+    os.kill(workers(process.pid)[1], signal.SIGKILL)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and "the learner was restarted at step" in output, output
+    assert_clean(run_dir)
 
 
 @pytest.mark.slow
