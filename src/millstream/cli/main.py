@@ -85,20 +85,23 @@ Overrides = Annotated[
 ]
 
 
+FromRun = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="RUN[@STEP]",
+        help="Begin with the weights and the optimizer's state of this run's checkpoint.",
+    ),
+]
+
+
 @app.command(name="train")
 def train_command(
     path: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The config of the run.")] = None,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN", help="Resume the run in this folder instead.")
     ] = None,
-    from_run: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="RUN[@STEP]",
-            help="Begin with the weights and the optimizer's state of this run's checkpoint.",
-        ),
-    ] = None,
+    from_run: FromRun = None,
     overrides: Overrides = None,
     dry_run: DryRun = False,
     with_config: ShowConfig = False,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from millstream.types import Fate, Finish, Metrics
@@ -446,80 +445,8 @@ class RunEnded(Event, frozen=True, kw_only=True):
     version: int
 
 
-AnyEvent = (
-    ConfigWritten
-    | SettingChanged
-    | RunBranched
-    | SizesChosen
-    | RunStarted
-    | Resumed
-    | GroupAdmitted
-    | GroupResumed
-    | RolloutStarted
-    | RolloutEnded
-    | RolloutFailed
-    | RolloutAborted
-    | GroupRestarted
-    | GroupScored
-    | GroupTaken
-    | GroupLeft
-    | Stepped
-    | WeightsPublished
-    | WeightsLoaded
-    | ReplicaLeft
-    | ReplicaJoined
-    | WorkerStarted
-    | PathChosen
-    | MicroBatchLowered
-    | LearnerRestarted
-    | Span
-    | DraftsChecked
-    | Stalled
-    | Status
-    | WarmedUp
-    | WarmupSealed
-    | EvaluationStarted
-    | Evaluated
-    | CheckpointSealed
-    | CheckpointFailed
-    | Warned
-    | Finding
-    | FindingEnded
-    | StopRequested
-    | RunEnded
-)
-
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(AnyEvent)
-
-
 class EventSink(Protocol):
     """Takes events in the order in which they happen. May be called from any thread; must not block for long; never raises. An
     event, and what it contains, must not change after `emit`: it may be written later."""
 
     def emit(self, event: Event) -> None: ...
-
-
-def encode_json(value: Any) -> bytes:
-    """Never fails on text: what is not Unicode (half a character from a subprocess) becomes a question mark."""
-    try:
-        return _encoder.encode(value)
-    except UnicodeEncodeError:
-        return _encoder.encode(_in_unicode(msgspec.to_builtins(value)))
-
-
-def encode_event(event: Event) -> bytes:
-    return encode_json(event)
-
-
-def _in_unicode(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_in_unicode(key): _in_unicode(item) for key, item in value.items()}
-    return [_in_unicode(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def decode_event(line: bytes | str) -> AnyEvent:
-    event: AnyEvent = _decoder.decode(line)
-    return event

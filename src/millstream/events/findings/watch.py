@@ -85,7 +85,8 @@ class Watch:
             if now.num_highest and are_equal(reward, now.highest):
                 now.num_highest += 1
             elif reward > now.highest:
-                now.highest, now.num_highest = reward, 1
+                now.highest = reward
+                now.num_highest = 1
 
     def _end_step(self, event: Stepped) -> None:
         now, metrics = self._now, event.metrics

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import Response
 
 from millstream.env import Text
-from millstream.events.types import encode_json
+from millstream.events.encoding import encode_json
 from millstream.serve.auth import MAX_MESSAGE
 from millstream.serve.openai.detokenize import TextPiece
 from millstream.serve.openai.prompt_scores import PromptScores
