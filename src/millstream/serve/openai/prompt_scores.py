@@ -48,7 +48,9 @@ class PromptScorer:
             ids_BT = torch.tensor([list(tokens)], device=self._model.device)
             logits_TV = self._model(input_ids=ids_BT, use_cache=False).logits[0, :-1]
             scores = PromptScores([], [])
-            for rows_NV, next_N in zip(logits_TV.split(ROWS_AT_ONCE), ids_BT[0, 1:].split(ROWS_AT_ONCE), strict=True):  # type: ignore[no-untyped-call]
+            for rows_NV, next_N in zip(
+                torch.split(logits_TV, ROWS_AT_ONCE), torch.split(ids_BT[0, 1:], ROWS_AT_ONCE), strict=True
+            ):
                 logprobs_NV = torch.log_softmax(rows_NV.float(), dim=-1)
                 top_N = logprobs_NV.max(dim=-1)
                 scores.logprobs.extend(logprobs_NV.gather(1, next_N[:, None])[:, 0].tolist())
