@@ -65,6 +65,28 @@ def test_with_any_other_schedule_nothing_is_lost_doubled_or_too_old_and_supersed
     check_changed(other, kept, outcome, begin)
 
 
+@settings(max_examples=60)
+@given(
+    world=worlds,
+    schedule=schedules,
+    cut=st.randoms(use_true_random=False),
+    reference=st.sampled_from(["none", "early", "late"]),
+    has_critic=st.booleans(),
+    score_token_s=st.sampled_from([1e-4, 1e-2]),
+    rollouts=st.booleans(),
+)
+def test_rows_that_a_reference_or_a_critic_has_scored_or_not_are_taken_over_as_well(
+    world: World, schedule: dict[str, Any], cut: random.Random, rollouts: bool, **stages: Any
+) -> None:
+    try:
+        changed = Changed(rollouts, schedule=True)
+        other, kept, outcome, begin = resume_with(replace(world, **stages), cut, schedule, changed)
+    except MillstreamError as error:
+        assert world.failure > 0 and "in a row failed" in str(error), error
+        return
+    check_changed(other, kept, outcome, begin)
+
+
 def check_changed(world: World, kept: Kept, outcome: Outcome, begin: int) -> None:
     """What must be true of a run that was resumed as another world, by the events from `begin` on and those before."""
     events = outcome.sink.events

@@ -124,7 +124,8 @@ class Resumption:
         self._context.to_feed = set(ledger.to_feed)
         self._context.vacant = set(ledger.vacant)
         for group_id in superseded:
-            self._finalizer.leave(group_id, Fate.SUPERSEDED, np.zeros(0))
+            task_id = state.ledger.groups[group_id].task_id
+            self._finalizer.leave(group_id, Fate.SUPERSEDED, np.zeros(0), task_id=task_id)
         for group_id, group in ledger.groups.items():
             self._restore_group(group_id, group, incarnation)
         return rows

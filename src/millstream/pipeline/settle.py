@@ -245,8 +245,16 @@ class GroupFinalizer:
 
     # ---- fates and advantages ----------------------------------------------------------------------------------------
 
-    def leave(self, group_id: int, fate: Fate, rewards_G: Rewards, *, is_replaced: bool = False) -> None:
-        """Record a group's fate. The only place that does."""
+    def leave(
+        self,
+        group_id: int,
+        fate: Fate,
+        rewards_G: Rewards,
+        *,
+        is_replaced: bool = False,
+        task_id: str | None = None,
+    ) -> None:
+        """Record a group's fate. The only place that does. `task_id`: of a group that is not in flight."""
         self._context.emit(
             GroupLeft(
                 at=self._context.now(),
@@ -257,7 +265,8 @@ class GroupFinalizer:
                 mean_reward=float(rewards_G.mean()) if len(rewards_G) else 0.0,
             )
         )
-        self._context.keep(GroupFate(group_id, self._context.groups[group_id].task_id, fate, rewards_G.tolist()))
+        task_id = self._context.groups[group_id].task_id if task_id is None else task_id
+        self._context.keep(GroupFate(group_id, task_id, fate, rewards_G.tolist()))
 
     def _judge(self, lease: Lease) -> Fate:
         if len(members_of(lease)) < self._min_group_size:

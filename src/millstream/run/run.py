@@ -115,12 +115,12 @@ def resume(
             return folder.conclude()
         if reward is not None and not was_passed(config.reward):
             raise ConfigError(f"the run in {run_dir} has its reward from its config.toml: leave reward= out")
-        resumed = find_resume_point(folder, config)
         # bit for bit: other sizes would change it
         is_repeatable = config.pipeline.is_in_lockstep or config.warmup is not None or config.data.rollouts is not None
         recorded = recorded_sizes(folder) if is_repeatable else None
         start = folder.start if folder.start.is_dir() else None
         prepared = prepare_run(config, reward, data_passed=data, recorded=recorded, start=start)
+        resumed = find_resume_point(folder, config)
         accept_resume_point(resumed, folder, prepared.data_digest)
     except BaseException:
         folder.unlock()
