@@ -17,7 +17,7 @@ def test_every_rule_is_in_both_tables_and_no_other() -> None:
 
 def test_the_thresholds_of_the_page_are_those_of_the_rules() -> None:
     assert facts.WINDOW == 10 and facts.RECENT == facts.MIN_STEPS == 5 and facts.MOST == 0.9
-    table = {name: line for name, line in re.findall(r"^\| `([a-z-]+)` \| (.+) \| step", PAGE, re.MULTILINE)}
+    table = dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \| step", PAGE, re.MULTILINE))
     for name, number in (
         ("all-rewards-equal", rules.MIN_ROLLOUTS),
         ("no-signal", rules.MIN_GROUPS),

@@ -15,8 +15,8 @@ from millstream.events import (
     CheckpointFailed,
     Evaluated,
     Event,
-    Finding,
     FindingEnded,
+    FindingMade,
     LearnerRestarted,
     MicroBatchLowered,
     PathChosen,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 NEXT_LINE = "\n" + 12 * " "
 Alarm = (
     CheckpointFailed
-    | Finding
+    | FindingMade
     | FindingEnded
     | LearnerRestarted
     | MicroBatchLowered
@@ -66,7 +66,7 @@ def alarm(event: Alarm) -> str:
         )
     if isinstance(event, Warned):
         return f"warning: {event.message}"
-    if isinstance(event, Finding):
+    if isinstance(event, FindingMade):
         return finding_text(event)
     if isinstance(event, FindingEnded):
         return f"{event.name} no longer holds at step {event.step}"

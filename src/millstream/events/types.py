@@ -376,7 +376,7 @@ class Warned(Event, frozen=True, kw_only=True):
     message: str
 
 
-class Finding(Event, frozen=True, kw_only=True):
+class FindingMade(Event, frozen=True, kw_only=True):
     """The run does not learn as it should, by one rule of `events.findings`. It holds until a `FindingEnded` of that name."""
 
     name: str
@@ -439,7 +439,7 @@ AnyEvent = (
     | CheckpointSealed
     | CheckpointFailed
     | Warned
-    | Finding
+    | FindingMade
     | FindingEnded
     | StopRequested
     | RunEnded

@@ -29,7 +29,7 @@ from msgspec import Struct, structs
 
 from millstream.config import load, to_toml
 from millstream.errors import ConfigError, OutputError
-from millstream.events import ConfigWritten, Evaluated, Finding, RunEnded, WarmedUp
+from millstream.events import ConfigWritten, Evaluated, FindingMade, RunEnded, WarmedUp
 from millstream.events.findings import findings_of
 from millstream.events.sinks import read_events, read_history
 from millstream.events.summary import Summary, summarise
@@ -59,7 +59,7 @@ class RunResult(Struct, frozen=True, kw_only=True):
     """Of supervised training: mean negative log-likelihood of a token of the held-out tasks; None without it."""
     held_out_loss_after: float | None = None
     summary: Summary
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[FindingMade, ...] = ()
     """What held at the end of the run: see docs/findings.md. Empty: nothing was found."""
 
 

@@ -48,7 +48,7 @@ class Evidence(NamedTuple):
     figures: dict[str, float]
 
 
-Rule = Callable[[SoFar], Evidence | bool]
+LearningRule = Callable[[SoFar], Evidence | bool]
 """Evidence if it holds, False if it does not, True if that cannot be said: it stays as it was."""
 
 UNKNOWN = True
@@ -227,7 +227,7 @@ def weights_truncated(so_far: SoFar) -> Evidence | bool:
     )
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, LearningRule] = {
     "all-rewards-equal": all_rewards_equal,
     "no-signal": no_signal,
     "empty-steps": empty_steps,
