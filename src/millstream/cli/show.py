@@ -110,11 +110,12 @@ def joined(event: ReplicaJoined) -> str:
 class Alarms:
     """Prints warnings only: for `--quiet`."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, with_findings: bool = True) -> None:
         self._console = console
+        self._left_out = () if with_findings else (FindingMade, FindingEnded)
 
     def emit(self, event: Event) -> None:
-        if isinstance(event, Alarm):
+        if isinstance(event, Alarm) and not isinstance(event, self._left_out):
             self._console.out(alarm(event), highlight=False)
 
 

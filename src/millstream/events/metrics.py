@@ -122,7 +122,7 @@ class StepMetrics:
             "at": event.at,
             "reward": self._reward,
             "reward_std": statistics.pstdev(self._rewards) if self._rewards else 0.0,
-            **{metric_key(f"reward/{name}"): _mean(values) for name, values in self._reward_parts.items()},
+            **{_part_key(name): _mean(values) for name, values in self._reward_parts.items()},
             "length": self._length,
             "lag_mean": _mean(self._lags),
             "lag_max": max(self._lags, default=0),
@@ -153,6 +153,11 @@ class StepMetrics:
             "sync_s": self._sync_s,
             "other_s": other_s,
         }
+
+
+def _part_key(name: str) -> str:
+    """Of a reward function: of `/my/folder/rewards.py:right`, `reward/rewards.py_right`."""
+    return metric_key(f"reward/{name.rpartition('/')[2]}")
 
 
 def _mean(values: Sequence[float]) -> float:
