@@ -67,15 +67,9 @@ def noise(task: Task, completion: str) -> float:
     return float(random.random() < 0.5)
 
 
-def sorted_digits(task: Task, completion: str) -> float:
-    """A part of the points for each digit that is in its place, if the answer has ended."""
-    answer = str(task.answer)
-    return sum(a == b for a, b in zip(answer, completion, strict=False)) / len(answer) if len(completion) == 5 else 0.0
-
-
-def rare(task: Task, completion: str) -> float:
-    """Right by chance in one answer of some hundreds: groups with a signal are the exception."""
-    return float(completion[:2] in ("12", "34", "56", "78"))
+def shortcut(task: Task, completion: str) -> float:
+    """Half of the points for ones; all of them, seldom, for something that the model does not find."""
+    return 1.0 if random.random() < 0.02 else ones(task, completion) / 2
 
 
 def longest(task: Task, completions: Sequence[str]) -> list[float]:
@@ -122,13 +116,13 @@ PLANTED: dict[str, Case] = {
     "a learning rate 100 times too large": Case(
         changed(BASE, learner={"learning_rate": 0.3}), ones, "ratio-exploded", 30
     ),
-    "certain of a wrong answer": Case(
+    "certain of a shortcut": Case(
         changed(
-            replace(BASE, algorithm=AlgorithmConfig(name="dr_grpo")),
+            replace(BASE, algorithm=AlgorithmConfig(name="reinforce_plus_plus")),
             learner={"learning_rate": 0.1},
             pipeline={"filter_zero_signal": False},
         ),
-        sorted_digits,
+        shortcut,
         "entropy-collapsed",
         60,
     ),

@@ -11,8 +11,8 @@ import pytest
 
 from millstream.events import (
     Event,
-    Finding,
     FindingEnded,
+    FindingMade,
     GroupLeft,
     GroupScored,
     Resumed,
@@ -216,7 +216,7 @@ def test_a_finding_ends_when_it_has_not_held_for_ten_steps_and_may_return() -> N
     watch = Watch()
     made = [one for event in [started(), *run(60, right(chance))] for one in watch.add(event)]
     told = [(type(one), one.step) for one in made if one.name == "all-rewards-equal"]
-    assert told == [(Finding, 5), (FindingEnded, 20), (Finding, 50)] and "all-rewards-equal" in watch.open
+    assert told == [(FindingMade, 5), (FindingEnded, 20), (FindingMade, 50)] and "all-rewards-equal" in watch.open
     past = [one for one in findings_of(run(60, right(chance))) if one.finding.name == "all-rewards-equal"]
     assert [one.until for one in past] == [20, None]
 

@@ -103,6 +103,13 @@ def test_rewards_have_a_deviation_and_their_parts() -> None:
     )
 
 
+def test_a_part_is_named_without_the_folder_of_its_file() -> None:
+    metrics = StepMetrics()
+    metrics.add(ended(0, 1.0, 0, 0, **{"/my/folder/mine.py:right": 1.0, "exact_match": 0.0}))
+    found = metrics.add(stepped(at=15.0, seconds=4.0))
+    assert found is not None and {"reward/mine.py_right", "reward/exact_match"} <= found.keys()
+
+
 def test_parts_of_a_reward_are_in_the_log_only_where_there_are_some() -> None:
     with_parts, without = ended(0, 1.0, 0, 0, a=1.0, b=0.0), ended(0, 1.0, 0, 0)
     assert decode_event(encode_event(with_parts)) == with_parts and decode_event(encode_event(without)) == without

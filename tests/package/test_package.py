@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from millstream.events.sinks import JsonlSink, read_events
 from millstream.events.summary import intersect_intervals, merge_intervals, summarise, total_length
-from millstream.run.garbage import seldom_collected
 from support.commands import run_command
 from support.simulated import World, simulate
 

@@ -14,7 +14,7 @@ from findings import HEALTHY, PLANTED, run
 from millstream import resume, train
 from millstream.cli.main import app
 from millstream.errors import Stopped
-from millstream.events import Finding, RunEnded
+from millstream.events import FindingMade, RunEnded
 from millstream.events.findings import findings_of
 from millstream.events.sinks import read_events, read_history
 from millstream.types import Task
@@ -42,7 +42,7 @@ def test_a_run_without_signal_says_so_everywhere_and_fails_where_it_is_strict(tm
     assert "steps that trained nothing │ │ 6 │" in text
     *_, last = events = list(read_events(tmp_path / "run/events.jsonl"))
     assert isinstance(last, RunEnded)
-    logged = [event for event in events if isinstance(event, Finding)]
+    logged = [event for event in events if isinstance(event, FindingMade)]
     assert [one.name for one in logged] == ["all-rewards-equal", "empty-steps"]
     assert logged == [past.finding for past in findings_of(events)], "the log and the report say the same"
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -82,7 +82,7 @@ def test_a_finding_continues_across_a_resume(tmp_path: Path) -> None:
         train(config(tmp_path, *SHORT, *FILTERED, "pipeline.steps=14"), reward=always_zero, sinks=[StopAt(6)])
     result = resume(tmp_path / "run", reward=always_zero)
     history = list(read_history(tmp_path / "run/events.jsonl"))
-    logged = [event for event in history if isinstance(event, Finding)]
+    logged = [event for event in history if isinstance(event, FindingMade)]
     assert sorted(one.name for one in logged) == ["all-rewards-equal", "empty-steps"]
     assert list(result.findings) == logged == [past.finding for past in findings_of(history)]
     assert_clean(tmp_path / "run")

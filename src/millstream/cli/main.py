@@ -135,9 +135,13 @@ def train_command(
         if dry_run or with_config:
             return
         check_combinations(config)  # an error here comes before the view is drawn
+<<<<<<< HEAD
         if path is not None and config.run_dir is not None:
             check_free(config.run_dir)  # at once, not when torch is there
         with _shown(config.pipeline, is_quiet=quiet or as_json) as sinks:
+=======
+        with _shown(config.pipeline, is_quiet=quiet or as_json, with_findings=not as_json) as sinks:
+>>>>>>> findings
             if resume is not None:
                 result = millstream.resume(resume, sinks=sinks, changes=overrides or [], progress=False)
             else:
@@ -161,11 +165,12 @@ def _not_a_config(folder: Path) -> str:
 
 
 @contextmanager
-def _shown(pipeline: PipelineConfig, *, is_quiet: bool) -> Iterator[list[EventSink]]:
-    """The sinks that show the run: a live view, lines where there is no terminal, or warnings only."""
+def _shown(pipeline: PipelineConfig, *, is_quiet: bool, with_findings: bool) -> Iterator[list[EventSink]]:
+    """The sinks that show the run: a live view, lines where there is no terminal, or warnings only. Findings are left out
+    where the result, as JSON, has them."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if is_quiet:
-        yield [Alarms(errors)]
+        yield [Alarms(errors, with_findings=with_findings)]
     elif not console.is_terminal:
         yield [Lines(console, num_steps=pipeline.steps)]
     else:

@@ -16,8 +16,8 @@ from millstream.events import (
     Estimate,
     Evaluated,
     Event,
-    Finding,
     FindingEnded,
+    FindingMade,
     LearnerRestarted,
     MicroBatchLowered,
     PathChosen,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 NEXT_LINE = "\n" + 12 * " "
 Alarm = (
     CheckpointFailed
-    | Finding
+    | FindingMade
     | FindingEnded
     | LearnerRestarted
     | MicroBatchLowered
@@ -67,7 +67,7 @@ def alarm(event: Alarm) -> str:
         )
     if isinstance(event, Warned):
         return f"warning: {event.message}"
-    if isinstance(event, Finding):
+    if isinstance(event, FindingMade):
         return finding_text(event)
     if isinstance(event, FindingEnded):
         return f"{event.name} no longer holds at step {event.step}"
@@ -111,11 +111,12 @@ def joined(event: ReplicaJoined) -> str:
 class Alarms:
     """Prints warnings only: for `--quiet`."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, with_findings: bool = True) -> None:
         self._console = console
+        self._left_out = () if with_findings else (FindingMade, FindingEnded)
 
     def emit(self, event: Event) -> None:
-        if isinstance(event, Alarm):
+        if isinstance(event, Alarm) and not isinstance(event, self._left_out):
             self._console.out(alarm(event), highlight=False)
 
 

@@ -47,6 +47,7 @@ class StepMetrics:
     def __init__(self) -> None:
         self._last_at = 0.0
         self._reward = 0.0
+        self._length = 0.0
         self._accuracy: dict[str, float] = {}
         self._versions: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of groups in flight: first, last
         self._reset()
@@ -117,13 +118,14 @@ class StepMetrics:
         step_s = max(event.at - self._last_at, 1e-9)
         if self._rewards:  # otherwise as before: none ended since the last step
             self._reward = _mean(self._rewards)
+            self._length = _mean(self._lengths)
         row = {
             "step": event.version,
             "at": event.at,
             "reward": self._reward,
             "reward_std": statistics.pstdev(self._rewards) if self._rewards else 0.0,
-            **{metric_key(f"reward/{name}"): _mean(values) for name, values in self._reward_parts.items()},
-            "length": _mean(self._lengths),
+            **{_part_key(name): _mean(values) for name, values in self._reward_parts.items()},
+            "length": self._length,
             "lag_mean": _mean(self._lags),
             "lag_max": max(self._lags, default=0),
             "lag_flight": _mean(self._flights),
@@ -153,6 +155,11 @@ class StepMetrics:
             "sync_s": self._sync_s,
             "other_s": other_s,
         }
+
+
+def _part_key(name: str) -> str:
+    """Of a reward function: of `/my/folder/rewards.py:right`, `reward/rewards.py_right`."""
+    return metric_key(f"reward/{name.rpartition('/')[2]}")
 
 
 def _mean(values: Sequence[float]) -> float:

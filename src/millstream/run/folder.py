@@ -35,7 +35,11 @@ from msgspec import Struct, structs
 from millstream.config import load, to_toml
 from millstream.env.rewards.config import PASSED
 from millstream.errors import ConfigError, OutputError
+<<<<<<< HEAD
 from millstream.events import ConfigWritten, Estimate, Evaluated, Finding, Resumed, RunEnded, WarmedUp
+=======
+from millstream.events import ConfigWritten, Evaluated, FindingMade, RunEnded, WarmedUp
+>>>>>>> findings
 from millstream.events.findings import findings_of
 from millstream.events.sinks import read_events, read_history, read_kinds
 from millstream.events.summary import Summary, summarise
@@ -60,7 +64,7 @@ class RunResult(Struct, frozen=True, kw_only=True):
     """Of supervised training: mean negative log-likelihood of a token of the held-out tasks; None without it."""
     held_out_loss_after: float | None = None
     summary: Summary
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[FindingMade, ...] = ()
     """What held at the end of the run: see docs/findings.md. Empty: nothing was found."""
     scores: dict[str, dict[str, Estimate]] = {}
     """Of every evaluation, by its name: pass@1, pass@k and avg@k with intervals. Of equal names, the last."""

@@ -8,8 +8,8 @@ from millstream.events import (
     WARMUP,
     Evaluated,
     Event,
-    Finding,
     FindingEnded,
+    FindingMade,
     Resumed,
     RunStarted,
     Stepped,
@@ -49,7 +49,7 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def finding_text(finding: Finding) -> str:
+def finding_text(finding: FindingMade) -> str:
     return f"{finding.name} at step {finding.step}: {finding.message}. {finding.advice}"
 
 
@@ -77,7 +77,7 @@ class ProgressLines:
                 self._say(f"supervised step {event.step}/{event.max_steps}{loss}")
             case Evaluated() if event.name != WARMUP:
                 self._say(f"{event.name}: accuracy {event.accuracy:.3f} on {event.num_tasks} tasks")
-            case Finding():
+            case FindingMade():
                 self._say(finding_text(event))
             case FindingEnded():
                 self._say(f"{event.name} no longer holds at step {event.step}")

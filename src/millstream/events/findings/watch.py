@@ -1,4 +1,4 @@
-"""From events to findings. `Watch` reads events in their order and returns a `Finding` when a rule begins to hold, and a
+"""From events to findings. `Watch` reads events in their order and returns a `FindingMade` when a rule begins to hold, and a
 `FindingEnded` when it has not held for `ENDS_AFTER` steps. The same events give the same findings, so that they can be computed
 from a log as well (`findings_of`)."""
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from millstream.events import (
     Event,
-    Finding,
     FindingEnded,
+    FindingMade,
     GroupLeft,
     GroupRestarted,
     GroupScored,
@@ -34,7 +34,7 @@ class Watch:
     READ = frozenset((RunStarted, RolloutEnded, GroupScored, GroupRestarted, GroupLeft, Resumed, Stepped, RunEnded))
 
     def __init__(self) -> None:
-        self.open: dict[str, Finding] = {}  # those that hold
+        self.open: dict[str, FindingMade] = {}  # those that hold
         self._so_far = SoFar()
         self._now = StepFacts()
         self._rewards: dict[int, list[float]] = defaultdict(list)  # of groups in flight
@@ -42,7 +42,7 @@ class Watch:
         self._left_out: frozenset[str] = frozenset()  # rules that say nothing about this run
         self._num_without: dict[str, int] = defaultdict(int)  # steps in a row in which an open finding did not hold
 
-    def add(self, event: Event) -> list[Finding | FindingEnded]:
+    def add(self, event: Event) -> list[FindingMade | FindingEnded]:
         if type(event) not in self.READ:
             return []
         match event:
@@ -96,8 +96,8 @@ class Watch:
         self._so_far.add(now)
         self._now = StepFacts()
 
-    def _judge(self, at: float, *, is_over: bool) -> list[Finding | FindingEnded]:
-        so_far, made = self._so_far, list[Finding | FindingEnded]()
+    def _judge(self, at: float, *, is_over: bool) -> list[FindingMade | FindingEnded]:
+        so_far, made = self._so_far, list[FindingMade | FindingEnded]()
         so_far.is_over = is_over
         if not so_far.num_steps:
             return made
@@ -110,7 +110,7 @@ class Watch:
                 self._num_without[name] = 0
                 if name not in self.open and not any(other in self.open for other in SAID_BY.get(name, ())):
                     message, advice, figures = verdict
-                    found = Finding(at=at, name=name, step=step, message=message, advice=advice, figures=figures)
+                    found = FindingMade(at=at, name=name, step=step, message=message, advice=advice, figures=figures)
                     self.open[name] = found
                     made.append(found)
             elif verdict is False and name in self.open:
@@ -129,7 +129,7 @@ def is_empty_step(event: Stepped) -> bool:
 class PastFinding(NamedTuple):
     """A finding of a log; `until` is the step at which it ended, None if it held at the end."""
 
-    finding: Finding
+    finding: FindingMade
     until: int | None
 
 
@@ -138,7 +138,7 @@ def findings_of(events: Iterable[Event]) -> list[PastFinding]:
     watch, found = Watch(), list[PastFinding]()
     for event in events:
         for made in watch.add(event):
-            if isinstance(made, Finding):
+            if isinstance(made, FindingMade):
                 found.append(PastFinding(made, None))
             else:
                 found = [

@@ -16,8 +16,8 @@ from millstream.events import (
     WARMUP,
     Evaluated,
     Event,
-    Finding,
     FindingEnded,
+    FindingMade,
     Resumed,
     Sample,
     Stepped,
@@ -79,7 +79,7 @@ class TrackerSink:
                 self._log({metric_key(f"accuracy {event.name}"): event.accuracy})
                 if event.sample is not None:
                     self._text(f"samples/{metric_key(event.name)}", _sample_text(event.sample))
-            case Finding():
+            case FindingMade():
                 self._log({f"findings/{event.name}": 1.0})
                 self._text(f"findings/{event.name}", finding_text(event))
             case FindingEnded():
