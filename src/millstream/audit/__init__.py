@@ -18,7 +18,7 @@ all the same: they had to be right when they were written, and a checkpoint may 
 Memory: the groups in flight, the prompts of two epochs and a few numbers per step; one copy of these for every later resume.
 """
 
-from millstream.audit.report import COUNTS, RULES, AuditReport, Violation, report_lines
+from millstream.audit.report import COUNTS, RULES, AuditReport, Finding, report_lines
 from millstream.audit.run_folder import audit
 
-__all__ = ["COUNTS", "RULES", "AuditReport", "Violation", "audit", "report_lines"]
+__all__ = ["COUNTS", "RULES", "AuditReport", "Finding", "audit", "report_lines"]

@@ -57,7 +57,7 @@ COUNTS = (
 )
 
 
-class Violation(NamedTuple):
+class Finding(NamedTuple):
     rule: str
     message: str
 
@@ -67,7 +67,7 @@ class AuditReport:
     """Counts describe the history behind the newest weights; `processes`, `events` and `checks` all that was read."""
 
     run_dir: Path
-    findings: list[Violation] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     findings_left_out: int = 0  # past MAX_FINDINGS
     notes: list[str] = field(default_factory=list)
     checks: int = 0
@@ -108,7 +108,7 @@ class AuditReport:
 
     def add_finding(self, rule: str, message: str) -> None:
         if len(self.findings) < MAX_FINDINGS:
-            self.findings.append(Violation(rule, message))
+            self.findings.append(Finding(rule, message))
         else:
             self.findings_left_out += 1
 

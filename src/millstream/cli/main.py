@@ -135,13 +135,9 @@ def train_command(
         if dry_run or with_config:
             return
         check_combinations(config)  # an error here comes before the view is drawn
-<<<<<<< HEAD
         if path is not None and config.run_dir is not None:
             check_free(config.run_dir)  # at once, not when torch is there
-        with _shown(config.pipeline, is_quiet=quiet or as_json) as sinks:
-=======
         with _shown(config.pipeline, is_quiet=quiet or as_json, with_findings=not as_json) as sinks:
->>>>>>> findings
             if resume is not None:
                 result = millstream.resume(resume, sinks=sinks, changes=overrides or [], progress=False)
             else:

@@ -14,8 +14,8 @@ from millstream.events.types import (
     Evaluated,
     EvaluationStarted,
     Event,
-    Finding,
     FindingEnded,
+    FindingMade,
     GroupAdmitted,
     GroupLeft,
     GroupRestarted,
@@ -87,7 +87,7 @@ AnyEvent = (
     | CheckpointSealed
     | CheckpointFailed
     | Warned
-    | Finding
+    | FindingMade
     | FindingEnded
     | StopRequested
     | RunEnded

@@ -445,53 +445,6 @@ class RunEnded(Event, frozen=True, kw_only=True):
     version: int
 
 
-<<<<<<< HEAD
-=======
-AnyEvent = (
-    ConfigWritten
-    | SizesChosen
-    | RunStarted
-    | Resumed
-    | GroupAdmitted
-    | GroupResumed
-    | RolloutStarted
-    | RolloutEnded
-    | RolloutFailed
-    | RolloutAborted
-    | GroupRestarted
-    | GroupScored
-    | GroupTaken
-    | GroupLeft
-    | Stepped
-    | WeightsPublished
-    | WeightsLoaded
-    | ReplicaLeft
-    | ReplicaJoined
-    | WorkerStarted
-    | PathChosen
-    | MicroBatchLowered
-    | LearnerRestarted
-    | Span
-    | DraftsChecked
-    | Stalled
-    | Status
-    | WarmedUp
-    | WarmupSealed
-    | Evaluated
-    | CheckpointSealed
-    | CheckpointFailed
-    | Warned
-    | FindingMade
-    | FindingEnded
-    | StopRequested
-    | RunEnded
-)
-
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(AnyEvent)
-
-
->>>>>>> findings
 class EventSink(Protocol):
     """Takes events in the order in which they happen. May be called from any thread; must not block for long; never raises. An
     event, and what it contains, must not change after `emit`: it may be written later."""

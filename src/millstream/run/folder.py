@@ -35,11 +35,7 @@ from msgspec import Struct, structs
 from millstream.config import load, to_toml
 from millstream.env.rewards.config import PASSED
 from millstream.errors import ConfigError, OutputError
-<<<<<<< HEAD
-from millstream.events import ConfigWritten, Estimate, Evaluated, Finding, Resumed, RunEnded, WarmedUp
-=======
-from millstream.events import ConfigWritten, Evaluated, FindingMade, RunEnded, WarmedUp
->>>>>>> findings
+from millstream.events import ConfigWritten, Estimate, Evaluated, FindingMade, Resumed, RunEnded, WarmedUp
 from millstream.events.findings import findings_of
 from millstream.events.sinks import read_events, read_history, read_kinds
 from millstream.events.summary import Summary, summarise

@@ -48,11 +48,7 @@ class Evidence(NamedTuple):
     figures: dict[str, float]
 
 
-<<<<<<< HEAD
-FindingRule = Callable[[SoFar], Evidence | bool]
-=======
 LearningRule = Callable[[SoFar], Evidence | bool]
->>>>>>> findings
 """Evidence if it holds, False if it does not, True if that cannot be said: it stays as it was."""
 
 UNKNOWN = True
@@ -231,11 +227,7 @@ def weights_truncated(so_far: SoFar) -> Evidence | bool:
     )
 
 
-<<<<<<< HEAD
-RULES: dict[str, FindingRule] = {
-=======
 RULES: dict[str, LearningRule] = {
->>>>>>> findings
     "all-rewards-equal": all_rewards_equal,
     "no-signal": no_signal,
     "empty-steps": empty_steps,
