@@ -179,7 +179,7 @@ def read_rollouts(day: Day) -> None:
 
 def evaluate_a_checkpoint(day: Day) -> None:
     """Several samples a task, of one checkpoint."""
-    day.type("eval", "first@2", "--samples", "4")
+    day.type("eval", "first@4", "--samples", "4")
 
 
 STEPS: list[Callable[[Day], None]] = [
@@ -187,11 +187,13 @@ STEPS: list[Callable[[Day], None]] = [
     train,
     change_and_train_again,
     stop_and_resume,
+    resume_with_a_change,
+    compare,
+    read_rollouts,
     evaluate,
+    evaluate_a_checkpoint,
     export_a_folder,
 ]
-LATER: list[Callable[[Day], None]] = [resume_with_a_change, compare, read_rollouts, evaluate_a_checkpoint]
-"""Move them to STEPS when their commands are in the package."""
 
 
 # ---- a clean environment ---------------------------------------------------------------------------------------------------

@@ -168,6 +168,8 @@ def test_every_key_that_may_change_is_changed_by_a_test() -> None:
     elsewhere = {
         "model.device",
         "model.trust_remote_code",
+        "rollout.keep_gb",
+        "trackers",
         "data.path",
         "runtime",
         "resources",

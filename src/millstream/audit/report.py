@@ -35,7 +35,7 @@ RULES = {
     "replay": "a restarted learner begins with a checkpoint of the run, and reaches the run's version",
     "checkpoint": "the files of a checkpoint are those of its manifest, byte for byte",
     "ledger": "a checkpoint's ledger agrees with the events up to the last one that it covers",
-    "end": "a run that finished has made its steps, left no group without a fate, and does nothing more",
+    "end": "a run that finished has made its steps and left no group without a fate; it is resumed only for more steps",
     "settings": "each setting that a resume changes has an event, and each step is made with the settings in force",
     "superseded": "groups that a resume supersedes could not be trained in time any more; their prompts are fed again first",
     "metrics": "metrics.jsonl has every step once, with the groups and the mean reward of the events",

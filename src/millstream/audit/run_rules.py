@@ -76,7 +76,12 @@ class RunRules:
 
     def on_resumed(self, event: Fields) -> None:
         report, version, from_seq, digest = self._cursor.report, event["version"], event["from_seq"], event["digest"]
-        self._expect(self._now.outcome != "finished", "end", "a run that finished was resumed")
+        if self._now.outcome == "finished":
+            asked = [
+                change.partition("=")[2] for change in event.get("changes", ()) if change.startswith("pipeline.steps=")
+            ]
+            is_longer = bool(asked) and int(asked[-1]) > self._now.version
+            self._expect(is_longer, "end", "a run that finished was resumed, and not for more steps")
         if not self._holds(event["incarnation"] == report.processes):
             self._finding("resume", f"it counts {event['incarnation']} processes before, there were {report.processes}")
         due = self._sealed.get(digest) if digest else (0, -1)

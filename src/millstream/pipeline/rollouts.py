@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import UNSET, Struct, structs
 
 from millstream.errors import LagError
 from millstream.events import RolloutAborted, RolloutEnded, RolloutFailed, RolloutStarted
@@ -218,7 +218,7 @@ class Rollouts:
         columns = zip(*map(structs.astuple, parts), strict=True)
         rows = {name: list(values) for name, values in zip(Rollout.__struct_fields__, columns, strict=True)}
         async with self._context.quiesce:
-            self._record_rollout(parts, seconds)
+            self._record_rollout(parts, seconds, result.reward_parts)
             self._keep(key, parts, "ended", reward_parts=result.reward_parts)
             put = self._context.store.put(group_id, rows, versions=min(part.start_version for part in parts))
             await self._context.waits.on(f"group {group_id}", "room in the store", put)
@@ -299,7 +299,7 @@ class Rollouts:
 
     # ---- what happened -----------------------------------------------------------------------------------------------
 
-    def _record_rollout(self, parts: tuple[Rollout, ...], seconds: float) -> None:
+    def _record_rollout(self, parts: tuple[Rollout, ...], seconds: float, reward_parts: Mapping[str, float]) -> None:
         first, is_one = parts[0], len({part.agent for part in parts}) == 1
         self._context.emit(
             RolloutEnded(
@@ -316,6 +316,7 @@ class Rollouts:
                 end_version=max(int(part.versions.max()) for part in parts),
                 finish=parts[-1].finish,
                 seconds=seconds,
+                reward_parts=dict(reward_parts) if len(reward_parts) > 1 else UNSET,
             )
         )
 

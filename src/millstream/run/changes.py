@@ -48,7 +48,9 @@ OTHER_SFT = "supervised training draws its examples by it, and may have drawn so
 RULES: Mapping[str, ChangeRule] = {
     **_must_not(OTHER_WEIGHTS, "", "model.path model.tiny learner.lora"),
     **_may("now", "model.", "device dtype trust_remote_code"),
-    **_must_not(OTHER_TASKS, "data.", "name subset split toy size prompt_key answer_key system holdout shuffle"),
+    **_must_not(
+        OTHER_TASKS, "data.", "name subset split toy size prompt_key answer_key system holdout shuffle rollouts"
+    ),
     **_may("now", "data.", "path"),  # of a file that was moved: other tasks are found by their digest
     **_must_not("every random number of the run follows from it", "", "seed"),
     **_must_not("it names the folder itself, which may be moved as a whole: mv RUN OTHER", "", "run_dir"),
@@ -57,10 +59,11 @@ RULES: Mapping[str, ChangeRule] = {
     **_must_not("it decides what the rows of a rollout are", "environment.*.", "thinking"),
     **_may("now", "environment.*.", "max_concurrent step_timeout_s process"),
     **_may("rollouts", "rollout.", "group_size extra_members min_group_size max_parts max_tokens temperature stop"),
-    **_may("now", "rollout.", "retries timeout_s"),
+    **_may("now", "rollout.", "retries timeout_s keep_gb"),
     **_may("schedule", "pipeline.", "steps groups_per_step max_lag lockstep extra_groups surplus"),
     **_may("now", "pipeline.", "overdue max_restarts max_replaced_per_step stall_s deadline_s"),
     **_may("rollouts", "pipeline.", "filter_zero_signal"),
+    **_must_not("a run that trains and one that does not are two runs", "pipeline.", "rollouts_only"),
     **_must_not(OTHER_LOSS, "algorithm.", "name advantage loss correction correction_level kl kl_estimator"),
     **_may(
         "now", "algorithm.", "aggregation fixed_length clip_low clip_high dual_clip ratio_cap ratio_floor entropy_bonus"
@@ -83,7 +86,7 @@ RULES: Mapping[str, ChangeRule] = {
         "device learning_rate warmup_steps max_grad_norm value_clip micro_batch_tokens max_skipped_steps",
     ),
     **_may("now", "proximal.", "device micro_batch_tokens"),
-    **_may("now", "", "engine evaluation checkpoint runtime resources"),
+    **_may("now", "", "engine evaluation checkpoint runtime resources trackers"),
     **_must_not(OTHER_SFT, "", "warmup warmup.max_steps warmup.epochs warmup.batch_size"),
     **_may("now", "warmup.", "learning_rate schedule warmup_steps stop_at check_every"),
 }

@@ -128,10 +128,11 @@ class RunFolder:
         `ConfigError` if there is nothing to resume, or a change may not be."""
         folder = cls.of_run(path)
         config = folder.config_to_resume(changes)
-        if (path / "summary.json").exists():
+        if (path / "summary.json").exists() and config.pipeline.steps <= folder.steps_done():
             raise ConfigError(
-                f"the run in {path} is finished: its model is in {folder.model}. To train that further, in a new run:\n"
-                f"  {_further_command(folder, config)}"
+                f"the run in {path} is finished: its model is in {folder.model}. To train it for more steps:\n"
+                f"  {resume_command(path)} --set pipeline.steps=N\n"
+                f"To train its model further, in a new run:\n  {_further_command(folder, config)}"
             )
         folder.lock()
         return folder, config
@@ -228,6 +229,11 @@ class RunFolder:
         """Whether the last process of the run finished it, with or without writing the summary."""
         last = next(iter(deque(read_events(self.events), maxlen=1)), None) if self.events.exists() else None
         return isinstance(last, RunEnded) and last.outcome == FINISHED
+
+    def steps_done(self) -> int:
+        """The version that the last process of the run ended with."""
+        ended = [event for _, event in read_kinds(self.events, RunEnded) if isinstance(event, RunEnded)]
+        return ended[-1].version if ended else 0
 
     def conclude(self) -> RunResult:
         """Compute the result from the events; write `trace.json` and, last, `summary.json`."""

@@ -111,7 +111,7 @@ def resume(
     folder, config = RunFolder.reopen(Path(run_dir), changes)
     sinks = [*sinks, ProgressLines(config.pipeline.steps)] if progress else sinks
     try:
-        if folder.is_finished():  # killed after its last phase: all that is missing is in the events
+        if folder.is_finished() and config.pipeline.steps <= folder.steps_done():  # only its result is missing
             return folder.conclude()
         if reward is not None and not was_passed(config.reward):
             raise ConfigError(f"the run in {run_dir} has its reward from its config.toml: leave reward= out")
