@@ -85,7 +85,7 @@ class ActiveRun:
         is_new = self.resumed is None and not self.version and not any((folder.path / WARMUP_FOLDER).glob("*"))
         has_checkpoint = any((folder.path / FOLDER).glob("*")) and (self.is_stopping or self.config.warmup is not None)
         has_stacks = folder.stacks.exists() and folder.stacks.stat().st_size > 0
-        return is_new and not has_checkpoint and not has_stacks
+        return is_new and not has_checkpoint and not has_stacks and not self.config.pipeline.rollouts_only
 
     def end_grace(self) -> None:
         """The grace period is for the batch; the last checkpoint may take as long as it needs."""

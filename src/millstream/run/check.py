@@ -328,10 +328,10 @@ def _tried_rewards(
     *,
     is_start: bool,
 ) -> list[str]:
-    """A few calls of each, with tasks that have a gold answer, if any have."""
+    """A few calls of each, with tasks that have a gold answer, if any have. Recorded rollouts have their rewards."""
     tasks = itertools.islice(single_turn_tasks(kinds, () if data is None else data.train), MAX_LOOKED_AT)
     chosen = sorted(tasks, key=lambda task: task.answer is None)[:MAX_TRIED]
-    if data is None or not chosen:
+    if data is None or not chosen or config.data.rollouts is not None:
         return []
     tried = {data.place_of(task): task for task in chosen}
     return try_rewards(prepare_rewards(config.reward, reward), tried, is_start=is_start)
