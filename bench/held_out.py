@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from msgspec import Struct, structs
 
-from internals import MemorySink, Router
+from internals import MemorySink, Pin, Router
 from internals_torch import (
     Evaluator,
     Prepared,
@@ -27,7 +27,6 @@ from internals_torch import (
     prepare_run,
 )
 from millstream import RunConfig
-from millstream.serving.request import Pin
 from millstream.types import Completion, Finish, Request, Weights
 
 

@@ -46,6 +46,7 @@ from millstream.run.check import check_config
 from millstream.run.folder import RunResult
 from millstream.run.garbage import seldom_collected
 from millstream.seeds import derive_seed
+from millstream.serving.request import Pin
 from millstream.serving.router import Router
 from millstream.sim.costs import H200, H200_KV_TOKENS, Costs
 from millstream.sim.draws import Draw, at_most, constant, lognormal, mixture, pareto, truncated_normal, uniform

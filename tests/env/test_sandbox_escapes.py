@@ -223,7 +223,8 @@ def test_a_run_where_neither_namespaces_nor_landlock_can_be_had_is_refused_unles
 ) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "tests": ["assert f(1)"]}\n' * 4)
     (tmp_path / "run.toml").write_text(
-        f'[model.tiny]\n[data]\npath = "{tmp_path}/data.jsonl"\nholdout = 0\n[[reward]]\nfunction = "python_tests"\n'
+        f'[model.tiny]\n[rollout]\nmax_tokens = 32\n[data]\npath = "{tmp_path}/data.jsonl"\nholdout = 0\n'
+        '[[reward]]\nfunction = "python_tests"\n'
     )
     monkeypatch.chdir(tmp_path)
     output, _ = start_command([sys.executable, "-c", WITHOUT_WALLS, str(tmp_path / "run.toml")]).communicate(200)

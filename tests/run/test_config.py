@@ -186,7 +186,7 @@ def test_top_p_of_an_evaluation_is_refused_where_the_server_has_none(tmp_path: P
 
 
 def test_an_evaluation_with_data_of_its_own_is_checked_before_the_run(tmp_path: Path) -> None:
-    text = '[model.tiny]\n[data]\ntoy = "sort_digits"\n[[evaluation]]\nname = "mine"\ndata = {path = "no.jsonl"}\n'
+    text = '[model.tiny]\n[rollout]\nmax_tokens = 32\n[data]\ntoy = "sort_digits"\n[[evaluation]]\nname = "mine"\ndata = {path = "no.jsonl"}\n'
     with pytest.raises(ConfigError, match=r"evaluation mine: cannot read data\.path = no\.jsonl"):
         check_config(load(written(tmp_path, text), RunConfig))
     toy = ["evaluation.0.data={toy = 'sort_digits', size = 20}", "evaluation.0.tasks=12", "evaluation.0.samples=4"]

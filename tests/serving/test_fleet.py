@@ -1083,12 +1083,15 @@ def test_an_engine_that_is_lost_while_the_model_of_a_resumed_run_is_saved_comes_
     changes = {"pipeline.steps": 2, "data.holdout": 8, "engine.replicas": 2, "run_dir": tmp_path / "run"}
     config = load(recipe_in(tmp_path), RunConfig, [f"{key}={value}" for key, value in (SETTINGS | changes).items()])
 
-    async def killed(evaluator: Evaluator, when: str) -> None:
-        if when == "after":
-            raise EngineError("killed")
+    async def skipped(evaluator: Evaluator) -> None:
+        """No evaluation."""
+
+    async def killed(evaluator: Evaluator) -> None:
+        raise EngineError("killed")
 
     with monkeypatch.context() as patched, pytest.raises(EngineError, match="killed"):
-        patched.setattr(Evaluator, "sampled_and_greedy", killed)
+        patched.setattr(Evaluator, "before", skipped)
+        patched.setattr(Evaluator, "after", killed)
         train(config)
     sink, fleets, loop, has_joined = MemorySink(), list[Fleet](), list[Any](), threading.Event()
 

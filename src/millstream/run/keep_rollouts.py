@@ -77,5 +77,5 @@ def decoder_in(folder: Path) -> Decode:
     if files.exists():
         from transformers import AutoTokenizer
 
-        return partial(AutoTokenizer.from_pretrained(files).decode, skip_special_tokens=False)
+        return partial(AutoTokenizer.from_pretrained(files, trust_remote_code=False).decode, skip_special_tokens=False)
     return lambda tokens: " ".join(map(str, tokens))
