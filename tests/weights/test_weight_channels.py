@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import itertools
 import os
 import socket
 import tempfile
@@ -32,7 +34,7 @@ from millstream.weights.transfer.device import DeviceBuffer, IpcHandle
 from millstream.weights.transfer.fetcher import WeightsFetcher
 from millstream.weights.transfer.publisher import WeightsPublisher
 from millstream.weights.transfer.remote_weights import RemoteWeights
-from millstream.weights.transfer.slots import HEADER_BYTES, OWNER_SUFFIX
+from millstream.weights.transfer.slots import HEADER_BYTES, OWNER_SUFFIX, Slot
 from support.weight_peers import Peer, forks
 from support.weight_worker import fingerprint, weights
 
@@ -321,6 +323,20 @@ def test_every_take_sees_exactly_its_version(readers: list[list[int]], num_puts:
             thread.join()
         publisher.close()
         assert not wrong
+
+
+def test_a_reader_that_moves_while_a_slot_is_looked_for_does_not_make_all_of_them_look_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found in the oldest slot, and then, where it has moved to, in the newest."""
+    publisher = WeightsPublisher(tmp_path, node="a", ways=["shared"], bucket_bytes=256)
+    with contextlib.ExitStack() as readers:  # so that there are four slots
+        for version in range(4):
+            readers.enter_context(WeightsFetcher("a").take(publisher.put(version, [("x", torch.full((3,), version))])))
+    right, num_tried = Slot.try_lock, itertools.count()
+    monkeypatch.setattr(Slot, "try_lock", lambda slot: next(num_tried) >= 4 and right(slot))
+    assert publisher.put(5, [("x", torch.full((3,), 5))]).version == 5
+    publisher.close()
 
 
 def test_those_who_ask_during_a_round_are_served_in_the_next_one_together(

@@ -30,6 +30,7 @@ MAGIC = b"weights1"
 OWNER_SUFFIX = ".owner"
 MADV_POPULATE_READ = 22  # map all pages at once: four times as fast as one by one
 NO_SERIAL = -1
+MAX_SCANS = 8  # for a free slot
 """The serial number of an empty slot, which is used before all others."""
 
 
@@ -122,8 +123,9 @@ class Slots:
             self._slots.append(slot := Slot(self._folder / f"{self.name}-{len(self._slots)}"))
             slot.try_lock()
             return slot
-        if by_age[-1].try_lock():
-            return by_age[-1]
+        for slot in by_age * MAX_SCANS:  # a reader that moves meanwhile is found in two slots, and one of them is free
+            if slot.try_lock():
+                return slot
         raise WeightsError(
             f"all {self._most} slots in {self._folder} are in use by readers: every fetcher must release its weights"
         )
