@@ -54,8 +54,7 @@ max_lag = 1
 learning_rate = 1e-3
 
 [checkpoint]
-every_steps = 2
-keep = 9
+keep_every = 2
 
 [engine]
 process = false
@@ -179,7 +178,7 @@ def read_rollouts(day: Day) -> None:
 
 def evaluate_a_checkpoint(day: Day) -> None:
     """Several samples a task, of one checkpoint."""
-    day.type("eval", "first@4", "--samples", "4")
+    day.type("eval", "first@2", "--samples", "4")
 
 
 STEPS: list[Callable[[Day], None]] = [
