@@ -25,8 +25,11 @@ def packed_rows(model: PreTrainedModel, lengths: CheckLengths) -> list[Scored]:
     num_words = model.get_input_embeddings().weight.shape[0]
     prompts = [rng.integers(0, num_words, length) for length in lengths.prompts]
     prompts.append(prompts[0])  # which is computed once for both
+    num_targets = min(
+        num_words, model.get_output_embeddings().weight.shape[0]
+    )  # a model may read words that it never writes
     rows = [
-        _row(np.concatenate([prompt, rng.integers(0, num_words, lengths.answer)]), len(prompt)) for prompt in prompts
+        _row(np.concatenate([prompt, rng.integers(0, num_targets, lengths.answer)]), len(prompt)) for prompt in prompts
     ]
     batch = RowTensors(rows, model.device)
     found = Policy(model, temperature=1.0)(batch.tokens_N, batch.packed, batch.before_M, batch.targets_M)
