@@ -25,6 +25,7 @@ from millstream.events.sinks import read_events, read_history
 from millstream.learner.state import read_state
 from millstream.run.changes import RULES, rule_of
 from millstream.run.checkpoint import steps_in
+from millstream.run.folder import RunFolder, holder_of
 from support.commands import start_command
 from support.runs import SETTINGS, assert_clean, kill_at, recipe_in, resume_command, steps_of, until
 from support.runs import resume as resume_in_process
@@ -441,3 +442,43 @@ def test_a_run_that_is_killed_before_and_after_the_change_ends_with_a_clean_audi
         one.key for one in itertools.chain(read_events(run_dir / "events.jsonl")) if isinstance(one, SettingChanged)
     }
     assert names
+
+
+# ---- a finished run that trains on ---------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_resumed_for_more_steps_and_for_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(config_of(folder, pipeline__steps=2), progress=False)
+    with pytest.raises(ConfigError, match=r"is finished.*\n.*--set pipeline\.steps=N"):
+        resume(folder, progress=False)
+    result = resume(folder, changes=["pipeline.steps=3"], progress=False)
+    assert result.summary.steps == 3
+    assert_clean(folder)
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ConfigError, match="its checkpoints are gone"):
+        resume(folder, changes=["pipeline.steps=4"], progress=False)
+
+
+# ---- the lock ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_locked_within_one_process_too_and_asking_who_has_it_does_not_release_it(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    first.lock()
+    for _ in range(2):
+        assert holder_of(tmp_path) == os.getpid()
+        with pytest.raises(ConfigError, match="is active"):
+            second.lock()
+    first.unlock()
+    second.lock()
+    second.unlock()
+
+
+def test_a_start_that_fails_does_not_remove_a_run_in_a_folder_below_it(tmp_path: Path) -> None:
+    outer = RunFolder.create(config_of(tmp_path / "outer"), "run")
+    inner = RunFolder.create(config_of(tmp_path / "outer" / "inner"), "run")
+    outer.discard()
+    assert inner.config.exists() and not outer.config.exists()
+    for folder in (inner, outer):
+        folder.unlock()

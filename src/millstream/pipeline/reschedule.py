@@ -53,7 +53,7 @@ def take_over(state: PipelineState, changed: Changed, admission: Admission, num_
 
 def _rolled_out_again(state: PipelineState, num_members: int) -> PipelineState:
     ledger, rows = state
-    again = ledger.groups.keys() - set(rows.acknowledged[SETTLE])
+    again = ledger.groups.keys() - set(rows.acknowledged.get(SETTLE, ()))
     groups = {
         group_id: replace(group, kept=[], to_do=list(range(num_members))) if group_id in again else group
         for group_id, group in ledger.groups.items()

@@ -150,6 +150,7 @@ class ActiveRun:
         if self.is_config_new:
             self.log.sync()  # a config is in the folder only if its digest is in the log
             self.folder.keep(self.prepared.written)
+            (self.folder.path / "summary.json").unlink(missing_ok=True)  # of a finished run that trains on
 
     def _emit_sizes(self) -> None:
         sizes, are_kept = self.prepared.sizes, self.prepared.are_sizes_kept

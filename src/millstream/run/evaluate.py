@@ -34,6 +34,7 @@ from millstream.run.estimates import evaluation_scores
 from millstream.run.own_thread import outside_loop
 from millstream.run.prepare import Prepared, prepare_run
 from millstream.run.prepare_evaluation import PreparedEvaluation
+from millstream.run.tracking.config import TrackersConfig
 from millstream.serving.request import Pin
 from millstream.serving.router import Router
 from millstream.types import Completion, Request, RequestKey, Sampling, Task
@@ -271,6 +272,7 @@ def evaluate(config: RunConfig, *, reward: PassedRewards | None = None, data: Pa
         engine=_own_engine(config.engine),
         learner=structs.replace(config.learner, lora=_first_adapters(config.learner.lora)),
         checkpoint=CheckpointConfig(),
+        trackers=TrackersConfig(),
     )
     prepared = prepare_run(here, reward, data_passed=data)
     if not prepared.evaluations:

@@ -46,6 +46,7 @@ from millstream.run.config import HELD_OUT, RunConfig, with_absolute_paths
 
 FINISHED = "finished"
 LOCK = ".lock"
+_HELD: set[Path] = set()  # folders that runs of this process have locked
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
@@ -107,10 +108,11 @@ class RunFolder:
                 raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
 
     def discard(self) -> None:
-        """Remove what this run has made: files, and folders that were not there. For a run that has trained nothing."""
+        """Remove what this run has made: files, and folders that were not there and are no runs. For a run that has trained
+        nothing."""
         with suppress(OSError):
             for entry in list(self.path.iterdir()):
-                if entry.name not in self._found:
+                if entry.name not in self._found and not (entry / LOCK).exists():
                     shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
             for place in self._made:
                 place.rmdir()
@@ -128,7 +130,8 @@ class RunFolder:
         `ConfigError` if there is nothing to resume, or a change may not be."""
         folder = cls.of_run(path)
         config = folder.config_to_resume(changes)
-        if (path / "summary.json").exists() and config.pipeline.steps <= folder.steps_done():
+        is_over = (path / "summary.json").exists() and folder.is_finished()
+        if is_over and config.pipeline.steps <= folder.steps_done():
             raise ConfigError(
                 f"the run in {path} is finished: its model is in {folder.model}. To train it for more steps:\n"
                 f"  {resume_command(path)} --set pipeline.steps=N\n"
@@ -209,7 +212,9 @@ class RunFolder:
         self._write(self.config.name, _config_file(config))
 
     def lock(self) -> None:
-        """Held until `unlock` or the end of this process: two processes must not write to one run."""
+        """Held until `unlock` or the end of this process: two runs must not write to one folder."""
+        if self.path.resolve() in _HELD:
+            raise ConfigError(is_active(self.path))
         self._lock = (self.path / LOCK).open("a+b")
         try:
             fcntl.lockf(
@@ -220,9 +225,11 @@ class RunFolder:
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()).encode())
         self._lock.flush()
+        _HELD.add(self.path.resolve())
 
     def unlock(self) -> None:
-        if self._lock is not None:
+        if self._lock is not None and not self._lock.closed:
+            _HELD.discard(self.path.resolve())
             self._lock.close()
 
     def is_finished(self) -> bool:
@@ -312,6 +319,8 @@ def is_active(path: Path) -> str:
 
 def holder_of(path: Path) -> int | None:
     """The process that has the lock of a run folder: 0 if it is not known which, None if there is none."""
+    if path.resolve() in _HELD:  # a lock is the process's: asking for it would release it
+        return os.getpid()
     try:
         with (path / LOCK).open("rb") as file:
             pid = file.read(20)

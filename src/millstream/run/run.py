@@ -121,6 +121,10 @@ def resume(
         start = folder.start if folder.start.is_dir() else None
         prepared = prepare_run(config, reward, data_passed=data, recorded=recorded, start=start)
         resumed = find_resume_point(folder, config)
+        if resumed.version == 0 and folder.is_finished() and folder.steps_done():
+            raise ConfigError(
+                f"the run in {run_dir} is finished, and its checkpoints are gone: there is nothing to resume"
+            )
         accept_resume_point(resumed, folder, prepared.data_digest)
     except BaseException:
         folder.unlock()
@@ -165,11 +169,11 @@ def _run(
         try:
             log.close()
         finally:
+            if outcome != FINISHED:
+                tracking.finish(None)  # before: a tracker may still make a folder in the run's
             if outcome != FINISHED and run.is_untouched:
                 folder.discard()
             folder.unlock()
-            if outcome != FINISHED:
-                tracking.finish(None)
     result = folder.conclude()
     tracking.finish(result)
     return result

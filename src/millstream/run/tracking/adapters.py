@@ -92,7 +92,7 @@ class MlflowTracker:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        metrics = [self._metric(name, float(value), now, step) for name, value in values.items()]
+        metrics = [self._metric(name.replace("@", "_"), float(value), now, step) for name, value in values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def text(self, step: int, name: str, text: str) -> None:

@@ -74,7 +74,9 @@ class TrackerSink:
         match event:
             case Stepped() if row is not None:
                 self._step = event.version
-                self._log({key: value for key, value in row.items() if key != "step" and "accuracy_" not in key})
+                self._log(
+                    {key: value for key, value in row.items() if key != "step" and not key.startswith("accuracy_")}
+                )
             case Evaluated() if event.name != WARMUP:
                 self._log({metric_key(f"accuracy {event.name}"): event.accuracy})
                 if event.sample is not None:
