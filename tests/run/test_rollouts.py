@@ -22,6 +22,7 @@ from millstream.events.rollouts.reader import KeptRollout, RolloutDump
 from millstream.events.rollouts.writer import SAMPLED_FILE
 from millstream.events.sinks import read_history
 from millstream.learner.state import read_state
+from millstream.pipeline.recorded import RecordedBatches
 from millstream.pipeline.sync import WeightSync
 from millstream.run.config import RunConfig
 from millstream.types import Weights
@@ -297,6 +298,27 @@ def test_rollouts_that_were_sampled_away_or_do_not_fit_are_refused(kept: Path) -
     finally:
         path.unlink()
     assert not (kept.parent / "not").exists(), "a refused start leaves nothing"
+
+
+def test_rollouts_of_a_run_whose_settings_changed_or_that_began_elsewhere_are_refused(tmp_path: Path) -> None:
+    train(config_in(tmp_path, "one", "pipeline.steps=2"), progress=False)
+    resume(tmp_path / "one", changes=["pipeline.steps=3", "learner.learning_rate=1e-4"], progress=False)
+    with pytest.raises(ConfigError, match=r"was resumed with another learner\.learning_rate, pipeline\.steps"):
+        train(config_in(tmp_path, "again", f"data.rollouts={tmp_path / 'one'}", "pipeline.steps=3"), progress=False)
+    train(config_in(tmp_path, "two", "pipeline.steps=2"), from_run=tmp_path / "one", progress=False)
+    with pytest.raises(ConfigError, match=r"began with the checkpoint of another one"):
+        train(config_in(tmp_path, "again", f"data.rollouts={tmp_path / 'two'}", "pipeline.steps=2"), progress=False)
+    assert not (tmp_path / "again").exists()
+
+
+def test_batches_after_one_that_is_missing_are_counted_and_not_read(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump = RolloutDump(kept)
+    whole = dump.batches()
+    monkeypatch.setattr(dump, "batches", lambda: {version: batch for version, batch in whole.items() if version != 2})
+    found = RecordedBatches(dump, groups_per_step=4)
+    assert (len(found), found.num_beyond_gap) == (2, STEPS - 3)
 
 
 # ---- kept without training -----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ are those of a run in which every group is complete at once. Groups are numbered
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -57,11 +58,14 @@ class RecordedBatches:
 
     def __init__(self, dump: RolloutDump, *, groups_per_step: int) -> None:
         self._dump = dump
-        self._batches = [
-            batch
-            for batch in dump.batches().values()
+        finished = {
+            version: batch
+            for version, batch in dump.batches().items()
             if _is_finished([dump.fate_of(g) for g in batch], groups_per_step)
-        ]
+        }
+        in_order = itertools.takewhile(finished.__contains__, itertools.count())
+        self._batches = [finished[version] for version in in_order]
+        self.num_beyond_gap = len(finished) - len(self._batches)  # batches after one that is missing
 
     def __len__(self) -> int:
         return len(self._batches)

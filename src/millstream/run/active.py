@@ -181,7 +181,7 @@ class ActiveRun:
                 max_replaced=pipeline.max_replaced,
                 rollouts_from=self.config.data.rollouts or "",
                 compares_members=advantage_of(self.config.algorithm).compares_members,
-                learns_from_rewards=self.config.algorithm.advantage != "distillation",
+                learns_from_rewards=self.config.algorithm.advantage != "distillation" and not pipeline.rollouts_only,
             )
         )
 

@@ -17,6 +17,7 @@ CARD = "README.md"
 def push_to_hub(exported: Exported, run_dir: str | Path, repo: str, *, is_private: bool = True) -> str:
     """Upload an exported folder, with a model card, as one commit; the repository is created if it is not there. Returns its
     address. Raises `OutputError`; the folder stays as it is."""
+    import httpx2
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -29,7 +30,7 @@ def push_to_hub(exported: Exported, run_dir: str | Path, repo: str, *, is_privat
         api.upload_folder(
             repo_id=created.repo_id, folder_path=folder, commit_message=f"{exported.what}, trained with Millstream"
         )
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, httpx2.HTTPError, OSError) as error:
         status = (
             error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
         )

@@ -9,7 +9,9 @@ from typing import Any
 from millstream.algo import needs_critic
 from millstream.config import load
 from millstream.errors import ConfigError, DataError
+from millstream.events import SettingChanged
 from millstream.events.rollouts.reader import RolloutDump
+from millstream.events.sinks import read_kinds
 from millstream.pipeline.recorded import RecordedBatches
 from millstream.run.config import RunConfig, with_absolute_paths
 from millstream.run.folder import RunFolder
@@ -21,6 +23,8 @@ SAME_KEYS = (
 )
 """Keys that must be those of the run: its batches are what they are, and begin with its weights. Others, such as the learning
 rate, may differ; the result is then another one."""
+DECISIVE = frozenset(["model", "rollout", "pipeline", "algorithm", "learner", "reference", "reward"])
+"""Tables that decide over the weights."""
 
 
 def recorded_batches(config: RunConfig) -> RecordedBatches | None:
@@ -29,6 +33,7 @@ def recorded_batches(config: RunConfig) -> RecordedBatches | None:
         return None
     source = Path(config.data.rollouts)
     _check_keys(config, source)
+    _check_history(RunFolder.of_run(source))
     dump = RolloutDump(source)
     num_away, num_lost = dump.sampled.num_rollouts, dump.sampled.num_lost
     if num_away or num_lost:
@@ -37,6 +42,11 @@ def recorded_batches(config: RunConfig) -> RecordedBatches | None:
             "be written: its batches are not whole. Set rollout.keep_gb higher in the run whose rollouts are to be trained"
         )
     batches = RecordedBatches(dump, groups_per_step=config.pipeline.groups_per_step)
+    if batches.num_beyond_gap:
+        raise DataError(
+            f"data.rollouts = {source}: the rollouts of step {len(batches) + 1} are missing, and {batches.num_beyond_gap} "
+            "later steps have theirs: its batches are not whole. Train the rollouts of another run"
+        )
     if config.pipeline.steps > len(batches):
         raise DataError(
             f"pipeline.steps = {config.pipeline.steps}, and data.rollouts = {source} has {len(batches)} finished batches: set "
@@ -61,6 +71,21 @@ def _check_keys(config: RunConfig, source: Path) -> None:
             raise ConfigError(
                 f"{key} = {found}, and the run whose rollouts are to be trained ({source}) has {expected}: set it to that"
             )
+
+
+def _check_history(source: RunFolder) -> None:
+    """Its batches were all trained with one config, from the weights that this config begins with."""
+    if source.start.is_dir():
+        raise ConfigError(
+            f"data.rollouts = {source.path}: that run began with the checkpoint of another one (--from), and its batches are "
+            "for those weights. Train the rollouts of a run that began with its own model"
+        )
+    changed = {event.key for _, event in read_kinds(source.events, SettingChanged) if isinstance(event, SettingChanged)}
+    if found := sorted(key for key in changed if key.partition(".")[0] in DECISIVE):
+        raise ConfigError(
+            f"data.rollouts = {source.path}: that run was resumed with another {', '.join(found[:4])}: no one config trains "
+            "what it trained. Train the rollouts of a run whose settings did not change"
+        )
 
 
 def _value(config: RunConfig, key: str) -> Any:

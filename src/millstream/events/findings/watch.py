@@ -68,7 +68,7 @@ class Watch:
             case Stepped():
                 self._end_step(event)
                 return self._judge(event.at, is_over=False)
-            case RunEnded():
+            case RunEnded(outcome="finished"):  # one that was stopped has seen less than a rule needs
                 return self._judge(event.at, is_over=True)
         return []
 
