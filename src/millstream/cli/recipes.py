@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -57,7 +58,7 @@ def init_command(
         else:
             _write(_copies(recipe, path))
             to_do = "To run it"
-        console.print(f"wrote {path}. {to_do}: {program()} train {path}", highlight=False, soft_wrap=True)
+        console.print(f"wrote {path}. {to_do}: {program()} train {quote(str(path))}", highlight=False, soft_wrap=True)
 
 
 def _copies(name: str, path: Path) -> dict[Path, bytes]:

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import msgspec
@@ -88,12 +89,13 @@ def kept_lines(run_dir: str) -> list[str]:
     dump = RolloutDump(Path(run_dir))
     fates = Counter(one.fate for group_id in dump.groups for one in dump.rollouts(group_id))
     counts = ", ".join(f"{count} {fate}" for fate, count in fates.most_common())
+    folder, config, again = quote(run_dir), quote(f"{run_dir}/config.toml"), quote(f"run_dir={run_dir}-trained")
     return [
         f"rollouts      {counts or 'none'}; nothing was trained",
         f"run folder    {run_dir}",
-        f"to read them  {program()} rollouts {run_dir} --best 5",
-        f"to train      {program()} train {run_dir}/config.toml --set data.rollouts={run_dir} "
-        f"--set pipeline.rollouts_only=false --set run_dir={run_dir}-trained",
+        f"to read them  {program()} rollouts {folder} --best 5",
+        f"to train      {program()} train {config} --set {quote(f'data.rollouts={run_dir}')} "
+        f"--set pipeline.rollouts_only=false --set {again}",
     ]
 
 

@@ -128,7 +128,8 @@ def _torch() -> Iterator[MachineCheck]:
 
 
 def _cores() -> Iterator[MachineCheck]:
-    here, granted = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    here = os.cpu_count() or 1
+    granted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else here
     threads = os.environ.get("OMP_NUM_THREADS")
     found = f"{granted} of {here}" + (f", OMP_NUM_THREADS = {threads}" if threads else "")
     is_few = granted < 2

@@ -40,7 +40,6 @@ from millstream.serving.router import Router
 from millstream.types import Completion, Request, RequestKey, Sampling, Task
 
 logger = logging.getLogger(__name__)
-MIN_AT_ONCE = 64  # rollouts of one evaluation; of more tasks, as many as there are
 
 
 BEFORE, AFTER = "before", "after"
@@ -177,7 +176,10 @@ class Evaluator:
             max_parts=config.rollout.max_parts,
             waits=self._waits,
         )
-        places = asyncio.Semaphore(max(MIN_AT_ONCE, len(table.tasks)))  # time limits begin when a rollout does
+        slots = sum(engine.slots for engine in self._router.engines if engine.name in pin.engines)
+        places = asyncio.Semaphore(
+            max(1, slots)
+        )  # time limits begin when a rollout does, not while it waits for a slot
         playing = [
             asyncio.create_task(self._play(player, index, sample, task, f"evaluation {name} task {index}", pin, places))
             for index, task in enumerate(table.tasks)

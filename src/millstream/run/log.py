@@ -1,6 +1,5 @@
 """The log of a run: `events.jsonl` and `metrics.jsonl` in its folder, and the sinks that show the same events elsewhere.
-Findings
-(`events.findings`) are made here, from the events as they are written."""
+Findings (`events.findings`) are made here, from the events as they are written."""
 
 from __future__ import annotations
 
