@@ -64,6 +64,7 @@ class _Recorded:
         self._router = router
         self._offset = offset
         self.pins = router.pins
+        self.engines = router.engines
         self.completions: dict[int, list[Completion]] = {}
 
     async def generate(self, request: Request, *, floor: int, pin: Pin | None = None) -> Completion:
