@@ -16,7 +16,7 @@ ConfiguredRewards = Sequence[tuple[Reward | GroupReward, RewardConfig]]
 
 
 class CompletionScorer:
-    """The weighted sum of the rewards of one completion. ConfiguredRewards of groups are left out: they are `GroupScorer`'s."""
+    """The weighted sum of the rewards of one completion. Rewards of whole groups are left out: they are `GroupScorer`'s."""
 
     def __init__(self, rewards: ConfiguredRewards, launcher: Launcher | None = None) -> None:
         """`launcher`: of worker processes on a cluster. None: they are this machine's."""
