@@ -162,7 +162,7 @@ _AFTER_TO_LEARNER = (
 
 _AFTER_DECODE = (
     *_AFTER_TO_PIPELINE,
-    Hop("pipeline.pipeline:Pipeline.feed"),
+    Hop("pipeline.pipeline:Pipeline.feed", via="_loops"),  # a task
     Hop("pipeline.rollouts:Rollouts.start"),
     Hop("pipeline.rollouts:Rollouts.roll_out"),
     Hop("pipeline.rollouts:Rollouts._attempt"),

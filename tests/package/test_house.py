@@ -57,3 +57,8 @@ def test_no_test_imports_from_a_test(tree: house.Tree) -> None:
     texts = {path.name: path.read_text() for path in sorted((house.ROOT / "tests").rglob("*.py"))}
     programs = [name for name, text in texts.items() if re.search(r"^\s*(?:from|import) test_", text, flags=re.M)]
     assert not programs, listed(f"{len(programs)} files have a program that imports from a test file:", programs)
+
+
+def test_the_calls_to_a_decode_step_and_to_an_optimizer_step_are_those_that_are_counted(tree: house.Tree) -> None:
+    _, broken = house.call_depths(tree, house.layout_of(house.SOURCE))
+    assert not broken, listed("bench/house_paths.py does not fit the code:", broken)

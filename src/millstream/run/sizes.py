@@ -75,10 +75,6 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     words: int
     context: int | None = None
 
-    @property
-    def is_adapted(self) -> bool:
-        return self.trained < self.parameters
-
 
 def shape_from(
     config: Mapping[str, Any], *, parameters: int | None = None, trained: int | None = None
