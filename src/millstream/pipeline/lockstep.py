@@ -4,6 +4,17 @@ Requests wait at the gate until every rollout in flight waits there and nothing 
 no other prompt may start. Then all of them reach the engines at once, in the order of their keys. Rewards may take as long as
 they like; retries, replacements and later turns pass with the next opening. With that, a step at max_lag = 0 is bit for bit
 what a plain generate-then-train loop computes.
+
+All that `PipelineConfig.is_in_lockstep` changes:
+- Requests: the gate (`policy.gate_for`); seeds are functions of ids in every run (`seeds.py`). The router keeps no queue and
+  uses no measurements (`Router.is_queueing`).
+- Versions: no group starts before every engine has the newest one (`SchedulingPolicy.may_start`), and all engines load at once
+  (`WeightSync`). Evaluations have the engines to themselves (`run/evaluate.py`).
+- Batches: groups are taken and set aside in the order of their ids (`admission_for`, `GroupFinalizer.set_aside_in_order`);
+  stages read whole groups (`stages.py`, `schema.py`).
+- Passes: sizes are kept by resumes (`run/sizes.py`) and never lowered (`is_fixed`), no speculative tokens (`run/config.py`).
+- Refused: engines that do not repeat, adding and removing engines, `max_concurrent` below a batch (`run/check.py`,
+  `serving/fleet.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The descriptor of a published weight version, and the interface of a transport.
 
-A new transport is a `TransportStage` and a `TransportFetch` in a file of its own, one line in `transports.TRANSPORTS`, and its
-name in `weights.base.TransferWay`.
+A new transport is a `TransportStage` and a `TransportFetch` in a file of its own, one line in `transports.TRANSPORTS`, its name
+in `weights.base.TransferWay`, and its words and default in `cluster/resources.py` (`TRANSFER_WORDS`, `ways_of`).
 """
 
 from __future__ import annotations
