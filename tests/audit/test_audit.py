@@ -27,7 +27,7 @@ from msgspec import structs
 import millstream.audit
 from millstream.audit import COUNTS, RULES, AuditReport, audit, report_lines
 from millstream.audit.checkpoints import CheckpointFolder
-from millstream.audit.settings_rules import ROLLOUTS, SCHEDULE
+from millstream.audit.settings_rules import ROLLOUTS, SCHEDULE, WHILE_TRAINING
 from millstream.config import to_toml
 from millstream.events import (
     CheckpointSealed,
@@ -61,6 +61,7 @@ from millstream.events.summary import summarise
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.changes import RULES as CHANGE_RULES
+from millstream.run.changes import WHILE_TRAINING as CHANGED_WHILE_TRAINING
 from millstream.run.changes import changed_settings, effects_of
 from millstream.types import Fate
 from support.simulated import Diary, World, configs, simulate
@@ -1517,6 +1518,7 @@ def test_the_audit_knows_what_changes_the_schedule_and_what_the_rollouts() -> No
         for effect in ("schedule", "rollouts")
     }
     assert by_effect == {"schedule": set(SCHEDULE), "rollouts": set(ROLLOUTS)}
+    assert WHILE_TRAINING == CHANGED_WHILE_TRAINING
 
 
 def of_change(name: str, commit: Crime, **options: Any) -> Callable[[], Run]:
@@ -1574,8 +1576,30 @@ def mix_two_settings(run: Run) -> None:
     raise AssertionError("no group is partly done")
 
 
+def changed_while_training(world: World, learner: LearnerTable | None = None) -> Crime:
+    """Before the fifth group is admitted the settings of this world are in force, by the log."""
+
+    def commit(run: Run) -> None:
+        seq = run.all(GroupAdmitted)[4]
+        written = config_written(world, learner)
+        found = changed_settings(tomllib.loads(run.get(ConfigWritten, 0).text), tomllib.loads(written.text))
+        version = max((run.get(Stepped, one).version for one in run.all(Stepped) if one < seq), default=0)
+        changes = [SettingChanged(at=0.0, key=key, old=old, new=new, version=version) for key, old, new in found]
+        run.events[seq:seq] = [written, *changes]
+
+    return commit
+
+
 CRIMES_OF_CHANGES: dict[str, dict[str, Callable[[], Run]]] = {
+    "deadline": {
+        "a group is admitted with the bound of before": of_change(
+            "more steps", changed_while_training(structs.replace(FAST, max_lag=FAST.max_lag + 1))
+        ),
+    },
     "settings": {
+        "a key changes that may not while the run trains": of_change(
+            "more steps", changed_while_training(FAST, LearnerTable(1e-4))
+        ),
         "a change has no event": of_change("a smaller batch", dropped(SettingChanged)),
         "a change from another value": of_change("a smaller batch", changed(SettingChanged, old=7)),
         "a change to another value": of_change("a smaller batch", changed(SettingChanged, new=7)),

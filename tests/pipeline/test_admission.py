@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from millstream.errors import InvariantError, LagError
-from millstream.pipeline.admission import Admission, full_budget
+from millstream.pipeline.admission import Admission, Place, full_budget
 from millstream.pipeline.schedule import PipelineConfig
 
 LAGS = [0, 0.25, 0.5, 1, 1.75, 2, 3, 4]
@@ -22,7 +22,7 @@ def invariant_holds(admission: Admission, deadlines: list[int]) -> bool:
     n, taken, batch = admission.version, admission.taken, admission.groups_per_step
     return all(
         sum(deadline <= d for deadline in deadlines) <= (d - n + 1) * batch - taken
-        for d in range(n, n + admission.bound + 2)
+        for d in range(n, max([n, *deadlines]) + 2)
     ) and all(deadline >= n for deadline in deadlines)
 
 
@@ -38,24 +38,27 @@ def test_the_full_budget_is_that_of_the_number_that_was_written(groups: int, lag
     groups_per_step=st.integers(1, 5),
     max_lag=st.sampled_from(LAGS),
     slack=st.floats(0, 1),
+    changes=st.lists(st.sampled_from(LAGS), max_size=4),
     seed=st.integers(0, 2**32),
 )
 def test_under_random_interleavings_the_bound_holds_and_some_move_is_always_possible(
-    groups_per_step: int, max_lag: float, slack: float, seed: int
+    groups_per_step: int, max_lag: float, slack: float, changes: list[float], seed: int
 ) -> None:
+    """`changes`: values that max_lag changes to on the way. Each group keeps the bound that it was admitted with."""
     rng = random.Random(seed)
     full = full_budget(groups_per_step, max_lag)
     budget = groups_per_step + round(slack * (full - groups_per_step))
     admission = Admission(groups_per_step=groups_per_step, max_lag=max_lag, budget=budget, num_steps=25)
     engine, next_id = 0, 0
-    running: dict[int, int] = {}
-    complete: dict[int, int] = {}
+    running: dict[int, Place] = {}
+    complete: dict[int, Place] = {}
     while not admission.is_finished:
         moves: list[tuple[str, int]] = []
         if admission.may_admit(engine):
             moves.append(("admit", next_id))
         moves += [("finish", g) for g in running]
         moves += [("filter", g) for g in complete if rng.random() < 0.1]
+        moves += [("restart", g) for g in running if rng.random() < 0.02]
         choice = admission.choose(complete)
         if choice is not None:
             moves.append(("take", choice))
@@ -63,26 +66,35 @@ def test_under_random_interleavings_the_bound_holds_and_some_move_is_always_poss
         if engine < admission.version:
             moves.append(("sync", rng.randint(engine + 1, admission.version)))
         assert moves, f"deadlock: {admission}"
+        if changes and rng.random() < 0.05:
+            max_lag = changes.pop()
+            admission.change_terms(max_lag, full_budget(groups_per_step, max_lag))
+            continue
         move, which = rng.choice(moves)
         if move == "admit":
-            running[next_id] = admission.admit(next_id, engine).start
+            running[next_id] = admission.admit(next_id, engine)
+            assert running[next_id].bound == math.ceil(max_lag)
+            assert len(running) + len(complete) + admission.taken <= admission.budget
             next_id += 1
         elif move == "finish":
             complete[which] = running.pop(which)
         elif move == "filter":
             complete.pop(which)
             admission.remove(which)
+        elif move == "restart":
+            again = admission.restart(which, max(engine, running[which].start))
+            assert again.bound <= max(math.ceil(max_lag), running[which].bound)
+            running[which] = again
         elif move == "sync":
             engine = which
         else:
-            start = complete.pop(which)
-            assert admission.version - start <= math.ceil(max_lag)
+            place = complete.pop(which)
+            assert admission.version - place.start <= place.bound
             admission.take(which)
             if admission.is_batch_full:
                 admission.step()
-        deadlines = [start + math.ceil(max_lag) for start in (*running.values(), *complete.values())]
+        deadlines = [place.deadline for place in (*running.values(), *complete.values())]
         assert invariant_holds(admission, deadlines)
-        assert len(deadlines) + admission.taken <= budget
     assert not running and not complete, "the last step leaves nothing behind"
 
 

@@ -6,12 +6,23 @@ import math
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from millstream.errors import LagError, MillstreamError
-from millstream.events import GroupTaken, RolloutEnded, WeightsLoaded
+from millstream.events import (
+    GroupAdmitted,
+    GroupLeft,
+    GroupRestarted,
+    GroupTaken,
+    RolloutEnded,
+    Stepped,
+    WeightsLoaded,
+)
 from millstream.pipeline import policy
 from millstream.pipeline.admission import Admission
-from support.simulated import World, check, simulate
+from millstream.pipeline.pipeline import Pipeline
+from support.simulated import World, check, configs, simulate
 from support.worlds import worlds
 
 
@@ -25,6 +36,35 @@ def test_in_any_world_no_rollout_is_too_old_none_is_lost_none_is_doubled_and_not
         assert world.failure > 0 and "in a row failed" in str(error), error
         return
     check(world, outcome)
+
+
+@settings(max_examples=100)
+@given(world=worlds, lags=st.lists(st.sampled_from([0.5, 1, 1.5, 2, 4]), min_size=1, max_size=6))
+def test_when_max_lag_changes_with_every_step_each_group_keeps_the_bound_that_it_was_admitted_with(
+    world: World, lags: list[float]
+) -> None:
+    world = replace(world, max_lag=lags[0], extra_groups=None, surplus="carry_over", num_tasks=None)
+    pipelines: list[Pipeline] = []
+
+    async def change(version: int) -> None:
+        config, _ = configs(replace(world, max_lag=lags[version % len(lags)]))
+        pipelines[0].change_lag(config)
+
+    try:
+        outcome = simulate(world, after_step=change, on_pipeline=pipelines.append)
+    except MillstreamError as error:
+        assert world.failure > 0 and "in a row failed" in str(error), error
+        return
+    admitted, left = outcome.sink.of(GroupAdmitted), outcome.sink.of(GroupLeft)
+    assert sorted(event.group_id for event in admitted) == sorted(event.group_id for event in left)
+    assert {event.deadline - event.start_version for event in admitted} <= {math.ceil(lag) for lag in lags}
+    bounds = {event.group_id: event.deadline - event.start_version for event in admitted}
+    for restarted in outcome.sink.of(GroupRestarted):
+        bound = restarted.deadline - restarted.start_version
+        assert bound <= max(map(math.ceil, lags))
+        bounds[restarted.group_id] = max(bound, bounds[restarted.group_id])
+    assert all(event.lag <= bounds[event.group_id] for event in outcome.sink.of(GroupTaken))
+    assert len(outcome.sink.of(Stepped)) == world.steps
 
 
 class BudgetWithoutOrder(Admission):

@@ -20,14 +20,14 @@ from millstream import RunConfig, resume, train
 from millstream.cli.main import app
 from millstream.config import _paths, load
 from millstream.errors import ConfigError, MillstreamError, Stopped
-from millstream.events import ConfigWritten, Event, Resumed, RunBranched, SettingChanged, Stepped
+from millstream.events import ConfigWritten, Event, GroupTaken, Resumed, RunBranched, SettingChanged, Stepped
 from millstream.events.sinks import read_events, read_history
 from millstream.learner.state import read_state
 from millstream.run.changes import RULES, rule_of
 from millstream.run.checkpoint import steps_in
 from millstream.run.folder import RunFolder, holder_of
 from support.commands import start_command
-from support.runs import SETTINGS, assert_clean, kill_at, recipe_in, resume_command, steps_of, until
+from support.runs import SETTINGS, assert_clean, command, kill_at, recipe_in, resume_command, steps_of, until
 from support.runs import resume as resume_in_process
 
 STEPS = 8
@@ -482,3 +482,41 @@ def test_a_start_that_fails_does_not_remove_a_run_in_a_folder_below_it(tmp_path:
     assert inner.config.exists() and not outer.config.exists()
     for folder in (inner, outer):
         folder.unlock()
+
+
+# ---- while the run trains ------------------------------------------------------------------------------------------------
+
+
+def set_in(run_dir: Path, *settings: str) -> str:
+    return CliRunner().invoke(app, ["set", str(run_dir), *settings]).output
+
+
+def test_max_lag_changes_while_the_run_trains_and_groups_in_flight_keep_their_bound(tmp_path: Path) -> None:
+    """Killed after the changes, and resumed: the config and the log have them, and the audit is clean."""
+    run_dir = tmp_path / "run"
+    process = start_command(command(run_dir, {**SMALL, "pipeline.steps": 100_000}))
+    until(lambda: steps_of(run_dir) >= 2, process)
+    assert "for groups that start from version" in set_in(run_dir, "pipeline.max_lag=4")
+    higher = steps_of(run_dir)
+    until(lambda: steps_of(run_dir) >= higher + 6, process)
+    assert set_in(run_dir, "pipeline.max_lag=1", "pipeline.extra_groups=2").count("for groups that start") == 2
+    lower = steps_of(run_dir)
+    until(lambda: steps_of(run_dir) >= lower + 6, process)
+    assert set_in(run_dir, "pipeline.max_lag=1") == "nothing to do\n"
+    assert "learner.learning_rate cannot change while the run trains" in set_in(run_dir, "learner.learning_rate=1e-4")
+    assert "cannot begin or end lockstep" in set_in(run_dir, "pipeline.max_lag=0", "pipeline.extra_groups=")
+    assert "extra_groups = 9 cannot all be trained" in set_in(run_dir, "pipeline.extra_groups=9")
+    process.kill()
+    process.wait()
+    changed = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, SettingChanged)]
+    assert [(event.key, event.old, event.new) for event in changed] == [
+        ("pipeline.max_lag", 2.0, 4.0),
+        ("pipeline.extra_groups", None, 2),
+        ("pipeline.max_lag", 4.0, 1.0),
+    ]
+    taken = [event for event in read_history(run_dir / "events.jsonl") if isinstance(event, GroupTaken)]
+    assert max(event.lag for event in taken) > 2, "the higher bound was never used"
+    assert_clean(run_dir)
+    resume_in_process(run_dir, f"pipeline.steps={steps_of(run_dir) + 3}")
+    assert load(run_dir / "config.toml", RunConfig).pipeline.max_lag == 1
+    assert_clean(run_dir)

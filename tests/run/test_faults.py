@@ -107,9 +107,7 @@ def test_on_sigusr1_a_run_writes_what_everything_is_doing_and_continues(tmp_path
 
 
 def test_a_store_without_room_becomes_an_error_that_names_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "support.simulated.MemoryStore", lambda tasks, capacity_rows: MemoryStore(tasks, capacity_rows=3)
-    )
+    monkeypatch.setattr("support.simulated.MemoryStore", lambda tasks: MemoryStore(tasks, capacity_rows=3))
     with pytest.raises(StallError, match=r"group \d+ has waited 50 s for room in the store"):
         simulate(World(group_size=4, deadline_s=50.0))
 

@@ -296,11 +296,7 @@ async def _simulate(
         has_proximal=world.has_proximal,
         is_in_lockstep=config.is_in_lockstep,
     )
-    store = MemoryStore(
-        reads,
-        capacity_rows=config.most_groups * rollout.most_rows
-        + (len(kept.standing.rows.rows) if kept and any(changed) else 0),
-    )
+    store = MemoryStore(reads)
     engines: list[SimEngine] = []
 
     def make(name: str) -> SimEngine:

@@ -50,9 +50,10 @@ class GroupRules:
         if not self._holds(num_groups <= terms.budget):
             self._finding("budget", f"with group {group_id}, {num_groups} are in flight; the budget is {terms.budget}")
 
-    def _check_deadline(self, event: Fields, what: str, latest: int) -> None:
+    def _check_deadline(self, event: Fields, what: str, latest: int, before: int = 0) -> None:
+        """`before`: its deadline before a restart, which it keeps where the bound was lowered since."""
         start, deadline, bound = event["start_version"], event["deadline"], self._cursor.terms.lag_bound
-        if not self._holds(start <= latest <= deadline == start + bound):
+        if not self._holds(start <= latest <= deadline == max(before, start + bound)):
             self._finding(
                 "deadline",
                 f"group {event['group_id']} {what} with start {start}, deadline {deadline}, version {latest}, bound {bound}",
@@ -150,7 +151,7 @@ class GroupRules:
                 "deadline",
                 f"group {group_id} was restarted at version {event['start_version']}, before its start {group.start}",
             )
-        self._check_deadline(event, "was restarted", now.version)
+        self._check_deadline(event, "was restarted", now.version, group.deadline)
         is_at_rest = not group.running and not group.is_taken
         if not self._holds(is_at_rest and event["first_attempt"] >= max(group.next_attempt.values(), default=0)):
             self._finding("rollout", f"group {group_id} was restarted while it was running or done")
@@ -219,7 +220,7 @@ class GroupRules:
                 f"group {group_id} was taken {'twice' if group.is_taken else 'once'}, by {event['version']} at {now.version}",
             )
         oldest = min((member.start for member in group.ended.values()), default=now.version)
-        lag, bound = now.version - oldest, self._cursor.terms.lag_bound
+        lag, bound = now.version - oldest, group.deadline - group.start
         self._expect(lag <= bound, "lag", f"group {group_id} was taken with lag {lag}, the bound is {bound}")
         if not self._holds(now.version <= group.deadline):
             self._finding("lag", f"group {group_id} was taken at version {now.version}, due by {group.deadline}")
@@ -355,7 +356,7 @@ class GroupRules:
         self._settings.check_resumed(group, what, kept, to_do, listed)
         for objection in group.objections(kept, to_do, group.own_terms.num_members):
             self._expect(not objection, "resume", f"{what}: {objection}")
-        group.deadline = min(group.deadline, group.start + self._cursor.terms.lag_bound)
+        self._settings.limit_deadline(group)
         is_current = event["incarnation"] == self._cursor.incarnation
         self._expect(is_current, "resume", f"{what} by incarnation {event['incarnation']}")
         group.resume(kept, to_do)

@@ -167,6 +167,7 @@ class History:
     first_table: str = ""  # the name of the first evaluation's table
     accuracies: dict[str, float] = field(default_factory=dict)  # the last of each evaluation, by its name
     outcome: str | None = None
+    is_training: bool = False  # this process has admitted a group or made a step
     config: Fields | None = None  # the settings in force; None: the log does not say
     changed: set[str] = field(default_factory=set)  # keys that the last resume changed
     changes_due: dict[str, tuple[Any, Any]] | None = None  # those without an event yet, by key: old and new value

@@ -120,6 +120,7 @@ class RunRules:
         now.rewards = []  # metrics.jsonl begins again, too
         now.to_resume = set(now.groups)
         now.outcome = None
+        now.is_training = False
 
     # ---- checkpoints
 

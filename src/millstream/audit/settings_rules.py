@@ -15,6 +15,7 @@ from millstream.audit.report import Fields
 # What a resume that changes it does: groups are superseded, or those that are not settled are rolled out again.
 OF_SCHEDULE = ("steps", "groups_per_step", "max_lag", "lockstep", "extra_groups", "surplus")
 OF_ROLLOUT = ("group_size", "extra_members", "min_group_size", "max_parts", "max_tokens", "temperature", "stop")
+WHILE_TRAINING = ("pipeline.max_lag", "pipeline.extra_groups")
 SCHEDULE = tuple(f"pipeline.{key}" for key in OF_SCHEDULE)
 ROLLOUTS = (*(f"rollout.{key}" for key in OF_ROLLOUT), "reward", "pipeline.filter_zero_signal")
 
@@ -43,6 +44,9 @@ class SettingsRules:
         self._expect(is_own, "config", "the text of the config has another SHA-256 than the event says")
         config = tomllib.loads(text)
         now.changes_due = None if now.config is None else dict(_changes_between(now.config, config, ""))
+        if now.is_training:
+            frozen = sorted((now.changes_due or {}).keys() - set(WHILE_TRAINING))
+            self._expect(not frozen, "settings", f"{', '.join(frozen[:4])} changed while the run trained")
         now.config = config
         now.changed = set()
         if now.terms is not None:
@@ -69,6 +73,7 @@ class SettingsRules:
         silent = [key for key, (old, _) in due.items() if old is not None or key.startswith(("pipeline.", "rollout."))]
         self._expect(not silent, "settings", f"{', '.join(silent[:4])} differ from the config before, without an event")
         self._now.changes_due = None
+        self._now.is_training = True
 
     def check_rate(self, event: Fields) -> None:
         """A step was made with the learning rate of its config: exactly that, or at most, where it has a schedule."""
@@ -96,6 +101,11 @@ class SettingsRules:
             group.terms = self._cursor.terms
             group.out = set()
             group.aborted = set()
+
+    def limit_deadline(self, group: TrackedGroup) -> None:
+        """Of a resumed group, where the resume changed the schedule; otherwise it keeps the one of its admission."""
+        if not self._now.changed.isdisjoint(SCHEDULE):
+            group.deadline = min(group.deadline, group.start + self._cursor.terms.lag_bound)
 
     def on_superseded(self, event: Fields) -> None:
         """A group leaves at a resume, instead of being resumed."""

@@ -1,5 +1,5 @@
-"""The command line: train, scale, status, export, eval, env check, audit, rollouts, diff, report, plot, trace, init, recipes,
-doctor, serve, serve-store.
+"""The command line: train, scale, set, status, export, eval, env check, audit, rollouts, diff, report, plot, trace, init,
+recipes, doctor, serve, serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
 says what to type.
@@ -35,6 +35,7 @@ from millstream.cli.show import (
     Alarms,
     Lines,
     bias_tables,
+    changed_lines,
     finding_lines,
     result_table,
     scaled_lines,
@@ -214,6 +215,21 @@ def scale(
     with errors_shown():
         found = control.ask_run(run_dir, control.ScaleRequest(engines=control.parse_scale(engines)))
         _print(found, scaled_lines(found), as_json=as_json)
+
+
+@app.command(name="set")
+def set_command(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of an active run.")],
+    settings: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="pipeline.max_lag=3 or pipeline.extra_groups=8.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Change how stale rollouts may be, while the run trains. Groups in flight keep the bound that they began with. Other
+    settings change when a run is resumed: train --resume RUN --set KEY=VALUE."""
+    with errors_shown():
+        found = control.ask_run(run_dir, control.SetRequest(settings=settings))
+        _print(found, changed_lines(found), as_json=as_json)
 
 
 @app.command()

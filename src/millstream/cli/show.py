@@ -42,7 +42,7 @@ from millstream.run.device import sizes_in_words
 from millstream.run.progress import TimeLeft, finding_text
 
 if TYPE_CHECKING:
-    from millstream.run.control import RunStatus, ScaleResult
+    from millstream.run.control import RunStatus, ScaleResult, SetResult
     from millstream.run.folder import RunResult
 
 
@@ -325,6 +325,12 @@ def _declared(summary: Summary) -> list[tuple[str, str]]:
 def scaled_lines(found: ScaleResult) -> list[str]:
     lines = [f"{name} has joined" for name in found.joined] + [f"{name} has left" for name in found.left]
     return [*(lines or ["nothing to do"]), f"engines: {', '.join(found.engines)}"]
+
+
+def changed_lines(found: SetResult) -> list[str]:
+    return [f"{change}, for groups that start from version {found.version} on" for change in found.changes] or [
+        "nothing to do"
+    ]
 
 
 def status_lines(now: RunStatus) -> list[str]:

@@ -28,6 +28,7 @@ from millstream.events import (
     RolloutFailed,
     RunStarted,
     Sample,
+    SettingChanged,
     SizesChosen,
     Status,
     Stepped,
@@ -98,6 +99,8 @@ class View:
                 self._phase = "reinforcement learning"
                 self._notes.append(resumed(event))
                 self._version = event.version
+            case SettingChanged(key="pipeline.max_lag"):
+                self._lag_bound = math.ceil(event.new)
             case SizesChosen():
                 self._notes.append(sizes_line(event))
             case _ if isinstance(event, Alarm):

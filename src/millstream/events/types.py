@@ -25,14 +25,15 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="kind", tag=_snake):
 
 
 class ConfigWritten(Event, frozen=True, kw_only=True):
-    """A process of the run has begun, with the `config.toml` of this SHA-256."""
+    """A process of the run has begun, or its settings were changed: with the `config.toml` of this SHA-256."""
 
     digest: str
     text: str = ""  # of that file; empty in logs of earlier versions
 
 
 class SettingChanged(Event, frozen=True, kw_only=True):
-    """A resumed run has another value of a config key than its checkpoint has, from this version on."""
+    """A config key has another value from this version on: in a resumed run than its checkpoint has, or, while the run trains,
+    for the groups that start from then on."""
 
     key: str
     old: Any  # None: it was not set

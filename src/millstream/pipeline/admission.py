@@ -43,6 +43,9 @@ holds for what stays, whatever the terms were before.
 *Restart* (an overdue group is rolled out again, under the same id): a deadline D <= D' is exchanged for D'. The left side falls
 by one for D <= d < D' and stays as it is elsewhere, so that it is always allowed.
 
+*Another max_lag while groups are in flight* (`change_terms`): each group keeps the deadline that it was admitted with, and the
+new max_lag gives those that are admitted from then on. The invariant is about deadlines, so it holds as before.
+
 First to finish (`is_greedy`) gives the invariant up: more groups are in flight than can be trained in time, complete ones are
 taken as they come, and all groups that are due when the batch is full, and are not in it, must be removed before the step
 (`overdue`).
@@ -63,6 +66,11 @@ from millstream.errors import InvariantError, LagError
 class Place(NamedTuple):
     start: int
     deadline: int
+
+    @property
+    def bound(self) -> int:
+        """The lag that the group may have."""
+        return self.deadline - self.start
 
 
 class Admission:
@@ -124,6 +132,11 @@ class Admission:
         if not self.is_greedy and not self._holds(taken=0):
             raise InvariantError(f"groups were restored that cannot all be trained in time: {self}")
 
+    def change_terms(self, max_lag: float, budget: int) -> None:
+        """For the groups that start from now on."""
+        self.bound = math.ceil(max_lag)
+        self.budget = budget
+
     # ---- the three moves ---------------------------------------------------------------------------------------------
 
     def may_admit(self, start: int) -> bool:
@@ -173,7 +186,7 @@ class Admission:
         if start < old.start:
             raise InvariantError(f"group {group_id} started at {old.start} and may not restart at {start}")
         self._leave(group_id)
-        place = self._places[group_id] = Place(start, start + self.bound)
+        place = self._places[group_id] = Place(start, max(old.deadline, start + self.bound))
         self._deadlines[place.deadline] += 1
         return place
 
@@ -183,12 +196,12 @@ class Admission:
         return next((g for g in by_deadline if self.may_take(g)), None)
 
     def take(self, group_id: int) -> Place:
-        """The group joins the current batch. Raises `LagError` if it is older than the bound."""
+        """The group joins the current batch. Raises `LagError` if it is older than its bound."""
         place = self._places[group_id]
-        if self.version - place.start > self.bound:
+        if self.version > place.deadline:
             raise LagError(
                 f"group {group_id} started at version {place.start} and would be trained at {self.version}: "
-                f"the bound is {self.bound}"
+                f"the bound is {place.bound}"
             )
         if not self.may_take(group_id):
             raise InvariantError(f"group {group_id} may not be taken now: {self}")

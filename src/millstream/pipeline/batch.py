@@ -128,7 +128,7 @@ class GroupTaker:
 
     def _checked_rows(self, lease: Lease, place: Place) -> list[TrainRow]:
         """The last line of defence: the rows are fresh enough, or the run stops with a `LagError`."""
-        version, bound = self._admission.version, self._admission.bound
+        version, bound = self._admission.version, place.bound
         oldest = min(lease["start_version"])
         if oldest < place.start or version - oldest > bound:
             raise LagError(

@@ -212,6 +212,11 @@ class Pipeline:
         """End as if the next step were the last, with a checkpoint."""
         self._is_stopping = True
 
+    def change_lag(self, config: PipelineConfig) -> None:
+        """`max_lag` and `extra_groups` of this config, for the groups that start from now on. Not in lockstep."""
+        self.admission.change_terms(config.max_lag, config.most_groups)
+        self._context.notifier.notify()
+
     # ---- 1. feed -----------------------------------------------------------------------------------------------------
 
     async def feed(self) -> None:

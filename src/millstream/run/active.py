@@ -6,11 +6,17 @@ import asyncio
 import math
 import secrets
 import signal
+from collections.abc import Iterable, Sequence
+from shlex import quote
 from typing import Protocol
+
+from msgspec import structs
 
 from millstream.algo import advantage_of
 from millstream.clock import RealClock
+from millstream.config import load
 from millstream.engine import Engine
+from millstream.errors import ConfigError
 from millstream.events import (
     ConfigWritten,
     Resumed,
@@ -25,10 +31,12 @@ from millstream.events.rollouts.writer import RolloutWriter
 from millstream.pipeline.pipeline import Pipeline
 from millstream.pipeline.reschedule import UNCHANGED
 from millstream.run.best import BestCheckpoint
-from millstream.run.changes import effects_of
+from millstream.run.changes import WHILE_TRAINING, ChangedSetting, changed_settings, effects_of, tables_of
+from millstream.run.check import check_combinations
 from millstream.run.checkpoint import FOLDER, WARMUP_FOLDER, Checkpoints, RunState
+from millstream.run.config import RunConfig
 from millstream.run.evaluate import new_waits
-from millstream.run.folder import RunFolder
+from millstream.run.folder import RunFolder, resume_command
 from millstream.run.log import RunLog
 from millstream.run.prepare import Prepared
 from millstream.run.resume import ResumePoint, random_states
@@ -135,15 +143,19 @@ class ActiveRun:
                     changes=tuple(map(str, resumed.changes)),
                 )
             )
-        own = self.prepared.written if self.is_config_new else None
-        text, digest = self.folder.config_text(own), self.folder.config_digest(own)
-        self.log.emit(ConfigWritten(at=self.clock.now(), digest=digest, text=text))
-        for key, old, new in () if resumed is None else resumed.changes:
-            version = self.start_version
-            self.log.emit(SettingChanged(at=self.clock.now(), key=key, old=old, new=new, version=version))
+        self._emit_config(
+            self.prepared.written if self.is_config_new else None, () if resumed is None else resumed.changes
+        )
         if resumed is None and self.prepared.warning:
             self.warn(self.prepared.warning)
         self._emit_sizes()
+
+    def _emit_config(self, own: RunConfig | None, changes: Iterable[ChangedSetting]) -> None:
+        """`own`: a config that is to replace the one in the folder."""
+        text, digest = self.folder.config_text(own), self.folder.config_digest(own)
+        self.log.emit(ConfigWritten(at=self.clock.now(), digest=digest, text=text))
+        for key, old, new in changes:
+            self.log.emit(SettingChanged(at=self.clock.now(), key=key, old=old, new=new, version=self.version))
 
     def keep_config(self) -> None:
         """Once training begins: a resume that fails before leaves the config as it was."""
@@ -151,6 +163,34 @@ class ActiveRun:
             self.log.sync()  # a config is in the folder only if its digest is in the log
             self.folder.keep(self.prepared.written)
             (self.folder.path / "summary.json").unlink(missing_ok=True)  # of a finished run that trains on
+
+    def change_settings(self, settings: Sequence[str]) -> list[ChangedSetting]:
+        """Change settings of the active run, each as `KEY=VALUE`, for the groups that start from now on. Each is an event, and
+        is in the config of the folder. Raises `ConfigError`, and has changed nothing, if one may not change while it trains."""
+        written = load(self.folder.config, RunConfig, settings)
+        changes = changed_settings(tables_of(self.prepared.written), tables_of(written))
+        sets = " ".join(f"--set {quote(one)}" for one in settings)
+        instead = f"Stop the run (Ctrl-C), and resume it:\n  {resume_command(self.folder.path)} {sets}"
+        if other := [change.key for change in changes if change.key not in WHILE_TRAINING]:
+            allowed = " and ".join(WHILE_TRAINING)
+            raise ConfigError(f"{other[0]} cannot change while the run trains; {allowed} can. {instead}")
+        if self.config.pipeline.is_in_lockstep or written.pipeline.is_in_lockstep:
+            raise ConfigError(f"a run cannot begin or end lockstep (pipeline.max_lag = 0) while it trains. {instead}")
+        check_combinations(written)
+        if self.pipeline is None or self.config.data.rollouts is not None:
+            raise ConfigError("the run has no groups whose lag could change: it does not train on new rollouts now")
+        if changes:
+            self._use(written, changes)
+        return changes
+
+    def _use(self, written: RunConfig, changes: Sequence[ChangedSetting]) -> None:
+        assert self.pipeline is not None
+        self.prepared = structs.replace(self.prepared, written=written)
+        self.config = structs.replace(self.config, pipeline=written.pipeline)
+        self._emit_config(written, changes)
+        self.log.sync()  # a config is in the folder only if its digest is in the log
+        self.folder.keep(written)
+        self.pipeline.change_lag(written.pipeline)
 
     def _emit_sizes(self) -> None:
         sizes, are_kept = self.prepared.sizes, self.prepared.are_sizes_kept

@@ -78,9 +78,7 @@ class Backend(Protocol):
         `run.build_scorers`. `durable` wraps a critic whose process can die. Called on a thread."""
         ...
 
-    async def open_store(self, stages: Sequence[Stage], num_restored: int) -> Store:
-        """`num_restored`: rows of a checkpoint, which may be more than the settings now allow."""
-        ...
+    async def open_store(self, stages: Sequence[Stage]) -> Store: ...
 
     def new_channel(self, learner: RunLearner) -> WeightChannel:
         """`learner`: gives weights once more if those that it published cannot be reached."""
@@ -126,9 +124,8 @@ class LocalBackend:
     def build_scorers(self, saved: Path | None, durable: DurableCritic) -> Scorers:
         return build_scorers(self._config, self._context.model, saved)
 
-    async def open_store(self, stages: Sequence[Stage], num_restored: int) -> Store:
-        tasks, capacity = build.store_plan(self._config, stages, num_restored)
-        return MemoryStore(tasks, capacity_rows=capacity)
+    async def open_store(self, stages: Sequence[Stage]) -> Store:
+        return MemoryStore(build.store_plan(self._config, stages))
 
     def new_channel(self, learner: RunLearner) -> WeightChannel:
         return LocalChannel()

@@ -289,16 +289,15 @@ def gpu_share(config: RunConfig, learner: LearnerConfig) -> float:
     return training_share(config.pipeline.most_groups * config.rollout.group_size, config.pipeline.max_lag)
 
 
-def store_plan(config: RunConfig, stages: Sequence[Stage], num_restored: int = 0) -> tuple[Mapping[str, Reads], int]:
-    """The tasks of a run's store, and its capacity: room for every rollout that may be in flight or taken, and for those of a
-    checkpoint that other settings allowed. With less, the pipeline would block itself."""
-    tasks = store_tasks(
+def store_plan(config: RunConfig, stages: Sequence[Stage]) -> Mapping[str, Reads]:
+    """The tasks of a run's store. It has no capacity of its own: the admission rule bounds the groups that have rows in it, by
+    settings that may change while the run trains, and a store with less room would block the pipeline."""
+    return store_tasks(
         stages,
         has_critic=needs_critic(config.algorithm),
         has_proximal=config.proximal is not None,
         is_in_lockstep=config.pipeline.is_in_lockstep,
     )
-    return tasks, config.pipeline.most_groups * config.rollout.most_rows + num_restored
 
 
 def build_algorithm(

@@ -1,6 +1,7 @@
 """Changes at a resume: the one table of which keys of a config may change, what a change does, and why others may not.
 
-Every change is in force from the resumed step on, and is an event (`setting_changed`). What it does to the groups in flight:
+Every change is in force from the resumed step on, and is an event (`setting_changed`). Keys of `WHILE_TRAINING` may change in
+an active run, too, for the groups that start from then on. What a change at a resume does to the groups in flight:
 
     now        nothing
     rollouts   settled groups keep their rollouts and scores, the others are rolled out again (`pipeline.reschedule`)
@@ -91,6 +92,9 @@ RULES: Mapping[str, ChangeRule] = {
     **_may("now", "warmup.", "learning_rate schedule warmup_steps stop_at check_every"),
 }
 """By key; `*` stands for a number. A key that is not here has the rule of the table that it is in, if that is here."""
+
+
+WHILE_TRAINING = ("pipeline.max_lag", "pipeline.extra_groups")
 
 
 class ChangedSetting(NamedTuple):

@@ -56,6 +56,12 @@ class StatusRequest(Struct, frozen=True, kw_only=True, tag="Look"):
     """Report what the run is doing."""
 
 
+class SetRequest(Struct, frozen=True, kw_only=True, tag="Set"):
+    """Change settings, each as `KEY=VALUE`."""
+
+    settings: list[str]
+
+
 class EngineStatus(Struct, frozen=True, kw_only=True):
     name: str
     version: int | None = None  # None: it is being started
@@ -80,12 +86,17 @@ class ScaleResult(Struct, frozen=True, kw_only=True, tag="Scaled"):
     engines: list[str]
 
 
+class SetResult(Struct, frozen=True, kw_only=True, tag="Changed"):
+    changes: list[str]  # such as `pipeline.max_lag=3`
+    version: int  # that training is at
+
+
 class ControlError(Struct, frozen=True, kw_only=True, tag="Refused"):
     message: str
 
 
-ControlRequest = ScaleRequest | StatusRequest
-ControlReply = RunStatus | ScaleResult | ControlError
+ControlRequest = ScaleRequest | StatusRequest | SetRequest
+ControlReply = RunStatus | ScaleResult | SetResult | ControlError
 ControlHandler = Callable[[ControlRequest], Awaitable[ControlReply]]
 
 
@@ -213,7 +224,11 @@ def ask_run(folder: Path, request: ScaleRequest) -> ScaleResult: ...
 def ask_run(folder: Path, request: StatusRequest) -> RunStatus: ...
 
 
-def ask_run(folder: Path, request: ControlRequest) -> RunStatus | ScaleResult:
+@overload
+def ask_run(folder: Path, request: SetRequest) -> SetResult: ...
+
+
+def ask_run(folder: Path, request: ControlRequest) -> RunStatus | ScaleResult | SetResult:
     """Waits for the reply, however long that takes. Raises `ConfigError` if the run refuses, or is not active."""
     RunFolder.of_run(folder)
     with socket.socket(socket.AF_UNIX) as line:

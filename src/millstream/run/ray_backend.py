@@ -204,9 +204,8 @@ class RayBackend:
     def _new_publisher(self) -> WeightsPublisher:
         return open_publisher(self._delivery(is_of_rank=False), node=self.cluster.node, host=self.cluster.host)
 
-    async def open_store(self, stages: Sequence[Stage], num_restored: int) -> Store:
-        tasks, capacity = build.store_plan(self._config, stages, num_restored)
-        self._store = await asyncio.to_thread(RayStore, tasks, capacity_rows=capacity)
+    async def open_store(self, stages: Sequence[Stage]) -> Store:
+        self._store = await asyncio.to_thread(RayStore, build.store_plan(self._config, stages))
         self._emit_started("the store's coordinator", "store", self._store.pid, self.cluster.node)
         self._client = await self._store.connect("pipeline")
         return self._client

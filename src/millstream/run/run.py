@@ -318,13 +318,12 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     publishing = channel.publish(run.start_version, weights)  # what the engines have: for those that start later
     await run.waits.on(OWNER, f"version {run.start_version} to be published", publishing)
     state = None if run.found is None else run.found.pipeline_state()
-    num_restored = 0 if state is None or not any(run.changed) else len(state.rows.rows)
     recorded = await asyncio.to_thread(recorded_batches, prepared.written)
     parts = Parts(
         engines=fleet.router.engines,
         environment=prepared.environment,
         learner=learner,
-        store=await run.waits.on(OWNER, "the store to be open", _open_store(run, scorers, num_restored, recorded)),
+        store=await run.waits.on(OWNER, "the store to be open", _open_store(run, scorers, recorded)),
         stages=scorers.stages,
         critic=scorers.critic,
         proximal=scorers.proximal,
@@ -365,9 +364,9 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         await run.waits.on(OWNER, "the last rollouts to be written", asyncio.to_thread(close_rollouts, run))
 
 
-async def _open_store(run: ActiveRun, scorers: Scorers, num_restored: int, recorded: RecordedBatches | None) -> Store:
+async def _open_store(run: ActiveRun, scorers: Scorers, recorded: RecordedBatches | None) -> Store:
     if recorded is None:
-        return await run.prepared.backend.open_store(scorers.stages, num_restored)
+        return await run.prepared.backend.open_store(scorers.stages)
     capacity = run.config.pipeline.most_groups * run.config.rollout.most_rows
     return await asyncio.to_thread(recorded.new_store, capacity)
 

@@ -26,6 +26,8 @@ from millstream.run.control import (
     ControlRequest,
     ScaleRequest,
     ScaleResult,
+    SetRequest,
+    SetResult,
     run_status,
 )
 from millstream.run.folder import resume_command
@@ -164,6 +166,9 @@ class Supervision:
         if isinstance(request, ScaleRequest):
             joined, left = await fleet.scale(request.engines)
             return ScaleResult(joined=joined, left=left, engines=fleet.names)
+        if isinstance(request, SetRequest):
+            changes = self._run.change_settings(request.settings)
+            return SetResult(changes=[str(change) for change in changes], version=self._run.version)
         return run_status(await self._run.status(), fleet.router, fleet.names, self._run.version)
 
 
