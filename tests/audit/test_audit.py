@@ -41,6 +41,7 @@ from millstream.events import (
     GroupResumed,
     GroupScored,
     GroupTaken,
+    LagMoved,
     LearnerRestarted,
     Resumed,
     RolloutAborted,
@@ -1576,6 +1577,28 @@ def mix_two_settings(run: Run) -> None:
     raise AssertionError("no group is partly done")
 
 
+AUTO = structs.replace(FAST, auto_lag=True, steps=40, train_token_s=1e-2, slots=64)
+
+
+def auto_run(commit: Crime = lambda run: None) -> Callable[[], Run]:
+    """Of a run whose lag moves."""
+
+    def make() -> Run:
+        run = Run([config_written(AUTO), _started(AUTO), *with_rates(simulate(AUTO).sink.events, 1e-3)])
+        run.config = run.get(ConfigWritten, 0).text
+        run.events.append(RunEnded(at=1e6, outcome="finished", version=AUTO.steps))
+        commit(run)
+        return run
+
+    return make
+
+
+def test_a_run_whose_lag_moves_is_clean(tmp_path: Path) -> None:
+    run = auto_run()()
+    assert len(run.all(LagMoved)) > 3
+    assert audit(run.write(tmp_path)).findings == []
+
+
 def changed_while_training(world: World, learner: LearnerTable | None = None) -> Crime:
     """Before the fifth group is admitted the settings of this world are in force, by the log."""
 
@@ -1592,11 +1615,21 @@ def changed_while_training(world: World, learner: LearnerTable | None = None) ->
 
 CRIMES_OF_CHANGES: dict[str, dict[str, Callable[[], Run]]] = {
     "deadline": {
+        "a group is admitted with the bound of before a move": auto_run(dropped(LagMoved, 2)),
         "a group is admitted with the bound of before": of_change(
             "more steps", changed_while_training(structs.replace(FAST, max_lag=FAST.max_lag + 1))
         ),
     },
     "settings": {
+        "the lag moves above max_lag": auto_run(changed(LagMoved, 1, max_lag=9.0, lag_bound=9, budget=30)),
+        "the lag moves twice at one version": auto_run(doubled(LagMoved, 2)),
+        "the lag moves, and the bound does not": auto_run(changed(LagMoved, 1, lag_bound=one_more)),
+        "the lag moves by itself": of_change(
+            "more steps",
+            lambda run: run.events.insert(
+                run.all(GroupAdmitted)[4], LagMoved(at=0.0, version=0, max_lag=1.0, lag_bound=1, budget=6, why="")
+            ),
+        ),
         "a key changes that may not while the run trains": of_change(
             "more steps", changed_while_training(FAST, LearnerTable(1e-4))
         ),

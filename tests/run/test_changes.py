@@ -47,6 +47,7 @@ CHANGES = {
     "max_lag, higher": ["pipeline.max_lag=3"],
     "max_lag, lower": ["pipeline.max_lag=1"],
     "max_lag, synchronous": ["pipeline.max_lag=0"],
+    "auto_lag": ["pipeline.auto_lag=true"],
     "lockstep": ["pipeline.lockstep=false"],
     "extra_groups": ["pipeline.extra_groups=2"],
     "surplus": ["pipeline.surplus=abort", "pipeline.extra_groups=12"],
@@ -503,8 +504,9 @@ def test_max_lag_changes_while_the_run_trains_and_groups_in_flight_keep_their_bo
     lower = steps_of(run_dir)
     until(lambda: steps_of(run_dir) >= lower + 6, process)
     assert set_in(run_dir, "pipeline.max_lag=1") == "nothing to do\n"
+    assert "pipeline.auto_lag=True" in set_in(run_dir, "pipeline.auto_lag=true", "pipeline.extra_groups=")
     assert "learner.learning_rate cannot change while the run trains" in set_in(run_dir, "learner.learning_rate=1e-4")
-    assert "cannot begin or end lockstep" in set_in(run_dir, "pipeline.max_lag=0", "pipeline.extra_groups=")
+    assert "cannot begin or end lockstep" in set_in(run_dir, "pipeline.max_lag=0", "pipeline.auto_lag=false")
     assert "extra_groups = 9 cannot all be trained" in set_in(run_dir, "pipeline.extra_groups=9")
     process.kill()
     process.wait()
@@ -513,6 +515,8 @@ def test_max_lag_changes_while_the_run_trains_and_groups_in_flight_keep_their_bo
         ("pipeline.max_lag", 2.0, 4.0),
         ("pipeline.extra_groups", None, 2),
         ("pipeline.max_lag", 4.0, 1.0),
+        ("pipeline.auto_lag", False, True),
+        ("pipeline.extra_groups", 2, None),
     ]
     taken = [event for event in read_history(run_dir / "events.jsonl") if isinstance(event, GroupTaken)]
     assert max(event.lag for event in taken) > 2, "the higher bound was never used"

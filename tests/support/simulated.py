@@ -64,6 +64,7 @@ class World(Struct, frozen=True, kw_only=True):
     groups_per_step: int = 2
     group_size: int = 2
     max_lag: float = 1.0
+    auto_lag: bool = False
     extra_groups: int | None = None
     surplus: Literal["carry_over", "abort"] = "carry_over"
     overdue: Literal["wait", "restart"] = "wait"
@@ -198,6 +199,7 @@ def configs(world: World) -> tuple[PipelineConfig, RolloutConfig]:
         steps=world.steps,
         groups_per_step=world.groups_per_step,
         max_lag=world.max_lag,
+        auto_lag=world.auto_lag,
         lockstep=world.lockstep,
         extra_groups=world.extra_groups,
         surplus=world.surplus,

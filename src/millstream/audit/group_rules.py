@@ -46,6 +46,7 @@ class GroupRules:
         )
         now.next_group = max(now.next_group, group_id + 1)
         now.num_admitted += 1
+        now.bound_max = max(now.bound_max, event["deadline"] - event["start_version"])
         num_groups = len(now.groups)
         if not self._holds(num_groups <= terms.budget):
             self._finding("budget", f"with group {group_id}, {num_groups} are in flight; the budget is {terms.budget}")

@@ -163,10 +163,12 @@ class History:
     rollouts_aborted: int = 0
     num_restarts: int = 0
     lag_max: int = 0
+    bound_max: int = 0  # of the groups that were admitted
     evaluating: dict[str, RunningEvaluation] = field(default_factory=dict)  # by name
     first_table: str = ""  # the name of the first evaluation's table
     accuracies: dict[str, float] = field(default_factory=dict)  # the last of each evaluation, by its name
     outcome: str | None = None
+    lag_moved_at: int | None = None  # the version of the last move of `auto_lag` in training
     is_training: bool = False  # this process has admitted a group or made a step
     config: Fields | None = None  # the settings in force; None: the log does not say
     changed: set[str] = field(default_factory=set)  # keys that the last resume changed

@@ -48,6 +48,7 @@ class Replay:
         }
         self._at_any_time: dict[str, Callable[[Fields], None]] = {
             "config_written": settings.on_config_written,
+            "lag_moved": settings.on_lag_moved,
             "setting_changed": settings.on_setting_changed,
             "run_started": run.on_run_started,
             "replica_joined": run.on_replica_joined,

@@ -46,7 +46,7 @@ def _count(now: History, report: AuditReport) -> None:
     report.rollouts_trained = now.rollouts_trained
     report.lag_max = now.lag_max
     report.outcome = now.outcome
-    report.lag_bound = None if now.terms is None else now.terms.lag_bound
+    report.lag_bound = None if now.terms is None else max(now.terms.lag_bound, now.bound_max)
     if not report.holds(now.num_admitted == now.fates.total() + len(now.groups)):
         report.add_finding(
             "totals", f"{now.num_admitted} groups were admitted: {dict(now.fates)}, {len(now.groups)} in flight"

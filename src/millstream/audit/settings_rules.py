@@ -13,9 +13,9 @@ from millstream.audit.history import Cursor, History, TrackedGroup
 from millstream.audit.report import Fields
 
 # What a resume that changes it does: groups are superseded, or those that are not settled are rolled out again.
-OF_SCHEDULE = ("steps", "groups_per_step", "max_lag", "lockstep", "extra_groups", "surplus")
+OF_SCHEDULE = ("steps", "groups_per_step", "max_lag", "auto_lag", "lockstep", "extra_groups", "surplus")
 OF_ROLLOUT = ("group_size", "extra_members", "min_group_size", "max_parts", "max_tokens", "temperature", "stop")
-WHILE_TRAINING = ("pipeline.max_lag", "pipeline.extra_groups")
+WHILE_TRAINING = ("pipeline.max_lag", "pipeline.auto_lag", "pipeline.extra_groups")
 SCHEDULE = tuple(f"pipeline.{key}" for key in OF_SCHEDULE)
 ROLLOUTS = (*(f"rollout.{key}" for key in OF_ROLLOUT), "reward", "pipeline.filter_zero_signal")
 
@@ -66,6 +66,20 @@ class SettingsRules:
             self._expect(
                 due == found, "settings", f"{key} is changed from {found[0]} to {found[1]}, the configs say {due}"
             )
+
+    def on_lag_moved(self, event: Fields) -> None:
+        """`auto_lag` moves the bound and the budget: within max_lag, at most once a version."""
+        now, pipeline = self._now, (self._now.config or {}).get("pipeline", {})
+        version, lag, bound, budget = (event[name] for name in ("version", "max_lag", "lag_bound", "budget"))
+        is_allowed = bool(pipeline.get("auto_lag")) and 0 <= lag <= pipeline["max_lag"]
+        self._expect(is_allowed, "settings", f"the lag moves to {lag}, the config has {pipeline.get('max_lag')}")
+        due = (math.ceil(lag), most_groups({**pipeline, "max_lag": lag}))
+        self._expect((bound, budget) == due, "settings", f"with a lag of {lag} bound and budget are {(bound, budget)}")
+        is_first = version == now.version and version != now.lag_moved_at
+        self._expect(is_first, "settings", f"the lag moves twice at version {version}, or the run is at {now.version}")
+        if now.is_training:
+            now.lag_moved_at = version
+        now.terms = self._cursor.terms._replace(lag_bound=bound, budget=budget)
 
     def check_announced(self) -> None:
         """Before the first group or step of a process. A key that the config of an earlier version did not have may appear."""

@@ -22,6 +22,7 @@ from millstream.events import (
     Evaluated,
     Event,
     GroupTaken,
+    LagMoved,
     PathChosen,
     ReplicaJoined,
     Resumed,
@@ -101,6 +102,8 @@ class View:
                 self._version = event.version
             case SettingChanged(key="pipeline.max_lag"):
                 self._lag_bound = math.ceil(event.new)
+            case LagMoved():
+                self._lag_bound = event.lag_bound
             case SizesChosen():
                 self._notes.append(sizes_line(event))
             case _ if isinstance(event, Alarm):

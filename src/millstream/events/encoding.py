@@ -22,6 +22,7 @@ from millstream.events.types import (
     GroupResumed,
     GroupScored,
     GroupTaken,
+    LagMoved,
     LearnerRestarted,
     MicroBatchLowered,
     PathChosen,
@@ -53,6 +54,7 @@ from millstream.events.types import (
 AnyEvent = (
     ConfigWritten
     | SettingChanged
+    | LagMoved
     | RunBranched
     | SizesChosen
     | RunStarted

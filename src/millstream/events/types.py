@@ -41,6 +41,16 @@ class SettingChanged(Event, frozen=True, kw_only=True):
     version: int
 
 
+class LagMoved(Event, frozen=True, kw_only=True):
+    """`pipeline.auto_lag` has chosen how much lag the groups may have that start from now on."""
+
+    version: int
+    max_lag: float
+    lag_bound: int
+    budget: int  # groups in flight
+    why: str
+
+
 class RunBranched(Event, frozen=True, kw_only=True):
     """A new run begins with the weights and the optimizer's state of another run's checkpoint."""
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from millstream.errors import MillstreamError
 from millstream.events import GroupAdmitted, Status, Stepped
-from millstream.pipeline.batch import BatchTrainer, GroupTaker
+from millstream.pipeline.auto_lag import AutoLag
+from millstream.pipeline.batch import BatchTrainer, GroupTaker, TakenGroup
 from millstream.pipeline.context import GroupInFlight, RunContext
 from millstream.pipeline.critic import CriticUpdates
 from millstream.pipeline.grouping import members_of, rewards_of
@@ -102,6 +103,7 @@ class Pipeline:
             self._context, self.admission, self._finalizer, self._rollouts, rollout.num_members
         )
         self._rows = None if resumed is None else self._resumption.restore(resumed, incarnation, changed)
+        self._auto_lag = self._build_auto_lag(config)
 
     def _build_rollouts(self, sampling: Sampling, rollout: RolloutConfig, seed: int, gate: Gate | None) -> Rollouts:
         return Rollouts(
@@ -158,6 +160,11 @@ class Pipeline:
             proximal=self._proximal,
         )
 
+    def _build_auto_lag(self, config: PipelineConfig) -> AutoLag | None:
+        if not config.auto_lag or self._recorded is not None:
+            return None
+        return AutoLag(config.max_lag, self._context, self.admission, self.router)
+
     def _build_critic(self, algorithm: Algorithm) -> CriticUpdates | None:
         critic, tokens = self._parts.critic, algorithm.critic_batch_tokens
         return None if critic is None else CriticUpdates(critic, tokens, self._context)
@@ -175,6 +182,8 @@ class Pipeline:
                 await self._parts.store.restore(self._rows)
                 self._policy.on_stepped()  # what comes after the last step may have been cut short
             await self._checkpoint_if_due()
+            if self._auto_lag is not None:
+                self._auto_lag.start()
             running = [self._context.spawn(loop) for loop in ([] if self._recorded is not None else self._loops())]
             self.sync.start(self.admission.version)
             if self._rows is not None:
@@ -213,9 +222,13 @@ class Pipeline:
         self._is_stopping = True
 
     def change_lag(self, config: PipelineConfig) -> None:
-        """`max_lag` and `extra_groups` of this config, for the groups that start from now on. Not in lockstep."""
-        self.admission.change_terms(config.max_lag, config.most_groups)
-        self._context.notifier.notify()
+        """`max_lag`, `auto_lag` and `extra_groups` of this config, for the groups that start from now on. Not in lockstep."""
+        self._auto_lag = self._build_auto_lag(config)
+        if self._auto_lag is not None:
+            self._auto_lag.start()
+        else:
+            self.admission.change_terms(config.max_lag, config.most_groups)
+            self._context.notifier.notify()
 
     # ---- 1. feed -----------------------------------------------------------------------------------------------------
 
@@ -280,7 +293,7 @@ class Pipeline:
         began = self._context.now()
         await self._batch.begin(self.admission.version)
         self._taker.begin_batch()
-        while (taken := await self._taker.next()) is not None:
+        while (taken := await self._next_group()) is not None:
             await self._batch.add(taken)
         if not self._batch.groups:
             return False
@@ -288,6 +301,10 @@ class Pipeline:
         await self._finish_batch(metrics, began)
         await self._publish()
         return True
+
+    async def _next_group(self) -> TakenGroup | None:
+        taken = self._taker.next()
+        return await (taken if self._auto_lag is None else self._auto_lag.watch(taken))
 
     async def _finish_batch(self, metrics: Metrics, began: float) -> None:
         """The version rises, the groups leave, their rows are acknowledged."""
@@ -319,6 +336,8 @@ class Pipeline:
             await self._parts.store.acknowledge(lease)
         groups = self._context.groups
         self._context.groups = {group_id: group for group_id, group in groups.items() if group_id in self.admission}
+        if self._auto_lag is not None:
+            self._auto_lag.on_stepped(metrics, now - began)
         self._batch.groups = []  # its memory is free while weights are published and checkpoints written
         self._policy.on_stepped()
 

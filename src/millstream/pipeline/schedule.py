@@ -16,6 +16,9 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     groups_per_step: int = 16
     max_lag: float = 1.0
     """The asynchronous ratio: how many versions old a rollout's start may be when it is trained. 0 is synchronous."""
+    auto_lag: bool = False
+    """Use as little of max_lag as training needs, and say so: the lag is raised while the learner waits and engines have room,
+    and lowered where it buys nothing (`pipeline.auto_lag`)."""
     lockstep: bool = True
     """With max_lag = 0: let decode batches depend on ids alone, so that a run repeats bit for bit. Every turn then waits for
     all others; without it, every rollout continues on its own."""
@@ -59,6 +62,11 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 'overdue = "restart" has nothing to do here: with surplus = "abort" what is overdue is aborted, and with '
                 'max_lag = 0 no other group could take its place. Set overdue = "wait"'
+            )
+        if self.auto_lag and (self.max_lag == 0 or self.extra_groups is not None or self.is_first_to_finish):
+            raise ValueError(
+                "auto_lag chooses the groups in flight within max_lag: it needs a max_lag above 0, the highest that you allow, "
+                'and goes neither with extra_groups nor with surplus = "abort"'
             )
         if self.max_restarts < 1:
             raise ValueError('max_restarts must be at least 1; overdue = "wait" restarts nothing')

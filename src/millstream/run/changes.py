@@ -61,7 +61,7 @@ RULES: Mapping[str, ChangeRule] = {
     **_may("now", "environment.*.", "max_concurrent step_timeout_s process"),
     **_may("rollouts", "rollout.", "group_size extra_members min_group_size max_parts max_tokens temperature stop"),
     **_may("now", "rollout.", "retries timeout_s keep_gb"),
-    **_may("schedule", "pipeline.", "steps groups_per_step max_lag lockstep extra_groups surplus"),
+    **_may("schedule", "pipeline.", "steps groups_per_step max_lag auto_lag lockstep extra_groups surplus"),
     **_may("now", "pipeline.", "overdue max_restarts max_replaced_per_step stall_s deadline_s"),
     **_may("rollouts", "pipeline.", "filter_zero_signal"),
     **_must_not("a run that trains and one that does not are two runs", "pipeline.", "rollouts_only"),
@@ -94,7 +94,7 @@ RULES: Mapping[str, ChangeRule] = {
 """By key; `*` stands for a number. A key that is not here has the rule of the table that it is in, if that is here."""
 
 
-WHILE_TRAINING = ("pipeline.max_lag", "pipeline.extra_groups")
+WHILE_TRAINING = ("pipeline.max_lag", "pipeline.auto_lag", "pipeline.extra_groups")
 
 
 class ChangedSetting(NamedTuple):
