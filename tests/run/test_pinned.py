@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,8 @@ from millstream.run.config import EvaluationConfig
 from millstream.run.evaluate import Evaluator
 from millstream.run.prepare_evaluation import PreparedEvaluation
 from millstream.serving.fleet import Fleet
+from millstream.serving.queue import RequestQueue, WaitingRequest
+from millstream.serving.request import Pin, RoutedRequest
 from millstream.serving.router import Router
 from millstream.sim.draws import constant, lognormal
 from millstream.sim.engine import SimEngine
@@ -257,6 +259,38 @@ def test_a_pin_whose_taker_is_cancelled_is_not_left() -> None:
             await asyncio.gather(taking, return_exceptions=True)
         router.dispatch()
         assert not router.pins and not router.pins.num_waiting
+
+    run_virtual(play())
+
+
+def test_requests_that_wait_for_a_pinned_engine_are_not_looked_at_one_by_one() -> None:
+    async def play() -> None:
+        queue, pins, asked = RequestQueue(), [Pin(1, ["one"]), Pin(1, ["other"])], list[Pin | None]()
+        replica: Any = object()
+
+        def push(number: int, pin: Pin | None) -> None:
+            routed = RoutedRequest(request(number), 1, pin)
+            waiting = WaitingRequest(routed, asyncio.get_running_loop().create_future())
+            queue.push(waiting, (0, 0) if pin is None else None)
+
+        def has_room_for(*able: Pin | None) -> Callable[[RoutedRequest], Any]:
+            def choose(routed: RoutedRequest) -> Any:
+                asked.append(routed.pin)
+                return replica if routed.pin in able else None
+
+            return choose
+
+        for number in range(1000):
+            push(-1 - number, pins[number % 2])
+        for number in range(20):
+            push(number, None)
+            found = queue.pop(has_room_for(None), lambda: True)
+            assert found is not None and found[0].routed.pin is None
+            assert queue.pop(has_room_for(None), lambda: True) is None, "no pinned engine has room"
+        assert len(asked) < 100
+        turns = [queue.pop(has_room_for(*pins), lambda: True) for _ in range(1000)]
+        assert [found[0].routed.pin for found in turns if found] == 500 * pins, "they take turns"
+        assert not queue and queue.pop(has_room_for(*pins), lambda: True) is None
 
     run_virtual(play())
 
