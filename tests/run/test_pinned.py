@@ -305,6 +305,40 @@ def test_at_an_end_all_engines_serve_the_evaluation_and_beside_training_a_quarte
     run_virtual(play())
 
 
+class Crowd:
+    """Counts its rollouts that run at the same time."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.most = 0
+
+    async def rollout(self, context: Context) -> float:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await context.generate([1, 2])
+        self.now -= 1
+        return 1.0
+
+
+@pytest.mark.parametrize(("in_training", "most"), [(True, 8), (False, 32)])
+def test_an_evaluation_starts_as_many_rollouts_at_a_time_as_its_engines_have_slots(
+    in_training: bool, most: int
+) -> None:
+    """Of 8 engines with 4 slots, 2 are pinned beside training: those that wait for a slot have not begun, nor their limits."""
+    environment, world = Crowd(), World(steps=4, max_lag=1.0)
+    beside = Beside(world, [table(environment, every_steps=1, samples=20, decoding="sampled")])
+
+    async def play() -> None:
+        clock, sink = VirtualClock(), MemorySink()
+        router = Router([engine(f"engine-{number}", 1) for number in range(8)])
+        waits = Waits(clock=clock, sink=sink, stall_s=30.0, deadline_s=60.0)
+        evaluator = Evaluator(beside._prepared, router, clock, sink, waits)
+        await (evaluator.after_step(1) if in_training else evaluator.before())
+        assert len(sink.of(Evaluated)) == 1 and environment.most == most
+
+    run_virtual(play())
+
+
 def test_an_evaluation_has_scores_of_k_samples_and_fails_no_rollout() -> None:
     clock, sink, environment = VirtualClock(), MemorySink(), TwoTurns()
     rollout = SimpleNamespace(max_parts=1, timeout_s=1e6)
