@@ -1419,6 +1419,8 @@ def test_a_reward_of_the_whole_group_decides_its_fate(tmp_path: Path) -> None:
     group_id = run.of_fate(Fate.TRAINED)
     last = max(run.all(RolloutEnded, group_id=group_id))
     size = len(run.all(RolloutEnded, group_id=group_id))
+    for seq in run.all(RolloutEnded, group_id=group_id):
+        run.change(seq, is_partial=True)
     scored = GroupScored(at=0.0, group_id=group_id, rewards=[0.5] * size, seconds=0.1)
     run.events.insert(last + 1, scored)
     rules = {finding.rule for finding in audit(run.write(tmp_path / "wrong")).findings}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,15 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from millstream.clock import VirtualClock, run_virtual
+from millstream.config import load
 from millstream.env import Context
 from millstream.errors import EngineError, PinLost
 from millstream.events import Evaluated, EvaluationStarted, Event, ReplicaLeft, Warned, WeightsLoaded
 from millstream.events.sinks import MemorySink
 from millstream.pipeline.pipeline import Pipeline
 from millstream.pipeline.waits import Waits
-from millstream.run.config import EvaluationConfig
+from millstream.run.best import BestCheckpoint
+from millstream.run.config import EvaluationConfig, RunConfig
 from millstream.run.evaluate import Evaluator
 from millstream.run.prepare_evaluation import PreparedEvaluation
 from millstream.serving.fleet import Fleet
@@ -157,6 +160,28 @@ def test_evaluations_of_two_tables_that_are_due_together_are_of_the_same_version
     outcome = simulate(world, after_step=beside.after_step, on_pipeline=beside.attach)
     found = {event.name: event.version for event in outcome.sink.of(Evaluated)}
     assert found["other step 2"] == found["step 2"] == 2
+
+
+def test_there_is_a_checkpoint_of_every_version_that_is_evaluated_whatever_the_engines_skip(tmp_path: Path) -> None:
+    """Weights take longer to load than a step does: engines do not get every version."""
+    (tmp_path / "run.toml").write_text('[model.tiny]\n[data]\ntoy = "sort_digits"\n[evaluation]\nevery_steps = 4')
+    best = BestCheckpoint(load(tmp_path / "run.toml", RunConfig, ["checkpoint.keep_best=pass@1"]))
+    world, due = World(steps=24, max_lag=6.0, num_engines=2, load=3.0, mean_tokens=10.0, tail=0.1), set[int]()
+    beside = Beside(world, [table(TwoTurns(), every_steps=4)])
+
+    async def after_step(version: int) -> None:
+        if best.is_due(version):  # asked at the same moment for a checkpoint
+            due.add(version)
+        await beside.after_step(version)
+
+    def attach(pipeline: Pipeline) -> None:
+        beside.attach(pipeline)
+        best.is_awaited = lambda: beside._evaluator.is_awaited("held_out")
+
+    outcome = simulate(world, after_step=after_step, on_pipeline=attach)
+    evaluated = {event.version for event in outcome.sink.of(Evaluated)}
+    assert any(version is not None and version % 4 for version in evaluated), "no version was skipped"
+    assert evaluated <= due and len(due) < 24
 
 
 def test_training_with_one_engine_continues_up_to_the_lag_bound_while_that_is_pinned() -> None:
