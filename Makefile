@@ -9,6 +9,7 @@ TQ := .venv-tq
 VLLM := .venv-vllm
 VERL := .peer-verl
 LOWEST := .venv-lowest
+TRACKERS := .venv-trackers
 # Chats and records, rewards, the model's passes against the library's, adapters, a run from Python, export and push.
 LOWEST_TESTS := tests/env/test_records.py tests/env/test_foreign_rewards.py tests/env/test_dialog.py tests/model/test_compare.py \
 	tests/run/test_passed_data.py tests/run/test_push.py tests/learner/test_adapter_folders.py
@@ -46,8 +47,8 @@ test-envs: $(VENV)/.installed-envs
 	$(BIN)/pytest tests/env/test_adapters.py
 
 # W&B, TensorBoard, MLflow and trackio, offline; without them their tests are skipped.
-test-trackers: $(VENV)/.installed-trackers
-	$(BIN)/pytest tests/run/test_trackers.py tests/cli/test_plot.py
+test-trackers: $(TRACKERS)/.installed
+	$(TRACKERS)/bin/pytest tests/run/test_trackers.py tests/cli/test_plot.py
 
 # The records and rewards of TRL and verl, and the pages about them, against the libraries themselves.
 test-peers: $(INSTALLED) $(TRL)/.installed $(VERL)/.unpacked
@@ -162,8 +163,12 @@ $(VENV)/.installed-envs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,envs]'
 	touch $@
 
-$(VENV)/.installed-trackers: $(INSTALLED)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,trackers,plots]'
+# Trackers have an environment of their own: MLflow needs an older pyarrow, trackio an older Pillow.
+$(TRACKERS)/.installed: pyproject.toml constraints.txt
+	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
+	grep -viE '^(pyarrow|pillow)==' constraints.txt > $(TRACKERS)/constraints.txt
+	$(TRACKERS)/bin/pip install --quiet --constraint $(TRACKERS)/constraints.txt torch==2.13.0
+	$(TRACKERS)/bin/pip install --quiet --constraint $(TRACKERS)/constraints.txt --editable '.[dev,trackers,plots]'
 	touch $@
 
 $(VENV)/.installed-lm-eval: $(INSTALLED)
@@ -175,4 +180,4 @@ $(VENV)/.installed-plots: $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TRL) $(TQ) $(VLLM) $(VERL) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRL) $(TQ) $(VLLM) $(VERL) $(LOWEST) $(TRACKERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -29,6 +29,7 @@ from millstream.audit import COUNTS, RULES, AuditReport, audit, report_lines
 from millstream.audit.checkpoints import CheckpointFolder
 from millstream.audit.settings_rules import ROLLOUTS, SCHEDULE, WHILE_TRAINING
 from millstream.config import to_toml
+from millstream.env.rewards import RewardConfig
 from millstream.events import (
     CheckpointSealed,
     ConfigWritten,
@@ -64,6 +65,7 @@ from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.changes import RULES as CHANGE_RULES
 from millstream.run.changes import WHILE_TRAINING as CHANGED_WHILE_TRAINING
 from millstream.run.changes import changed_settings, effects_of
+from millstream.run.config import EvaluationConfig
 from millstream.types import Fate
 from support.simulated import Diary, World, configs, simulate
 
@@ -1419,6 +1421,8 @@ def test_a_reward_of_the_whole_group_decides_its_fate(tmp_path: Path) -> None:
     group_id = run.of_fate(Fate.TRAINED)
     last = max(run.all(RolloutEnded, group_id=group_id))
     size = len(run.all(RolloutEnded, group_id=group_id))
+    for seq in run.all(RolloutEnded, group_id=group_id):
+        run.change(seq, is_partial=True)
     scored = GroupScored(at=0.0, group_id=group_id, rewards=[0.5] * size, seconds=0.1)
     run.events.insert(last + 1, scored)
     rules = {finding.rule for finding in audit(run.write(tmp_path / "wrong")).findings}
@@ -1462,11 +1466,16 @@ class LearnerTable(msgspec.Struct):
 
 class ConfigWithLearner(ResolvedConfig):
     learner: LearnerTable = msgspec.field(default_factory=LearnerTable)
+    evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
 
 
-def config_written(world: World, learner: LearnerTable | None = None) -> ConfigWritten:
+def config_written(
+    world: World, learner: LearnerTable | None = None, evaluation: EvaluationConfig | None = None
+) -> ConfigWritten:
     pipeline, rollout = configs(world)
-    config = ConfigWithLearner(world.seed, pipeline, rollout, learner or LearnerTable())
+    config = ConfigWithLearner(
+        world.seed, pipeline, rollout, learner or LearnerTable(), evaluation or EvaluationConfig()
+    )
     text = to_toml(config)
     return ConfigWritten(at=0.0, digest=hashlib.sha256(text.encode()).hexdigest(), text=text)
 
@@ -1478,16 +1487,23 @@ def with_rates(events: list[Event], rate: float) -> list[Event]:
     ]
 
 
-def changed_run(other: World, *, at: int = 3, learner: LearnerTable | None = None) -> Run:
+def changed_run(
+    other: World,
+    *,
+    at: int = 3,
+    learner: LearnerTable | None = None,
+    evaluations: tuple[EvaluationConfig | None, EvaluationConfig | None] = (None, None),
+) -> Run:
     """A run that is killed and resumed as another world: the pipeline's own events, and those of the run around them."""
     diary = undisturbed(FAST)
     kept = diary.kept[at]
     version, covers_seq = kept.standing.ledger.version, 1 + kept.mark
     files = pack(version, covers_seq, msgspec.to_builtins(kept.standing.ledger, str_keys=True))
-    run = Run([config_written(FAST), _started(FAST), *with_rates(diary.sink.events[: kept.mark + 20], 1e-3)])
+    before = config_written(FAST, evaluation=evaluations[0])
+    run = Run([before, _started(FAST), *with_rates(diary.sink.events[: kept.mark + 20], 1e-3)])
     run.folders = {name_of(version): files}
     run.events.insert(covers_seq + 1, sealed(version, covers_seq, files))
-    written = config_written(other, learner)
+    written = config_written(other, learner, evaluations[1])
     run.config = written.text
     found = changed_settings(tomllib.loads(run.get(ConfigWritten, 0).text), tomllib.loads(written.text))
     resumed = Resumed(at=0.0, incarnation=1, version=version, from_seq=covers_seq, digest=digest_of(files))
@@ -1506,6 +1522,20 @@ def test_a_run_that_is_resumed_with_other_settings_is_clean(name: str, at: int, 
     report = audit(run.write(tmp_path))
     assert report.findings == []
     assert report.groups_superseded == len(run.all(GroupLeft, fate=Fate.SUPERSEDED))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((), ("math_answer",)), (("math_answer",), ()), (("math_answer",), ("exact_match", "contains"))],
+    ids=["added", "removed", "changed and added"],
+)
+def test_rewards_of_an_evaluation_that_change_at_a_resume_are_clean(
+    before: tuple[str, ...], after: tuple[str, ...], tmp_path: Path
+) -> None:
+    of = tuple(EvaluationConfig(reward=tuple(RewardConfig(function=one) for one in some)) for some in (before, after))
+    run = changed_run(CHANGED_WORLDS["more steps"], evaluations=(of[0], of[1]))
+    assert any("evaluation.reward" in run.get(SettingChanged, seq).key for seq in run.all(SettingChanged))
+    assert audit(run.write(tmp_path)).findings == []
 
 
 def test_some_of_those_runs_have_groups_that_were_superseded_and_fed_again() -> None:

@@ -13,8 +13,8 @@ from millstream.cli.main import app
 from millstream.clock import RealClock
 from millstream.config import load
 from millstream.errors import ConfigError
-from millstream.events import Estimate, Evaluated
-from millstream.events.sinks import MemorySink, read_events
+from millstream.events import Estimate, Evaluated, Resumed
+from millstream.events.sinks import JsonlSink, MemorySink, read_events
 from millstream.run.best import BestCheckpoint, best_step
 from millstream.run.check import check_combinations
 from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, steps_in
@@ -149,6 +149,33 @@ def test_keep_best_names_a_score_that_there_is(keep_best: str, message: str, tmp
     check_combinations(load(path, RunConfig, ["checkpoint.keep_best=pass@2"]))
 
 
+def test_keep_best_needs_scores_to_choose_from(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[model.tiny]\n[data]\ntoy = "sort_digits"\n' + TABLES)
+    with pytest.raises(ConfigError, match=r"held_out has no tasks: data\.holdout = 0\. Set data\.holdout"):
+        check_combinations(load(path, RunConfig, ["checkpoint.keep_best=pass@2", "data.holdout=0"]))
+    with pytest.raises(ConfigError, match="other is not made while training runs"):
+        check_combinations(load(path, RunConfig, ["checkpoint.keep_best=other:pass@1"]))
+    with_steps = ["checkpoint.keep_best=other:pass@1", "evaluation.1.every_steps=5", "data.holdout=0"]
+    check_combinations(load(path, RunConfig, with_steps))
+
+
+def test_a_resume_forgets_the_scores_of_later_versions_and_no_others(tmp_path: Path) -> None:
+    """Also those that were measured after the checkpoint: a slow evaluation ends steps later."""
+    path = tmp_path / "config.toml"
+    path.write_text('[model.tiny]\n[data]\ntoy = "sort_digits"\n[checkpoint]\nkeep_best = "pass@2"' + TABLES)
+    sink = JsonlSink(tmp_path / "events.jsonl")
+    for version, value in ((0, 0.1), (2, 0.9), (4, 0.95)):
+        scores = {"pass@2": Estimate(value=value, low=0.0, high=1.0)}
+        sink.emit(
+            Evaluated(at=0.0, name="", version=version, accuracy=0.0, num_tasks=1, table="held_out", scores=scores)
+        )
+        (tmp_path / f"checkpoints/step-{version:06d}").mkdir(parents=True)
+    sink.emit(Resumed(at=0.0, incarnation=1, version=3, from_seq=0, digest=""))
+    sink.close()
+    assert best_step(tmp_path) == 2
+
+
 def test_a_checkpoint_is_kept_until_its_score_is_known_and_then_only_the_best(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[model.tiny]\n[data]\ntoy = "sort_digits"\n' + TABLES)
@@ -176,3 +203,10 @@ def test_a_checkpoint_is_kept_until_its_score_is_known_and_then_only_the_best(tm
     )  # fmt: skip
     checkpoints.resume_from(1)
     assert checkpoints.is_due(4, is_last=False) and not checkpoints.is_due(5, is_last=False)
+    best.is_awaited = lambda: True
+    assert checkpoints.is_due(9, is_last=False), (
+        "the evaluation of step 8 waits for weights: they may be those of step 9"
+    )
+    assert best.kept([8, 9]) == {8, 9}
+    score(9, 0.6)
+    assert best.kept([8, 9]) == {9}

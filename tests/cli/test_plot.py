@@ -17,6 +17,8 @@ def run_in(folder: Path, steps: int = 40) -> Path:
     rows = [
         {"step": n, "at": float(n), "reward": n / steps, "entropy": 1.0, "lag_mean": 0.5} for n in range(1, steps + 1)
     ]
+    scores = ("eval/mine/pass@1", "eval/mine/avg@4", "eval/mine/greedy/pass@1")
+    rows += [{"step": n, "at": float(n), **dict.fromkeys(scores, 0.5)} for n in (0, steps)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 41, "rew')
     return folder
 
@@ -35,7 +37,7 @@ def test_runs_are_plotted_to_png_and_svg(tmp_path: Path) -> None:
 def test_what_cannot_be_plotted_says_what_to_type(tmp_path: Path) -> None:
     run = str(run_in(tmp_path / "one"))
     for words, expected in (
-        ([run, "--metric", "rewrad"], "no metric 'rewrad' in these runs: choose among entropy, lag_mean, reward"),
+        ([run, "--metric", "rewrad"], "no metric 'rewrad' in these runs: choose among entropy, eval/mine/avg@4,"),
         ([run, "--out", "a.xyz"], ".png, .svg, .pdf"),
         ([str(tmp_path)], "is not a run folder: it has no metrics.jsonl"),
     ):
@@ -50,7 +52,10 @@ def test_matplotlib_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_usual_metrics_are_those_that_the_runs_have() -> None:
-    assert chosen_metrics({"a": [{"step": 1, "at": 0.0, "reward": 1.0, "own": 2.0}]}, []) == ["reward"]
+    rows = [{"step": 1, "at": 0.0, "reward": 1.0, "own": 2.0}]
+    assert chosen_metrics({"a": rows}, []) == ["reward"]
+    scores = {"eval/mine/pass@1": 0.5, "eval/mine/pass@4": 0.5, "eval/mine/greedy/pass@1": 0.5}
+    assert chosen_metrics({"a": [*rows, {"step": 1, **scores}]}, []) == ["reward", "eval/mine/pass@1"]
 
 
 def test_a_running_mean_is_that_of_the_last_values() -> None:

@@ -20,6 +20,7 @@ from millstream.cli.show import Lines, result_table
 from millstream.cli.view import View, sparkline
 from millstream.config import load
 from millstream.events import (
+    Estimate,
     Evaluated,
     Event,
     LearnerRestarted,
@@ -85,7 +86,9 @@ def events() -> list[Event]:
         budget=4,
     )
     warmed = WarmedUp(at=0.0, step=10, max_steps=20, accuracy=0.1, stop_at=0.2)
-    evaluated = Evaluated(at=0.0, name="sampled before", version=0, accuracy=0.125, num_tasks=64)
+    scores = {"avg@1": Estimate(value=0.125, low=0.0, high=0.3)}
+    of_table = {"table": "held_out", "scores": scores}
+    evaluated = Evaluated(at=0.0, name="sampled before", version=0, accuracy=0.125, num_tasks=64, **of_table)
     stalled = Stalled(at=95.0, owner="sync of engine", what="engine to load version 3", seconds=31.0)
     return [warmed, evaluated, started, *found, STATUS, stalled]
 
@@ -252,16 +255,17 @@ def test_a_sparkline_follows_the_values() -> None:
     assert sparkline([]) == "" and sparkline([0.0]) == "▁"
 
 
-def test_metrics_have_a_line_a_step_that_adds_up(tmp_path: Path) -> None:
+def test_metrics_have_a_line_a_step_that_adds_up_and_one_an_evaluation(tmp_path: Path) -> None:
     sink, found = MetricsSink(tmp_path / "metrics.jsonl"), events()
     for event in found:
         sink.emit(event)
     sink.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    measured, *rows = rows
+    assert measured == {"step": 0, "at": 0.0, "eval/held_out/avg@1": 0.125}, "of the evaluation, under its version"
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(row["lag_max"] <= 1 and 0 <= row["reward"] <= 1 for row in rows)
     assert sum(row["groups"] for row in rows) == sum(e.num_groups for e in found if isinstance(e, Stepped))
-    assert rows[0]["accuracy_sampled_before"] == 0.125
     assert not any(" " in key for row in rows for key in row)
 
 

@@ -3,7 +3,6 @@ run, and an audit that is clean. `make test-ray`."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from millstream.events import LearnerRestarted, Span
 from millstream.events.sinks import read_events
 from millstream.rpc.process import Kind
 from millstream.types import Task
-from support.runs import assert_clean
+from support.runs import assert_clean, step_rows
 from support.stage_runs import config
 
 pytest.importorskip("ray")
@@ -44,8 +43,7 @@ def low(task: Task, completion: str) -> float:
 def metrics(folder: Path, reward: Reward, *changes: str) -> list[dict[str, float]]:
     train(config(folder, *ALL_THREE, *changes), reward=reward)
     assert_clean(folder / "run")
-    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in TIMED} for line in lines]
+    return [{name: row[name] for name in row if name not in TIMED} for row in step_rows(folder / "run")]
 
 
 def test_with_a_reference_a_critic_and_a_proximal_policy_on_ray_a_run_has_the_metrics_of_a_local_one_whoever_is_killed(

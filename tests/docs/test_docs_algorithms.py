@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -25,6 +24,7 @@ from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.objective import LossInputs
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
+from support.runs import step_rows
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs/algorithms.md").read_text()
@@ -55,7 +55,7 @@ def run(folder: Path, algorithm: str, **changes: object) -> list[dict[str, float
     assert result.exit_code == 0, result.output
     audited = CliRunner().invoke(app, ["audit", str(folder / "run")])
     assert audited.exit_code == 0, audited.output
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return step_rows(folder / "run")
 
 
 def test_a_loss_and_an_advantage_of_ones_own_are_short_and_train(folder: Path) -> None:

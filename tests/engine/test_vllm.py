@@ -356,7 +356,7 @@ asyncio.run(program())
 
 
 def test_a_run_trains_with_vllm_and_its_audit_is_clean(tmp_path: Path) -> None:
-    from support.runs import assert_clean, command
+    from support.runs import assert_clean, command, step_rows
 
     changes = {
         "engine.kind": "vllm",
@@ -373,5 +373,5 @@ def test_a_run_trains_with_vllm_and_its_audit_is_clean(tmp_path: Path) -> None:
     }
     done = subprocess.run(command(tmp_path / "run", changes), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len((tmp_path / "run/metrics.jsonl").read_bytes().splitlines()) == 4
+    assert len(step_rows(tmp_path / "run")) == 4
     assert_clean(tmp_path / "run")

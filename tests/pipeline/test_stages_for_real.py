@@ -4,7 +4,6 @@ they resume."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import shutil
@@ -47,7 +46,7 @@ from millstream.testing.learner import make_rows
 from millstream.types import Floats, Task, TrainRow, Weights
 from millstream.weights.local import LocalChannel
 from support.delayed import LEARNER, SAMPLING, DelayedReward, tasks
-from support.runs import assert_clean
+from support.runs import assert_clean, step_rows
 from support.stage_runs import CONFIG, config
 from support.tiny import make
 
@@ -63,7 +62,7 @@ def metrics(folder: Path, *changes: str) -> list[dict[str, float]]:
     """Of every step of a run, which passes its audit."""
     train(config(folder, *changes), reward=ones)
     assert_clean(folder / "run")
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return step_rows(folder / "run")
 
 
 def mean(steps: Sequence[dict[str, float]], name: str) -> float:
@@ -161,7 +160,7 @@ LAKE = ("environment=[{use='frozen_lake', args={size=3, max_turns=4}}]", "model.
 def test_agents_of_several_turns_are_credited_turn_by_turn(tmp_path: Path, algorithm: tuple[str, str]) -> None:
     train(config(tmp_path, *LAKE, *(f"algorithm.{key}" for key in algorithm)))
     assert_clean(tmp_path / "run")
-    told = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    told = step_rows(tmp_path / "run")
     assert len(told) == 3 and all(np.isfinite(step["loss"]) for step in told)
     assert all(("critic_loss" in step) == (algorithm[0] == "name=ppo") for step in told)
 
@@ -351,8 +350,7 @@ def test_a_run_with_a_critic_and_a_reference_goes_on_from_an_older_checkpoint_wi
     assert_clean(run_dir)
     ours, theirs = (load_file(tmp_path / name / "run/model/model.safetensors") for name in ("cut", "whole"))
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
-    told = [(tmp_path / name / "run/metrics.jsonl").read_text().splitlines()[-1] for name in ("cut", "whole")]
-    first, second = (json.loads(line) for line in told)
+    first, second = (step_rows(tmp_path / name / "run")[-1] for name in ("cut", "whole"))
     assert {k: v for k, v in first.items() if k.startswith(("critic_", "reference_"))} == {
         k: v for k, v in second.items() if k.startswith(("critic_", "reference_"))
     }

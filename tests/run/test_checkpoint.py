@@ -28,7 +28,7 @@ from millstream.run.checkpoint import CheckpointConfig, Checkpoints, RunState, f
 from millstream.run.folder import RunFolder
 from millstream.store import Row, Saved, blocks
 from support.commands import start_command
-from support.runs import assert_clean, command, kill_at, resume, steps_of, until
+from support.runs import assert_clean, command, kill_at, metric_rows, resume, step_rows, steps_of, until
 
 STEPS = 24
 
@@ -64,8 +64,9 @@ def test_a_killed_run_is_resumed_and_its_audit_is_clean(killed: Path, tmp_path: 
     assert len(resumes) == 1 and resumes[0].version > 0 and resumes[0].incarnation == 1
     steps = [event.version for event in read_history(run_dir / "events.jsonl") if isinstance(event, Stepped)]
     assert steps == list(range(1, STEPS + 1))
-    metrics = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert metrics == steps
+    assert [row["step"] for row in step_rows(run_dir)] == steps
+    measured = [row["step"] for row in metric_rows(run_dir) if "eval/held_out/pass@1" in row]
+    assert (measured[0], measured[-1]) == (0, STEPS) and measured.count(0) == 1
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (
         summary["steps"] == STEPS

@@ -27,7 +27,7 @@ from millstream.run.folder import RunFolder
 from millstream.run.prepare import prepare_run
 from millstream.types import Task
 from support.commands import run_command, start_command
-from support.runs import recipe_in
+from support.runs import metric_rows, recipe_in, step_rows
 from support.tiny import make
 
 ROOT = Path(__file__).parents[2]
@@ -76,10 +76,9 @@ def test_a_short_run_leaves_a_folder_that_says_everything(finished: Path, tmp_pa
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     assert model.generate(**tokenizer("31254>", return_tensors="pt"), max_new_tokens=4).shape[1] > 6
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6] and "accuracy_step_3" in {
-        k for row in metrics for k in row
-    }
+    assert [row["step"] for row in step_rows(folder)] == [1, 2, 3, 4, 5, 6]
+    measured = {row["step"]: row[name] for row in metric_rows(folder) for name in row if name == "eval/held_out/avg@1"}
+    assert {0, 6} < measured.keys() and measured[6] == summary["accuracy_after"]
     measured = CliRunner().invoke(
         app, ["eval", str(folder / "config.toml"), "--model", str(folder / "model"), "--json", *SHORT]
     )

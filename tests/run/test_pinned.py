@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +15,20 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from millstream.clock import VirtualClock, run_virtual
+from millstream.config import load
 from millstream.env import Context
 from millstream.errors import EngineError, PinLost
 from millstream.events import Evaluated, EvaluationStarted, Event, ReplicaLeft, Warned, WeightsLoaded
 from millstream.events.sinks import MemorySink
 from millstream.pipeline.pipeline import Pipeline
 from millstream.pipeline.waits import Waits
-from millstream.run.config import EvaluationConfig
+from millstream.run.best import BestCheckpoint
+from millstream.run.config import EvaluationConfig, RunConfig
 from millstream.run.evaluate import Evaluator
 from millstream.run.prepare_evaluation import PreparedEvaluation
 from millstream.serving.fleet import Fleet
+from millstream.serving.queue import RequestQueue, WaitingRequest
+from millstream.serving.request import Pin, RoutedRequest
 from millstream.serving.router import Router
 from millstream.sim.draws import constant, lognormal
 from millstream.sim.engine import SimEngine
@@ -157,6 +162,28 @@ def test_evaluations_of_two_tables_that_are_due_together_are_of_the_same_version
     assert found["other step 2"] == found["step 2"] == 2
 
 
+def test_there_is_a_checkpoint_of_every_version_that_is_evaluated_whatever_the_engines_skip(tmp_path: Path) -> None:
+    """Weights take longer to load than a step does: engines do not get every version."""
+    (tmp_path / "run.toml").write_text('[model.tiny]\n[data]\ntoy = "sort_digits"\n[evaluation]\nevery_steps = 4')
+    best = BestCheckpoint(load(tmp_path / "run.toml", RunConfig, ["checkpoint.keep_best=pass@1"]))
+    world, due = World(steps=24, max_lag=6.0, num_engines=2, load=3.0, mean_tokens=10.0, tail=0.1), set[int]()
+    beside = Beside(world, [table(TwoTurns(), every_steps=4)])
+
+    async def after_step(version: int) -> None:
+        if best.is_due(version):  # asked at the same moment for a checkpoint
+            due.add(version)
+        await beside.after_step(version)
+
+    def attach(pipeline: Pipeline) -> None:
+        beside.attach(pipeline)
+        best.is_awaited = lambda: beside._evaluator.is_awaited("held_out")
+
+    outcome = simulate(world, after_step=after_step, on_pipeline=attach)
+    evaluated = {event.version for event in outcome.sink.of(Evaluated)}
+    assert any(version is not None and version % 4 for version in evaluated), "no version was skipped"
+    assert evaluated <= due and len(due) < 24
+
+
 def test_training_with_one_engine_continues_up_to_the_lag_bound_while_that_is_pinned() -> None:
     """The engine keeps version 1 for the evaluation; the learner makes the steps that the bound allows, and then waits."""
     environment = TwoTurns()
@@ -261,12 +288,78 @@ def test_a_pin_whose_taker_is_cancelled_is_not_left() -> None:
     run_virtual(play())
 
 
+def test_requests_that_wait_for_a_pinned_engine_are_not_looked_at_one_by_one() -> None:
+    async def play() -> None:
+        queue, pins, asked = RequestQueue(), [Pin(1, ["one"]), Pin(1, ["other"])], list[Pin | None]()
+        replica: Any = object()
+
+        def push(number: int, pin: Pin | None) -> None:
+            routed = RoutedRequest(request(number), 1, pin)
+            waiting = WaitingRequest(routed, asyncio.get_running_loop().create_future())
+            queue.push(waiting, (0, 0) if pin is None else None)
+
+        def has_room_for(*able: Pin | None) -> Callable[[RoutedRequest], Any]:
+            def choose(routed: RoutedRequest) -> Any:
+                asked.append(routed.pin)
+                return replica if routed.pin in able else None
+
+            return choose
+
+        for number in range(1000):
+            push(-1 - number, pins[number % 2])
+        for number in range(20):
+            push(number, None)
+            found = queue.pop(has_room_for(None), lambda: True)
+            assert found is not None and found[0].routed.pin is None
+            assert queue.pop(has_room_for(None), lambda: True) is None, "no pinned engine has room"
+        assert len(asked) < 100
+        turns = [queue.pop(has_room_for(*pins), lambda: True) for _ in range(1000)]
+        assert [found[0].routed.pin for found in turns if found] == 500 * pins, "they take turns"
+        assert not queue and queue.pop(has_room_for(*pins), lambda: True) is None
+
+    run_virtual(play())
+
+
 def test_at_an_end_all_engines_serve_the_evaluation_and_beside_training_a_quarter() -> None:
     async def play() -> None:
         router = Router([engine(f"engine-{number}") for number in range(8)])
         everything = await router.pins.take(0, in_training=False)
         some = await router.pins.take(0, in_training=True)
         assert (len(everything.engines), len(some.engines)) == (8, 2)
+
+    run_virtual(play())
+
+
+class Crowd:
+    """Counts its rollouts that run at the same time."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.most = 0
+
+    async def rollout(self, context: Context) -> float:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await context.generate([1, 2])
+        self.now -= 1
+        return 1.0
+
+
+@pytest.mark.parametrize(("in_training", "most"), [(True, 8), (False, 32)])
+def test_an_evaluation_starts_as_many_rollouts_at_a_time_as_its_engines_have_slots(
+    in_training: bool, most: int
+) -> None:
+    """Of 8 engines with 4 slots, 2 are pinned beside training: those that wait for a slot have not begun, nor their limits."""
+    environment, world = Crowd(), World(steps=4, max_lag=1.0)
+    beside = Beside(world, [table(environment, every_steps=1, samples=20, decoding="sampled")])
+
+    async def play() -> None:
+        clock, sink = VirtualClock(), MemorySink()
+        router = Router([engine(f"engine-{number}", 1) for number in range(8)])
+        waits = Waits(clock=clock, sink=sink, stall_s=30.0, deadline_s=60.0)
+        evaluator = Evaluator(beside._prepared, router, clock, sink, waits)
+        await (evaluator.after_step(1) if in_training else evaluator.before())
+        assert len(sink.of(Evaluated)) == 1 and environment.most == most
 
     run_virtual(play())
 

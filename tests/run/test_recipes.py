@@ -20,6 +20,7 @@ from millstream.model.load import save_model
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
 from millstream.run.config import RunConfig
 from millstream.types import Task
+from support.runs import step_rows
 from support.talk import CHATML
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +129,7 @@ def test_every_recipe_runs_two_steps_and_passes_the_audit(
     if NEEDS.get(name) == "ray":
         few["engine.process"] = ""  # every engine has one there
     train(name, {**local, **few, "run_dir": tmp_path / "run"}, "--quiet")
-    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == few["pipeline.steps"]
+    assert len(step_rows(tmp_path / "run")) == few["pipeline.steps"]
     report = audit(tmp_path / "run")
     assert report.is_clean and report.checks > 20, report
 

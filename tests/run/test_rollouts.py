@@ -26,7 +26,7 @@ from millstream.pipeline.recorded import RecordedBatches
 from millstream.pipeline.sync import WeightSync
 from millstream.run.config import RunConfig
 from millstream.types import Weights
-from support.runs import assert_clean, kill_at, recipe_in
+from support.runs import assert_clean, kill_at, recipe_in, step_rows
 from support.runs import resume as resume_in_a_process
 
 REWARD = """
@@ -256,10 +256,7 @@ def test_training_from_kept_rollouts_gives_the_weights_of_the_run_at_every_step(
     report = audit(kept.parent / "again")
     assert report.is_clean, "\n".join(map(str, report.findings))
     assert report.groups_trained == 4 * STEPS
-    first, again = (
-        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        for path in (kept, kept.parent / "again")
-    )
+    first, again = (step_rows(path) for path in (kept, kept.parent / "again"))
     assert [row["loss"] for row in first] == [row["loss"] for row in again]
 
 

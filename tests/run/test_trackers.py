@@ -4,19 +4,19 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from millstream import resume, train
 from millstream.errors import ConfigError, Stopped
-from millstream.events import Warned
-from millstream.events.sinks import read_events
+from millstream.events import Evaluated, Warned
+from millstream.events.sinks import MemorySink, read_events
 from millstream.run.tracking import adapters
 from millstream.run.tracking.sink import TrackedRun
 from millstream.types import Task
-from support.runs import assert_clean
+from support.runs import assert_clean, metric_rows, step_rows
 from support.stage_runs import config
 from support.stop_at import StopAt
 
@@ -65,7 +65,8 @@ def test_tensorboard_has_every_step_once_the_samples_and_the_findings(
     found.Reload()
     tags = found.Tags()
     assert [event.step for event in found.Scalars("reward")] == list(range(1, 10))
-    assert {"entropy", "step_s", "accuracy_sampled_after", "findings/all-rewards-equal"} <= set(tags["scalars"])
+    assert {"entropy", "step_s", "findings/all-rewards-equal"} <= set(tags["scalars"])
+    assert [event.step for event in found.Scalars("eval/held_out/pass@1")] == [0, 9], "the first and the last"
     texts = {tag.removesuffix("/text_summary") for tag in tags["tensors"]}
     assert {"config", "summary", "samples/sampled_after", "findings/all-rewards-equal"} <= texts
 
@@ -86,6 +87,8 @@ def test_mlflow_has_one_run_with_its_config_every_step_and_its_summary(
     assert run.data.params["pipeline.steps"] == "9" and run.data.params["model.tiny.hidden"] == "32"
     steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "reward")]
     assert sorted(set(steps)) == list(range(1, 10))
+    scores = client.get_metric_history(run.info.run_id, "eval/held_out/pass_1")
+    assert sorted(metric.step for metric in scores) == [0, 9], "the first and the last"
     assert {"samples", "findings", "summary.json"} <= {one.path for one in client.list_artifacts(run.info.run_id)}
 
 
@@ -101,6 +104,7 @@ def test_trackio_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (name,) = SQLiteStorage.get_runs("tests")
     rows = SQLiteStorage.get_logs("tests", name)
     assert name.startswith("mine-") and {row["step"] for row in rows if "reward" in row} == set(range(1, 10))
+    assert [row["step"] for row in rows if "eval/held_out/pass@1" in row] == [0, 9], "the first and the last"
     assert any("summary/steps" in row for row in rows)
 
 
@@ -112,7 +116,56 @@ def test_wandb_records_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(files) == 2, "one for each process of the run; they have the same id"
     ids = {file.stem.removeprefix("run-") for file in files}
     data = b"".join(file.read_bytes() for file in files)
-    assert len(ids) == 1 and all(word in data for word in (b"reward_std", b"all-rewards-equal", b"tests", b"mine"))
+    assert len(ids) == 1 and all(
+        word in data for word in (b"reward_std", b"eval/held_out/pass@1", b"all-rewards-equal", b"tests", b"mine")
+    )
+
+
+class Remembering:
+    """A tracker that keeps what it is called with, over all processes of a run."""
+
+    calls: ClassVar[list[tuple[str, int, dict[str, float]]]] = []
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.calls.append(("open", run.version, {}))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.calls.append(("log", step, dict(values)))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self.calls.append((name, step, {}))
+
+    def finish(self, summary: Mapping[str, float], *, is_finished: bool) -> None:
+        self.calls.append(("finish", 0, dict(summary)))
+
+
+def rewarded_by_rank(task: Task, completions: list[str]) -> list[float]:
+    return [float(number + 1) for number in range(len(completions))]
+
+
+def test_every_evaluation_is_logged_once_under_its_version_with_the_rewards_of_whole_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a resume, and to the last one at the end of the run."""
+    monkeypatch.setattr("millstream.run.tracking.config.find_spec", lambda name: object())
+    monkeypatch.setitem(adapters.OPENERS, "wandb", Remembering)
+    monkeypatch.setattr(Remembering, "calls", calls := [])
+    keys = (*STOPPED, 'trackers.use=["wandb"]', "evaluation.every_steps=2", "reward.0.group=true")
+    with pytest.raises(Stopped):
+        train(config(tmp_path, *keys), reward=rewarded_by_rank, sinks=[StopAt(5)], progress=False)
+    again = MemorySink()
+    resume(tmp_path / "run", reward=rewarded_by_rank, sinks=[again], progress=False)
+    score = "eval/held_out/pass@1"
+    steps = [step for what, step, values in calls if what == "log" and score in values]
+    assert steps == sorted(steps) and {0, 9} < set(steps) and steps.count(0) == steps.count(9) == 1
+    assert calls[-1][0] == "finish" and [what for what, _, _ in calls].count("finish") == 2
+    assert ("samples/sampled_after", 9, {}) in calls
+    assert all(event.version > 0 for event in again.of(Evaluated)), "a sink of ours has no evaluation twice"
+    rewards = [values["reward"] for what, _, values in calls if what == "log" and "reward" in values]
+    assert len(rewards) == 9 and set(rewards) == {1.5}, "of two members: 1 and 2"
+    assert [row["reward_std"] for row in step_rows(tmp_path / "run")][:5] == [0.5] * 5
+    assert {row["step"] for row in metric_rows(tmp_path / "run") if score in row} == set(steps)
+    assert_clean(tmp_path / "run")
 
 
 class Broken:
@@ -151,12 +204,12 @@ def test_a_library_that_refuses_to_start_is_given_up_as_well(tmp_path: Path, mon
     assert warning.startswith("mlflow failed and is not used any more")
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_what_to_type(tmp_path: Path) -> None:
-    missing = [name for name in adapters.OPENERS if find_spec(name) is None]
-    if not missing:
-        pytest.skip("all of them are installed")
-    with pytest.raises(ConfigError, match=rf"pip install 'millstream\[{missing[0]}\]'"):
-        train(config(tmp_path, *SMALL, f'trackers.use=["{missing[0]}"]'), reward=ones)
+def test_a_tracker_that_is_not_installed_is_refused_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millstream.run.tracking.config.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'millstream\[mlflow\]'"):
+        train(config(tmp_path, *SMALL, 'trackers.use=["mlflow"]'), reward=ones)
     assert not (tmp_path / "run").exists()
 
 

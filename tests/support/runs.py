@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from millstream.audit import audit
+from millstream.events.metrics import is_step
 from support.commands import Command, run_command, start_command
 
 ROOT = Path(__file__).parents[2]
@@ -50,9 +53,19 @@ def resume(run_dir: Path, *changes: str) -> subprocess.CompletedProcess[str]:
     return run_command([*resume_command(run_dir), *words])
 
 
+def metric_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """All rows of `metrics.jsonl`: of steps and of evaluations."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def step_rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [row for row in metric_rows(run_dir) if is_step(row)]
+
+
 def steps_of(run_dir: Path) -> int:
+    """By the file of metrics, whose last line may be incomplete."""
     path = run_dir / "metrics.jsonl"
-    return len(path.read_bytes().splitlines()) if path.exists() else 0
+    return path.read_bytes().count(b'"reward":') if path.exists() else 0
 
 
 def until(condition: Callable[[], bool], process: Command | subprocess.Popen[bytes], seconds: float = 120) -> None:

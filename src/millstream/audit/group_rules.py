@@ -117,11 +117,11 @@ class GroupRules:
                 f"outside of {group.start} to {newest}",
             )
         self._now.use_version(end)
-        reward = float(event["reward"])
-        self._now.rewards.append(reward)
-        group.ended[event["member"]] = EndedMember(
-            reward, event.get("rewards") or [reward], event["num_tokens"], event.get("num_parts", 1), start
-        )
+        reward, is_partial = float(event["reward"]), bool(event.get("is_partial"))
+        if not is_partial:
+            self._now.rewards.append(reward)
+        by_agent, num_rows = event.get("rewards") or [reward], event.get("num_parts", 1)
+        group.ended[event["member"]] = EndedMember(reward, by_agent, event["num_tokens"], num_rows, start, is_partial)
 
     def on_rollout_failed(self, event: Fields) -> None:
         group = self._end_attempt(event)
@@ -169,6 +169,8 @@ class GroupRules:
             self._finding(
                 "totals", f"group {event['group_id']} has {len(rewards)} rewards for {len(group.ended)} members"
             )
+        if any(member.is_partial for member in group.ended.values()):  # in logs of earlier versions none is
+            self._now.rewards += rewards
         for (number, member), reward in zip(sorted(group.ended.items()), rewards, strict=False):
             added = reward - member.reward
             group.ended[number] = member._replace(reward=reward, rewards=[one + added for one in member.rewards])

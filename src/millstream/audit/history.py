@@ -47,6 +47,7 @@ class EndedMember(NamedTuple):
     num_tokens: int
     num_rows: int
     start: int
+    is_partial: bool  # the reward of its whole group is still to be added
 
 
 @dataclass(slots=True)
@@ -153,7 +154,7 @@ class History:
     prompts: set[str] = field(default_factory=set)  # of this epoch
     first_prompts: frozenset[str] | None = None  # of the first epoch, when it is over
     batch: BatchTotals = field(default_factory=BatchTotals)
-    rewards: list[float] = field(default_factory=list)  # of the rollouts that ended since the last step
+    rewards: list[float] = field(default_factory=list)  # that became known since the last step
     num_replaced: int = 0  # groups since the last step
     is_fed: bool = False  # a place stayed empty that could have been filled: the data have ended
     steps: list[StepTotals] = field(default_factory=list)

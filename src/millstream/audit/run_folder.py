@@ -63,6 +63,8 @@ def _check_metrics(path: Path, now: History, report: AuditReport) -> None:
             break
         try:
             fields = json.loads(row)
+            if any(key.startswith("eval/") for key in fields):  # the row of an evaluation
+                continue
             step, groups, reward = int(fields["step"]), fields["groups"], float(fields["reward"])
         except MALFORMED as error:
             report.add_finding("metrics", f"{where} cannot be read: {reason_of(error)}")

@@ -165,13 +165,18 @@ class SettingsRules:
 
 
 def _changes_between(old: Any, new: Any, place: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """The keys whose values differ, with both; None: it is not set. A table that only one of them has is one key."""
+    """The keys whose values differ, with both; None: it is not set. A table, or a list of tables, that only one of them has is
+    one key: as the run itself names it (`run.changes`)."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in old.keys() | new.keys():
             yield from _changes_between(old.get(key), new.get(key), f"{place}.{key}".lstrip("."))
-    elif isinstance(old, list) and isinstance(new, list) and any(isinstance(item, dict) for item in [*old, *new]):
+    elif _are_tables(old) and _are_tables(new):
         for index in range(max(len(old), len(new))):
             one, other = (side[index] if index < len(side) else None for side in (old, new))
             yield from _changes_between(one, other, f"{place}.{index}")
     elif old != new and not (old != old and new != new):  # NaN is equal to itself here
         yield place, (old, new)
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)

@@ -65,7 +65,9 @@ def metrics_table(found: RunComparison) -> Table:
     values = {(pair.step, pair.metric): pair.values for pair in found.metrics}
     for step in dict.fromkeys(pair.step for pair in found.metrics):
         both = [value for name in names for value in values.get((step, name), (None, None))]
-        table.add_row(str(step), *(f"{value:.4g}" if isinstance(value, (int, float)) else "-" for value in both))
+        shown = [f"{value:.4g}" if isinstance(value, (int, float)) else "-" for value in both]
+        if {*shown} != {"-"}:  # a step that was evaluated, and has none of these
+            table.add_row(str(step), *shown)
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +12,10 @@ import typer
 
 from millstream.cli.common import console, errors_shown
 from millstream.errors import ConfigError, LogError
+from millstream.events.metrics import is_step
 from millstream.run.folder import RunFolder
 
+FIRST_SCORE = re.compile(r"eval/[^/]+/pass@1")  # of each evaluation, sampled
 DEFAULT = ("reward", "reward_std", "entropy", "length", "behaviour_kl", "lag_mean", "groups_filtered", "step_s")
 FORMATS = (".png", ".svg", ".pdf")
 COLUMNS = 2
@@ -57,7 +60,7 @@ def read_metrics(run_dir: Path) -> Rows:
         rows: Rows = [json.loads(line) for line in lines]
     except ValueError as error:
         raise LogError(f"{path} cannot be read: {error}") from error
-    if not rows:
+    if not any(map(is_step, rows)):
         raise ConfigError(f"{path} has no steps yet: plot the run when it has made some")
     return rows
 
@@ -68,7 +71,7 @@ def chosen_metrics(runs: Mapping[str, Rows], asked: Sequence[str]) -> list[str]:
     unknown = [name for name in asked if name not in known]
     if unknown:
         raise ConfigError(f"no metric {unknown[0]!r} in these runs: choose among {', '.join(known)}")
-    return list(asked) or [name for name in DEFAULT if name in known]
+    return list(asked) or [*(name for name in DEFAULT if name in known), *filter(FIRST_SCORE.fullmatch, known)]
 
 
 def draw(runs: Mapping[str, Rows], names: Sequence[str], target: Path) -> None:
@@ -82,7 +85,7 @@ def draw(runs: Mapping[str, Rows], names: Sequence[str], target: Path) -> None:
     graphs = figure.subplots(lines, columns, squeeze=False).flat
     for name, graph in zip(names, graphs, strict=False):
         for number, (run, rows) in enumerate(runs.items()):
-            points = [(row["step"], row[name]) for row in rows if name in row]
+            points = sorted((row["step"], row[name]) for row in rows if name in row)
             steps, values = [step for step, _ in points], [value for _, value in points]
             graph.plot(steps, values, color=f"C{number}", alpha=0.3, linewidth=0.8)
             graph.plot(steps, running_mean(values), color=f"C{number}", label=Path(run).name)

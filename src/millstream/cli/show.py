@@ -173,6 +173,8 @@ class Lines:
             case RunEnded():
                 self._say_repeats(event.at)
 
+    recall = emit
+
     def _say_failed(self, event: RolloutFailed) -> None:
         """In full the first time; repetitions are counted, and the counts printed from time to time."""
         if event.at - self._counted_at >= self.EVERY_S:

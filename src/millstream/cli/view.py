@@ -116,6 +116,8 @@ class View:
                 self._num_failed += 1
                 self._failure = f"{self._num_failed} failed rollouts; the last: {event.message}"
 
+    recall = emit
+
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
     def __rich__(self) -> RenderableType:

@@ -154,7 +154,8 @@ def _last_newline(file: BinaryIO, end: int) -> int:
 
 
 class MetricsSink:
-    """Writes `metrics.jsonl`: one line per step. A run that resumes from step `upto` writes the later lines again."""
+    """Writes `metrics.jsonl`: one line per step and per evaluation. A run that resumes from step `upto` writes the later lines
+    again."""
 
     def __init__(self, path: Path, *, upto: int = 0) -> None:
         if path.exists():
@@ -200,11 +201,6 @@ class Tee:
                 sink.emit(event)
             if self._shown:
                 self._to_show.append(event)
-
-    def show(self, event: Event) -> None:
-        """Pass to `shown` only an event that `files` have already."""
-        if self._shown:
-            self._to_show.append(event)
 
     def close(self) -> None:
         """Show the rest, for at most `CLOSE_S`."""

@@ -9,7 +9,7 @@ those up to `from_seq` belong to the history behind the weights; the rest was un
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -153,6 +153,7 @@ class RolloutEnded(Event, frozen=True, kw_only=True):
     finish: Finish
     seconds: float
     reward_parts: dict[str, float] | UnsetType = UNSET  # by reward function, before weights, where there are several
+    is_partial: bool | UnsetType = UNSET  # True: the reward of its whole group is still to be added, in `GroupScored`
 
 
 class RolloutFailed(Event, frozen=True, kw_only=True):
@@ -461,3 +462,13 @@ class EventSink(Protocol):
     event, and what it contains, must not change after `emit`: it may be written later."""
 
     def emit(self, event: Event) -> None: ...
+
+
+@runtime_checkable
+class RecallingSink(Protocol):
+    """An event sink that also shows evaluations of earlier processes of the run. Other sinks get each event once, from the
+    process in which it happened."""
+
+    def recall(self, event: Evaluated) -> None:
+        """Before the first `emit`."""
+        ...

@@ -38,7 +38,7 @@ from millstream.pipeline.stages import run_stage
 from millstream.pipeline.state import Checkpointer, PipelineState
 from millstream.pipeline.sync import WeightSync
 from millstream.serving.router import Router
-from millstream.types import Fate, Metrics, Sampling, Task
+from millstream.types import Fate, Metrics, Task
 
 __all__ = ["AfterStep", "Algorithm", "Parts", "Pipeline", "TokenGroupReward"]
 
@@ -90,7 +90,7 @@ class Pipeline:
             self._context, self.admission, algorithm, config, min_group_size=rollout.min_group_size
         )
         gate = gate_for(config, self.router, self._context)
-        self._rollouts = self._build_rollouts(algorithm.sampling, rollout, seed, gate)
+        self._rollouts = self._build_rollouts(algorithm, rollout, seed, gate)
         self._policy = self._build_policy(gate, after_step)
         self.router.rank_of = self._policy.rank
         self.router.listeners.append(lambda change: self._context.notifier.notify())
@@ -105,18 +105,19 @@ class Pipeline:
         self._rows = None if resumed is None else self._resumption.restore(resumed, incarnation, changed)
         self._auto_lag = self._build_auto_lag(config)
 
-    def _build_rollouts(self, sampling: Sampling, rollout: RolloutConfig, seed: int, gate: Gate | None) -> Rollouts:
+    def _build_rollouts(self, algorithm: Algorithm, rollout: RolloutConfig, seed: int, gate: Gate | None) -> Rollouts:
         return Rollouts(
             self._context,
             self._parts,
             rollout,
-            sampling=sampling,
+            sampling=algorithm.sampling,
             seed=seed,
             router=self.router,
             admission=self.admission,
             finalizer=self._finalizer,
             gate=gate,
             complete_with=complete_with(self._config, rollout),
+            are_partial=algorithm.group_reward is not None,
         )
 
     def _build_policy(self, gate: Gate | None, after_step: AfterStep | None) -> SchedulingPolicy:

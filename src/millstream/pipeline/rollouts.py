@@ -95,7 +95,8 @@ class _Member:
 
 class Rollouts:
     """The members in flight. `complete_with`: how many ended rollouts complete a group, whose other members are then aborted.
-    None: all members are waited for. `gate`: in lockstep, every turn passes it."""
+    None: all members are waited for. `gate`: in lockstep, every turn passes it. `are_partial`: rewards of a whole group are
+    added to those of its members later."""
 
     def __init__(
         self,
@@ -110,6 +111,7 @@ class Rollouts:
         finalizer: GroupFinalizer,
         gate: Gate | None = None,
         complete_with: int | None = None,
+        are_partial: bool = False,
     ) -> None:
         self._context = context
         self._config = config
@@ -126,6 +128,7 @@ class Rollouts:
         self._finalizer = finalizer
         self._gate = gate
         self._complete_with = complete_with
+        self._are_partial = are_partial
         self._groups: dict[int, dict[int, _Member]] = {}
         self._num_ended: dict[int, int] = {}
         self._closing: set[asyncio.Task[None] | None] = set()  # of groups without members: being closed in the store
@@ -317,6 +320,7 @@ class Rollouts:
                 finish=parts[-1].finish,
                 seconds=seconds,
                 reward_parts=dict(reward_parts) if len(reward_parts) > 1 else UNSET,
+                is_partial=self._are_partial or UNSET,
             )
         )
 

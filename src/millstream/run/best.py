@@ -1,17 +1,19 @@
 """The best checkpoint: the one with the highest score of an evaluation (`checkpoint.keep_best`), which is never removed.
 
-A checkpoint is written at every step that is evaluated, and kept until its score is known. Light: imports no torch.
+A checkpoint is written at every step that is evaluated, and kept until its score is known. A step that is due is evaluated
+with the first weights from that step on that an engine loads; engines that load slowly skip some, so that there is a checkpoint
+of every step until an evaluation has its engines. Light: imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from millstream.config import load
 from millstream.errors import ConfigError
-from millstream.events import Evaluated, Event
-from millstream.events.sinks import read_history
+from millstream.events import Evaluated, Event, Resumed
+from millstream.events.sinks import read_kinds
 from millstream.run.checkpoint import steps_in
 from millstream.run.config import RunConfig
 from millstream.run.estimates import pass_ks
@@ -25,16 +27,28 @@ class BestCheckpoint:
         table, self.metric = split_metric(config)
         (self.table,) = (one for one in config.evaluations if one.name == table)
         self.scores: dict[int, float] = {}  # by version
+        self.is_awaited: Callable[[], bool] = lambda: False  # whether an evaluation of the table waits for its engines
+        self._awaited: set[int] = set()  # versions that it may be of
 
     def emit(self, event: Event) -> None:
+        if isinstance(event, Resumed):  # later versions are trained again
+            self.scores = {version: score for version, score in self.scores.items() if version <= event.version}
         if not isinstance(event, Evaluated) or event.table != self.table.name or event.version is None:
             return
         if event.is_greedy == (not self.table.is_sampled) and self.metric in event.scores:
             self.scores[event.version] = event.scores[self.metric].value
 
     def is_due(self, version: int) -> bool:
-        """Whether this version is evaluated while training runs."""
-        return self.table.every_steps is not None and version % self.table.every_steps == 0
+        """Whether this version may be evaluated while training runs: its checkpoint is then kept until a score is known."""
+        if self.is_awaited():
+            self._awaited.add(version)
+        is_step_due = self.table.every_steps is not None and version % self.table.every_steps == 0
+        return is_step_due or version in self._awaited
+
+    def read(self, folder: RunFolder) -> None:
+        """What earlier processes of the run have measured, also of versions before the checkpoint that one resumed from."""
+        for _, event in read_kinds(folder.events, Evaluated, Resumed):
+            self.emit(event)
 
     def best_of(self, versions: Iterable[int]) -> int | None:
         """The one with the highest score, of equal ones the newest; None if none was evaluated."""
@@ -78,8 +92,7 @@ def best_step(run_dir: Path) -> int:
             f"before a run. It has checkpoints of the steps {', '.join(map(str, steps_in(run_dir)))}: type --step"
         )
     best = BestCheckpoint(config)
-    for event in read_history(folder.events):
-        best.emit(event)
+    best.read(folder)
     found = best.best_of(steps_in(run_dir))
     if found is None:
         raise ConfigError(

@@ -34,7 +34,22 @@ def check_evaluation_tables(config: RunConfig) -> None:
                 "leave top_p out, or evaluate checkpoints with `millstream eval`"
             )
     if config.checkpoint.keep_best is not None:
-        split_metric(config)
+        _check_keep_best(config, config.checkpoint.keep_best)
+
+
+def _check_keep_best(config: RunConfig, keep_best: str) -> None:
+    name, _ = split_metric(config)
+    (table,) = (one for one in config.evaluations if one.name == name)
+    if table.is_held_out and not config.data.holdout:
+        raise ConfigError(
+            f"checkpoint.keep_best = {keep_best!r}, and the evaluation {name} has no tasks: data.holdout = 0. Set data.holdout "
+            "higher, or give the evaluation data of its own"
+        )
+    if table.every_steps is None:
+        raise ConfigError(
+            f"checkpoint.keep_best = {keep_best!r}, and the evaluation {name} is not made while training runs: there would be "
+            "nothing to choose from. Set its every_steps"
+        )
 
 
 def kinds_of(one: EvaluationConfig, config: RunConfig) -> list[EnvironmentKind]:

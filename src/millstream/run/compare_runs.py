@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from millstream.errors import ConfigError
+from millstream.events.metrics import is_step
 from millstream.events.rollouts.reader import RolloutDump
 from millstream.run.folder import RunFolder
 from millstream.run.read_rollouts import RolloutText, as_text, open_dump
@@ -91,8 +92,13 @@ def _metrics(folder: RunFolder) -> dict[int, dict[str, Any]]:
     if not folder.metrics.exists():
         return {}
     lines = folder.metrics.read_bytes().splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    return {int(row["step"]): row for row in rows}
+    found: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        if line.endswith(b"\n"):
+            row = json.loads(line)
+            own = found.setdefault(int(row["step"]), {})
+            own |= row if is_step(row) else {**row, **own}  # a step's and those of its evaluations: `at` is the step's
+    return found
 
 
 def _metric_pairs(first: dict[int, dict[str, Any]], second: dict[int, dict[str, Any]]) -> Iterator[MetricPair]:

@@ -85,6 +85,7 @@ class Evaluator:
         self._sink = sink
         self._waits = waits
         self._running = 0  # the version of the evaluation that runs while training does; 0: none does
+        self._awaiting: set[str] = set()  # tables that wait for engines to be pinned
 
     async def before(self) -> list[Evaluation]:
         return await self._at_an_end(BEFORE, [one for one in self._prepared.evaluations if one.config.at_start])
@@ -132,6 +133,10 @@ class Evaluator:
         finally:
             self._running = 0
 
+    def is_awaited(self, name: str) -> bool:
+        """Whether an evaluation of this table waits for engines to be pinned."""
+        return name in self._awaiting
+
     async def measure(
         self, name: str, tasks: Sequence[Task], sampling: Sampling
     ) -> tuple[Evaluated, tuple[Sample, ...]]:
@@ -149,8 +154,12 @@ class Evaluator:
         """All of them on one version, unless every engine that keeps it is lost: then the rest on another."""
         found = list[Evaluation]()
         while len(found) < len(jobs):
-            with self._waits.idle("evaluation", f"an engine with version {at_least}"):
-                pin = await self._router.pins.take(at_least, in_training=in_training)
+            self._awaiting = {job.table.config.name for job in jobs}
+            try:
+                with self._waits.idle("evaluation", f"an engine with version {at_least}"):
+                    pin = await self._router.pins.take(at_least, in_training=in_training)
+            finally:
+                self._awaiting = set()
             try:
                 while len(found) < len(jobs):
                     found.append(await self._play_all(jobs[len(found)], pin))

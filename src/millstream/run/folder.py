@@ -3,7 +3,7 @@
 config.toml      the resolved config
 start/           of a run that began with another run's checkpoint: see `run.branch`
 events.jsonl     every event
-metrics.jsonl    one line a step
+metrics.jsonl    one line a step, and one an evaluation
 checkpoints/     see `run.checkpoint`
 rollouts/        what was sampled, and what became of it: see `events.rollouts`
 warmup/          checkpoints of supervised training, until the model is saved

@@ -7,15 +7,15 @@ import threading
 from collections.abc import Sequence
 
 from millstream.errors import OutputError
-from millstream.events import WARMUP, Evaluated, Event, EventSink, RunEnded
+from millstream.events import WARMUP, Evaluated, Event, EventSink, RecallingSink, RunEnded
 from millstream.events.findings import Watch
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee
 from millstream.run.folder import RunFolder
 
 
 class RunLog:
-    """An event sink. `upto`: the version that a resumed run continues from; later metrics are removed. Raises `OutputError`
-    where a file cannot be written."""
+    """An event sink. `upto`: the version that a resumed run continues from, -1 if it starts over; later metrics are removed.
+    Raises `OutputError` where a file cannot be written."""
 
     def __init__(self, folder: RunFolder, sinks: Sequence[EventSink], *, upto: int) -> None:
         self._folder = folder
@@ -25,6 +25,7 @@ class RunLog:
         except OSError as error:
             raise OutputError(folder.cannot_write(folder.events, error)) from error
         self._tee = Tee([self._events, self._metrics], sinks)
+        self._recalling = [sink for sink in sinks if isinstance(sink, RecallingSink)]
         self._watch = Watch()
         self._lock = threading.Lock()
 
@@ -39,10 +40,11 @@ class RunLog:
 
     def recall(self, event: Event) -> None:
         """An event of an earlier process, which is in the files already: findings continue from it, and evaluations are shown
-        again."""
+        again where they are shown at all. Trackers have it."""
         self._watch.add(event)
         if isinstance(event, Evaluated) and event.name != WARMUP:
-            self._tee.show(event)
+            for sink in self._recalling:
+                sink.recall(event)
 
     def last_seq(self) -> int:
         """The number of the last event so far; -1 before the first."""

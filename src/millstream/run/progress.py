@@ -86,6 +86,8 @@ class ProgressLines:
             case StopRequested():
                 self._say(f"stopping after the current batch, in at most {event.grace_s:g} s")
 
+    recall = emit
+
     def _is_due(self, at: float, is_last: bool) -> bool:
         is_due = is_last or at - self._shown_at >= self.EVERY_S
         self._shown_at = at if is_due else self._shown_at

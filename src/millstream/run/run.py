@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,8 +148,10 @@ def _run(
     tracking, best = Tracking(prepared.config), None
     if prepared.config.checkpoint.keep_best is not None:
         best = BestCheckpoint(prepared.config)
+        if resumed is not None:
+            best.read(folder)
     own = tracking.sinks if best is None else [*tracking.sinks, best]
-    log = RunLog(folder, [*sinks, *own], upto=0 if resumed is None else resumed.version)
+    log = RunLog(folder, [*sinks, *own], upto=-1 if resumed is None or resumed.found is None else resumed.version)
     for event in history_before(folder, resumed):
         log.recall(event)
     run, outcome = ActiveRun(prepared, folder, log, resumed), FINISHED
@@ -350,6 +353,8 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
         router=fleet.router,
         recorded=recorded,
     )
+    if run.best is not None:
+        run.best.is_awaited = partial(evaluator.is_awaited, run.best.table.name)
     run.at_work = run.pipeline
     run.keep_config()
     if run.state is not None:

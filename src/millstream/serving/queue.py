@@ -1,7 +1,8 @@
 """The router's queue: requests that wait for a replica, the most urgent group first, within a group the oldest first.
 
 Groups in training have a rank; requests without one (an evaluation's) have every fourth turn, so that they neither starve nor
-delay training.
+delay training. Those of one pin wait together: they may go to the same engines, so that where the first finds no room, the
+others are not looked at.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from millstream.serving.replica import Replica
-from millstream.serving.request import RoutedRequest
+from millstream.serving.request import Pin, RoutedRequest
 
 RequestRank = tuple[int, int]  # (deadline, members left): smaller is more urgent
 ChooseReplica = Callable[[RoutedRequest], Replica | None]
@@ -25,10 +26,13 @@ class WaitingRequest(NamedTuple):
     replica: asyncio.Future[Replica]
 
 
+NextRequest = tuple[WaitingRequest, Replica]
+
+
 class RequestQueue:
     def __init__(self) -> None:
         self._ranked = _ByGroup()
-        self._unranked = _ByGroup()
+        self._unranked: dict[Pin | None, _ByGroup] = {}  # by pin, the one whose turn is next first
         self._turn = 0
         self._num_waiting = 0
 
@@ -37,7 +41,8 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[WaitingRequest]:
         yield from self._ranked
-        yield from self._unranked
+        for of_pin in self._unranked.values():
+            yield from of_pin
 
     def has_ranked(self, group_id: int) -> bool:
         """Whether requests of this group wait."""
@@ -45,7 +50,7 @@ class RequestQueue:
 
     def push(self, waiting: WaitingRequest, rank: RequestRank | None) -> None:
         if rank is None:
-            self._unranked.push(waiting, (0, 0))
+            self._unranked.setdefault(waiting.routed.pin, _ByGroup()).push(waiting, (0, 0))
         else:
             self._ranked.push(waiting, rank)
         self._num_waiting += 1
@@ -55,17 +60,29 @@ class RequestQueue:
 
     def remove(self, waiting: WaitingRequest) -> None:
         """Nothing is done if its turn has come, and passed, between its cancellation and now."""
-        if self._ranked.remove(waiting) or self._unranked.remove(waiting):
+        pin = waiting.routed.pin
+        if self._ranked.remove(waiting) or (pin in self._unranked and self._unranked[pin].remove(waiting)):
             self._num_waiting -= 1
 
-    def pop(self, choose: ChooseReplica, has_room: Callable[[], bool]) -> tuple[WaitingRequest, Replica] | None:
+    def pop(self, choose: ChooseReplica, has_room: Callable[[], bool]) -> NextRequest | None:
         """The next request that some replica may take, and that replica."""
-        queues = (self._ranked, self._unranked) if self._turn % TURNS else (self._unranked, self._ranked)
-        for queue in queues if self._num_waiting else ():
-            found = queue.pop(choose, has_room)
+        pops = (self._ranked.pop, self._pop_unranked) if self._turn % TURNS else (self._pop_unranked, self._ranked.pop)
+        for pop in pops if self._num_waiting else ():
+            found = pop(choose, has_room)
             if found is not None:
                 self._turn += 1
                 self._num_waiting -= 1
+                return found
+        return None
+
+    def _pop_unranked(self, choose: ChooseReplica, has_room: Callable[[], bool]) -> NextRequest | None:
+        for pin, queue in list(self._unranked.items()):
+            found = queue.pop(choose, has_room if pin is None else lambda: False)
+            if found is not None or not queue:
+                del self._unranked[pin]
+            if found is not None:
+                if queue:
+                    self._unranked[pin] = queue  # the last one now
                 return found
         return None
 
@@ -77,6 +94,9 @@ class _ByGroup:
         self._waiting: dict[int, deque[WaitingRequest]] = {}
         self._ranks: dict[int, RequestRank] = {}
         self._heap: list[tuple[RequestRank, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._waiting
@@ -108,7 +128,8 @@ class _ByGroup:
             self._delete_if_empty(group_id)
         return is_here
 
-    def pop(self, choose: ChooseReplica, has_room: Callable[[], bool]) -> tuple[WaitingRequest, Replica] | None:
+    def pop(self, choose: ChooseReplica, has_room: Callable[[], bool]) -> NextRequest | None:
+        """The first one that `choose` finds a replica for. Where that finds none, `has_room` says whether to look further."""
         skipped, found = list[tuple[RequestRank, int]](), None
         while self._heap and found is None:
             rank, group_id = self._heap[0]

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from millstream.events import (
-    WARMUP,
     Evaluated,
     Event,
     FindingEnded,
@@ -71,16 +70,13 @@ class TrackerSink:
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
+        if row is not None:  # of a step, or of an evaluation: under the version that was measured
+            self._log({key: value for key, value in row.items() if key != "step"}, row["step"])
         match event:
-            case Stepped() if row is not None:
+            case Stepped():
                 self._step = event.version
-                self._log(
-                    {key: value for key, value in row.items() if key != "step" and not key.startswith("accuracy_")}
-                )
-            case Evaluated() if event.name != WARMUP:
-                self._log({metric_key(f"accuracy {event.name}"): event.accuracy})
-                if event.sample is not None:
-                    self._text(f"samples/{metric_key(event.name)}", _sample_text(event.sample))
+            case Evaluated() if row is not None and event.sample is not None:
+                self._text(f"samples/{metric_key(event.name)}", _sample_text(event.sample), row["step"])
             case FindingMade():
                 self._log({f"findings/{event.name}": 1.0})
                 self._text(f"findings/{event.name}", finding_text(event))
@@ -93,12 +89,12 @@ class TrackerSink:
                 found = {f"supervised/{key}": value for key, value in measured.items() if value is not None}
                 self._calls.put(lambda tracker: tracker.log(event.step, found))
 
-    def _log(self, values: Mapping[str, float]) -> None:
-        step = self._step
+    def _log(self, values: Mapping[str, float], step: int | None = None) -> None:
+        step = self._step if step is None else step
         self._calls.put(lambda tracker: tracker.log(step, values))
 
-    def _text(self, name: str, text: str) -> None:
-        step = self._step
+    def _text(self, name: str, text: str, step: int | None = None) -> None:
+        step = self._step if step is None else step
         self._calls.put(lambda tracker: tracker.text(step, name, text))
 
     def finish(self, summary: Mapping[str, float], *, is_finished: bool) -> None:
