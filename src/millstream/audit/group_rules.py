@@ -118,7 +118,13 @@ class GroupRules:
         reward = float(event["reward"])
         self._now.rewards.append(reward)
         group.ended[event["member"]] = EndedMember(
-            reward, event.get("rewards") or [reward], event["num_tokens"], event.get("num_parts", 1), start
+            reward,
+            event.get("rewards") or [reward],
+            event["num_tokens"],
+            event.get("num_parts", 1),
+            start,
+            end,
+            given=reward,
         )
 
     def on_rollout_failed(self, event: Fields) -> None:
@@ -287,6 +293,7 @@ class GroupRules:
         del now.groups[group_id]
         now.fates[fate] += 1
         if fate == "trained":
+            self._cursor.add_trained(group_id, group)
             now.batch.groups += 1
             now.batch.rows += sum(member.num_rows for member in group.ended.values())
             now.batch.rollouts += len(group.ended)
