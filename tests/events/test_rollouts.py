@@ -6,16 +6,26 @@ import math
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from millstream.errors import ConfigError, DataError, MillstreamError
-from millstream.events import GroupLeft, GroupTaken, RolloutAborted, RolloutEnded, RolloutFailed
+from millstream.events import (
+    Event,
+    GroupLeft,
+    GroupRestarted,
+    GroupResumed,
+    GroupTaken,
+    RolloutAborted,
+    RolloutEnded,
+    RolloutFailed,
+)
 from millstream.events.rollouts import Attempt, GroupFate, TakenRows
 from millstream.events.rollouts.reader import KeptRollout, RolloutDump
 from millstream.events.rollouts.text import mask_runs, turn_texts
@@ -28,6 +38,8 @@ from millstream.events.rollouts.writer import (
     void_after,
 )
 from millstream.events.sinks import MemorySink
+from millstream.pipeline.recorded import RecordedBatches
+from millstream.pipeline.reschedule import Changed
 from millstream.sim.learner import SimLearner
 from millstream.types import Fate, Finish, Rollout, TrainRow
 from support.simulated import Diary, World, simulate
@@ -112,6 +124,68 @@ def test_every_trained_row_is_kept_exactly_once_wherever_the_run_is_cut_off_and_
         rows = kept_rows(dump, kept.standing.ledger.version)
         assert_same(kept_rows(dump), [*first.rows[: len(rows)], *second.rows])
         assert len(rows) == kept.num_rows or kept.num_rows == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(world=worlds, cut=st.randoms(use_true_random=False), fewer=st.booleans(), schedule=st.booleans())
+def test_after_a_resume_with_other_settings_each_rollout_has_the_fate_that_it_ended_with(
+    world: World, cut: random.Random, fewer: bool, schedule: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir, diary, writers = Path(folder), Diary(), list[RolloutWriter]()
+        other = replace(world, group_size=max(2, world.group_size - fewer))
+        try:
+            whole = simulate(world, keeper=diary, rollouts=lambda sink: made(writers, writer_in(run_dir, sink)))
+            writers[0].close()
+            kept, last = cut.choice(diary.kept), len(whole.sink.events)
+            again = simulate(
+                other,
+                kept=kept,
+                changed=Changed(rollouts=True, schedule=schedule),
+                rollouts=lambda sink: made(writers, writer_in(run_dir, sink, first=last, upto=kept.mark)),
+            )
+        except MillstreamError as error:
+            assert world.failure > 0 and "in a row failed" in str(error), error
+            assume(False)
+            return
+        finally:
+            writers[-1].close()
+        expected = Counter(fates_of([*whole.sink.events[: kept.mark], *again.sink.events]))
+        found = Counter((one.group_id, one.member, one.fate) for one in everything(RolloutDump(run_dir)))
+        assert {key: num for key, num in found.items() if key[2] in ("trained", "filtered")} == expected
+
+
+def made(writers: list[RolloutWriter], writer: RolloutWriter) -> RolloutWriter:
+    writers.append(writer)
+    return writer
+
+
+def fates_of(events: Sequence[Event]) -> Iterator[tuple[int, int, str]]:
+    """Of every rollout that a group was settled with, and that was trained or filtered."""
+    ended: dict[int, set[int]] = {}
+    for event in events:
+        if isinstance(event, RolloutEnded):
+            ended.setdefault(event.group_id, set()).add(event.member)
+        elif isinstance(event, GroupResumed):
+            ended[event.group_id] = ended.get(event.group_id, set()) & set(event.kept)
+        elif isinstance(event, GroupRestarted):
+            ended[event.group_id] = set()
+        elif isinstance(event, GroupLeft) and event.fate in (Fate.TRAINED, Fate.FILTERED):
+            yield from ((event.group_id, member, event.fate.value) for member in ended[event.group_id])
+
+
+def test_groups_of_a_batch_are_in_the_order_in_which_they_joined_it_although_no_event_divides_them(
+    tmp_path: Path,
+) -> None:
+    """A place that stays empty has no event of its own. Mini-batches are made by this order."""
+    writer = RolloutWriter(tmp_path / ROLLOUTS_FOLDER, max_bytes=NO_BOUND, last_seq=lambda: 0)
+    for number, group_id in enumerate((7, 5, 6)):
+        writer.add(attempt(group_id))
+        writer.add(GroupFate(group_id, "t", "filtered", [0.5], is_vacant=True))
+        writer.add(TakenRows(group_id, 0, number, [], [], []))
+    writer.close()
+    batches = RecordedBatches(RolloutDump(tmp_path), groups_per_step=3)
+    assert [one.name.split(",")[1] for one in batches.read(0)] == [f" group {g} of {tmp_path.name}" for g in (7, 5, 6)]
 
 
 def test_what_left_before_training_is_kept_with_its_fate(tmp_path: Path) -> None:
