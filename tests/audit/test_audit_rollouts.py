@@ -241,4 +241,4 @@ def test_a_killed_run_may_lack_what_no_checkpoint_covers(made: Path, tmp_path: P
 
 
 def test_strata_are_those_of_the_writer() -> None:
-    assert all(rollout_files.stratum_of(number) == stratum_of(number) for number in range(2000))
+    assert all(rollout_files.stratum_due(number) == stratum_of(number) for number in range(2000))

@@ -89,7 +89,7 @@ class FiledGroup:
                 self.attempts = [one for one in self.attempts if one.seq > seq or one.member in kept]
 
 
-def stratum_of(group_id: int) -> int:
+def stratum_due(group_id: int) -> int:
     checksum = zlib.crc32(group_id.to_bytes(8, "little", signed=True)) | 1 << (NUM_STRATA - 1)
     return (checksum & -checksum).bit_length() - 1
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from millstream.audit.history import Cursor, TrainedGroup
 from millstream.audit.report import MALFORMED, AuditReport, reason_of
-from millstream.audit.rollout_files import FiledGroup, read_groups, stratum_of
+from millstream.audit.rollout_files import FiledGroup, read_groups, stratum_due
 
 FATES = ("trained", "kept")  # of a group that a batch took; the second in a run that trains nothing
 
@@ -95,7 +95,7 @@ def _check_missing(
     report.rollouts_sampled_away = 0
     unexplained: dict[int, list[int]] = {}
     for group_id, group in missing.items():
-        stratum, num = stratum_of(group_id), len(group.members)
+        stratum, num = stratum_due(group_id), len(group.members)
         if stratum < level:
             report.rollouts_sampled_away += num
         elif num_lost or not group.is_kept or (is_killed and group.seq > last_covered):

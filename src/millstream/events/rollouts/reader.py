@@ -124,7 +124,8 @@ class KeptGroup:
         """Returns whether it has left: nothing more will come of it."""
         match record:
             case TakenHead():
-                self.taken, self.taken_in = record, chunk
+                self.taken = record
+                self.taken_in = chunk
             case FateHead():
                 self.left = record
             case RestartHead():
