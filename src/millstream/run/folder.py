@@ -294,16 +294,16 @@ class RunFolder:
         new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
 
         def replace(path: Path) -> None:
+            for left in (new, old):
+                shutil.rmtree(left, ignore_errors=True)
             try:
-                for left in (new, old):
-                    shutil.rmtree(left, ignore_errors=True)
                 write(new)
                 if path.exists():
                     path.rename(old)
                 new.rename(path)
             finally:
-                for left in (new, old):
-                    shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
 
         self.write(path, replace)
 
