@@ -90,7 +90,8 @@ def _show(texts: Iterator[RolloutText]) -> None:
 
 def _missing_line(dump: RolloutDump, run_dir: Path) -> str:
     """What the run's log has and its files do not; empty: nothing is missing."""
-    num_away, num_lost, _ = missing_rollouts(dump, RunFolder(run_dir).events)
+    events = RunFolder(run_dir).events
+    num_away, num_lost, _ = missing_rollouts(dump, events) if events.exists() else (0, 0, {})
     if not num_away and not num_lost:
         return ""
     why = "the run was killed, the disk was full, or rollout.keep_gb was 0"
