@@ -1,9 +1,10 @@
-"""What does it cost to keep every rollout? Processor time per trained group, of all processes of a run, and rollouts a second:
-with `rollout.keep_gb` at its default, and with 0. Also the share of the processor time that the writer's thread takes, which no
-noise of the machine hides, and the bytes that a rollout takes.
+"""What does it cost to keep every rollout? Processor time per rollout, of all processes of a run, and rollouts a second: with
+`rollout.keep_gb` at its default, and with 0. Processor time is by all rollouts that ended: how many of them are filtered is not
+the same in two runs. Also the share of the processor time that the writer's thread takes, which no noise of the machine hides,
+and the bytes that a rollout takes.
 
 The demo: runs alternate, each in a process of its own, beginning with the same warmed-up model; medians, and the ratios of
-neighbours. The first fifth of the steps is left out.
+neighbours with their medians. The first fifth of the steps is left out.
 
 With --cell, a cell of `bench/end_to_end.py` instead, in this process, one after the other: on a GPU the shape of 474M
 parameters with 512 rollouts a step.
@@ -37,7 +38,7 @@ KEEP_GB = {"on": 10, "off": 0}
 
 
 class Measured(NamedTuple):
-    processor: float  # milliseconds a group; of a cell, seconds in all
+    processor: float  # milliseconds a rollout; of a cell, seconds in all
     rollouts_per_s: float
     writer_share: float  # of the processor time
     bytes_per_rollout: float
@@ -88,7 +89,9 @@ def one_run(which: str, model: str, options: argparse.Namespace) -> Measured:
         train(recipe("demo", *changes, is_smoke=options.smoke), sinks=[meter])
         share = writer.seconds / max(1e-9, processor_s(os.getpid()) - began)
         assert meter.found is not None
-        return Measured(meter.found.ms_per_group, meter.found.rollouts_per_s, share, per_rollout(Path(folder) / "run"))
+        return Measured(
+            meter.found.ms_per_rollout, meter.found.rollouts_per_s, share, per_rollout(Path(folder) / "run")
+        )
 
 
 def in_a_process(which: str, model: str, options: argparse.Namespace) -> Measured:
@@ -139,15 +142,18 @@ def alternate(options: argparse.Namespace) -> dict[str, list[Measured]]:
 def rows_of(found: dict[str, list[Measured]], options: argparse.Namespace) -> list[Row]:
     workload = options.cell or f"demo, {options.steps} steps"
     peer = "rollout.keep_gb = 0"
-    metric = "processor seconds of the cell" if options.cell else "processor ms per trained group, all processes"
+    metric = "processor seconds of the cell" if options.cell else "processor ms per rollout, all processes"
     middle = {
         which: Measured(*(statistics.median(values) for values in zip(*some, strict=True)))
         for which, some in found.items()
     }
     on, off = middle["on"], middle["off"]
-    neighbours = zip(found["on"], found["off"], strict=True)
-    ratios = sorted(one.processor / max(other.processor, 1e-9) for one, other in neighbours)
-    say(f"cost of neighbouring runs: {[round(ratio, 4) for ratio in ratios]}")
+    neighbours = list(zip(found["on"], found["off"], strict=True))
+    by_processor = sorted(one.processor / max(other.processor, 1e-9) for one, other in neighbours)
+    by_clock = sorted(other.rollouts_per_s / max(one.rollouts_per_s, 1e-9) for one, other in neighbours)
+    for name, ratios in (("processor time", by_processor), ("wall clock", by_clock)):
+        shown = [round(ratio, 4) for ratio in ratios]
+        say(f"{name} of neighbouring runs, kept to not kept: median {statistics.median(ratios):.4f} of {shown}")
     return [
         cost(workload, metric, on.processor, peer, off.processor),
         rate(workload, "rollouts trained/s", on.rollouts_per_s, peer, off.rollouts_per_s, digits=1),

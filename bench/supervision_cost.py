@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from internals import recipe, without_supervision
 from millstream import train
-from millstream.events import Event, GroupTaken, Stepped
+from millstream.events import Event, GroupTaken, RolloutEnded, Stepped
 from report import Options, cost, publish, rate, say
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -35,6 +35,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 class Found(NamedTuple):
     ms_per_group: float  # processor milliseconds
     rollouts_per_s: float
+    ms_per_rollout: float = 0.0  # processor milliseconds by rollouts that ended, trained or not
 
 
 def processor_s(pid: int) -> float:
@@ -57,6 +58,7 @@ class Meter:
         self._last = steps
         self._groups = 0
         self._rollouts = 0
+        self._ended = 0
         self._began_at = 0.0
         self._began_cpu_s = 0.0
         self.found: Found | None = None
@@ -64,16 +66,20 @@ class Meter:
     def emit(self, event: Event) -> None:
         if isinstance(event, GroupTaken):
             self._groups += 1
+        elif isinstance(event, RolloutEnded):
+            self._ended += 1
         elif isinstance(event, Stepped):
             self._rollouts += event.num_rows
             if event.version == self._first:
                 self._groups = 0
                 self._rollouts = 0
+                self._ended = 0
                 self._began_at = event.at
                 self._began_cpu_s = processor_s(os.getpid())
             elif event.version == self._last:
                 cpu_ms = 1000 * (processor_s(os.getpid()) - self._began_cpu_s)
-                self.found = Found(cpu_ms / self._groups, self._rollouts / (event.at - self._began_at))
+                per_s = self._rollouts / (event.at - self._began_at)
+                self.found = Found(cpu_ms / self._groups, per_s, cpu_ms / max(1, self._ended))
 
 
 def one_run(which: str, model: str, options: argparse.Namespace) -> Found:

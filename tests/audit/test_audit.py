@@ -1436,7 +1436,7 @@ def test_a_reward_of_the_whole_group_decides_its_fate(tmp_path: Path) -> None:
 def test_every_rule_has_a_crime_that_breaks_it() -> None:
     declared = {rule for rule, _, _ in DECLARED_CRIMES.values()}
     crimes = CRIMES.keys() | CRIMES_OF_CRASHES.keys() | CRIMES_OF_CHANGES.keys()
-    assert crimes | {"summary"} | declared == RULES.keys()
+    assert crimes | {"summary", "rollouts"} | declared == RULES.keys()
 
 
 # ---- changed settings ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import get_args
 
@@ -19,13 +20,16 @@ from typer.testing import CliRunner
 from millstream import RunConfig, resume, train
 from millstream.cli.main import app
 from millstream.config import _paths, load
-from millstream.errors import ConfigError, MillstreamError, Stopped
+from millstream.errors import ConfigError, MillstreamError, OutputError, Stopped
 from millstream.events import ConfigWritten, Event, GroupTaken, Resumed, RunBranched, SettingChanged, Stepped
+from millstream.events.rollouts.reader import RolloutDump
 from millstream.events.sinks import read_events, read_history
 from millstream.learner.state import read_state
 from millstream.run.changes import RULES, rule_of
 from millstream.run.checkpoint import steps_in
 from millstream.run.folder import RunFolder, holder_of
+from millstream.run.missing_rollouts import missing_rollouts
+from support import rewards
 from support.commands import start_command
 from support.runs import SETTINGS, assert_clean, command, kill_at, recipe_in, resume_command, steps_of, until
 from support.runs import resume as resume_in_process
@@ -38,6 +42,7 @@ SMALL = {
     "data.size": 64,
     "data.holdout": 2,
     "checkpoint.every_steps": 1,
+    "reward.0.function": f"{rewards.__file__}:digits",  # gradients are not zero
 }
 CHANGES = {
     "steps, more": ["pipeline.steps=10"],
@@ -68,6 +73,8 @@ CHANGES = {
     "min_group_size": ["rollout.min_group_size=3"],
     "max_parts": ["rollout.max_parts=2"],
     "retries": ["rollout.retries=2", "rollout.timeout_s=300"],
+    "keep_gb": ["rollout.keep_gb=1"],
+    "trackers": ["trackers.project=mine", "trackers.name=this"],
     "reward.weight": ["reward.0.weight=0.5"],
     "reward.timeout_s": ["reward.0.timeout_s=10"],
     "environment": ["environment.0.max_concurrent=4", "environment.0.step_timeout_s=30"],
@@ -121,6 +128,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.raises(Stopped):
         train(config_of(run_dir), sinks=[StopAt(3)])
     assert_clean(run_dir)
+    steps = [one for one in read_history(run_dir / "events.jsonl") if isinstance(one, Stepped)]
+    assert all(one.metrics["grad_norm"] > 0 for one in steps), "the order of the data matters"
     return run_dir
 
 
@@ -170,8 +179,6 @@ def test_every_key_that_may_change_is_changed_by_a_test() -> None:
     elsewhere = {
         "model.device",
         "model.trust_remote_code",
-        "rollout.keep_gb",
-        "trackers",
         "data.path",
         "runtime",
         "resources",
@@ -295,6 +302,57 @@ def test_at_max_lag_zero_a_resume_that_changes_what_does_not_matter_ends_with_th
     assert_clean(tmp_path / "cut/run")
     models = [(tmp_path / name / "run/model/model.safetensors").read_bytes() for name in ("whole", "cut")]
     assert models[0] == models[1]
+
+
+# ---- with rollouts kept ------------------------------------------------------------------------------------------------
+
+
+def go_back(run_dir: Path, step: int) -> None:
+    """As if the process had been killed before it wrote a checkpoint after this step."""
+    for number in steps_in(run_dir):
+        if number > step:
+            shutil.rmtree(run_dir / f"checkpoints/step-{number:06d}")
+
+
+def num_trained(run_dir: Path) -> dict[int, int]:
+    """By step: rollouts in the files."""
+    dump = RolloutDump(run_dir)
+    return Counter(one.step for group in dump.groups() for one in dump.rollouts(group) if one.step is not None)
+
+
+def test_rollouts_of_steps_that_were_undone_stay_void_through_a_resume_that_keeps_none(
+    stopped: Path, tmp_path: Path
+) -> None:
+    run_dir, step = copied(stopped, tmp_path), made(stopped)
+    with pytest.raises(Stopped):
+        resume(run_dir, changes=["checkpoint.keep=9"], sinks=[StopAt(step + 2)])
+    go_back(run_dir, step)
+    with pytest.raises(Stopped):
+        resume(run_dir, changes=["rollout.keep_gb=0", "trackers.name=mine"], sinks=[StopAt(step + 1)])
+    off = made(run_dir)
+    resume(run_dir, changes=["rollout.keep_gb=1"])
+    assert_clean(run_dir)
+    assert changes_in(run_dir)["rollout.keep_gb"] == (0, 1, off) and "trackers.name" in changes_in(run_dir)
+    assert not num_trained(run_dir).keys() & set(range(step + 1, off + 1)), "what was undone, and what was not kept"
+    assert num_trained(run_dir).keys() >= {*range(1, step + 1), STEPS}
+    missing = missing_rollouts(RolloutDump(run_dir), run_dir / "events.jsonl")
+    assert missing.num_lost and missing.by_version.keys() >= set(range(step, off))
+
+
+def test_a_finished_run_that_trains_on_and_is_stopped_and_killed_has_each_rollout_once(
+    finished: Path, tmp_path: Path
+) -> None:
+    run_dir = copied(finished, tmp_path)
+    with pytest.raises(Stopped):
+        resume(run_dir, changes=["pipeline.steps=11", "checkpoint.keep=9"], sinks=[StopAt(STEPS + 1)])
+    begun = made(run_dir)
+    with pytest.raises(Stopped):
+        resume(run_dir, sinks=[StopAt(begun + 1)])
+    go_back(run_dir, begun)
+    resume(run_dir)
+    assert_clean(run_dir)
+    assert num_trained(run_dir) == dict.fromkeys(range(1, 12), 16)
+    assert missing_rollouts(RolloutDump(run_dir), run_dir / "events.jsonl") == (0, 0, {})
 
 
 # ---- edited by hand ------------------------------------------------------------------------------------------------------
@@ -448,13 +506,27 @@ def test_a_run_that_is_killed_before_and_after_the_change_ends_with_a_clean_audi
 # ---- a finished run that trains on ---------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_is_resumed_for_more_steps_and_for_nothing_else(tmp_path: Path) -> None:
+def test_a_finished_run_is_resumed_for_more_steps_and_for_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     train(config_of(folder, pipeline__steps=2), progress=False)
     with pytest.raises(ConfigError, match=r"is finished.*\n.*--set pipeline\.steps=N"):
         resume(folder, progress=False)
-    result = resume(folder, changes=["pipeline.steps=3"], progress=False)
-    assert result.summary.steps == 3
+    before = digests_in(folder / "model")
+
+    def half(model: object, tokenizer: object, path: Path) -> None:
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+        raise OSError(28, "no space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OutputError, match="no space left"):
+        patched.setattr("millstream.learner.torch.save_model", half)
+        resume(folder, changes=["pipeline.steps=3"], progress=False)
+    assert digests_in(folder / "model") == before, "a model is there as a whole, or not"
+    result = resume(folder, progress=False)
+    assert result.summary.steps == 3 and digests_in(folder / "model") != before
+    assert not list(folder.glob(".model*"))
     assert_clean(folder)
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(ConfigError, match="its checkpoints are gone"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -19,7 +20,7 @@ from millstream.config import load
 from millstream.errors import ConfigError, DataError
 from millstream.events import GroupTaken, RolloutEnded
 from millstream.events.rollouts.reader import KeptRollout, RolloutDump
-from millstream.events.rollouts.writer import SAMPLED_FILE
+from millstream.events.rollouts.writer import SAMPLED_FILE, stratum_of
 from millstream.events.sinks import read_history
 from millstream.learner.state import read_state
 from millstream.pipeline.recorded import RecordedBatches
@@ -80,7 +81,7 @@ def digests_of(kept: Path) -> Digests:
 
 def rollouts_of(run_dir: Path) -> list[KeptRollout]:
     dump = RolloutDump(run_dir)
-    return [one for group_id in dump.groups for one in dump.rollouts(group_id)]
+    return [one for group in dump.groups() for one in dump.rollouts(group)]
 
 
 def shown(*arguments: object) -> str:
@@ -287,14 +288,38 @@ def test_rollouts_that_were_sampled_away_or_do_not_fit_are_refused(kept: Path) -
     for change, key in (("pipeline.groups_per_step=2", r"pipeline\.groups_per_step = 2"), ("seed=1", "seed = 1")):
         with pytest.raises(ConfigError, match=f"{key}, and the run whose rollouts"):
             train(config_in(kept.parent, "not", source, change))
-    path = kept / "rollouts" / SAMPLED_FILE
-    path.write_text('{"level":1,"num_rollouts":12,"num_lost":0}')
+    path, found = kept / "rollouts" / SAMPLED_FILE, rollouts_of(kept)
+    away = [one for one in found if stratum_of(one.group_id) == 0]
+    num_trained = sum(one.step is not None for one in away)
+    path.write_text('{"level":1,"num_lost":0}')
     try:
-        with pytest.raises(DataError, match="12 rollouts were sampled away"):
+        with pytest.raises(
+            DataError, match=f"{num_trained} rollouts .* are missing.* {len(away)} rollouts were sampled"
+        ):
             train(config_in(kept.parent, "not", source))
+        assert f"{len(away)} rollouts of the run are not in its files: {len(away)} were sampled away" in shown(
+            "rollouts", kept, "--worst", 1
+        )
     finally:
         path.unlink()
     assert not (kept.parent / "not").exists(), "a refused start leaves nothing"
+
+
+def test_rollouts_that_were_never_written_are_counted_by_the_log(kept: Path, tmp_path: Path) -> None:
+    """As if the process had been killed before its last write."""
+    run_dir, found = shutil.copytree(kept, tmp_path / "run"), rollouts_of(kept)
+    assert "not in its files" not in shown("rollouts", run_dir)
+    stratum = stratum_of(next(one.group_id for one in found if one.step == STEPS))
+    path = run_dir / "rollouts" / f"{stratum:02d}.rollouts"
+    lost = [one for one in found if stratum_of(one.group_id) == stratum]
+    path.write_bytes(b"")
+    assert f"{len(lost)} were not written (the run was killed" in shown("rollouts", run_dir)
+    num_trained = sum(one.step is not None for one in lost)
+    with pytest.raises(DataError, match=f"{num_trained} rollouts .* are missing.*, and {len(lost)} were not written"):
+        train(config_in(tmp_path, "not", f"data.rollouts={run_dir}"))
+    first = min(one.step for one in lost if one.step is not None) - 1
+    if first:
+        train(config_in(tmp_path, "whole", f"data.rollouts={run_dir}", f"pipeline.steps={first}"), progress=False)
 
 
 def test_rollouts_of_a_run_whose_settings_changed_or_that_began_elsewhere_are_refused(tmp_path: Path) -> None:
@@ -311,11 +336,17 @@ def test_rollouts_of_a_run_whose_settings_changed_or_that_began_elsewhere_are_re
 def test_batches_after_one_that_is_missing_are_counted_and_not_read(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dump = RolloutDump(kept)
-    whole = dump.batches()
-    monkeypatch.setattr(dump, "batches", lambda: {version: batch for version, batch in whole.items() if version != 2})
+    dump, groups = RolloutDump(kept), RolloutDump.groups
+    monkeypatch.setattr(dump, "groups", lambda: (one for one in groups(dump) if one.version != 2))
     found = RecordedBatches(dump, groups_per_step=4)
     assert (len(found), found.num_beyond_gap) == (2, STEPS - 3)
+    for number in range(4):  # a batch that lacks any of its groups is not whole
+        lost = next(
+            one.group_id for one in groups(dump) if one.version == 2 and one.taken and one.taken.number == number
+        )
+        monkeypatch.setattr(dump, "groups", lambda lost=lost: (one for one in groups(dump) if one.group_id != lost))
+        found = RecordedBatches(dump, groups_per_step=4)
+        assert (len(found), found.num_beyond_gap) == (2, STEPS - 2)
 
 
 # ---- kept without training -----------------------------------------------------------------------------------------------
@@ -355,13 +386,14 @@ def test_a_killed_run_can_be_read_and_after_a_resume_every_trained_row_is_there_
     dump = RolloutDump(run_dir)
     events = list(read_history(run_dir / "events.jsonl"))
     taken = [event for event in events if isinstance(event, GroupTaken)]
-    batches = dump.batches()
-    assert {g: v for v, batch in batches.items() for g in batch} == {event.group_id: event.version for event in taken}
+    groups = {one.group_id: one for one in dump.groups()}
+    versions = {one.group_id: one.version for one in groups.values() if one.version is not None}
+    assert versions == {event.group_id: event.version for event in taken}
     for event in taken:
-        rows = dump.taken_rows(event.group_id)
+        rows = dump.taken_rows(groups[event.group_id])
         assert rows is not None and len(rows.rows) == event.num_rollouts
         assert len(set(rows.places)) == event.num_rollouts
-        own = [one for one in dump.rollouts(event.group_id) if one.fate == "trained"]
+        own = [one for one in dump.rollouts(groups[event.group_id]) if one.fate == "trained"]
         assert sorted(one.member for one in own) == [member for member, _ in rows.places]
         assert all(np.isfinite(one.reward) for one in own)
 

@@ -120,8 +120,16 @@ class GroupRules:
         reward, is_partial = float(event["reward"]), bool(event.get("is_partial"))
         if not is_partial:
             self._now.rewards.append(reward)
-        by_agent, num_rows = event.get("rewards") or [reward], event.get("num_parts", 1)
-        group.ended[event["member"]] = EndedMember(reward, by_agent, event["num_tokens"], num_rows, start, is_partial)
+        group.ended[event["member"]] = EndedMember(
+            reward,
+            event.get("rewards") or [reward],
+            event["num_tokens"],
+            event.get("num_parts", 1),
+            start,
+            end,
+            given=reward,
+            is_partial=is_partial,
+        )
 
     def on_rollout_failed(self, event: Fields) -> None:
         group = self._end_attempt(event)
@@ -291,6 +299,7 @@ class GroupRules:
         del now.groups[group_id]
         now.fates[fate] += 1
         if fate == "trained":
+            self._cursor.add_trained(group_id, group)
             now.batch.groups += 1
             now.batch.rows += sum(member.num_rows for member in group.ended.values())
             now.batch.rollouts += len(group.ended)

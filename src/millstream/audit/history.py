@@ -47,7 +47,16 @@ class EndedMember(NamedTuple):
     num_tokens: int
     num_rows: int
     start: int
+    end: int
+    given: float  # its own reward, without that of the group as a whole
     is_partial: bool  # the reward of its whole group is still to be added
+
+
+class TrainedGroup(NamedTuple):
+    version: int  # that trained it: of the first step, 0
+    seq: int  # of the event that it left with
+    is_kept: bool  # the settings in force said so
+    members: dict[int, EndedMember]
 
 
 @dataclass(slots=True)
@@ -202,6 +211,17 @@ class Cursor:
     seq: int = -1
     incarnation: int = 0
     ledger: Fields = field(default_factory=dict)  # of the checkpoint that was resumed, if it is still on the disk
+    # by version, with rollouts that are to be compared; not of the history, which resumes copy
+    trained: dict[int, dict[int, TrainedGroup]] = field(default_factory=dict)
+    are_compared: bool = False  # the run has kept rollouts
+
+    def add_trained(self, group_id: int, group: TrackedGroup) -> None:
+        """To be compared with the rollouts that were kept."""
+        if self.are_compared:
+            settings, version = self.now.config or {}, self.now.version
+            is_kept = bool(settings.get("rollout", {}).get("keep_gb", True))
+            own = TrainedGroup(version, self.seq, is_kept, group.ended)
+            self.trained.setdefault(version, {})[group_id] = own
 
     @property
     def terms(self) -> RunTerms:

@@ -12,6 +12,7 @@ from millstream.audit.checkpoints import CheckpointFolder
 from millstream.audit.group_rules import GroupRules
 from millstream.audit.history import Cursor, History
 from millstream.audit.report import MALFORMED, AuditReport, Fields, reason_of
+from millstream.audit.rollout_rules import check_rollouts
 from millstream.audit.run_rules import RunRules
 from millstream.audit.settings_rules import SettingsRules
 
@@ -23,11 +24,13 @@ SKIPPED = frozenset(
 
 
 class Replay:
-    def __init__(self, path: Path, checkpoints: list[CheckpointFolder], report: AuditReport) -> None:
+    def __init__(
+        self, path: Path, checkpoints: list[CheckpointFolder], report: AuditReport, *, has_rollouts: bool = False
+    ) -> None:
         self._path = path
         self._report = report
         self._size = path.stat().st_size if path.exists() else 0  # a run that is still writing: what is there now
-        self._cursor = cursor = Cursor(report)
+        self._cursor = cursor = Cursor(report, are_compared=has_rollouts)
         self._run = run = RunRules(cursor, checkpoints)
         self._settings = settings = SettingsRules(cursor)
         groups = GroupRules(cursor, settings)
@@ -64,6 +67,9 @@ class Replay:
     @property
     def settings(self) -> SettingsRules:
         return self._settings
+
+    def compare_rollouts(self, folder: Path) -> None:
+        check_rollouts(folder, self._cursor, self._run.last_covered, self._report)
 
     def run(self) -> History:
         """The history at the end of the log."""

@@ -39,6 +39,7 @@ RULES = {
     "settings": "each setting that a resume changes has an event, and each step is made with the settings in force",
     "superseded": "groups that a resume supersedes could not be trained in time any more; their prompts are fed again first",
     "metrics": "metrics.jsonl has every step once, with the groups and the mean reward of the events",
+    "rollouts": "rollouts/ has each trained rollout once, with step, versions and reward of the events, or it is counted",
     "summary": "summary.json has the same counts and accuracies",
 }
 # The counts that `summary.json` and a report both have.
@@ -85,6 +86,9 @@ class AuditReport:
     groups_in_flight: int = 0
     steps: int = 0
     rollouts_trained: int = 0
+    rollouts_verified: int = 0  # those of them that were kept
+    rollouts_sampled_away: int = 0
+    rollouts_not_written: int = 0
     checkpoints: int = 0
     checkpoints_verified: int = 0
     lag_max: int = 0
@@ -137,12 +141,23 @@ def report_lines(report: AuditReport) -> list[str]:
         f"{superseded}{report.groups_in_flight:,} in flight",
         *_declared_lines(report),
         f"  steps        {report.steps:,} with {report.rollouts_trained:,} rollouts",
+        *_kept_lines(report),
         f"  lag          at most {report.lag_max}, the bound is {report.lag_bound}",
         f"  checkpoints  {report.checkpoints_verified} of {report.checkpoints} verified",
         f"  outcome      {report.outcome or 'none: the run was killed, or is still running'}",
         *(f"  note         {note}" for note in report.notes),
         *(f"  FOUND        [{finding.rule}] {finding.message}" for finding in report.findings),
         *left_out,
+    ]
+
+
+def _kept_lines(report: AuditReport) -> list[str]:
+    missing = report.rollouts_sampled_away + report.rollouts_not_written
+    if not report.rollouts_verified and not missing:
+        return []
+    return [
+        f"  rollouts     {report.rollouts_verified:,} of them are kept, {report.rollouts_sampled_away:,} were sampled away, "
+        f"{report.rollouts_not_written:,} were not written"
     ]
 
 

@@ -21,8 +21,10 @@ def audit(run_dir: Path) -> AuditReport:
     """Read the folder of a run that has finished, was killed, or is still running. Never raises for what it finds there."""
     report = AuditReport(run_dir)
     checkpoints = read_checkpoints(run_dir / "checkpoints", report)
-    replay = Replay(run_dir / "events.jsonl", checkpoints, report)
+    rollouts = run_dir / "rollouts"
+    replay = Replay(run_dir / "events.jsonl", checkpoints, report, has_rollouts=rollouts.is_dir())
     now = replay.run()
+    replay.compare_rollouts(rollouts)
     written = replay.settings
     compare_config(run_dir / "config.toml", now.terms, written.config_digests, written.last_digest, report)
     report.checkpoints_verified = sum(checkpoint.is_sound for checkpoint in checkpoints)

@@ -96,6 +96,8 @@ class RunRules:
         self._cursor.ledger = next((found.ledger for found in self._checkpoints if found.digest == digest), {})
         self._go_back(from_seq)
         now = self._now
+        for undone in [one for one in self._cursor.trained if one >= now.version]:
+            del self._cursor.trained[undone]
         if not self._holds(now.version == version and now.is_between_batches):
             self._finding("resume", f"version {version} was resumed, the events had reached {now.version}")
 
@@ -129,6 +131,11 @@ class RunRules:
         if not self._holds(covers_seq >= 0 and self._is_past(covers_seq)):
             self._finding("seal", f"the checkpoint of version {version} covers seq {covers_seq}: not in the history")
         self._sealed[event["digest"]] = (version, covers_seq)
+
+    @property
+    def last_covered(self) -> int:
+        """The last event that a checkpoint covers; -1: there is none."""
+        return max((seq for _, seq in self._sealed.values()), default=-1)
 
     def finish(self) -> None:
         """Every checkpoint on the disk has its event, and covers one that was read."""

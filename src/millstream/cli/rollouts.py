@@ -12,9 +12,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from millstream.cli.common import CONTROL, console, errors_shown
+from millstream.cli.common import CONTROL, console, errors, errors_shown
 from millstream.events.rollouts.reader import RolloutDump
-from millstream.run.folder import program
+from millstream.run.folder import RunFolder, holder_of, program
+from millstream.run.missing_rollouts import missing_rollouts
 from millstream.run.read_rollouts import RolloutQuery, RolloutText, as_text, find_rollouts, open_dump, write_parquet
 
 MAX_SHOWN_ROLLOUTS = 20
@@ -61,33 +62,50 @@ def rollouts_command(
             step=step, version=version, group=group, task=task, fate=fate, sort=sort, best=best, worst=worst
         )
         dump, decode = open_dump(run_dir)
-        found = (as_text(one, decode) for one in find_rollouts(dump, query))
+        found = find_rollouts(dump, query)
+        texts = (as_text(one, decode) for one in found)
         if parquet is not None:
-            console.out(f"wrote {write_parquet(found, parquet)} rollouts to {parquet}", highlight=False)
-            return
-        if as_json:
-            for one in found:
+            console.out(f"wrote {write_parquet(texts, parquet)} rollouts to {parquet}", highlight=False)
+        elif as_json:
+            for one in texts:
                 console.out(msgspec.json.encode(one).decode(), highlight=False)
-            return
-        is_limited = best is not None or worst is not None
-        num_shown = 0
-        for one in found if is_limited else itertools.islice(found, MAX_SHOWN_ROLLOUTS):
-            num_shown += 1
-            for line in rollout_lines(one):
-                console.out(line.translate(CONTROL), highlight=False)
-        num_more = sum(1 for _ in found)
-        if num_more:
-            console.out(f"and {num_more} more: choose with --step, --group, --best N, --worst N", highlight=False)
-        if not num_shown:
-            console.out("no rollout is like that", highlight=False)
-        if away := dump.sampled.num_rollouts + dump.sampled.num_lost:
-            console.out(f"{away} rollouts of the run are not in its files (rollout.keep_gb)", highlight=False)
+        else:
+            is_limited = best is not None or worst is not None
+            _show(texts if is_limited else itertools.islice(texts, MAX_SHOWN_ROLLOUTS))
+            if num_more := sum(1 for _ in found):
+                console.out(f"and {num_more} more: choose with --step, --group, --best N, --worst N", highlight=False)
+        if line := _missing_line(dump, run_dir):
+            (errors if as_json else console).out(line, highlight=False)
+
+
+def _show(texts: Iterator[RolloutText]) -> None:
+    num_shown = 0
+    for one in texts:
+        num_shown += 1
+        for line in rollout_lines(one):
+            console.out(line.translate(CONTROL), highlight=False)
+    if not num_shown:
+        console.out("no rollout is like that", highlight=False)
+
+
+def _missing_line(dump: RolloutDump, run_dir: Path) -> str:
+    """What the run's log has and its files do not; empty: nothing is missing."""
+    events = RunFolder(run_dir).events
+    num_away, num_lost, _ = missing_rollouts(dump, events) if events.exists() else (0, 0, {})
+    if not num_away and not num_lost:
+        return ""
+    why = "the run was killed, the disk was full, or rollout.keep_gb was 0"
+    if holder_of(run_dir) is not None:
+        why = "the run is active, and writes them every two seconds"
+    lost = f", and {num_lost} were not written ({why})" if num_lost else ""
+    away = f"{num_away} were sampled away (rollout.keep_gb)"
+    return f"{num_away + num_lost} rollouts of the run are not in its files: {away}{lost}"
 
 
 def kept_lines(run_dir: str) -> list[str]:
     """The end of a run that only keeps rollouts."""
     dump = RolloutDump(Path(run_dir))
-    fates = Counter(one.fate for group_id in dump.groups for one in dump.rollouts(group_id))
+    fates = Counter(one.fate for group in dump.groups() for one in dump.rollouts(group))
     counts = ", ".join(f"{count} {fate}" for fate, count in fates.most_common())
     folder, config, again = quote(run_dir), quote(f"{run_dir}/config.toml"), quote(f"run_dir={run_dir}-trained")
     return [

@@ -233,12 +233,7 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
 def read_history(path: Path, *, upto: int | None = None) -> Iterator[AnyEvent]:
     """The events behind the newest weights, up to number `upto` or all: without those undone by a crash and a resume. Raises
     as `read_events` does."""
-    void: list[tuple[int, int]] = []
-    for number, line in _lines(path):
-        if b'"kind":"resumed"' in line:
-            event = _read_as(decode_event, line, path, number)
-            if isinstance(event, Resumed):
-                void.append((event.from_seq, _read_as(_seq, line, path, number)))
+    void = _undone(path)
     for number, line in _lines(path):
         seq = _read_as(_seq, line, path, number) if void or upto is not None else 0
         if upto is not None and seq > upto:
@@ -247,14 +242,22 @@ def read_history(path: Path, *, upto: int | None = None) -> Iterator[AnyEvent]:
             yield _read_as(decode_event, line, path, number)
 
 
-def read_kinds(path: Path, *kinds: type[Event]) -> Iterator[tuple[int, AnyEvent]]:
-    """The events of these kinds, each with its number. Other lines are not decoded. Raises as `read_events` does."""
+def _undone(path: Path) -> list[tuple[int, int]]:
+    """The numbers before and after the events that each resume has undone."""
+    resumes = ((seq, event) for seq, event in read_kinds(path, Resumed) if isinstance(event, Resumed))
+    return [(event.from_seq, seq) for seq, event in resumes]
+
+
+def read_kinds(path: Path, *kinds: type[Event], is_history: bool = False) -> Iterator[tuple[int, AnyEvent]]:
+    """The events of these kinds, each with its number; `is_history`: without those undone by a crash and a resume. Other lines
+    are not decoded. Raises as `read_events` does."""
     tags = [f'"kind":"{kind.__struct_config__.tag}"'.encode() for kind in kinds]
+    void = _undone(path) if is_history else []
     for number, line in _lines(path):
         if any(tag in line for tag in tags):
-            event = _read_as(decode_event, line, path, number)
-            if isinstance(event, kinds):
-                yield _read_as(_seq, line, path, number), event
+            event, seq = _read_as(decode_event, line, path, number), _read_as(_seq, line, path, number)
+            if isinstance(event, kinds) and not any(begin < seq < end for begin, end in void):
+                yield seq, event
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -67,8 +67,10 @@ class GroupTaker:
         self._places: dict[int, Place] = {}  # of groups that were chosen and not handed over yet
         self._ahead: asyncio.Queue[TakenGroup | None] = asyncio.Queue()  # None after the last one of a batch
         self._is_learner_waiting = True
+        self._num_taken = 0
 
     def begin_batch(self) -> None:
+        self._num_taken = 0
         if self._proximal is not None:
             self._context.spawn(self._take_ahead())
 
@@ -119,7 +121,8 @@ class GroupTaker:
         await self._finalizer.end_if_drained()
         is_vacant = lease.group_id in self._context.vacant
         taken = TakenGroup(lease, [] if is_vacant else self._checked_rows(lease, place))
-        self._context.keep(_taken_rows(taken, self._admission.version))
+        self._context.keep(_taken_rows(taken, self._admission.version, self._num_taken))
+        self._num_taken += 1
         if self._critic is not None:
             self._critic.take(lease.group_id, is_last=self._admission.is_batch_full)
         if self._proximal is not None:
@@ -147,10 +150,10 @@ class GroupTaker:
         return train_rows(lease)
 
 
-def _taken_rows(taken: TakenGroup, version: int) -> TakenRows:
+def _taken_rows(taken: TakenGroup, version: int, number: int) -> TakenRows:
     lease, order = taken.lease, row_order(taken.lease) if taken.rows else []
     places = [(lease["member"][i], lease["part"][i]) for i in order]
-    return TakenRows(lease.group_id, version, places, [lease["reward"][i] for i in order], taken.rows)
+    return TakenRows(lease.group_id, version, number, places, [lease["reward"][i] for i in order], taken.rows)
 
 
 class BatchTrainer:

@@ -185,7 +185,7 @@ class SchedulingPolicy:
                 first_attempt=group.first_attempt,
             )
         )
-        self._context.keep(Restart(lease.group_id, group.first_attempt))
+        self._context.keep(Restart(lease.group_id, "restarted"))
         self._rollouts.start(lease.group_id, group.task, place)
 
     # ---- lockstep ----------------------------------------------------------------------------------------------------

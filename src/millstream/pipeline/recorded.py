@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from millstream.events import GroupAdmitted, GroupTaken, RolloutEnded, RolloutFailed, RolloutStarted
 from millstream.events.rollouts import TakenRows
-from millstream.events.rollouts.reader import KeptRollout, RolloutDump
+from millstream.events.rollouts.reader import KeptGroup, KeptRollout, RolloutDump
 from millstream.pipeline.admission import Admission
 from millstream.pipeline.batch import TakenGroup
 from millstream.pipeline.context import GroupInFlight, RunContext
@@ -53,35 +54,65 @@ class RecordedGroup(NamedTuple):
         return columns
 
 
+class _TakenGroup(NamedTuple):
+    version: int
+    number: int  # in the batch
+    kept: KeptGroup
+
+
+Batches = Iterator[tuple[int, list[_TakenGroup]]]
+
+
+def _read_batches(dump: RolloutDump) -> Batches:
+    """Of each version that was trained, in order: the groups that it took and that have left, in the order in which they joined
+    the batch."""
+    left = ((group.taken, group) for group in dump.groups() if group.left is not None)
+    taken = (_TakenGroup(head.version, head.number, group) for head, group in left if head is not None)
+    for version, groups in itertools.groupby(taken, key=attrgetter("version")):
+        yield version, sorted(groups, key=attrgetter("number"))
+
+
 class RecordedBatches:
-    """The finished batches of a run. Reading one may take a while."""
+    """The finished batches of a run, read one after the other. Reading one may take a while."""
 
     def __init__(self, dump: RolloutDump, *, groups_per_step: int) -> None:
         self._dump = dump
-        finished = {
-            version: batch
-            for version, batch in dump.batches().items()
-            if _is_finished([dump.fate_of(g) for g in batch], groups_per_step)
-        }
-        in_order = itertools.takewhile(finished.__contains__, itertools.count())
-        self._batches = [finished[version] for version in in_order]
-        self.num_beyond_gap = len(finished) - len(self._batches)  # batches after one that is missing
+        self._num = 0
+        self.num_beyond_gap = 0  # batches after one that is missing or lacks groups
+        is_short = False  # the last one: the data had ended
+        for version, batch in _read_batches(dump):
+            if not _is_finished(batch, groups_per_step):
+                continue
+            if is_short:  # it was not the last one
+                self._num -= 1
+                self.num_beyond_gap += 1
+            is_next = version == self._num and [one.number for one in batch] == [*range(len(batch))]
+            is_next = is_next and not self.num_beyond_gap
+            self._num += is_next
+            self.num_beyond_gap += not is_next
+            is_short = is_next and len(batch) < groups_per_step
+        self._batches = _read_batches(dump)
+        self._next = 0  # the version that it is at
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return self._num
 
     def read(self, number: int) -> list[RecordedGroup]:
         """In the order in which they joined the batch. None is left after the last."""
-        return list(self._groups(number)) if number < len(self._batches) else []
+        if number >= self._num:
+            return []
+        if number < self._next:
+            self._batches = _read_batches(self._dump)
+        self._next = number + 1
+        batch = next(batch for version, batch in self._batches if version == number)
+        return [self._recorded(one.kept) for one in batch]
 
-    def _groups(self, number: int) -> Iterator[RecordedGroup]:
-        for group_id in self._batches[number]:
-            taken, fate = self._dump.taken_rows(group_id), self._dump.fate_of(group_id)
-            assert taken is not None and fate is not None
-            kept = [one for one in self._dump.rollouts(group_id) if one.fate == fate and not one.why]
-            name = f"{self._dump.task_of(group_id)}, group {group_id} of {self._dump.folder.parent.name}"
-            is_trained = bool(taken.rows)
-            yield RecordedGroup(name, Fate.TRAINED if is_trained else Fate(fate), kept, taken)
+    def _recorded(self, group: KeptGroup) -> RecordedGroup:
+        taken, fate = self._dump.taken_rows(group), group.fate
+        assert taken is not None and fate is not None
+        kept = [one for one in self._dump.rollouts(group) if one.fate == fate and not one.why]
+        name = f"{group.task_id}, group {group.group_id} of {self._dump.folder.parent.name}"
+        return RecordedGroup(name, Fate.TRAINED if taken.rows else Fate(fate), kept, taken)
 
     def new_store(self, capacity_rows: int) -> MemoryStore:
         """With the columns that were recorded."""
@@ -91,10 +122,9 @@ class RecordedBatches:
         return MemoryStore({TRAIN: Reads((*COLUMNS, *extra))}, capacity_rows=capacity_rows)
 
 
-def _is_finished(fates: Sequence[str | None], groups_per_step: int) -> bool:
+def _is_finished(batch: Sequence[_TakenGroup], groups_per_step: int) -> bool:
     """Not the batch in which the run was stopped or is."""
-    is_full = len(fates) == groups_per_step or any(fate in ("trained", "kept") for fate in fates)
-    return is_full and None not in fates
+    return len(batch) == groups_per_step or any(one.kept.fate in ("trained", "kept") for one in batch)
 
 
 class RecordedTaker:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from millstream.errors import DataError
 from millstream.events import GroupResumed
+from millstream.events.rollouts import Restart
 from millstream.pipeline.admission import Admission, Place
 from millstream.pipeline.batch import BatchTrainer
 from millstream.pipeline.context import GroupInFlight, RunContext
@@ -145,6 +146,8 @@ class Resumption:
         if group_id not in self._context.vacant:
             now, kept, to_do = self._context.now(), group.kept, group.to_do
             self._context.emit(GroupResumed(at=now, group_id=group_id, incarnation=incarnation, kept=kept, to_do=to_do))
+            if to_do:
+                self._context.keep(Restart(group_id, "superseded", kept))
 
     def take_up(self, prompt: int, task: Task) -> None:
         """The data set's task of a group that was admitted before the checkpoint: start the members that it lacks."""

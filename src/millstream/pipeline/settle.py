@@ -222,9 +222,10 @@ class GroupFinalizer:
         if fate is Fate.FAILED:
             self._count_failure()
         stays_empty = not self.is_fed and self.num_replaced >= self._config.max_replaced
-        self.leave(lease.group_id, fate, rewards_G, is_replaced=not stays_empty and not self.is_fed)
         if stays_empty:
             self._context.vacant.add(lease.group_id)
+        self.leave(lease.group_id, fate, rewards_G, is_replaced=not stays_empty and not self.is_fed)
+        if stays_empty:
             self.settled.add(lease.group_id)
             await self._write_nothing(lease)
             await self._store.acknowledge(lease)
@@ -266,7 +267,8 @@ class GroupFinalizer:
             )
         )
         task_id = self._context.groups[group_id].task_id if task_id is None else task_id
-        self._context.keep(GroupFate(group_id, task_id, fate, rewards_G.tolist()))
+        is_vacant = group_id in self._context.vacant
+        self._context.keep(GroupFate(group_id, task_id, fate, rewards_G.tolist(), is_vacant))
 
     def _judge(self, lease: Lease) -> Fate:
         if len(members_of(lease)) < self._min_group_size:

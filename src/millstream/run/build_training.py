@@ -148,7 +148,7 @@ def build_run_scorers(run: ActiveRun, checkpoints: Checkpoints) -> Scorers:
 def _save_start(run: ActiveRun, path: Path) -> None:
     model = run.prepared.model
     whole = model if lora_of(model) is None else merged(model)
-    run.folder.write(path, partial(save_model, whole, run.prepared.tokenizer))
+    run.folder.write_folder(path, partial(save_model, whole, run.prepared.tokenizer))
 
 
 # ---- supervised training ---------------------------------------------------------------------------------------------

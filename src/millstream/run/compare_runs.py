@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, LogError
 from millstream.events.metrics import is_step
 from millstream.events.rollouts.reader import RolloutDump
+from millstream.events.rollouts.text import Decode
 from millstream.run.folder import RunFolder
 from millstream.run.read_rollouts import RolloutText, as_text, open_dump
 
 MAX_STEPS_SHOWN = 10
+TRAINED = ("trained", "kept")  # fates of groups that a batch took
 OWN_KEYS = ("run_dir",)  # differ between any two runs
 FIRST_METRICS = ("reward", "length", "loss", "lag_mean", "rollouts_per_s", "tokens_per_s")
 
@@ -93,11 +96,14 @@ def _metrics(folder: RunFolder) -> dict[int, dict[str, Any]]:
         return {}
     lines = folder.metrics.read_bytes().splitlines(keepends=True)
     found: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        if line.endswith(b"\n"):
-            row = json.loads(line)
-            own = found.setdefault(int(row["step"]), {})
-            own |= row if is_step(row) else {**row, **own}  # a step's and those of its evaluations: `at` is the step's
+    try:
+        for line in lines:
+            if line.endswith(b"\n"):
+                row = json.loads(line)
+                own = found.setdefault(int(row["step"]), {})
+                own |= row if is_step(row) else {**row, **own}  # a step's and those of its evaluations: `at` is the step's
+    except (ValueError, KeyError, TypeError) as error:
+        raise LogError(f"{folder.metrics} cannot be read: {error}") from error
     return found
 
 
@@ -116,20 +122,28 @@ def _tasks(first: Path, second: Path, num: int) -> tuple[list[TaskPair], int | N
         dumps = open_dump(first), open_dump(second)
     except ConfigError:
         return [], None
-    trained = dumps[0][0].last_trained(), dumps[1][0].last_trained()
+    trained = _last_trained(dumps[0][0]), _last_trained(dumps[1][0])
     common = [(task, trained[0][task], trained[1][task]) for task in trained[0].keys() & trained[1].keys()]
     common.sort(key=lambda one: (-abs(one[1][1] - one[2][1]), one[0]))
-    pairs = [
-        TaskPair(
-            task=task,
-            mean_rewards=(one[1], other[1]),
-            rollouts=(_best(*dumps[0], one[0]), _best(*dumps[1], other[0])),
-        )
-        for task, one, other in common[:num]
-    ]
+    pairs = []
+    for task, one, other in common[:num]:
+        best = _best(*dumps[0], one[0]), _best(*dumps[1], other[0])
+        if best[0] is not None and best[1] is not None:
+            pairs.append(TaskPair(task=task, mean_rewards=(one[1], other[1]), rollouts=(best[0], best[1])))
     return pairs, len(common)
 
 
-def _best(dump: RolloutDump, decode: Any, group_id: int) -> RolloutText:
-    trained = [one for one in dump.rollouts(group_id) if one.fate == "trained"]
-    return as_text(max(trained, key=lambda one: one.reward), decode)
+def _last_trained(dump: RolloutDump) -> dict[str, tuple[int, float]]:
+    """By task: the group that was trained last, or kept in a run that trains nothing, and the mean of its rewards."""
+    found: dict[str, tuple[int, float]] = {}
+    for group in dump.groups():
+        if group.fate in TRAINED and group.rewards:
+            found[group.task_id] = group.group_id, math.fsum(group.rewards) / len(group.rewards)
+    return found
+
+
+def _best(dump: RolloutDump, decode: Decode, group_id: int) -> RolloutText | None:
+    """None: its rollouts could not be written."""
+    group = dump.group(group_id)
+    trained = [] if group is None else [one for one in dump.rollouts(group) if one.fate in TRAINED]
+    return as_text(max(trained, key=lambda one: one.reward), decode) if trained else None

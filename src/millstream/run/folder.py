@@ -288,6 +288,25 @@ class RunFolder:
         except OSError as error:
             raise OutputError(self.cannot_write(path, error)) from error
 
+    def write_folder(self, path: Path, write: Callable[[Path], None]) -> None:
+        """As `write`, under another name until it is complete: a process that is killed leaves the folder that was there, or
+        none."""
+        new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+
+        def replace(path: Path) -> None:
+            for left in (new, old):
+                shutil.rmtree(left, ignore_errors=True)
+            try:
+                write(new)
+                if path.exists():
+                    path.rename(old)
+                new.rename(path)
+            finally:
+                shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+        self.write(path, replace)
+
     def cannot_write(self, path: Path, error: OSError) -> str:
         found = f"cannot write {path}: {error.strerror}. The run is not lost: repair that, then type"
         return f"{found}\n  {resume_command(self.path)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from millstream.events.rollouts import NO_ROLLOUTS, GroupFate, RolloutSink
 from millstream.events.rollouts.records import Record
 from millstream.events.rollouts.text import Decode
-from millstream.events.rollouts.writer import ROLLOUTS_FOLDER, RolloutWriter
+from millstream.events.rollouts.writer import ROLLOUTS_FOLDER, RolloutWriter, void_after
 from millstream.types import Fate
 
 if TYPE_CHECKING:
@@ -20,20 +19,21 @@ TOKENIZER_FOLDER = "tokenizer"
 
 
 def open_rollouts(run: ActiveRun) -> RolloutSink:
-    """What the pipeline gives its rollouts to. A resumed run voids those that its checkpoint does not cover."""
-    keep_gb = run.config.rollout.keep_gb
-    if not keep_gb or run.config.data.rollouts is not None:  # recorded ones are kept where they come from
-        return NO_ROLLOUTS
-    folder = run.folder.path / ROLLOUTS_FOLDER
-    upto = None
+    """What the pipeline gives its rollouts to. A resumed run voids those that its checkpoint does not cover, whether it keeps
+    new ones or not."""
+    keep_gb, folder = run.config.rollout.keep_gb, run.folder.path / ROLLOUTS_FOLDER
     if run.resumed is not None:
         upto = -1 if run.found is None else run.found.manifest.covers_seq
+        run.folder.write(folder, lambda path: void_after(path, upto))
+    if not keep_gb or run.config.data.rollouts is not None:  # recorded ones are kept where they come from
+        return NO_ROLLOUTS
 
     def write(path: Path) -> None:
-        run.rollouts = RolloutWriter(path, max_bytes=keep_gb * 1e9, last_seq=run.log.last_seq, upto=upto)
-        _save_tokenizer(run, path / TOKENIZER_FOLDER)
+        run.rollouts = RolloutWriter(path, max_bytes=keep_gb * 1e9, last_seq=run.log.last_seq)
 
     run.folder.write(folder, write)
+    if not (folder / TOKENIZER_FOLDER).exists():
+        run.folder.write_folder(folder / TOKENIZER_FOLDER, run.prepared.tokenizer.save_pretrained)
     assert run.rollouts is not None
     return _NotTrained(run.rollouts) if run.config.pipeline.rollouts_only else run.rollouts
 
@@ -54,16 +54,9 @@ def close_rollouts(run: ActiveRun) -> None:
         return
     run.rollouts.close()
     if num_lost := run.rollouts.sampled.num_lost:
-        run.warn(f"{num_lost} rollouts are not in {run.folder.path / ROLLOUTS_FOLDER}: it could not be written")
-
-
-def _save_tokenizer(run: ActiveRun, folder: Path) -> None:
-    if folder.exists():
-        return
-    new = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
-    run.prepared.tokenizer.save_pretrained(new)
-    new.rename(folder)
+        run.warn(
+            f"{num_lost} records of rollouts are not in {run.folder.path / ROLLOUTS_FOLDER}: it could not be written"
+        )
 
 
 def decoder_in(folder: Path) -> Decode:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from millstream.events.rollouts.reader import KeptRollout, RolloutDump
 from millstream.events.rollouts.text import Decode, TurnText, turn_texts
 from millstream.run.keep_rollouts import decoder_in
 
+TOKENS_PER_ROW_GROUP = 500_000  # of Parquet
+TOKENS_PER_ROW = 50  # a rollout without tokens counts as this many
 SORT_KEYS: dict[str, Callable[[KeptRollout], float]] = {
     "reward": lambda one: one.reward,
     "advantage": lambda one: one.advantage,
@@ -35,7 +38,7 @@ class RolloutQuery(Struct, frozen=True, kw_only=True):
     task: str | None = None
     fate: str | None = None
     sort: str | None = None
-    """None: in the order of groups and members."""
+    """None: in the order in which groups left the run, those in flight last."""
     best: int | None = None
     """Only this many, the highest first."""
     worst: int | None = None
@@ -84,7 +87,8 @@ class RolloutText(Struct, frozen=True, kw_only=True):
 
 
 def find_rollouts(dump: RolloutDump, query: RolloutQuery) -> Iterator[KeptRollout]:
-    """A rollout that has no value to sort by comes last; among the best or the worst it is left out."""
+    """One after the other; with `sort` and without a number, all that match are held in memory. A rollout that has no value to
+    sort by comes last; among the best or the worst it is left out."""
     found = _matching(dump, query)
     num = query.best if query.best is not None else query.worst
     if query.sort is None and num is None:
@@ -98,13 +102,15 @@ def find_rollouts(dump: RolloutDump, query: RolloutQuery) -> Iterator[KeptRollou
 
 
 def _matching(dump: RolloutDump, query: RolloutQuery) -> Iterator[KeptRollout]:
-    for group_id in dump.groups:
-        if query.group not in (None, group_id) or query.step not in (None, dump.step_of(group_id)):
+    found = dump.groups() if query.group is None else iter([dump.group(query.group)])
+    for group in found:
+        if group is None or (query.step is not None and group.version != query.step - 1):
             continue
-        for one in dump.rollouts(group_id):
+        for one in dump.rollouts(group):
             span = one.versions
             is_of_version = query.version is None or (span is not None and span[0] <= query.version <= span[1])
-            if is_of_version and query.task in (None, one.task_id) and query.fate in (None, one.fate):
+            is_of_step = query.step in (None, one.step)
+            if is_of_version and is_of_step and query.task in (None, one.task_id) and query.fate in (None, one.fate):
                 yield one
 
 
@@ -152,18 +158,59 @@ def open_dump(run_dir: Path) -> tuple[RolloutDump, Decode]:
 
 
 def write_parquet(found: Iterable[RolloutText], path: Path) -> int:
-    """One row a rollout; returns how many. Raises `ConfigError` without pyarrow, and where the file cannot be written."""
+    """One row a rollout; returns how many. One row group is held in memory, and the file is complete or not there. Raises
+    `ConfigError` without pyarrow, and where the file cannot be written."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(f"writing {path} needs pyarrow: {NEEDS_EXTRA}") from error
-    rows = [_row(one) for one in found]
+    schema, num_rows, partial = _schema(pyarrow), 0, path.with_name(f".{path.name}.partial")
     try:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="zstd")
+        with pyarrow.parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+            for rows in _row_groups(found):
+                writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+                num_rows += len(rows)
+        partial.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-    return len(rows)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+    return num_rows
+
+
+def _row_groups(found: Iterable[RolloutText]) -> Iterator[list[dict[str, Any]]]:
+    """By the number of their tokens: a rollout may have ten or a hundred thousand."""
+    rows: list[dict[str, Any]] = []
+    num_tokens = 0
+    for one in found:
+        rows.append(_row(one))
+        num_tokens += TOKENS_PER_ROW + sum(len(part.tokens) for part in one.parts)
+        if num_tokens >= TOKENS_PER_ROW_GROUP:
+            yield rows
+            rows, num_tokens = [], 0
+    if rows:
+        yield rows
+
+
+def _schema(pyarrow: Any) -> Any:
+    """Of `_row`: the types do not depend on which values the first rollouts have."""
+    integer, number, text, several = pyarrow.int64(), pyarrow.float64(), pyarrow.string(), pyarrow.list_
+    turn, named = {"speaker": text, "text": text}, {"name": text, "value": number}
+    part = {"agent": integer, "reward": number, "finish": text, "turns": several(_struct(pyarrow, turn))}
+    part |= {"turn_rewards": several(number), "tokens": several(integer), "logprobs": several(number)}
+    part |= {"versions": several(integer), "advantages": several(number)}
+    row = dict.fromkeys(("group", "member", "attempt"), integer)
+    row |= {"task": text, "epoch": integer, "step": integer, "fate": text, "why": text, "reward": number}
+    row |= {"reward_parts": several(_struct(pyarrow, named)), "advantage": number, "lag": integer}
+    row |= {"versions": several(integer), "num_sampled": integer, "parts": several(_struct(pyarrow, part))}
+    assert [*row] == [*RolloutText.__struct_fields__] and [*part] == [*PartText.__struct_fields__]
+    return pyarrow.schema(row)
+
+
+def _struct(pyarrow: Any, fields: dict[str, Any]) -> Any:
+    return pyarrow.struct(list(fields.items()))
 
 
 def _row(one: RolloutText) -> dict[str, Any]:

@@ -385,5 +385,5 @@ async def _save(run: ActiveRun, learner: RunLearner, fleet: Fleet) -> None:
 
 
 def _write_model(run: ActiveRun, learner: RunLearner) -> None:
-    run.folder.write(run.folder.model, learner.save)
+    run.folder.write_folder(run.folder.model, learner.save)
     remove_sft_checkpoints(run.folder.path)

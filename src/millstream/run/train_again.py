@@ -15,6 +15,7 @@ from millstream.events.sinks import read_kinds
 from millstream.pipeline.recorded import RecordedBatches
 from millstream.run.config import RunConfig, with_absolute_paths
 from millstream.run.folder import RunFolder
+from millstream.run.missing_rollouts import missing_rollouts
 
 SAME_KEYS = (
     *("model.path", "model.tiny", "model.dtype", "seed", "warmup", "learner.lora"),  # the weights at the start
@@ -25,6 +26,7 @@ SAME_KEYS = (
 rate, may differ; the result is then another one."""
 DECISIVE = frozenset(["model", "rollout", "pipeline", "algorithm", "learner", "reference", "reward"])
 """Tables that decide over the weights."""
+INDECISIVE = frozenset(["rollout.keep_gb"])
 
 
 def recorded_batches(config: RunConfig) -> RecordedBatches | None:
@@ -34,22 +36,23 @@ def recorded_batches(config: RunConfig) -> RecordedBatches | None:
     source = Path(config.data.rollouts)
     _check_keys(config, source)
     _check_history(RunFolder.of_run(source))
-    dump = RolloutDump(source)
-    num_away, num_lost = dump.sampled.num_rollouts, dump.sampled.num_lost
-    if num_away or num_lost:
+    dump, steps = RolloutDump(source), config.pipeline.steps
+    num_away, num_lost, by_version = missing_rollouts(dump, RunFolder(source).events)
+    if num_missing := sum(num for version, num in by_version.items() if version < steps):
         raise DataError(
-            f"data.rollouts = {source}: {num_away} rollouts were sampled away by its rollout.keep_gb, and {num_lost} could not "
-            "be written: its batches are not whole. Set rollout.keep_gb higher in the run whose rollouts are to be trained"
+            f"data.rollouts = {source}: {num_missing} rollouts that its first {steps} steps trained are missing. Of the whole "
+            f"run, {num_away} rollouts were sampled away by its rollout.keep_gb, and {num_lost} were not written. The first "
+            f"{min(by_version)} steps are whole. Set rollout.keep_gb higher in the run whose rollouts are to be trained"
         )
     batches = RecordedBatches(dump, groups_per_step=config.pipeline.groups_per_step)
-    if batches.num_beyond_gap:
+    if steps > len(batches) and batches.num_beyond_gap:
         raise DataError(
             f"data.rollouts = {source}: the rollouts of step {len(batches) + 1} are missing, and {batches.num_beyond_gap} "
             "later steps have theirs: its batches are not whole. Train the rollouts of another run"
         )
-    if config.pipeline.steps > len(batches):
+    if steps > len(batches):
         raise DataError(
-            f"pipeline.steps = {config.pipeline.steps}, and data.rollouts = {source} has {len(batches)} finished batches: set "
+            f"pipeline.steps = {steps}, and data.rollouts = {source} has {len(batches)} finished batches: set "
             f"pipeline.steps = {len(batches)}"
         )
     return batches
@@ -81,7 +84,7 @@ def _check_history(source: RunFolder) -> None:
             "for those weights. Train the rollouts of a run that began with its own model"
         )
     changed = {event.key for _, event in read_kinds(source.events, SettingChanged) if isinstance(event, SettingChanged)}
-    if found := sorted(key for key in changed if key.partition(".")[0] in DECISIVE):
+    if found := sorted(key for key in changed if key.partition(".")[0] in DECISIVE and key not in INDECISIVE):
         raise ConfigError(
             f"data.rollouts = {source.path}: that run was resumed with another {', '.join(found[:4])}: no one config trains "
             "what it trained. Train the rollouts of a run whose settings did not change"

@@ -8,8 +8,10 @@ all rows are concatenated. Nothing is pickled; reading a chunk imports and execu
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -22,8 +24,9 @@ from millstream.errors import LogError
 from millstream.events.rollouts.records import Attempt, GroupFate, Outcome, Record, Restart, TakenRows
 from millstream.types import Finish, Floats, Rollout, TrainRow
 
-MAGIC = b"MSR1"
+MAGIC = b"MSR2"
 PREFIX = struct.Struct("<4sIII")
+OBJECT_BYTES = 2000  # that a rollout takes in memory in addition to its numbers, about
 LEVEL = 1  # of zlib: higher levels cost several times as much, for a tenth less
 EXTRA_COLUMNS = ("advantages", "reference", "values", "returns")  # of rows that a batch took: one number a token
 
@@ -32,6 +35,7 @@ class TakenHead(Struct, frozen=True, array_like=True):
     seq: int
     group_id: int
     version: int
+    number: int
     num_rows: int
 
 
@@ -41,18 +45,20 @@ class FateHead(Struct, frozen=True, array_like=True):
     task_id: str
     fate: str
     rewards: list[float]
+    is_vacant: bool
 
 
 class RestartHead(Struct, frozen=True, array_like=True):
     seq: int
     group_id: int
-    first_attempt: int
+    fate: str
+    kept: list[int]
 
 
 class ChunkHead(Struct, frozen=True, array_like=True):
     last_seq: int
     groups: list[int]  # that the body is about
-    num_attempts: int = 0
+    num_attempts: list[int]  # of each of them
     taken: list[TakenHead] = []
     fates: list[FateHead] = []
     restarts: list[RestartHead] = []
@@ -116,25 +122,27 @@ def encode_chunk(records: Sequence[Numbered]) -> bytes:
     """At least one record, in the order in which they were made."""
     attempts = [(seq, one) for seq, one in records if isinstance(one, Attempt)]
     taken = [(seq, one) for seq, one in records if isinstance(one, TakenRows)]
+    of_group = Counter(one.group_id for _, one in attempts)
+    groups = sorted(of_group.keys() | {one.group_id for _, one in taken})
     head = ChunkHead(
         last_seq=records[-1][0],
-        groups=sorted({one.group_id for _, one in attempts} | {one.group_id for _, one in taken}),
-        num_attempts=len(attempts),
-        taken=[TakenHead(seq, one.group_id, one.version, len(one.rows)) for seq, one in taken],
+        groups=groups,
+        num_attempts=[of_group[group_id] for group_id in groups],
+        taken=[TakenHead(seq, one.group_id, one.version, one.number, len(one.rows)) for seq, one in taken],
         fates=[
-            FateHead(seq, one.group_id, one.task_id, str(one.fate), list(one.rewards))
+            FateHead(seq, one.group_id, one.task_id, str(one.fate), list(one.rewards), one.is_vacant)
             for seq, one in records
             if isinstance(one, GroupFate)
         ],
         restarts=[
-            RestartHead(seq, one.group_id, one.first_attempt) for seq, one in records if isinstance(one, Restart)
+            RestartHead(seq, one.group_id, one.fate, list(one.kept)) for seq, one in records if isinstance(one, Restart)
         ],
     )
     return _joined(head, _body_of(attempts, [one for _, one in taken]))
 
 
 def encode_cut(seq: int) -> bytes:
-    return _joined(ChunkHead(last_seq=seq, groups=[], cut=seq), None)
+    return _joined(ChunkHead(last_seq=seq, groups=[], num_attempts=[], cut=seq), None)
 
 
 def _joined(head: ChunkHead, body: ChunkBody | None) -> bytes:
@@ -195,11 +203,16 @@ class ChunkPlace(NamedTuple):
     begin: int
     size: int
 
+    @property
+    def end(self) -> int:
+        return self.begin + self.size
 
-def read_heads(path: Path) -> Iterator[tuple[ChunkHead, ChunkPlace]]:
-    """Every whole chunk of a file, in order. One that is being written, or that a killed run left unfinished, ends it."""
+
+def read_heads(path: Path, end: float = math.inf) -> Iterator[tuple[ChunkHead, ChunkPlace]]:
+    """Every whole chunk of a file, in order. One that is being written, or that a killed run left unfinished, ends it. `end`:
+    what is after this byte is not read."""
     with path.open("rb") as file:
-        size = file.seek(0, 2)
+        size = min(end, file.seek(0, 2))
         begin = 0
         while (found := _read_head(file, begin, size)) is not None:
             head, place = found
@@ -207,13 +220,15 @@ def read_heads(path: Path) -> Iterator[tuple[ChunkHead, ChunkPlace]]:
             begin = sum(place)
 
 
-def _read_head(file: BinaryIO, begin: int, size: int) -> tuple[ChunkHead, tuple[int, int]] | None:
+def _read_head(file: BinaryIO, begin: int, size: float) -> tuple[ChunkHead, tuple[int, int]] | None:
     file.seek(begin)
     prefix = file.read(PREFIX.size)
     if len(prefix) < PREFIX.size:
         return None
     magic, head_size, body_size, checksum = PREFIX.unpack(prefix)
     body_begin = begin + PREFIX.size + head_size
+    if magic[:-1] == MAGIC[:-1] and magic != MAGIC:
+        raise LogError(f"{file.name} was written by another version of Millstream: read it with that one")
     if magic != MAGIC or body_begin + body_size > size:
         return None
     raw = file.read(head_size)
@@ -229,24 +244,30 @@ def end_of(path: Path) -> int:
     """The number of bytes of its whole chunks."""
     end = 0
     for _, place in read_heads(path):
-        end = place.begin + place.size
+        end = place.end
     return end
 
 
 class DecodedChunk(NamedTuple):
-    attempts: list[tuple[int, Attempt]]  # with their numbers
+    attempts: dict[int, list[tuple[int, Attempt]]]  # by group, with their numbers
     taken: list[TakenRows]  # as in the head, in its order
+    num_bytes: int  # that it takes in memory, about
 
 
 def read_body(head: ChunkHead, place: ChunkPlace) -> DecodedChunk:
     """Raises `LogError` for bytes that are not those that were written."""
     if not place.size:
-        return DecodedChunk([], [_taken(one, [], {}, 0) for one in head.taken])
+        return DecodedChunk({}, [_taken(one, [], {}, 0) for one in head.taken], 0)
     try:
         with place.path.open("rb") as file:
             file.seek(place.begin)
-            body = _body.decode(zlib.decompress(file.read(place.size)))
-        return DecodedChunk(list(_attempts(body)), list(_all_taken(head, body)))
+            raw = zlib.decompress(file.read(place.size))
+        body = _body.decode(raw)
+        attempts: dict[int, list[tuple[int, Attempt]]] = {}
+        for seq, one in _attempts(body):
+            attempts.setdefault(one.group_id, []).append((seq, one))
+        num_bytes = len(raw) + OBJECT_BYTES * (len(body.parts) + len(body.taken))
+        return DecodedChunk(attempts, list(_all_taken(head, body)), num_bytes)
     except OSError as error:
         raise LogError(
             f"cannot read {place.path}: {error.strerror}. An active run may have sampled it away: try again"
@@ -315,6 +336,7 @@ def _taken(head: TakenHead, own: Sequence[TakenRow], columns: dict[str, Floats],
     return TakenRows(
         head.group_id,
         head.version,
+        head.number,
         [(row.member, row.part) for row in own],
         [row.reward for row in own],
         rows,

@@ -1,24 +1,39 @@
 """Reads RUN/rollouts/ of a run that is active, killed or finished: every rollout with what became of it.
 
-Heads are read at once, bodies when a group is asked for. What a crash and a resume undid is left out.
+Groups are read one after the other, in the order in which they left the run: memory holds the groups that were in flight at one
+moment, and the bodies that were read last. A body is read when a group's rollouts are asked for. What a crash and a resume
+undid is left out.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from millstream.errors import ConfigError, DataError
-from millstream.events.rollouts.chunks import ChunkHead, ChunkPlace, DecodedChunk, read_body, read_heads
+from millstream.events.rollouts.chunks import (
+    ChunkHead,
+    ChunkPlace,
+    DecodedChunk,
+    FateHead,
+    RestartHead,
+    TakenHead,
+    read_body,
+    read_heads,
+)
 from millstream.events.rollouts.records import Attempt, TakenRows
-from millstream.events.rollouts.writer import NUM_STRATA, ROLLOUTS_FOLDER, read_sampled, stratum_file
+from millstream.events.rollouts.writer import NUM_STRATA, ROLLOUTS_FOLDER, read_sampled, stratum_file, stratum_of
 from millstream.types import Floats, Rollout, TrainRow
 
-MAX_CHUNKS_HELD = 64
+_Record = TakenHead | FateHead | RestartHead
+MAX_BYTES_HELD = 64 << 20  # of bodies
 
 
 class KeptRollout(NamedTuple):
@@ -63,19 +78,89 @@ class _Chunk(NamedTuple):
     place: ChunkPlace
     upto: float  # records after this number are void
 
+    @property
+    def is_whole(self) -> bool:
+        return self.head.last_seq <= self.upto
 
-class _Group:
-    """What is known of a group from the heads."""
 
-    __slots__ = ("chunks", "fate", "first_attempt", "rewards", "taken", "task_id")
+class KeptGroup:
+    """What the heads say of a group. `departure`: the number of the last event that changed its fate."""
 
-    def __init__(self) -> None:
+    __slots__ = ("chunks", "departure", "group_id", "left", "restarts", "taken", "taken_in")
+
+    def __init__(self, group_id: int) -> None:
+        self.group_id = group_id
         self.chunks: list[_Chunk] = []
-        self.taken: tuple[int, int] | None = None  # number and version
-        self.task_id = ""  # until it has left
-        self.fate: str | None = None
-        self.rewards: list[float] = []
-        self.first_attempt = 0
+        self.taken: TakenHead | None = None
+        self.taken_in: _Chunk | None = None
+        self.left: FateHead | None = None  # None: it is in flight
+        self.restarts: list[RestartHead] = []
+        self.departure = math.inf
+
+    @property
+    def version(self) -> int | None:
+        """That it was trained at, or is about to be; None: no batch took it."""
+        return None if self.taken is None else self.taken.version
+
+    @property
+    def fate(self) -> str | None:
+        """None: it is in flight."""
+        return None if self.left is None else self.left.fate
+
+    @property
+    def task_id(self) -> str:
+        """Of a group that has left."""
+        return "" if self.left is None else self.left.task_id
+
+    @property
+    def rewards(self) -> list[float]:
+        return [] if self.left is None else self.left.rewards
+
+    def restart_of(self, seq: int, member: int) -> RestartHead | None:
+        """What made an attempt of this number void."""
+        return next((one for one in self.restarts if seq < one.seq and member not in one.kept), None)
+
+    def add(self, record: _Record, chunk: _Chunk) -> bool:
+        """Returns whether it has left: nothing more will come of it."""
+        match record:
+            case TakenHead():
+                self.taken = record
+                self.taken_in = chunk
+            case FateHead():
+                self.left = record
+            case RestartHead():
+                self.restarts.append(record)
+        has_left = self.left is not None and (not self.left.is_vacant or self.taken is not None)
+        self.departure = record.seq if has_left else math.inf
+        return has_left
+
+
+class _File(NamedTuple):
+    """One stratum, as far as it was written when the dump was opened."""
+
+    path: Path
+    end: int
+    cuts: list[tuple[int, int]]  # where a mark stands, and the last number that it leaves valid
+
+    def chunks(self) -> Iterator[_Chunk]:
+        for head, place in read_heads(self.path, self.end) if self.end else ():
+            if head.cut is None:
+                upto = min((seq for where, seq in self.cuts if where > place.begin), default=math.inf)
+                yield _Chunk(head, place, upto)
+
+    def groups(self) -> Iterator[KeptGroup]:
+        """Those that left, in that order; then the others."""
+        in_flight: dict[int, KeptGroup] = {}
+        for chunk in self.chunks():
+            head = chunk.head
+            for group_id in head.groups:
+                in_flight.setdefault(group_id, KeptGroup(group_id)).chunks.append(chunk)
+            records: list[_Record] = [*head.taken, *head.fates, *head.restarts]
+            for record in sorted((one for one in records if one.seq <= chunk.upto), key=attrgetter("seq")):
+                group_id = record.group_id
+                if in_flight.setdefault(group_id, KeptGroup(group_id)).add(record, chunk):
+                    yield in_flight.pop(group_id)
+        yield from in_flight.values()
 
 
 class RolloutDump:
@@ -89,101 +174,57 @@ class RolloutDump:
                 f"{run_dir} has no rollouts: it has no folder {ROLLOUTS_FOLDER}. A run keeps them unless rollout.keep_gb = 0"
             )
         self.sampled = read_sampled(self.folder)
-        self._groups: dict[int, _Group] = {}
-        for stratum in range(self.sampled.level, NUM_STRATA):
-            self._read(stratum_file(self.folder, stratum))
-        self._held: dict[ChunkPlace, DecodedChunk] = {}
+        self._files = {number: _open(stratum_file(self.folder, number)) for number in self._strata}
+        self._held: dict[ChunkPlace, DecodedChunk] = {}  # the newest is last
+        self._num_bytes_held = 0
 
     @property
-    def groups(self) -> list[int]:
-        return sorted(self._groups)
+    def _strata(self) -> range:
+        return range(self.sampled.level, NUM_STRATA)
 
-    def step_of(self, group_id: int) -> int | None:
-        """The version that it was trained into, or is about to be; None: it was not."""
-        taken = self._groups[group_id].taken
-        return None if taken is None else taken[1] + 1
+    def groups(self) -> Iterator[KeptGroup]:
+        """Those that left, in that order; then the others."""
+        return heapq.merge(*(file.groups() for file in self._files.values()), key=attrgetter("departure"))
 
-    def fate_of(self, group_id: int) -> str | None:
-        """None: it is in flight."""
-        return self._groups[group_id].fate
+    def group(self, group_id: int) -> KeptGroup | None:
+        """None: it is not in the files."""
+        file = self._files.get(stratum_of(group_id))
+        return None if file is None else next((one for one in file.groups() if one.group_id == group_id), None)
 
-    def task_of(self, group_id: int) -> str:
-        """Of a group that has left."""
-        return self._groups[group_id].task_id
-
-    def last_trained(self) -> dict[str, tuple[int, float]]:
-        """By task: the group that was trained last, and the mean of its rewards."""
-        found: dict[str, tuple[int, float]] = {}
-        trained = [(group.taken, group_id) for group_id, group in self._groups.items() if group.fate == "trained"]
-        for _, group_id in sorted((taken, group_id) for taken, group_id in trained if taken is not None):
-            group = self._groups[group_id]
-            found[group.task_id] = group_id, math.fsum(group.rewards) / max(1, len(group.rewards))
-        return found
-
-    def rollouts(self, group_id: int) -> list[KeptRollout]:
+    def rollouts(self, group: KeptGroup) -> list[KeptRollout]:
         """In the order of members and attempts."""
-        group, taken = self._groups[group_id], self._taken(group_id)
-        last = {(one.member, one.attempt): one for one in self._attempts(group_id)}  # a resumed run may repeat one
-        attempts = [last[key] for key in sorted(last)]
-        scored = self._scored(group, attempts)
-        return [self._kept(one, group, taken, scored.get((one.member, one.attempt))) for one in attempts]
+        taken = self._taken(group)
+        attempts = sorted(self._attempts(group), key=lambda one: (one[1].member, one[1].attempt, one[0]))
+        counted = [one for seq, one in attempts if _counts(seq, one, group)]
+        rewards = iter(group.rewards)
+        if len(group.rewards) != len(counted):  # it is in flight, was superseded, or some could not be written
+            rewards = iter([one.parts[0].reward for one in counted])
+        return [
+            _kept(seq, one, group, taken, next(rewards) if _counts(seq, one, group) else None) for seq, one in attempts
+        ]
 
-    def taken_rows(self, group_id: int) -> TakenRows | None:
+    def taken_rows(self, group: KeptGroup) -> TakenRows | None:
         """What the learner got of it, tokens included; None if it was not taken. Raises `DataError` if files lack some."""
-        found = self._taken(group_id)
+        found = self._taken(group)
         if found is None:
             return None
-        last = self._last_parts(group_id)
+        counted = [one for seq, one in self._attempts(group) if _counts(seq, one, group)]
+        last = {(part.member, part.part): part for one in counted for part in one.parts}
         missing = [place for place in found.places if place not in last]
         if missing:
             raise DataError(
-                f"{self.folder}: group {group_id} was trained with {len(found.places)} rows, and {len(missing)} of them are "
-                "missing from the files"
+                f"{self.folder}: group {group.group_id} was trained with {len(found.places)} rows, and {len(missing)} of them "
+                "are missing from the files"
             )
-        rows = [_joined_row(last[place], row, group_id) for place, row in zip(found.places, found.rows, strict=True)]
-        return found._replace(rows=rows)
+        joined = zip(found.places, found.rows, strict=True)
+        return found._replace(rows=[_joined_row(last[place], row, group.group_id) for place, row in joined])
 
-    def batches(self) -> dict[int, list[int]]:
-        """By version that was trained: the groups of its batch, in the order in which they joined it."""
-        found: dict[int, list[tuple[int, int]]] = {}
-        for group_id, group in self._groups.items():
-            if group.taken is not None:
-                found.setdefault(group.taken[1], []).append((group.taken[0], group_id))
-        return {version: [group_id for _, group_id in sorted(found[version])] for version in sorted(found)}
-
-    # ---- from the heads ------------------------------------------------------------------------------------------------
-
-    def _read(self, path: Path) -> None:
-        chunks: list[_Chunk] = []
-        try:
-            for head, place in read_heads(path):
-                if head.cut is not None:
-                    chunks = [one._replace(upto=min(one.upto, head.cut)) for one in chunks]
-                else:
-                    chunks.append(_Chunk(head, place, math.inf))
-        except FileNotFoundError:  # none of its groups has come yet, or the run deletes it
-            return
-        for chunk in chunks:
-            self._add(chunk)
-
-    def _add(self, chunk: _Chunk) -> None:
-        head, upto = chunk.head, chunk.upto
-        for group_id in head.groups:
-            self._group(group_id).chunks.append(chunk)
-        for taken in head.taken:
-            if taken.seq <= upto:
-                self._group(taken.group_id).taken = taken.seq, taken.version
-        for left in head.fates:
-            if left.seq <= upto:
-                self._group(left.group_id).task_id = left.task_id
-                self._group(left.group_id).fate = left.fate
-                self._group(left.group_id).rewards = left.rewards
-        for restart in head.restarts:
-            if restart.seq <= upto:
-                self._group(restart.group_id).first_attempt = restart.first_attempt
-
-    def _group(self, group_id: int) -> _Group:
-        return self._groups.setdefault(group_id, _Group())
+    def num_attempts(self, group: KeptGroup) -> int:
+        """How many rollouts of it are in the files. Reads a body only where a resume has undone a part of it."""
+        if all(chunk.is_whole for chunk in group.chunks):
+            heads = [chunk.head for chunk in group.chunks]
+            return sum(head.num_attempts[bisect_left(head.groups, group.group_id)] for head in heads)
+        return sum(1 for _ in self._attempts(group))
 
     # ---- from the bodies -----------------------------------------------------------------------------------------------
 
@@ -192,66 +233,66 @@ class RolloutDump:
         found = self._held.pop(chunk.place, None)
         if found is None:
             found = read_body(chunk.head, chunk.place)
-        self._held[chunk.place] = found  # the newest is last
-        if len(self._held) > MAX_CHUNKS_HELD:
-            del self._held[next(iter(self._held))]
+            self._num_bytes_held += found.num_bytes
+        self._held[chunk.place] = found
+        while len(self._held) > 1 and self._num_bytes_held > MAX_BYTES_HELD:
+            self._num_bytes_held -= self._held.pop(next(iter(self._held))).num_bytes
         return found
 
-    def _attempts(self, group_id: int) -> Iterator[Attempt]:
-        for chunk in self._groups[group_id].chunks:
-            for seq, attempt in self._decoded(chunk).attempts:
-                if attempt.group_id == group_id and seq <= chunk.upto:
-                    yield attempt
+    def _attempts(self, group: KeptGroup) -> Iterator[tuple[int, Attempt]]:
+        """With their numbers, in the order in which they ended."""
+        for chunk in group.chunks:
+            own = self._decoded(chunk).attempts.get(group.group_id, ())
+            yield from ((seq, attempt) for seq, attempt in own if seq <= chunk.upto)
 
-    def _taken(self, group_id: int) -> TakenRows | None:
+    def _taken(self, group: KeptGroup) -> TakenRows | None:
         """Without tokens."""
-        group = self._groups[group_id]
-        if group.taken is None:
+        if group.taken is None or group.taken_in is None:
             return None
-        return next(
-            own
-            for chunk in group.chunks
-            for head, own in zip(chunk.head.taken, self._decoded(chunk).taken, strict=True)
-            if (head.seq, head.group_id) == (group.taken[0], group_id) and head.seq <= chunk.upto
-        )
-
-    def _last_parts(self, group_id: int) -> dict[tuple[int, int], Rollout]:
-        """The parts of each member's last attempt that ended."""
-        ended = [one for one in self._attempts(group_id) if one.outcome == "ended"]
-        ended = [one for one in ended if one.attempt >= self._groups[group_id].first_attempt]
-        return {(part.member, part.part): part for one in ended for part in one.parts}
-
-    def _scored(self, group: _Group, attempts: list[Attempt]) -> dict[tuple[int, int], float]:
-        """The final reward of each attempt that ended and counts."""
-        counted = [one for one in attempts if one.outcome == "ended" and one.attempt >= group.first_attempt]
-        rewards = group.rewards if len(group.rewards) == len(counted) else [one.parts[0].reward for one in counted]
-        return {(one.member, one.attempt): reward for one, reward in zip(counted, rewards, strict=True)}
-
-    def _kept(self, one: Attempt, group: _Group, taken: TakenRows | None, reward: float | None) -> KeptRollout:
-        places = {} if taken is None else dict(zip(taken.places, taken.rows, strict=True))
-        own = [places.get((part.member, part.part)) for part in one.parts] if reward is not None else []
-        rows = [row for row in own if row is not None]
-        is_taken = taken is not None and bool(own) and len(rows) == len(own)
-        return KeptRollout(
-            *one[:6],
-            reward=one.parts[0].reward if reward is None and one.parts else math.nan if reward is None else reward,
-            reward_parts=dict(one.reward_parts),
-            fate=_fate(one, group),
-            why=one.why,
-            step=taken.version + 1 if taken is not None and is_taken else None,
-            lag=taken.version - min(part.start_version for part in one.parts)
-            if taken is not None and is_taken
-            else None,
-            advantages=tuple(row.advantages for row in rows) if is_taken else None,
-        )
+        return self._decoded(group.taken_in).taken[group.taken_in.head.taken.index(group.taken)]
 
 
-def _fate(one: Attempt, group: _Group) -> str:
+def _open(path: Path) -> _File:
+    """Its marks, and where it ends now."""
+    end, cuts = 0, []
+    try:
+        for head, place in read_heads(path):
+            end = place.end
+            if head.cut is not None:
+                cuts.append((place.begin, head.cut))
+    except FileNotFoundError:  # none of its groups has come yet, or the run deletes it
+        pass
+    return _File(path, end, cuts)
+
+
+def _counts(seq: int, one: Attempt, group: KeptGroup) -> bool:
+    """Whether it is among the rollouts that the group was settled with."""
+    return one.outcome == "ended" and group.restart_of(seq, one.member) is None
+
+
+def _kept(seq: int, one: Attempt, group: KeptGroup, taken: TakenRows | None, reward: float | None) -> KeptRollout:
+    places = {} if taken is None else dict(zip(taken.places, taken.rows, strict=True))
+    own = [places.get((part.member, part.part)) for part in one.parts] if reward is not None else []
+    rows = [row for row in own if row is not None]
+    is_taken = taken is not None and bool(own) and len(rows) == len(own)
+    return KeptRollout(
+        *one[:6],
+        reward=one.parts[0].reward if reward is None and one.parts else math.nan if reward is None else reward,
+        reward_parts=dict(one.reward_parts),
+        fate=_fate(seq, one, group),
+        why=one.why,
+        step=taken.version + 1 if taken is not None and is_taken else None,
+        lag=taken.version - min(part.start_version for part in one.parts) if taken is not None and is_taken else None,
+        advantages=tuple(row.advantages for row in rows) if is_taken else None,
+    )
+
+
+def _fate(seq: int, one: Attempt, group: KeptGroup) -> str:
     if one.outcome != "ended":
         return one.outcome
-    if one.attempt < group.first_attempt:
-        return "restarted"
-    return "in flight" if group.fate is None else group.fate
+    if (restart := group.restart_of(seq, one.member)) is not None:
+        return restart.fate
+    return group.fate or "in flight"
 
 
 def _joined_row(part: Rollout, row: TrainRow, group_id: int) -> TrainRow:

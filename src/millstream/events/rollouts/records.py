@@ -33,6 +33,7 @@ class TakenRows(NamedTuple):
 
     group_id: int
     version: int
+    number: int  # in the batch: 0, 1, 2, ...
     places: Sequence[tuple[int, int]]  # member and part of each row
     rewards: Sequence[float]  # of each row, with that of the group as a whole
     rows: Sequence[TrainRow]
@@ -43,13 +44,15 @@ class GroupFate(NamedTuple):
     task_id: str
     fate: str  # as in `types.Fate`; "kept" in a run that trains nothing
     rewards: Sequence[float]  # of the members that ended, in their order
+    is_vacant: bool = False  # a batch will take it without rows: its place stays empty
 
 
 class Restart(NamedTuple):
-    """The rollouts of a group before this attempt are void."""
+    """All members but those that are kept are rolled out again. What was recorded of the others before does not count."""
 
     group_id: int
-    first_attempt: int
+    fate: Literal["restarted", "superseded"]  # of the others, as far as they had ended
+    kept: Sequence[int] = ()
 
 
 Record = Attempt | TakenRows | GroupFate | Restart

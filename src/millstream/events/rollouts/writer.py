@@ -4,7 +4,7 @@ Guarantees. A killed run's files can be read up to the last whole chunk, and wha
 that resumes voids what its checkpoint does not cover with one mark, so that each trained row is there exactly once. The files
 stay within the bound: every group belongs to a stratum by its id, stratum 0 has half of all groups, stratum 1 a quarter, and so
 on, each in a file of its own. Above the bound the lowest stratum is deleted, and none of its groups is kept any more: what is
-left is a fair sample of whole groups over the whole run. What was sampled away is counted.
+left is a fair sample of whole groups over the whole run. What is missing follows from the run's log: `run.missing_rollouts`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from millstream.events.rollouts.chunks import Numbered, encode_chunk, encode_cut, end_of, read_heads
-from millstream.events.rollouts.records import Attempt, Record
+from millstream.errors import LogError
+from millstream.events.rollouts.chunks import Numbered, encode_chunk, encode_cut, end_of
+from millstream.events.rollouts.records import Record
 
 logger = logging.getLogger(__name__)
 ROLLOUTS_FOLDER = "rollouts"
@@ -31,10 +32,9 @@ NUM_STRATA = 16
 
 
 class SampledAway(Struct, frozen=True, kw_only=True):
-    """What is not in the files. Groups of strata below `level` are not kept; `num_lost` could not be written."""
+    """What is not in the files. Groups of strata below `level` are not kept; `num_lost` records could not be written."""
 
     level: int = 0
-    num_rollouts: int = 0
     num_lost: int = 0
 
 
@@ -50,16 +50,37 @@ def stratum_file(folder: Path, stratum: int) -> Path:
 
 def read_sampled(folder: Path) -> SampledAway:
     path = folder / SAMPLED_FILE
-    return msgspec.json.decode(path.read_bytes(), type=SampledAway) if path.exists() else SampledAway()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SampledAway) if path.exists() else SampledAway()
+    except (OSError, msgspec.DecodeError) as error:
+        raise LogError(f"{path} cannot be read: {error}") from error
+
+
+def void_after(folder: Path, seq: int) -> None:
+    """Mark what was recorded after event `seq` as void: the run is resumed from a checkpoint that covers no more. Also a run
+    that keeps no rollouts from here on does so, or a later resume would find its steps twice."""
+    for path in sorted(folder.glob("*.rollouts")):
+        _cut_off_unfinished(path)
+        with path.open("ab") as file:
+            file.write(encode_cut(seq))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _cut_off_unfinished(path: Path) -> int:
+    """The chunk that a killed process left. Returns the size."""
+    end = end_of(path)
+    os.truncate(path, end)
+    return end
 
 
 class RolloutWriter:
-    """A `RolloutSink`. `last_seq`: the number of the last event. `upto`: in a resumed run, the last one that its checkpoint
-    covers. A disk that takes nothing costs the records of that moment, which are counted, and not the run."""
+    """A `RolloutSink`. `last_seq`: the number of the last event. A disk that takes nothing costs the records of that moment,
+    which are counted, and not the run."""
 
     FLUSH_S = 2.0
 
-    def __init__(self, folder: Path, *, max_bytes: float, last_seq: Callable[[], int], upto: int | None = None) -> None:
+    def __init__(self, folder: Path, *, max_bytes: float, last_seq: Callable[[], int]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._max_bytes = max_bytes
@@ -67,13 +88,17 @@ class RolloutWriter:
         self._records: list[Numbered] = []
         self._files: dict[int, BinaryIO] = {}
         self._sizes: dict[int, int] = {}
-        self._num_kept: dict[int, int] = defaultdict(int)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._is_failing = False
+        self._is_saved = True  # what was sampled away
         self.sampled = read_sampled(folder)
         for stratum in range(NUM_STRATA):
-            self._reopen(stratum, upto)
+            path = stratum_file(folder, stratum)
+            if stratum < self.sampled.level:
+                path.unlink(missing_ok=True)
+            elif path.exists():
+                self._sizes[stratum] = _cut_off_unfinished(path)
         self._thread = threading.Thread(target=self._write, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -105,9 +130,10 @@ class RolloutWriter:
             for stratum, own in by_stratum.items():
                 if stratum >= self.sampled.level:
                     self._append(stratum, own)
-            self._count(sum(_num_attempts(own) for stratum, own in by_stratum.items() if stratum < self.sampled.level))
             while sum(self._sizes.values()) > self._max_bytes and self.sampled.level < NUM_STRATA:
                 self._drop_lowest()
+            if not self._is_saved:
+                self._save()
 
     # ---- on the thread -------------------------------------------------------------------------------------------------
 
@@ -123,60 +149,33 @@ class RolloutWriter:
             if self._files[stratum].write(chunk) < len(chunk):
                 raise OSError(28, "no space left")
             self._sizes[stratum] = size + len(chunk)
-            self._num_kept[stratum] += _num_attempts(records)
             self._is_failing = False
         except OSError as error:
             if stratum in self._files:
                 self._files[stratum].truncate(size)
-            self._count(0, num_lost=_num_attempts(records))
+            self.sampled = structs.replace(self.sampled, num_lost=self.sampled.num_lost + len(records))
+            self._is_saved = False
             if not self._is_failing:
                 logger.warning("rollouts are not kept: cannot write %s: %s", self._folder, error.strerror)
             self._is_failing = True
 
     def _drop_lowest(self) -> None:
-        level = self.sampled.level
-        num_dropped, self._num_kept[level] = self._num_kept[level], 0
-        self._save(level + 1, self.sampled.num_rollouts + num_dropped, self.sampled.num_lost)
-        self._remove(level)
-
-    def _remove(self, stratum: int) -> None:
+        stratum = self.sampled.level
+        self.sampled = structs.replace(self.sampled, level=stratum + 1)
+        self._save()
         if stratum in self._files:
             self._files.pop(stratum).close()
         self._sizes.pop(stratum, None)
         stratum_file(self._folder, stratum).unlink(missing_ok=True)
 
-    def _count(self, num_away: int, num_lost: int = 0) -> None:
-        now = self.sampled
-        if num_away or num_lost:
-            self._save(now.level, now.num_rollouts + num_away, now.num_lost + num_lost)
-
-    def _save(self, level: int, num_rollouts: int, num_lost: int) -> None:
-        self.sampled = SampledAway(level=level, num_rollouts=num_rollouts, num_lost=num_lost)
+    def _save(self) -> None:
+        """On a full disk: at the next flush."""
         path = self._folder / SAMPLED_FILE
         new = path.with_suffix(".new")
         try:
             new.write_bytes(msgspec.json.encode(self.sampled))
             new.replace(path)
+            self._is_saved = True
         except OSError as error:
+            self._is_saved = False
             logger.warning("cannot write %s: %s", path, error.strerror)
-
-    # ---- resume --------------------------------------------------------------------------------------------------------
-
-    def _reopen(self, stratum: int, upto: int | None) -> None:
-        """Cut off a chunk that a killed process left unfinished, and mark what the checkpoint does not cover."""
-        path = stratum_file(self._folder, stratum)
-        if not path.exists():
-            return
-        if stratum < self.sampled.level:
-            path.unlink()
-            return
-        self._num_kept[stratum] = sum(head.num_attempts for head, _ in read_heads(path))
-        os.truncate(path, end_of(path))
-        with path.open("ab") as file:
-            if upto is not None:
-                file.write(encode_cut(upto))
-            self._sizes[stratum] = file.tell()
-
-
-def _num_attempts(records: list[Numbered]) -> int:
-    return sum(isinstance(one, Attempt) for _, one in records)

@@ -1,0 +1,124 @@
+"""The kept rollouts against the events: every trained rollout is in RUN/rollouts/ exactly once, as the events have it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from millstream.audit.history import Cursor, TrainedGroup
+from millstream.audit.report import MALFORMED, AuditReport, reason_of
+from millstream.audit.rollout_files import FiledGroup, read_groups, stratum_due
+
+FATES = ("trained", "kept")  # of a group that a batch took; the second in a run that trains nothing
+
+
+def check_rollouts(folder: Path, cursor: Cursor, last_covered: int, report: AuditReport) -> None:
+    """`last_covered`: the last event that a checkpoint covers. A folder that is not there was not kept, or was removed."""
+    if not folder.is_dir():
+        return
+    due = {group_id: group for groups in cursor.trained.values() for group_id, group in groups.items()}
+    found: set[int] = set()
+    for path in sorted(folder.glob("*.rollouts")):
+        try:
+            for group in read_groups(path):
+                _check_group(path.name, group, due, found, report)
+        except MALFORMED as error:
+            report.add_finding("rollouts", f"rollouts/{path.name} cannot be read: {reason_of(error)}")
+    report.rollouts_verified = sum(len(due[group_id].members) for group_id in found)
+    missing = {group_id: group for group_id, group in due.items() if group_id not in found}
+    _check_missing(folder, missing, cursor.now.outcome is None, last_covered, report)
+
+
+def _check_group(
+    name: str, kept: FiledGroup, due: dict[int, TrainedGroup], found: set[int], report: AuditReport
+) -> None:
+    group = due.get(kept.group_id)
+    is_trained = kept.has_left and kept.fates[0].fate in FATES
+    what = f"rollouts/{name}: group {kept.group_id}"
+    if group is None:
+        report.expect(not is_trained, "rollouts", f"{what} was trained, by the events it was not")
+        return
+    if not is_trained and kept.group_id not in found:  # what is not written of it: see `_check_missing`
+        return
+    if not report.holds(kept.group_id not in found):
+        report.add_finding("rollouts", f"{what} is there twice")
+        return
+    found.add(kept.group_id)
+    for objection in _objections(kept, group):
+        report.expect(not objection, "rollouts", f"{what}, trained by step {group.version + 1}: {objection}")
+
+
+def _objections(kept: FiledGroup, group: TrainedGroup) -> Iterator[str]:
+    """One string per check, empty if it holds."""
+    members = Counter(one.member for one in kept.attempts)
+    twice = sorted(member for member, num in members.items() if num > 1)
+    yield f"members {twice} are there twice" if twice else ""
+    lacking, other = sorted(group.members.keys() - members), sorted(members.keys() - group.members)
+    yield f"members {lacking} are missing" if lacking else ""
+    yield f"members {other} were not trained" if other else ""
+    steps = [one.version + 1 for one in kept.taken]
+    yield "" if steps == [group.version + 1] else f"it was taken for the steps {steps}"
+    totals = [group.members[member].reward for member in sorted(group.members)]
+    for left in kept.fates:
+        yield "" if _are_close(left.rewards, totals) else f"its rewards are {left.rewards}, in the events {totals}"
+    for one in kept.attempts:
+        ended = group.members.get(one.member)
+        if ended is None:
+            continue
+        span, tokens = (one.start, one.end), one.num_tokens
+        due = ended.start, ended.end
+        yield "" if span == due else f"member {one.member} has versions {span}, in the events {due}"
+        yield "" if tokens == ended.num_tokens else f"member {one.member} has {tokens} tokens, not {ended.num_tokens}"
+        is_given = _are_close(one.rewards[:1], [ended.given])
+        yield "" if is_given else f"member {one.member} has reward {one.rewards[0]}, in the events {ended.given}"
+        rows = [reward for taken in kept.taken for reward in taken.rewards.get(one.member, [])]
+        are_rows = len(rows) == ended.num_rows and all(
+            any(_are_close([row], [due]) for due in ended.rewards) for row in rows
+        )
+        yield "" if are_rows else f"member {one.member} was trained with rewards {rows}, in the events {ended.rewards}"
+
+
+def _are_close(some: list[float], others: list[float]) -> bool:
+    pairs = zip(some, others, strict=False)
+    return len(some) == len(others) and all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-9) for pair in pairs)
+
+
+def _check_missing(
+    folder: Path, missing: dict[int, TrainedGroup], is_killed: bool, last_covered: int, report: AuditReport
+) -> None:
+    """Groups may be sampled away, as a whole; what was not on the disk when the process was killed, or while it was full, or
+    with `keep_gb` at 0, is counted."""
+    level, num_lost = _sampled(folder, report)
+    report.rollouts_sampled_away = 0
+    unexplained: dict[int, list[int]] = {}
+    for group_id, group in missing.items():
+        stratum, num = stratum_due(group_id), len(group.members)
+        if stratum < level:
+            report.rollouts_sampled_away += num
+        elif num_lost or not group.is_kept or (is_killed and group.seq > last_covered):
+            report.rollouts_not_written += num
+        else:
+            unexplained.setdefault(stratum, []).append(group_id)
+    for stratum, groups in sorted(unexplained.items()):
+        name = f"rollouts/{stratum:02d}.rollouts"
+        if (folder / f"{stratum:02d}.rollouts").exists():
+            for group_id in groups:
+                step = missing[group_id].version + 1
+                report.add_finding("rollouts", f"{name}: group {group_id}, trained by step {step}, is missing")
+        else:
+            report.add_finding("rollouts", f"{name} is missing: {len(groups)} groups that were trained belong there")
+    report.holds(not unexplained)
+
+
+def _sampled(folder: Path, report: AuditReport) -> tuple[int, int]:
+    """The lowest stratum that is kept, and how many records could not be written."""
+    path = folder / "sampled.json"
+    try:
+        fields = json.loads(path.read_bytes()) if path.exists() else {"level": 0, "num_lost": 0}
+        return int(fields["level"]), int(fields["num_lost"])
+    except MALFORMED as error:
+        report.add_finding("rollouts", f"rollouts/{path.name} cannot be read: {reason_of(error)}")
+        return 0, 0
