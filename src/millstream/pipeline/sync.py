@@ -204,7 +204,7 @@ class WeightSync:
         return self._channel.version > engine.version and not self._router.pins.is_pinned(engine)
 
     def _may_load(self) -> bool:
-        return self._is_in_lockstep or self._num_loading < max(1, len(self._router.engines) // 2)
+        return self._is_in_lockstep or self._num_loading < max(1, self._router.num_engines // 2)
 
     def _serves(self, engine: Engine) -> bool:
-        return engine in self._router.engines
+        return self._router.serves(engine)
