@@ -39,7 +39,7 @@ from millstream.serving.fleet import Fleet
 from millstream.sim.config import CostsFile, SimConfig, SimFailuresConfig
 from millstream.sim.draws import constant
 from millstream.sim.engine import SimEngine
-from millstream.sim.environment import SimEnvironment
+from millstream.sim.environment import SimEnvironment, by_prompt
 from millstream.sim.learner import SimLearner
 from millstream.sim.meter import DecodeMeter
 from millstream.sim.sharing import GpuSharing
@@ -263,7 +263,7 @@ class _SimRun:
             num_turns=found.turns.draw(),
             latency_s=found.latency_s.draw(),
             failure=found.failure,
-            success=found.success,
+            success=by_prompt(found.chance(), self._config.seed),
             prompt_tokens=self._sim.prompt_tokens,
         )
 

@@ -18,7 +18,7 @@ from millstream.errors import ConfigError
 from millstream.events import RolloutEnded
 from millstream.events.sinks import read_kinds
 from millstream.sim.costs import Costs
-from millstream.sim.draws import Draw, constant, lognormal, truncated_normal
+from millstream.sim.draws import Draw, constant, lognormal, mixture, truncated_normal
 from millstream.types import Finish
 
 
@@ -115,12 +115,19 @@ class SimEnvironmentConfig(Struct, frozen=True, kw_only=True):
     failure: float = 0.0
     """The probability that a step fails; the rollout is then tried again, as rollout.retries says."""
     success: float = 0.5
-    """The probability of a reward of 1. With pipeline.filter_zero_signal groups of equal rewards are replaced."""
+    """The probability of a reward of 1."""
+    no_signal: float = 0.0
+    """The share of prompts that are always or never solved. With pipeline.filter_zero_signal their groups are replaced."""
 
     def __post_init__(self) -> None:
-        for key in ("failure", "success"):
+        for key in ("failure", "success", "no_signal"):
             if not 0 <= (value := getattr(self, key)) <= 1:
                 raise ValueError(f"{key} = {value:g}: expected a probability, 0 to 1")
+
+    def chance(self) -> Draw:
+        """Of a prompt, that a rollout of it gets a reward of 1."""
+        solved, coin = mixture((self.success, constant(1.0)), (1 - self.success, constant(0.0))), constant(self.success)
+        return mixture((self.no_signal, solved), (1 - self.no_signal, coin))
 
 
 class PlannedFailure(Struct, frozen=True, kw_only=True):
