@@ -198,9 +198,9 @@ class _Fit(Struct, frozen=True):
 
 
 def _fit(columns_NP: Numbers, seconds_N: Numbers, shares_N: Numbers) -> _Fit:
-    """seconds = columns @ values / (1 - shares * (1 - 1 / ratio)), with values >= 0 and ratio >= 1: in its share of the
-    time, work is `ratio` times as slow. Each residual is divided by the root of its seconds: a span is a sum of steps, whose errors add up
-    in squares."""
+    """seconds = columns @ values / (1 - shares * (1 - 1 / ratio)), with values >= 0 and ratio >= 1: in its share of the time,
+    work is `ratio` times as slow. Each residual is divided by the root of its seconds: a span is a sum of steps, whose errors
+    add up in squares."""
 
     def solved(ratio: float) -> tuple[Numbers, float]:
         factor_N = _slower(ratio, shares_N)
