@@ -93,7 +93,8 @@ def calibrate(run_dir: Path) -> Calibration:
     other = _others(events, config)
     parameters = [*decoding, *training, *other]
     value = {one.name: one.value for one in parameters}
-    sim = SimConfig(
+    sim = structs.replace(
+        SimConfig(),
         **{name: value[name] for name in SimConfig.__struct_fields__ if name in value and name != "prompt_tokens"},
         prompt_tokens=max(1, round(value["prompt_tokens"])),
         has_prefix_cache=_has_prefix_cache(events),

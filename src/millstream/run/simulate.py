@@ -82,7 +82,7 @@ def simulate(config: RunConfig, sim: SimConfig, *, out: Path | None = None) -> S
     folder = RunFolder.create(structs.replace(config, run_dir=str(out)), "sim")
     try:
         folder.keep(config)  # without the folder's own name: the same run has the same files, wherever they are
-        files = [JsonlSink(folder.events), MetricsSink(folder.metrics)]
+        files: list[JsonlSink | MetricsSink] = [JsonlSink(folder.events), MetricsSink(folder.metrics)]
         try:
             _run(config, sim, _All([memory, *files]))
         finally:
