@@ -671,7 +671,7 @@ def test_the_replica_that_is_chosen_is_that_of_a_comparison_of_all(seed: int, nu
         def choose(routed: RoutedRequest) -> bounds.Replica | None:
             now = asyncio.get_running_loop().time()
             able = [one for one in router._replicas.values() if one.may_take(routed.floor, now, routed.pin)]
-            expected = min(able, key=lambda one: one.price(routed), default=None)
+            expected = min(able, key=lambda one: (one.is_crowded, one.price(routed)), default=None)
             assert router._order.has_room(now) == any(one.may_take(0, now) for one in router._replicas.values())
             found = router._order.cheapest(routed, now)
             assert found is expected

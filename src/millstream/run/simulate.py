@@ -47,7 +47,8 @@ from millstream.store.memory import MemoryStore
 from millstream.types import Sampling, Task
 from millstream.weights.local import LocalChannel
 
-STATUS_S = 1.0
+STATUS_S = 1.0  # of up to `MAX_SHORT_STATUS` engines; of more, longer
+MAX_SHORT_STATUS = 64
 NEWS_S = 1.0  # how often engines report tokens, where engines fail
 MAX_SHORT_SPANS = 8  # engines; spans of more are longer, so that there are as many events
 
@@ -280,9 +281,10 @@ class _SimRun:
     # ---- beside the pipeline -----------------------------------------------------------------------------------------
 
     async def _report_status(self, pipeline: Pipeline) -> None:
+        every_s = STATUS_S * max(1, self._config.engine.num_engines / MAX_SHORT_STATUS)
         while True:
             self._sink.emit(await pipeline.status())
-            await asyncio.sleep(STATUS_S)
+            await asyncio.sleep(every_s)
 
     def _failures(self) -> list[Any]:
         failures = self._sim.failures

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 
 from millstream.serving.replica import PROMPT_TOKEN, Replica
 from millstream.serving.request import RoutedRequest
@@ -34,9 +35,9 @@ class ReplicaOrder:
         return any(entry[3].may_take(0, now) for entries in self._by_slots.values() for entry in entries)
 
     def cheapest(self, routed: RoutedRequest, now: float) -> Replica | None:
-        """The one with the lowest price that may take the request; of equal ones the first."""
+        """Of those that may take the request, the one with the lowest price, of equal ones the first; crowded ones last."""
         self._update()
-        found = {replica: replica.price(routed) for replica in self._with_prefix(routed, now)}
+        found = [(*replica.price(routed), replica.number, replica) for replica in self._with_prefix(routed, now)]
         for slots, entries in self._by_slots.items():
             missing, least, least_work = PROMPT_TOKEN * len(routed.remaining.tokens), None, -1.0
             for work, _, _, replica in entries:
@@ -44,11 +45,13 @@ class ReplicaOrder:
                     break
                 if work == least_work or not replica.may_take(routed.floor, now, routed.pin):
                     continue
-                found[replica] = price = replica.price(routed)
-                is_crowded, value, _ = price
-                if not is_crowded and (least is None or value < least):
-                    least, least_work = value, work
-        return min(found, key=lambda replica: (found[replica], replica.number), default=None)
+                price = replica.price(routed)
+                found.append((*price, replica.number, replica))
+                if (least is None or price[0] < least) and not replica.is_crowded:
+                    least, least_work = price[0], work
+        found.sort(key=itemgetter(0, 1, 2))
+        in_order = [replica for *_, replica in found]
+        return next((replica for replica in in_order if not replica.is_crowded), in_order[0] if in_order else None)
 
     def _with_prefix(self, routed: RoutedRequest, now: float) -> Iterator[Replica]:
         for prefix in routed.prefixes:

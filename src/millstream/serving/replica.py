@@ -80,14 +80,18 @@ class Replica:
         is_open = now >= self.failures.retry_at and (pin is None or self.name in pin.engines)
         return is_open and self.has_room and self.engine.version >= floor
 
-    def price(self, routed: RoutedRequest) -> tuple[bool, float, int]:
+    @property
+    def is_crowded(self) -> bool:
+        """Whether its cache is full. Such a replica is chosen last."""
+        return self._is_measured and self.engine.stats().cache_used >= CROWDED
+
+    def price(self, routed: RoutedRequest) -> tuple[float, int]:
         """Smaller is better: steps until all that it has is sampled, this request's prompt included where it must be computed.
-        Prompt work of the request's own group does not delay it. A replica whose cache is full comes last."""
-        is_crowded = self._is_measured and self.engine.stats().cache_used >= CROWDED
+        Prompt work of the request's own group does not delay it."""
         cached = num_cached(routed.prefixes, self.name, self.engine.version)
         own = min(PROMPT_TOKEN * cached, self._prompt_work.get(routed.request.key.group_id, 0.0))
         missing = PROMPT_TOKEN * (len(routed.remaining.tokens) - cached)
-        return is_crowded, (self._work - own + missing) / self.engine.slots, len(self.requests)
+        return (self._work - own + missing) / self.engine.slots, len(self.requests)
 
     def add(self, routed: RoutedRequest) -> None:
         self.requests[routed.request.key] = routed
