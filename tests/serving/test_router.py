@@ -668,16 +668,17 @@ def test_the_replica_that_is_chosen_is_that_of_a_comparison_of_all(seed: int, nu
         ]
         router = Router(engines, is_queueing=is_queueing)
 
-        def choose(routed: RoutedRequest) -> bounds.Replica | None:
-            now = asyncio.get_running_loop().time()
-            able = [one for one in router._replicas.values() if one.may_take(routed.floor, now, routed.pin)]
-            expected = min(able, key=lambda one: (one.is_crowded, one.price(routed)), default=None)
-            assert router._order.has_room(now) == any(one.may_take(0, now) for one in router._replicas.values())
-            found = router._order.cheapest(routed, now)
-            assert found is expected
-            return found
+        cheapest = router._order.cheapest
 
-        router._choose = choose  # type: ignore[method-assign]
+        def choose(routed: RoutedRequest) -> bounds.Replica | None:
+            now, replicas = asyncio.get_running_loop().time(), router._replicas.values()
+            able = [one for one in replicas if one.may_take(routed.floor, now, routed.pin)]
+            expected = min(able, key=lambda one: (one.is_crowded, one.price(routed)), default=None)
+            assert router._order.has_room() == any(one.may_take(0, now) for one in replicas)
+            assert cheapest(routed) is expected
+            return expected
+
+        router._order.cheapest = choose  # type: ignore[method-assign]
 
         async def one(number: int) -> None:
             await asyncio.sleep(rng.random() * 2)

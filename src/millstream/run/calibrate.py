@@ -60,7 +60,7 @@ class Fitted(Struct, frozen=True, kw_only=True):
     """Why it is uncertain. Empty: it is not."""
 
 
-class Compared(Struct, frozen=True, kw_only=True):
+class ComparedFigure(Struct, frozen=True, kw_only=True):
     name: str
     real: float
     simulated: float
@@ -73,7 +73,7 @@ class Compared(Struct, frozen=True, kw_only=True):
 class Calibration(Struct, frozen=True, kw_only=True):
     sim: SimConfig
     parameters: list[Fitted]
-    compared: list[Compared]
+    compared: list[ComparedFigure]
 
 
 def calibrate(run_dir: Path) -> Calibration:
@@ -121,9 +121,9 @@ def _as_it_ran(config: RunConfig, events: Sequence[Event], num_steps: int) -> Ru
     return structs.replace(config, pipeline=structs.replace(config.pipeline, steps=num_steps))
 
 
-def _compare(real: Summary, simulated: Summary) -> list[Compared]:
-    def of(name: str, number: Callable[[Summary], float]) -> Compared:
-        return Compared(name=name, real=number(real), simulated=number(simulated))
+def _compare(real: Summary, simulated: Summary) -> list[ComparedFigure]:
+    def of(name: str, number: Callable[[Summary], float]) -> ComparedFigure:
+        return ComparedFigure(name=name, real=number(real), simulated=number(simulated))
 
     return [
         of("seconds a step", lambda one: one.seconds / max(1, one.steps)),

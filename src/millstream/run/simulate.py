@@ -199,8 +199,8 @@ class _SimRun:
             seed=config.seed,
             router=fleet.router,
         )
-        beside = [fleet.replace(pipeline.sync.adopt), self._report_status(pipeline), *self._failures()]
-        running = [asyncio.ensure_future(one) for one in beside]
+        loops = [fleet.replace(pipeline.sync.adopt), self._report_status(pipeline), *self._failures()]
+        running = [asyncio.ensure_future(one) for one in loops]
         try:
             await pipeline.run()
         finally:
@@ -278,7 +278,7 @@ class _SimRun:
             mini_batches=learner.mini_batches,
         )
 
-    # ---- beside the pipeline -----------------------------------------------------------------------------------------
+    # ---- while the pipeline runs -----------------------------------------------------------------------------------------
 
     async def _report_status(self, pipeline: Pipeline) -> None:
         every_s = STATUS_S * max(1, self._config.engine.num_engines / MAX_SHORT_STATUS)

@@ -7,6 +7,7 @@ a prefix of the request.
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
@@ -29,14 +30,16 @@ class ReplicaOrder:
     def change(self, replica: Replica) -> None:
         self._changed[replica] = None
 
-    def has_room(self, now: float) -> bool:
+    def has_room(self) -> bool:
         """Whether some replica may take a request."""
         self._update()
+        now = asyncio.get_running_loop().time()
         return any(entry[3].may_take(0, now) for entries in self._by_slots.values() for entry in entries)
 
-    def cheapest(self, routed: RoutedRequest, now: float) -> Replica | None:
+    def cheapest(self, routed: RoutedRequest) -> Replica | None:
         """Of those that may take the request, the one with the lowest price, of equal ones the first; crowded ones last."""
         self._update()
+        now = asyncio.get_running_loop().time()
         found = [(*replica.price(routed), replica.number, replica) for replica in self._with_prefix(routed, now)]
         for slots, entries in self._by_slots.items():
             missing, least, least_work = PROMPT_TOKEN * len(routed.remaining.tokens), None, -1.0

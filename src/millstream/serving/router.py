@@ -167,7 +167,7 @@ class Router:
         if routed.pin is not None:
             routed.pin.raise_if_lost()
         routed.prefixes = self._prefixes.of(routed.remaining) if self._is_many else []
-        replica = None if self._queue else self._choose(routed)
+        replica = None if self._queue else self._order.cheapest(routed)
         if replica is None:
             replica = await self._wait_for_replica(routed)
         else:
@@ -212,8 +212,8 @@ class Router:
     def dispatch(self) -> None:
         """Room or versions have changed: send what can be sent."""
         self.pins.grant()
-        while self._queue and self._has_room():
-            found = self._queue.pop(self._choose, self._has_room)
+        while self._queue and self._order.has_room():
+            found = self._queue.pop(self._order.cheapest, self._order.has_room)
             if found is None:
                 return
             waiting, replica = found
@@ -235,13 +235,6 @@ class Router:
                 self._queue.remove(waiting)
             self.dispatch()
             raise
-
-    def _choose(self, routed: RoutedRequest) -> Replica | None:
-        """The cheapest one that is new enough and has room."""
-        return self._order.cheapest(routed, asyncio.get_running_loop().time())
-
-    def _has_room(self) -> bool:
-        return self._order.has_room(asyncio.get_running_loop().time())
 
     # ---- replicas leave and join -------------------------------------------------------------------------------------
 
