@@ -483,6 +483,10 @@ def test_work_is_reported_as_spans(engine: MakeEngine) -> None:
 
     spans = asyncio.run(program()).of(Span)
     assert sum(span.num_tokens for span in spans) == 50 and all(span.seconds > 0 for span in spans)
+    counted = [(span.num_steps, span.num_context, span.num_prompt) for span in spans]
+    assert [sum(of) for of in zip(*counted, strict=True)] == [50, sum(range(4, 53)), 3], (
+        "the first comes with the prompt"
+    )
 
 
 def test_a_thread_and_a_process_give_the_same_bits() -> None:

@@ -179,6 +179,7 @@ def test_every_key_that_may_change_is_changed_by_a_test() -> None:
     elsewhere = {
         "model.device",
         "model.trust_remote_code",
+        "sim",  # a real run does not read it
         "data.path",
         "runtime",
         "resources",

@@ -143,7 +143,8 @@ def test_a_key_without_its_table_is_answered_with_the_whole_name(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"unknown key max_lag\. Did you mean pipeline\.max_lag\?"):
         load(path, RunConfig, ["max_lag=3"])
     paths = (
-        r"model\.path or data\.path or learner\.lora\.path or reference\.path or critic\.path or evaluation\.data\.path"
+        r"model\.path or data\.path or learner\.lora\.path or reference\.path or critic\.path or evaluation\.data\.path or "
+        r"sim\.lengths\.path or sim\.environment\.turns\.path or sim\.environment\.latency_s\.path"
     )
     with pytest.raises(ConfigError, match=rf"Did you mean {paths}\?"):
         load(path, RunConfig, ["path=x"])

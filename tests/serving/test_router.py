@@ -653,3 +653,39 @@ def test_of_several_replicas_at_most_half_load_at_the_same_time(num_engines: int
     loads = [(event.at - event.seconds, event.at) for event in outcome.sink.of(WeightsLoaded)]
     at_once = [sum(begin <= at < end for begin, end in loads) for at, _ in loads]
     assert max(at_once) == max(1, num_engines // 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), num=st.integers(1, 12), is_queueing=st.booleans())
+def test_the_replica_that_is_chosen_is_that_of_a_comparison_of_all(seed: int, num: int, is_queueing: bool) -> None:
+    """Whatever slots, work, versions, caches and prefixes they have."""
+    rng = random.Random(seed)
+
+    async def play() -> None:
+        engines = [
+            engine(f"e{i}", slots=rng.choice([2, 2, 3]), version=rng.randint(0, 1), kv_tokens=rng.choice([None, 400]))
+            for i in range(num)
+        ]
+        router = Router(engines, is_queueing=is_queueing)
+
+        cheapest = router._order.cheapest
+
+        def choose(routed: RoutedRequest) -> bounds.Replica | None:
+            now, replicas = asyncio.get_running_loop().time(), router._replicas.values()
+            able = [one for one in replicas if one.may_take(routed.floor, now, routed.pin)]
+            expected = min(able, key=lambda one: (one.is_crowded, one.price(routed)), default=None)
+            assert router._order.has_room() == any(one.may_take(0, now) for one in replicas)
+            assert cheapest(routed) is expected
+            return expected
+
+        router._order.cheapest = choose  # type: ignore[method-assign]
+
+        async def one(number: int) -> None:
+            await asyncio.sleep(rng.random() * 2)
+            tokens = range(1 + 7 * (number // 3 % 3))
+            asked = request(number // 3, number % 3, tokens=tokens)
+            await router.generate(asked, floor=min(router.newest_version, rng.randint(0, 1)))
+
+        await asyncio.gather(*map(one, range(40)))
+
+    run_virtual(play())

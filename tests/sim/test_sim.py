@@ -18,6 +18,7 @@ from msgspec import Struct
 from millstream.clock import run_virtual
 from millstream.errors import EngineError, EnvironmentFailed, RequestRefused
 from millstream.events import GroupTaken, RolloutFailed
+from millstream.sim.config import DrawConfig
 from millstream.sim.costs import H200, Costs
 from millstream.sim.draws import (
     Draw,
@@ -31,6 +32,8 @@ from millstream.sim.draws import (
 )
 from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment, SimFailure, by_prompt, longer_is_harder
+from millstream.sim.learner import SimLearner
+from millstream.sim.sharing import GpuSharing
 from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task
 from support.simulated import World, simulate
 
@@ -537,3 +540,46 @@ print(*(name for name in ("torch", "transformers") if name in sys.modules))
 """
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (out.stdout.strip(), out.stderr) == ("", "")
+
+
+# ---- GPUs that are shared ---------------------------------------------------------------------------------------------
+
+
+def test_decoding_is_slower_while_the_learner_works_and_the_learner_while_an_engine_decodes() -> None:
+    async def program() -> tuple[float, float]:
+        sharing, ends = GpuSharing(slowdown=2.0, keep=0.5), list[float]()
+        engine = SimEngine(token_s=1.0, num_tokens=constant(10), sharing=sharing)
+        learner = SimLearner(step_s=constant(4.0), sharing=sharing)
+        training = asyncio.create_task(learner.step())
+        training.add_done_callback(lambda _: ends.append(now()))
+        await engine.generate(request(0))
+        decoded = now()
+        await learner.step()
+        assert now() - decoded == pytest.approx(4), "alone it has all of its rate"
+        return decoded, ends[0]
+
+    # 4 s of work at half the rate take 8 s, in which 4 tokens are sampled; the other 6 take 6 s
+    assert run_virtual(program()) == pytest.approx((14, 8))
+
+
+def test_a_learner_that_outlasts_decoding_gets_faster_when_that_ends() -> None:
+    async def program() -> float:
+        sharing = GpuSharing(slowdown=1.0, keep=0.5)
+        engine = SimEngine(token_s=1.0, num_tokens=constant(4), sharing=sharing)
+        await asyncio.gather(engine.generate(request(0)), SimLearner(step_s=constant(10.0), sharing=sharing).step())
+        return now()
+
+    assert run_virtual(program()) == pytest.approx(4 + (10 - 4 * 0.5))
+
+
+def test_the_draws_of_a_config_have_the_means_that_they_name() -> None:
+    rng = random.Random(0)
+    for config in (
+        DrawConfig(kind="geometric", mean=50.0),
+        DrawConfig(kind="geometric", mean=0.5),
+        DrawConfig(kind="lognormal", mean=50.0, sigma=0.5),
+        DrawConfig(kind="fixed", mean=50.0),
+    ):
+        draw = config.draw()
+        found = statistics.mean(draw(rng) for _ in range(20_000))
+        assert found == pytest.approx(config.mean, rel=0.03), config

@@ -1,5 +1,5 @@
 """The command line: train, scale, set, status, export, eval, env check, audit, rollouts, diff, report, plot, trace, init,
-recipes, doctor, serve, serve-store.
+recipes, doctor, sim, calibrate, serve, serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
 says what to type.
@@ -21,6 +21,7 @@ from msgspec import structs
 import millstream
 from millstream import config as configs
 from millstream.audit import audit, report_lines
+from millstream.cli.calibrate import calibrate_command
 from millstream.cli.common import AsJson, console, errors, errors_shown
 from millstream.cli.diff import diff_command
 from millstream.cli.doctor import doctor_command
@@ -41,6 +42,7 @@ from millstream.cli.show import (
     scaled_lines,
     status_lines,
 )
+from millstream.cli.sim import sim_command
 from millstream.cli.view import View
 from millstream.errors import ConfigError
 from millstream.events import EventSink
@@ -333,6 +335,8 @@ app.command(name="doctor")(doctor_command)
 app.command(name="export")(export_command)
 app.command(name="init")(init_command)
 app.command(name="recipes")(recipes_command)
+app.command(name="sim")(sim_command)
+app.command(name="calibrate")(calibrate_command)
 app.command(name="serve")(serve_command)
 app.command(name="serve-store")(serve_store_command)
 

@@ -58,7 +58,9 @@ def init_command(
         else:
             _write(_copies(recipe, path))
             to_do = "To run it"
-        console.print(f"wrote {path}. {to_do}: {program()} train {quote(str(path))}", highlight=False, soft_wrap=True)
+        command = "sim" if recipe is not None and recipe.startswith("sim/") else "train"
+        typed = f"{program()} {command} {quote(str(path))}"
+        console.print(f"wrote {path}. {to_do}: {typed}", highlight=False, soft_wrap=True)
 
 
 def _copies(name: str, path: Path) -> dict[Path, bytes]:

@@ -300,6 +300,9 @@ class Span(Event, frozen=True, kw_only=True):
     what: str
     seconds: float
     num_tokens: int = 0
+    num_steps: int | UnsetType = UNSET  # of an engine that counts them: decode steps,
+    num_context: int | UnsetType = UNSET  # tokens in the cache, summed over these steps,
+    num_prompt: int | UnsetType = UNSET  # and tokens of prompts that were computed
 
 
 class DraftsChecked(Event, frozen=True, kw_only=True):

@@ -205,11 +205,11 @@ class EpisodePart:
         return completion
 
     def as_rollout(self, key: RequestKey, number: int, reward: float) -> Rollout:
-        loss_mask: list[bool] = []
+        counts: list[int] = []  # tokens shown and sampled, in turn
         logprobs: list[float] = []
         versions: list[int] = []
         for num_shown, turn in zip(self._num_shown, self.turns, strict=True):
-            loss_mask += [False] * num_shown + [True] * len(turn.tokens)
+            counts += (num_shown, len(turn.tokens))
             logprobs += [0.0] * num_shown
             logprobs += turn.logprobs
             versions += [-1] * num_shown
@@ -225,7 +225,7 @@ class EpisodePart:
             turn_rewards=self._turn_rewards(),
             finish=self.turns[-1].finish,
             tokens=np.array(self._tokens, dtype=np.int32),
-            loss_mask=np.array(loss_mask, dtype=np.bool_),
+            loss_mask=np.repeat([False, True] * len(self.turns), counts),
             logprobs=np.array(logprobs, dtype=np.float32),
             versions=np.array(versions, dtype=np.int32),
         )

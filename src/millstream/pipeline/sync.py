@@ -23,6 +23,7 @@ from millstream.errors import (
 )
 from millstream.events import Warned, WeightsLoaded, WeightsPublished
 from millstream.pipeline.context import RunContext
+from millstream.pipeline.notify import Notifier
 from millstream.retry import BackOff
 from millstream.serving.router import Router
 from millstream.types import Weights
@@ -43,6 +44,10 @@ class WeightSync:
         self._channel = channel
         self._router = router
         self._is_in_lockstep = is_in_lockstep
+        self._notifier = (
+            Notifier()
+        )  # notified when a task of an engine may have something to do, and not at every group
+        router.listeners.append(lambda change: self._notifier.notify())
         self._num_loading = 0
         self._has_warned = False
         self._tasks: dict[Engine, asyncio.Task[None]] = {}  # one for each engine, until it ends
@@ -67,13 +72,14 @@ class WeightSync:
         )
         now = self._context.now()
         self._context.emit(WeightsPublished(at=now, version=version, seconds=now - began))
+        self._notifier.notify()
         self._context.notifier.notify()
 
     async def sync(self, engine: Engine) -> None:
         """Consumes published versions. Produces an engine that serves them. Waits for a version newer than the engine's, for
         the evaluation that has pinned it, and for its turn to load. Ended by: `publish`, the end of that evaluation, other
         engines that have loaded, the engine that leaves."""
-        waits, until = self._context.waits, self._context.notifier.until
+        waits, until = self._context.waits, self._notifier.until
         owner, num_failed = f"sync of {engine.name}", 0
         try:
             while True:
@@ -95,6 +101,7 @@ class WeightSync:
                     failure = error
                 finally:
                     self._num_loading -= 1
+                    self._notifier.notify()
                     self._context.notifier.notify()
                 if num_failed:
                     await self._back_off(engine, owner, failure, num_failed)
@@ -187,7 +194,7 @@ class WeightSync:
             if is_staged and num_failed == 1:  # later ones: the weights are there, and the way to them needs time
                 return
         version = self._channel.version
-        newer = self._context.notifier.until(lambda: self._channel.version > version)
+        newer = self._notifier.until(lambda: self._channel.version > version)
         with suppress(TimeoutError):
             async with asyncio.timeout(WEIGHTS_BACK_OFF.wait_s(num_failed)):
                 await self._context.waits.on(owner, "weights that arrive", newer)
@@ -204,7 +211,7 @@ class WeightSync:
         return self._channel.version > engine.version and not self._router.pins.is_pinned(engine)
 
     def _may_load(self) -> bool:
-        return self._is_in_lockstep or self._num_loading < max(1, len(self._router.engines) // 2)
+        return self._is_in_lockstep or self._num_loading < max(1, self._router.num_engines // 2)
 
     def _serves(self, engine: Engine) -> bool:
-        return engine in self._router.engines
+        return self._router.serves(engine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import signal
 from collections.abc import Iterable, Sequence
@@ -12,7 +11,6 @@ from typing import Protocol
 
 from msgspec import structs
 
-from millstream.algo import advantage_of
 from millstream.clock import RealClock
 from millstream.config import load
 from millstream.engine import Engine
@@ -21,7 +19,6 @@ from millstream.events import (
     ConfigWritten,
     Resumed,
     RunEnded,
-    RunStarted,
     SettingChanged,
     SizesChosen,
     Status,
@@ -37,7 +34,7 @@ from millstream.run.checkpoint import FOLDER, WARMUP_FOLDER, Checkpoints, RunSta
 from millstream.run.config import RunConfig
 from millstream.run.evaluate import new_waits
 from millstream.run.folder import RunFolder, resume_command
-from millstream.run.log import RunLog
+from millstream.run.log import RunLog, run_started
 from millstream.run.prepare import Prepared
 from millstream.run.resume import ResumePoint, random_states
 from millstream.run.sizes import memory_warning
@@ -200,30 +197,8 @@ class ActiveRun:
             self.warn(warning)
 
     def emit_started(self) -> None:
-        pipeline, rollout = self.config.pipeline, self.config.rollout
-        self.log.emit(
-            RunStarted(
-                at=self.clock.now(),
-                run_id=self.run_id,
-                seed=self.config.seed,
-                steps=pipeline.steps,
-                num_tasks=len(self.prepared.data.train) if self.config.data.rollouts is None else 0,
-                filter_zero_signal=pipeline.filter_zero_signal,
-                min_group_size=rollout.min_group_size,
-                groups_per_step=pipeline.groups_per_step,
-                group_size=rollout.group_size,
-                max_lag=pipeline.max_lag,
-                lag_bound=math.ceil(pipeline.max_lag),
-                budget=pipeline.most_groups,
-                extra_members=rollout.extra_members,
-                is_first_to_finish=pipeline.is_first_to_finish,
-                max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
-                max_replaced=pipeline.max_replaced,
-                rollouts_from=self.config.data.rollouts or "",
-                compares_members=advantage_of(self.config.algorithm).compares_members,
-                learns_from_rewards=self.config.algorithm.advantage != "distillation" and not pipeline.rollouts_only,
-            )
-        )
+        num_tasks = len(self.prepared.data.train) if self.config.data.rollouts is None else 0
+        self.log.emit(run_started(self.config, at=self.clock.now(), run_id=self.run_id, num_tasks=num_tasks))
 
     def emit_ended(self, outcome: str) -> None:
         self.log.emit(RunEnded(at=self.clock.now(), outcome=outcome, version=self.version))

@@ -29,6 +29,7 @@ from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.checkpoint import CheckpointConfig
 from millstream.run.tracking.config import TrackersConfig
+from millstream.sim.config import SimConfig
 from millstream.weights import TransferWay
 
 MAX_WARMUP_STEPS = 400  # of a [warmup] table that sets no limit
@@ -189,6 +190,8 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     runtime: Literal["local", "ray"] = "local"
     """local: processes on this machine. ray: a Ray cluster; [resources] says what the run gets of it."""
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    sim: SimConfig | None = None
+    """What things cost in `millstream sim`. A real run does not read it."""
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     """Where else the run is recorded: W&B, TensorBoard, MLflow, trackio."""
 

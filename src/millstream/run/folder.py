@@ -23,7 +23,7 @@ import os
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
@@ -35,7 +35,7 @@ from msgspec import Struct, structs
 from millstream.config import load, to_toml
 from millstream.env.rewards.config import PASSED
 from millstream.errors import ConfigError, OutputError
-from millstream.events import ConfigWritten, Estimate, Evaluated, FindingMade, Resumed, RunEnded, WarmedUp
+from millstream.events import ConfigWritten, Estimate, Evaluated, Event, FindingMade, Resumed, RunEnded, WarmedUp
 from millstream.events.findings import findings_of
 from millstream.events.sinks import read_events, read_history, read_kinds
 from millstream.events.summary import Summary, summarise
@@ -244,24 +244,7 @@ class RunFolder:
 
     def conclude(self) -> RunResult:
         """Compute the result from the events; write `trace.json` and, last, `summary.json`."""
-        history = list(read_history(self.events))
-        evaluated = [event for event in history if isinstance(event, Evaluated)]
-        accuracy = {event.name: event.accuracy for event in evaluated}
-        first = next((event.table for event in evaluated if event.table), HELD_OUT)
-        of_first = "" if first == HELD_OUT else f"{first} "
-        losses = [event.held_out_loss for event in history if isinstance(event, WarmedUp)]
-        result = RunResult(
-            run_dir=str(self.path),
-            accuracy_before=accuracy.get(f"{of_first}sampled before"),
-            accuracy_after=accuracy.get(f"{of_first}sampled after"),
-            greedy_before=accuracy.get(f"{of_first}greedy before"),
-            greedy_after=accuracy.get(f"{of_first}greedy after"),
-            held_out_loss_before=losses[0] if losses else None,
-            held_out_loss_after=losses[-1] if losses else None,
-            summary=summarise(history),
-            findings=tuple(past.finding for past in findings_of(history) if past.until is None),
-            scores={event.name: event.scores for event in evaluated if event.table},
-        )
+        result = result_of(read_history(self.events), str(self.path))
         flat = {**structs.asdict(result), **structs.asdict(result.summary)}
         del flat["summary"]
         self.write_trace()
@@ -310,6 +293,28 @@ class RunFolder:
     def cannot_write(self, path: Path, error: OSError) -> str:
         found = f"cannot write {path}: {error.strerror}. The run is not lost: repair that, then type"
         return f"{found}\n  {resume_command(self.path)}"
+
+
+def result_of(events: Iterable[Event], run_dir: str) -> RunResult:
+    """The result of a run with these events."""
+    history = list(events)
+    evaluated = [event for event in history if isinstance(event, Evaluated)]
+    accuracy = {event.name: event.accuracy for event in evaluated}
+    first = next((event.table for event in evaluated if event.table), HELD_OUT)
+    of_first = "" if first == HELD_OUT else f"{first} "
+    losses = [event.held_out_loss for event in history if isinstance(event, WarmedUp)]
+    return RunResult(
+        run_dir=run_dir,
+        accuracy_before=accuracy.get(f"{of_first}sampled before"),
+        accuracy_after=accuracy.get(f"{of_first}sampled after"),
+        greedy_before=accuracy.get(f"{of_first}greedy before"),
+        greedy_after=accuracy.get(f"{of_first}greedy after"),
+        held_out_loss_before=losses[0] if losses else None,
+        held_out_loss_after=losses[-1] if losses else None,
+        summary=summarise(history),
+        findings=tuple(past.finding for past in findings_of(history) if past.until is None),
+        scores={event.name: event.scores for event in evaluated if event.table},
+    )
 
 
 def _config_file(config: RunConfig) -> bytes:

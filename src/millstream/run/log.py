@@ -3,13 +3,16 @@ Findings (`events.findings`) are made here, from the events as they are written.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 
+from millstream.algo import advantage_of
 from millstream.errors import OutputError
-from millstream.events import WARMUP, Evaluated, Event, EventSink, RecallingSink, RunEnded
+from millstream.events import WARMUP, Evaluated, Event, EventSink, RecallingSink, RunEnded, RunStarted
 from millstream.events.findings import Watch
 from millstream.events.sinks import JsonlSink, MetricsSink, Tee
+from millstream.run.config import RunConfig
 from millstream.run.folder import RunFolder
 
 
@@ -62,3 +65,29 @@ class RunLog:
             self._events.close()
         except OSError as error:
             raise OutputError(self._folder.cannot_write(self._folder.events, error)) from error
+
+
+def run_started(config: RunConfig, *, at: float, run_id: str, num_tasks: int) -> RunStarted:
+    """The terms of a run. `num_tasks`: of an epoch; 0: unknown."""
+    pipeline, rollout = config.pipeline, config.rollout
+    return RunStarted(
+        at=at,
+        run_id=run_id,
+        seed=config.seed,
+        steps=pipeline.steps,
+        num_tasks=num_tasks,
+        filter_zero_signal=pipeline.filter_zero_signal,
+        min_group_size=rollout.min_group_size,
+        groups_per_step=pipeline.groups_per_step,
+        group_size=rollout.group_size,
+        max_lag=pipeline.max_lag,
+        lag_bound=math.ceil(pipeline.max_lag),
+        budget=pipeline.most_groups,
+        extra_members=rollout.extra_members,
+        is_first_to_finish=pipeline.is_first_to_finish,
+        max_restarts=pipeline.max_restarts if pipeline.overdue == "restart" else 0,
+        max_replaced=pipeline.max_replaced,
+        rollouts_from=config.data.rollouts or "",
+        compares_members=advantage_of(config.algorithm).compares_members,
+        learns_from_rewards=config.algorithm.advantage != "distillation" and not pipeline.rollouts_only,
+    )

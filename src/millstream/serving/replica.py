@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 
 from millstream.engine import Engine
 from millstream.engine.failures import SharedFailures
@@ -35,10 +36,15 @@ MAX_FAILURES = 3  # that no success forgives: then it is not used any more
 
 class Replica:
     """`is_measured` False: neither measurements nor progress change what it is given, only what was sent and has ended. That is
-    what synchronous training needs to be repeatable."""
+    what synchronous training needs to be repeatable. `number`: its place among all. `on_change` is called when its work or its
+    room has changed."""
 
-    def __init__(self, engine: Engine, lengths: Lengths, *, is_measured: bool) -> None:
+    def __init__(
+        self, engine: Engine, lengths: Lengths, *, is_measured: bool, number: int, on_change: Callable[[Replica], None]
+    ) -> None:
         self.engine = engine
+        self.number = number
+        self._on_change = on_change
         self.requests: dict[RequestKey, RoutedRequest] = {}
         self.is_leaving = False  # it is given no more requests
         self.emptied = asyncio.Event()  # it is leaving, and has no request any more
@@ -61,18 +67,31 @@ class Replica:
     def max_requests(self) -> float:
         return self._max_requests
 
-    def may_take(self, floor: int, now: float, pin: Pin | None = None) -> bool:
-        is_open = not self.is_leaving and now >= self.failures.retry_at and (pin is None or self.name in pin.engines)
-        return is_open and len(self.requests) + 1 <= self._max_requests and self.engine.version >= floor
+    @property
+    def work(self) -> float:
+        """Its load, in tokens."""
+        return self._work
 
-    def price(self, routed: RoutedRequest) -> tuple[bool, float, int]:
+    @property
+    def has_room(self) -> bool:
+        return not self.is_leaving and len(self.requests) + 1 <= self._max_requests
+
+    def may_take(self, floor: int, now: float, pin: Pin | None = None) -> bool:
+        is_open = now >= self.failures.retry_at and (pin is None or self.name in pin.engines)
+        return is_open and self.has_room and self.engine.version >= floor
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether its cache is full. Such a replica is chosen last."""
+        return self._is_measured and self.engine.stats().cache_used >= CROWDED
+
+    def price(self, routed: RoutedRequest) -> tuple[float, int]:
         """Smaller is better: steps until all that it has is sampled, this request's prompt included where it must be computed.
-        Prompt work of the request's own group does not delay it. A replica whose cache is full comes last."""
-        is_crowded = self._is_measured and self.engine.stats().cache_used >= CROWDED
+        Prompt work of the request's own group does not delay it."""
         cached = num_cached(routed.prefixes, self.name, self.engine.version)
         own = min(PROMPT_TOKEN * cached, self._prompt_work.get(routed.request.key.group_id, 0.0))
         missing = PROMPT_TOKEN * (len(routed.remaining.tokens) - cached)
-        return is_crowded, (self._work - own + missing) / self.engine.slots, len(self.requests)
+        return (self._work - own + missing) / self.engine.slots, len(self.requests)
 
     def add(self, routed: RoutedRequest) -> None:
         self.requests[routed.request.key] = routed
@@ -84,6 +103,7 @@ class Replica:
         self._work += routed.work
         group_id = routed.request.key.group_id
         self._prompt_work[group_id] = self._prompt_work.get(group_id, 0.0) + routed.prompt_work
+        self._on_change(self)
 
     def on_sampled(self, routed: RoutedRequest, sampled: Sampled) -> None:
         routed.add(sampled)
@@ -92,6 +112,7 @@ class Replica:
             self._work -= routed.work
             routed.work = self._tokens_left(routed)
             self._work += routed.work
+            self._on_change(self)
 
     def _end_prompt_work(self, routed: RoutedRequest) -> None:
         """Its prompt is computed, or will not be."""
@@ -114,10 +135,12 @@ class Replica:
         self._work = self._work - routed.work if self.requests else 0.0  # 0: without what rounding has left
         if self._is_measured:
             self._adapt_limit()
+        self._on_change(self)
         self._set_if_emptied()
 
     def leave(self) -> None:
         self.is_leaving = True
+        self._on_change(self)
         self._set_if_emptied()
 
     def _set_if_emptied(self) -> None:

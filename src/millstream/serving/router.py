@@ -21,6 +21,7 @@ is there, and none has ever answered a request, its error is raised at once.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from millstream.engine import Engine
 from millstream.engine.failures import NOT_FORGIVEN
 from millstream.errors import EngineError, EngineGone, EngineMisconfigured, InvariantError, PinLost
 from millstream.events import EventSink, ReplicaJoined, ReplicaLeft
+from millstream.serving.order import ReplicaOrder
 from millstream.serving.pins import Pins
 from millstream.serving.queue import RequestQueue, RequestRank, WaitingRequest
 from millstream.serving.replica import MAX_FAILURES, Replica
@@ -82,6 +84,8 @@ class Router:
         self._why_none = "none was given to the router"
         self._giving_up: asyncio.TimerHandle | None = None
         self._replicas: dict[str, Replica] = {}
+        self._numbers = itertools.count()
+        self._order = ReplicaOrder(self._replicas)
         self._is_many = False  # whether there was more than one at some time
         self._has_answered = False  # whether a replica has, at some time
         self.pins = Pins(
@@ -96,6 +100,15 @@ class Router:
     def engines(self) -> tuple[Engine, ...]:
         """Those that have or may get requests."""
         return tuple(replica.engine for replica in self._replicas.values())
+
+    def serves(self, engine: Engine) -> bool:
+        """Whether it is one of `engines`."""
+        replica = self._replicas.get(engine.name)
+        return replica is not None and replica.engine is engine
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._replicas)
 
     @property
     def num_waiting(self) -> int:
@@ -154,7 +167,7 @@ class Router:
         if routed.pin is not None:
             routed.pin.raise_if_lost()
         routed.prefixes = self._prefixes.of(routed.remaining) if self._is_many else []
-        replica = None if self._queue else self._choose(routed)
+        replica = None if self._queue else self._order.cheapest(routed)
         if replica is None:
             replica = await self._wait_for_replica(routed)
         else:
@@ -199,8 +212,8 @@ class Router:
     def dispatch(self) -> None:
         """Room or versions have changed: send what can be sent."""
         self.pins.grant()
-        while self._queue and self._has_room():
-            found = self._queue.pop(self._choose, self._has_room)
+        while self._queue and self._order.has_room():
+            found = self._queue.pop(self._order.cheapest, self._order.has_room)
             if found is None:
                 return
             waiting, replica = found
@@ -222,16 +235,6 @@ class Router:
                 self._queue.remove(waiting)
             self.dispatch()
             raise
-
-    def _choose(self, routed: RoutedRequest) -> Replica | None:
-        """The cheapest one that is new enough and has room."""
-        now = asyncio.get_running_loop().time()
-        able = [replica for replica in self._replicas.values() if replica.may_take(routed.floor, now, routed.pin)]
-        return min(able, key=lambda replica: replica.price(routed)) if len(able) > 1 else able[0] if able else None
-
-    def _has_room(self) -> bool:
-        now = asyncio.get_running_loop().time()
-        return any(replica.may_take(0, now) for replica in self._replicas.values())
 
     # ---- replicas leave and join -------------------------------------------------------------------------------------
 
@@ -315,7 +318,14 @@ class Router:
     def _add(self, engine: Engine) -> None:
         if engine.name in self._replicas:
             raise ValueError(f"two engines are called {engine.name!r}: each needs a name of its own")
-        self._replicas[engine.name] = Replica(engine, self._lengths, is_measured=self._is_queueing)
+        self._replicas[engine.name] = replica = Replica(
+            engine,
+            self._lengths,
+            is_measured=self._is_queueing,
+            number=next(self._numbers),
+            on_change=self._order.change,
+        )
+        self._order.change(replica)
         self._is_many = self._is_many or len(self._replicas) > 1
         self._stop_patience()
 

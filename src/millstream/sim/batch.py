@@ -73,6 +73,7 @@ class SimBatch:
         self._tickets = itertools.count()
         self._sizes = 0.0  # of the running requests: tokens when admitted, summed
         self._begins = 0.0  # and the positions where they were admitted
+        self._num_removed = 0  # tokens that requests had sampled here when they were removed
 
     def __len__(self) -> int:
         return len(self._running)
@@ -115,6 +116,7 @@ class SimBatch:
         if not self._running:
             self._sizes = 0.0
             self._begins = 0.0  # without what rounding has left
+        self._num_removed += num_tokens
         job.versions += self.versions_from(job.begin, num_tokens)
 
     def pop_done(self, position: float) -> SimRequest | None:
@@ -153,6 +155,10 @@ class SimBatch:
     def held(self, position: float) -> float:
         """Tokens in the cache."""
         return self._sizes + (len(self._running) * position - self._begins) / self._costs.step_s
+
+    def num_sampled(self, position: float) -> float:
+        """Tokens of all requests that run or ran."""
+        return self._num_removed + (len(self._running) * position - self._begins) / self._costs.step_s
 
     def fits(self, job: SimRequest, position: float) -> bool:
         """Whether there is room for it, and for the next token of every request."""

@@ -21,7 +21,9 @@ from millstream.seeds import derive_seed
 from millstream.sim.batch import PrefixCache, SimBatch, SimRequest
 from millstream.sim.costs import Costs
 from millstream.sim.draws import Draw, constant, uniform
+from millstream.sim.meter import DecodeMeter
 from millstream.sim.pace import Pace
+from millstream.sim.sharing import GpuSharing
 from millstream.types import Completion, Finish, Request, RequestKey, Weights
 
 UP_TO_100, FREE = uniform(1, 100), constant(0.0)
@@ -30,7 +32,8 @@ UP_TO_100, FREE = uniform(1, 100), constant(0.0)
 class SimEngine:
     """`token_s` is short for `costs` with a constant rate. `kv_tokens` None: the cache has no end. `news_s`: how often requests
     that are watched hear of their tokens; None: never, as the seam allows. With `has_prefix_cache` what was computed for a
-    conversation, or for the prompt of its group, is not computed again until new weights come; it takes no room."""
+    conversation, or for the prompt of its group, is not computed again until new weights come; it takes no room. `sharing`:
+    GPUs that it shares with a learner. `meter`: reports its decoding."""
 
     def __init__(
         self,
@@ -46,6 +49,8 @@ class SimEngine:
         seed: int = 0,
         news_s: float | None = None,
         has_prefix_cache: bool = False,
+        sharing: GpuSharing | None = None,
+        meter: DecodeMeter | None = None,
     ) -> None:
         self.name = name
         self.slots = slots
@@ -64,6 +69,9 @@ class SimEngine:
         self._jobs: dict[RequestKey, SimRequest] = {}
         self._waiting: deque[SimRequest] = deque()
         self._pace = Pace()
+        self._sharing = GpuSharing() if sharing is None else sharing
+        self._sharing.listeners.append(self._turn)
+        self._meter = meter
         self._timer: asyncio.TimerHandle | None = None
         self._is_paused = False
         self._is_closed = False
@@ -192,12 +200,24 @@ class SimEngine:
         now = _now()
         self._pace.arrive(arrived)
         position = self._pace.position(now)
+        if self._meter is not None:
+            self._meter.advance(position, self._batch.held(position))
         self._end_the_done(position)
         self._preempt(position)
         self._admit(now, position)
         num_running, step_s = len(self._batch), self._costs.step_s
-        slope = self._costs.of_step(num_running, self._batch.held(position)) / step_s
-        self._pace.change(now, slope=slope, bend=self._costs.context_token_s * num_running / step_s**2)
+        held, is_busy, slower = (
+            self._batch.held(position),
+            num_running > 0 and not self._is_paused,
+            self._sharing.slowdown,
+        )
+        slope = self._costs.of_step(num_running, held) / step_s
+        bend = self._costs.context_token_s * num_running / step_s**2
+        self._pace.change(now, slope=slower * slope, bend=slower * bend)
+        self._sharing.set_decoding(self.name, is_busy)
+        if self._meter is not None:
+            tokens = self._batch.num_sampled(position)
+            self._meter.begin(now, position, held, is_busy=is_busy, tokens=tokens, prompt=self.num_computed)
         self._set_timer(position)
 
     def _end_the_done(self, position: float) -> None:

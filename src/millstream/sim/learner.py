@@ -11,6 +11,7 @@ import numpy as np
 
 from millstream.seeds import derive_seed
 from millstream.sim.draws import Draw, constant
+from millstream.sim.sharing import GpuSharing
 from millstream.types import Floats, Metrics, TrainRow, Weights
 
 TENTH = constant(0.1)
@@ -25,11 +26,22 @@ class SimSnapshot:
 
 
 class SimLearner:
-    """Takes time in proportion to tokens. Its weights are a number: how many rows they have seen."""
+    """Takes time in proportion to tokens. Its weights are a number: how many rows they have seen. `sharing`: GPUs that it
+    shares with engines."""
 
-    def __init__(self, *, token_s: float = 1e-4, step_s: Draw = TENTH, seed: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        token_s: float = 1e-4,
+        step_s: Draw = TENTH,
+        publish_s: float = 0.0,
+        seed: int = 0,
+        sharing: GpuSharing | None = None,
+    ) -> None:
         self._token_s = token_s
         self._step_s = step_s
+        self._publish_s = publish_s
+        self._sharing = GpuSharing() if sharing is None else sharing
         self._rng = random.Random(derive_seed(seed, "learner"))
         self.num_rows = 0
 
@@ -40,11 +52,11 @@ class SimLearner:
     async def begin_batch(self) -> None: ...
 
     async def accumulate(self, rows: Sequence[TrainRow]) -> None:
-        await asyncio.sleep(self._token_s * sum(len(row.tokens) for row in rows))
+        await self._sharing.train(self._token_s * sum(len(row.tokens) for row in rows))
         self.num_rows += len(rows)
 
     async def step(self) -> Metrics:
-        await asyncio.sleep(self._step_s(self._rng))
+        await self._sharing.train(self._step_s(self._rng))
         return {}
 
     async def logprobs(self, rows: Sequence[TrainRow]) -> list[Floats]:
@@ -52,6 +64,8 @@ class SimLearner:
         return [np.zeros(int(row.loss_mask.sum()), dtype=np.float32) for row in rows]
 
     async def weights(self) -> Weights:
+        if self._publish_s:
+            await asyncio.sleep(self._publish_s)
         return {"num_rows": self.num_rows}
 
     async def snapshot(self) -> SimSnapshot:

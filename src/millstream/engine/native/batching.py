@@ -92,6 +92,9 @@ class Batcher:
         self._early: Completions = []  # of requests that ended while room was made for others
         self.version = version
         self.tokens_generated = 0
+        self._num_steps = 0
+        self._num_context = 0
+        self._num_prompt = 0
         self.num_preempted = 0
         self._swap_s = 0.0
         self._num_since_join = 0
@@ -109,6 +112,11 @@ class Batcher:
     @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._pending or self._early)
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """So far: tokens generated, steps, tokens in the cache summed over the steps, tokens of prompts computed."""
+        return self.tokens_generated, self._num_steps, self._num_context, self._num_prompt
 
     @property
     def swap_s(self) -> float:
@@ -230,9 +238,12 @@ class Batcher:
             return False
         drawn = self._runner.launch(decoding, chunks)
         sampling = [*decoding, *(chunk.sequence for chunk in chunks if chunk.is_last)]
+        self._num_steps += 1
         for sequence in decoding:
             sequence.num_computed += 1
+            self._num_context += sequence.num_computed
         for chunk in chunks:
+            self._num_prompt += chunk.end - chunk.begin
             chunk.sequence.num_computed = chunk.end
             chunk.sequence.is_prefilling = not chunk.is_last
         for sequence in sampling:

@@ -18,10 +18,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from msgspec import UNSET
+
 from millstream.clock import Clock
 from millstream.engine import EngineStats, OnSampled
 from millstream.engine.native.host import ENGINE_START_S, EngineHost
-from millstream.engine.native.worker import Abort, Add, Command, Load, Pause, Resume, WorkerReport
+from millstream.engine.native.worker import Abort, Add, Command, Load, Pause, Resume, WorkerReport, WorkerSpan
 from millstream.engine.request import check_request
 from millstream.errors import (
     EngineError,
@@ -209,9 +211,8 @@ class TorchEngine:
         _deliver([(waiter, completion, None) for waiter, completion in answers if waiter is not None])
         _deliver([(waiter, None, refused) for waiter, refused in refusals if waiter is not None])
         _deliver([(w, None, None if e is None else EngineError(e)) for w, e in orders if w is not None])
-        for seconds, tokens in report.spans:
-            now = self._clock.now()
-            self._sink.emit(Span(at=now, worker=self.name, what="generate", seconds=seconds, num_tokens=tokens))
+        for span in report.spans:
+            self._sink.emit(self._event_of(span))
         if report.spans:
             self._emit_drafts(report)
         if report.path is not None:
@@ -219,6 +220,18 @@ class TorchEngine:
             self._sink.emit(PathChosen(at=at, worker=self.name, path=path.name, why=path.why))
         if report.broken is not None:
             self._break(report.broken, EngineMisconfigured if report.is_raised else EngineGone)
+
+    def _event_of(self, span: WorkerSpan) -> Span:
+        return Span(
+            at=self._clock.now(),
+            worker=self.name,
+            what="generate",
+            seconds=span.seconds,
+            num_tokens=span.num_tokens,
+            num_steps=UNSET if span.num_steps is None else span.num_steps,
+            num_context=UNSET if span.num_context is None else span.num_context,
+            num_prompt=UNSET if span.num_prompt is None else span.num_prompt,
+        )
 
     def _emit_drafts(self, report: WorkerReport) -> None:
         num_drafted, num_accepted = report.num_drafted - self._num_drafted, report.num_accepted - self._num_accepted

@@ -56,13 +56,23 @@ class Offer(Struct, frozen=True, array_like=True):
     ref: WeightsRef
 
 
+class WorkerSpan(Struct, frozen=True, array_like=True):
+    """A stretch of decoding. None: what is not counted."""
+
+    seconds: float
+    num_tokens: int  # generated
+    num_steps: int | None = None  # this and the next two: as in `events.Span`
+    num_context: int | None = None
+    num_prompt: int | None = None
+
+
 class WorkerReport(Struct, array_like=True):
     finished: list[tuple[RequestKey, Completion]]
     done: list[tuple[int, str | None]]  # numbers of the commands that were executed, each with an error or None
     running: int = 0
     waiting: int = 0
     tokens_generated: int = 0
-    spans: list[tuple[float, int]] = []  # stretches of decoding that ended now: seconds, and tokens generated
+    spans: list[WorkerSpan] = []  # that ended now
     broken: str | None = None  # why the worker can never continue, if it cannot
     sampled: list[tuple[RequestKey, Sampled]] = []  # new tokens of requests that are watched and have not ended
     refused: list[tuple[RequestKey, str]] = []  # requests that can never run, each with the reason
@@ -100,7 +110,7 @@ class DecodeWorker:
         self._is_paused = False
         self._is_closed = False
         self._began: float | None = None
-        self._tokens_at_begin = 0
+        self._at_begin = (0, 0, 0, 0)  # counts of the batcher
         self._path: ComputePath | None = None
         self._report = WorkerReport([], [])
 
@@ -129,7 +139,7 @@ class DecodeWorker:
     def _begin_span(self) -> None:
         if self._began is None:
             self._began = time.monotonic()
-            self._tokens_at_begin = self._batcher.tokens_generated
+            self._at_begin = self._batcher.counts
 
     def _end_long_span(self) -> None:
         if self._began is not None and time.monotonic() - self._began >= SPAN_S:
@@ -137,8 +147,8 @@ class DecodeWorker:
 
     def _end_span(self) -> None:
         if self._began is not None:
-            tokens = self._batcher.tokens_generated - self._tokens_at_begin
-            self._report.spans.append((time.monotonic() - self._began, tokens))
+            counts = (now - begin for now, begin in zip(self._batcher.counts, self._at_begin, strict=True))
+            self._report.spans.append(WorkerSpan(time.monotonic() - self._began, *counts))
             self._began = None
 
     def _execute(self, command: Command) -> None:

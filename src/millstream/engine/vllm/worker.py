@@ -29,7 +29,7 @@ import msgspec
 
 from millstream.engine.base import SPAN_S
 from millstream.engine.native.process import ChannelLink
-from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Resume, WorkerReport
+from millstream.engine.native.worker import Abort, Add, Close, Command, Load, Pause, Resume, WorkerReport, WorkerSpan
 from millstream.engine.request import PartialCompletion
 from millstream.engine.vllm.arguments import VllmSetup, engine_arguments, sampling_parameters, set_environment
 from millstream.errors import EngineError
@@ -344,7 +344,7 @@ class VllmWorker:
     def _end_span(self) -> None:
         if self._began is not None:
             tokens = self._tokens_generated - self._tokens_at_begin
-            self._report.spans.append((time.monotonic() - self._began, tokens))
+            self._report.spans.append(WorkerSpan(time.monotonic() - self._began, tokens))
             self._began = None
             self._send_soon()
 

@@ -1,0 +1,317 @@
+"""A simulated run: the production pipeline, router, fleet, admission rule and store on the virtual clock, with simulated
+engines, environment and learner (`millstream.sim`). The same config and seed give the same events,
+byte for byte. Imports no torch.
+
+What is left out: the model and the data (tasks are numbered), evaluations, the warm-up, checkpoints, trackers. What a real run
+does at its start takes no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, structs
+
+from millstream.algo import advantage_of, needs_critic, needs_reference
+from millstream.clock import VirtualClock, run_virtual
+from millstream.config import load, to_toml
+from millstream.engine.base import SPAN_S
+from millstream.errors import ConfigError, MillstreamError, OutputError
+from millstream.events import ConfigWritten, Event, EventSink, RunEnded
+from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink
+from millstream.pipeline.pipeline import Algorithm, Parts, Pipeline
+from millstream.pipeline.schema import store_tasks
+from millstream.pipeline.waits import Waits
+from millstream.run.check import check_combinations
+from millstream.run.config import RunConfig, with_absolute_paths
+from millstream.run.folder import FINISHED, RunFolder, RunResult, check_free, result_of
+from millstream.run.garbage import seldom_collected
+from millstream.run.log import run_started
+from millstream.seeds import derive_seed
+from millstream.serving.fleet import Fleet
+from millstream.sim.config import CostsFile, SimConfig, SimFailuresConfig
+from millstream.sim.draws import constant
+from millstream.sim.engine import SimEngine
+from millstream.sim.environment import SimEnvironment, by_prompt
+from millstream.sim.learner import SimLearner
+from millstream.sim.meter import DecodeMeter
+from millstream.sim.sharing import GpuSharing
+from millstream.store.memory import MemoryStore
+from millstream.types import Sampling, Task
+from millstream.weights.local import LocalChannel
+
+STATUS_S = 1.0  # of up to `MAX_SHORT_STATUS` engines; of more, longer
+MAX_SHORT_STATUS = 64
+NEWS_S = 1.0  # how often engines report tokens, where engines fail
+MAX_SHORT_SPANS = 8  # engines; spans of more are longer, so that there are as many events
+
+
+class Simulated(Struct, frozen=True, kw_only=True):
+    result: RunResult
+    events: list[Event]
+
+
+def costs_of(config: RunConfig, costs: Path | None = None) -> SimConfig:
+    """The `[sim]` table of a config, or of the file of costs. Raises `ConfigError` unless one of them has it."""
+    if costs is not None:
+        return load(costs, CostsFile).sim
+    if config.sim is None:
+        raise ConfigError(
+            "the config has no [sim] table, which says what things cost: add one (an empty one has the costs of a small model "
+            "on an H200), or type --costs FILE with one. docs/simulation.md lists its keys"
+        )
+    return config.sim
+
+
+def simulate(config: RunConfig, sim: SimConfig, *, out: Path | None = None) -> Simulated:
+    """Run the config with these costs. `out`: a new run folder, with config, events, metrics, summary and trace. Raises
+    `ConfigError` for a config that cannot be simulated, and what ends a real run."""
+    config = structs.replace(config, sim=sim, run_dir=None)
+    _check(config, sim)
+    memory = MemorySink()
+    if out is None:
+        _run(config, sim, memory)
+        return Simulated(result=result_of(memory.events, ""), events=memory.events)
+    check_free(str(out))
+    folder = RunFolder.create(structs.replace(config, run_dir=str(out)), "sim")
+    try:
+        folder.keep(config)  # without the folder's own name: the same run has the same files, wherever they are
+        files: list[JsonlSink | MetricsSink] = [JsonlSink(folder.events), MetricsSink(folder.metrics)]
+        try:
+            _run(config, sim, _All([memory, *files]))
+        finally:
+            for file in files:
+                file.close()
+        folder.conclude()
+    except OSError as error:
+        raise OutputError(f"cannot write {out}: {error.strerror}") from error
+    finally:
+        folder.unlock()
+    return Simulated(result=result_of(memory.events, str(out)), events=memory.events)
+
+
+class _All:
+    """Every event goes to all of the sinks."""
+
+    def __init__(self, sinks: list[EventSink]) -> None:
+        self._sinks = sinks
+
+    def emit(self, event: Event) -> None:
+        for sink in self._sinks:
+            sink.emit(event)
+
+
+def _check(config: RunConfig, sim: SimConfig) -> None:
+    check_combinations(config)
+    found = "algorithm.advantage" if needs_critic(config.algorithm) else "[proximal]" if config.proximal else ""
+    found = found or ("a reference model" if config.reference or needs_reference(config.algorithm) else "")
+    if found:
+        raise ConfigError(
+            f"the config has {found}: critics, references and proximal policies are not simulated. Simulate the run without "
+            "it: --set algorithm= --set reference= --set critic= --set proximal="
+        )
+    if not config.pipeline.steps or config.pipeline.rollouts_only or config.data.rollouts is not None:
+        raise ConfigError(
+            "nothing to simulate: the config trains no step of reinforcement learning with new rollouts. Set pipeline.steps "
+            "above 0, and leave pipeline.rollouts_only and data.rollouts out"
+        )
+    most = sim.prompt_tokens + config.rollout.max_tokens
+    if sim.cache_tokens is not None and sim.cache_tokens < most:
+        raise ConfigError(
+            f"sim.cache_tokens = {sim.cache_tokens}, and a request may need {most} (sim.prompt_tokens + rollout.max_tokens): "
+            "set sim.cache_tokens higher, or rollout.max_tokens lower"
+        )
+    num_nodes = -(-config.engine.replicas // sim.failures.engines_per_node)
+    for failure in sim.failures.planned:
+        if failure.node >= num_nodes:
+            raise ConfigError(
+                f"sim.failures.planned: node {failure.node}, and engine.replicas = {config.engine.replicas} with "
+                f"engines_per_node = {sim.failures.engines_per_node} have nodes 0 to {num_nodes - 1}"
+            )
+
+
+def _run(config: RunConfig, sim: SimConfig, sink: EventSink) -> None:
+    """To its end. The last event says how it ended."""
+    text = to_toml(with_absolute_paths(config))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    sink.emit(ConfigWritten(at=0.0, digest=digest, text=text))
+    run, outcome = _SimRun(config, sim, sink), FINISHED
+    try:
+        with seldom_collected():
+            run_virtual(run.run(run_id=digest[:16]))
+    except MillstreamError as error:
+        outcome = type(error).__name__
+        raise
+    finally:
+        sink.emit(RunEnded(at=run.ended_at, outcome=outcome, version=run.version))
+
+
+class _SimRun:
+    """One run on the virtual loop."""
+
+    def __init__(self, config: RunConfig, sim: SimConfig, sink: EventSink) -> None:
+        self._config = config
+        self._sim = sim
+        self._sink = sink
+        self._sharing = GpuSharing(slowdown=sim.decode_slowdown, keep=sim.learner_keep)
+        self._lengths = sim.lengths.draw()
+        self._engines: dict[str, SimEngine] = {}  # the newest of each name
+        self.ended_at = 0.0
+        self.version = 0
+
+    async def run(self, run_id: str) -> None:
+        config, clock, channel = self._config, VirtualClock(), LocalChannel()
+        await channel.publish(0, {})
+        fleet = self._fleet(clock)
+        learner = self._learner()
+        parts = Parts(
+            engines=fleet.router.engines,
+            environment=self._environment(),
+            learner=learner,
+            store=MemoryStore(
+                store_tasks(is_in_lockstep=config.pipeline.is_in_lockstep),
+                capacity_rows=config.pipeline.most_groups * config.rollout.most_rows,
+            ),
+            channel=channel,
+            clock=clock,
+            sink=self._sink,
+            waits=Waits(
+                clock=clock,
+                sink=self._sink,
+                stall_s=config.pipeline.stall_s,
+                deadline_s=config.pipeline.deadline_s,
+            ),
+        )
+        self._sink.emit(run_started(config, at=0.0, run_id=run_id, num_tasks=0))
+        pipeline = Pipeline(
+            parts,
+            _tasks(),
+            self._algorithm(),
+            config=config.pipeline,
+            rollout=config.rollout,
+            seed=config.seed,
+            router=fleet.router,
+        )
+        loops = [fleet.replace(pipeline.sync.adopt), self._report_status(pipeline), *self._failures()]
+        running = [asyncio.ensure_future(one) for one in loops]
+        try:
+            await pipeline.run()
+        finally:
+            self.ended_at = clock.now()
+            self.version = pipeline.admission.version
+            for task in running:
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(*running)
+
+    # ---- the parts ---------------------------------------------------------------------------------------------------
+
+    def _fleet(self, clock: VirtualClock) -> Fleet:
+        config = self._config
+
+        async def after_restart(make: Any, name: str) -> Any:
+            await asyncio.sleep(self._sim.failures.restart_s)
+            return make(name)
+
+        return Fleet(
+            self._make_engine,
+            config.engine.num_engines,
+            is_queueing=not config.pipeline.is_in_lockstep,
+            patience_s=config.engine.answer_s,
+            clock=clock,
+            sink=self._sink,
+            is_lone_replaced=True,
+            in_thread=after_restart,
+        )
+
+    def _make_engine(self, name: str) -> SimEngine:
+        sim, replicas = self._sim, self._config.engine.num_engines
+        span_s = SPAN_S * max(1, replicas / MAX_SHORT_SPANS)
+        engine = self._engines[name] = SimEngine(
+            name=name,
+            slots=self._config.engine.num_slots,
+            costs=sim.costs,
+            kv_tokens=sim.cache_tokens,
+            num_tokens=self._lengths,
+            load_s=constant(sim.load_s),
+            seed=self._config.seed,
+            news_s=NEWS_S if sim.failures.is_on else None,
+            has_prefix_cache=sim.has_prefix_cache,
+            sharing=self._sharing,
+            meter=DecodeMeter(name, sim.costs.step_s, self._sink, span_s=span_s),
+        )
+        return engine
+
+    def _learner(self) -> SimLearner:
+        return SimLearner(
+            token_s=1 / (self._sim.train_tokens_per_s * self._config.learner.ranks),
+            step_s=constant(self._sim.train_step_s),
+            publish_s=self._sim.publish_s,
+            seed=self._config.seed,
+            sharing=self._sharing,
+        )
+
+    def _environment(self) -> SimEnvironment:
+        found = self._sim.environment
+        return SimEnvironment(
+            num_turns=found.turns.draw(),
+            latency_s=found.latency_s.draw(),
+            failure=found.failure,
+            success=by_prompt(found.chance(), self._config.seed),
+            prompt_tokens=self._sim.prompt_tokens,
+        )
+
+    def _algorithm(self) -> Algorithm:
+        advantage, learner = advantage_of(self._config.algorithm), self._config.learner
+        return Algorithm(
+            advantage=advantage.of_group,
+            over_batch=advantage.over_batch,
+            sampling=Sampling(max_tokens=self._config.rollout.max_tokens),
+            micro_batch_tokens=learner.pass_tokens * learner.ranks,
+            mini_batches=learner.mini_batches,
+        )
+
+    # ---- while the pipeline runs -----------------------------------------------------------------------------------------
+
+    async def _report_status(self, pipeline: Pipeline) -> None:
+        every_s = STATUS_S * max(1, self._config.engine.num_engines / MAX_SHORT_STATUS)
+        while True:
+            self._sink.emit(await pipeline.status())
+            await asyncio.sleep(every_s)
+
+    def _failures(self) -> list[Any]:
+        failures = self._sim.failures
+        num_nodes = -(-self._config.engine.num_engines // failures.engines_per_node)
+        return [
+            self._fail_nodes(failures, num_nodes),
+            *(self._fail_at(planned.at_s, planned.node) for planned in failures.planned),
+        ]
+
+    async def _fail_nodes(self, failures: SimFailuresConfig, num_nodes: int) -> None:
+        """At random, at the same rate for every node."""
+        rng = random.Random(derive_seed(self._config.seed, "failures"))
+        while failures.node_mean_s is not None:
+            await asyncio.sleep(rng.expovariate(num_nodes / failures.node_mean_s))
+            self._fail_node(rng.randrange(num_nodes))
+
+    async def _fail_at(self, at_s: float, node: int) -> None:
+        await asyncio.sleep(at_s)
+        self._fail_node(node)
+
+    def _fail_node(self, node: int) -> None:
+        per_node, names = self._sim.failures.engines_per_node, list(self._engines)
+        for name in names[node * per_node : (node + 1) * per_node]:
+            if not self._engines[name].is_gone:
+                self._engines[name].crash(f"its node, {node}, has failed")
+
+
+def _tasks() -> Iterator[tuple[int, Task]]:
+    for number in itertools.count():
+        yield 0, Task(id=f"task-{number}", prompt="?")

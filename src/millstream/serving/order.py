@@ -1,0 +1,75 @@
+"""Replicas in the order of their work, so that a choice among hundreds looks at a few.
+
+`cheapest` gives the replica that a comparison of all of them would give. Without a cached prefix, prices of replicas with equal
+slots are in the order of their work; so only the first ones of each number of slots are compared, and those that have computed
+a prefix of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
+
+from millstream.serving.replica import PROMPT_TOKEN, Replica
+from millstream.serving.request import RoutedRequest
+
+_Entry = tuple[float, int, int, Replica]  # work, requests, number: no two replicas have the same number
+
+
+class ReplicaOrder:
+    """`replicas`: by name, those that the router has. One whose work or limit changes must be named with `change`."""
+
+    def __init__(self, replicas: Mapping[str, Replica]) -> None:
+        self._replicas = replicas
+        self._by_slots: dict[int, list[_Entry]] = {}  # those with room, sorted
+        self._entries: dict[Replica, _Entry] = {}
+        self._changed: dict[Replica, None] = {}
+
+    def change(self, replica: Replica) -> None:
+        self._changed[replica] = None
+
+    def has_room(self) -> bool:
+        """Whether some replica may take a request."""
+        self._update()
+        now = asyncio.get_running_loop().time()
+        return any(entry[3].may_take(0, now) for entries in self._by_slots.values() for entry in entries)
+
+    def cheapest(self, routed: RoutedRequest) -> Replica | None:
+        """Of those that may take the request, the one with the lowest price, of equal ones the first; crowded ones last."""
+        self._update()
+        now = asyncio.get_running_loop().time()
+        found = [(*replica.price(routed), replica.number, replica) for replica in self._with_prefix(routed, now)]
+        for slots, entries in self._by_slots.items():
+            missing, least, least_work = PROMPT_TOKEN * len(routed.remaining.tokens), None, -1.0
+            for work, _, _, replica in entries:
+                if least is not None and (work + missing) / slots > least:
+                    break
+                if work == least_work or not replica.may_take(routed.floor, now, routed.pin):
+                    continue
+                price = replica.price(routed)
+                found.append((*price, replica.number, replica))
+                if (least is None or price[0] < least) and not replica.is_crowded:
+                    least, least_work = price[0], work
+        found.sort(key=itemgetter(0, 1, 2))
+        in_order = [replica for *_, replica in found]
+        return next((replica for replica in in_order if not replica.is_crowded), in_order[0] if in_order else None)
+
+    def _with_prefix(self, routed: RoutedRequest, now: float) -> Iterator[Replica]:
+        for prefix in routed.prefixes:
+            for name in prefix.versions:
+                replica = self._replicas.get(name)
+                if replica is not None and replica.may_take(routed.floor, now, routed.pin):
+                    yield replica
+
+    def _update(self) -> None:
+        for replica in self._changed:
+            entries = self._by_slots.setdefault(replica.engine.slots, [])
+            old = self._entries.pop(replica, None)
+            if old is not None:
+                del entries[bisect_left(entries, old)]
+            if replica.has_room:
+                new = self._entries[replica] = (replica.work, len(replica.requests), replica.number, replica)
+                insort(entries, new)
+        self._changed.clear()

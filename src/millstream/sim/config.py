@@ -1,0 +1,231 @@
+"""The `[sim]` table: what things cost in a simulated run (`millstream sim`). `millstream train` does not read it.
+
+How many engines, ranks, slots and rollouts there are is in the other tables of the config. Rates are of one engine and of one
+rank. A length or a latency is a distribution (`DrawConfig`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct, field
+
+from millstream.errors import ConfigError
+from millstream.events import RolloutEnded
+from millstream.events.sinks import read_kinds
+from millstream.sim.costs import Costs
+from millstream.sim.draws import Draw, constant, lognormal, mixture, truncated_normal
+from millstream.types import Finish
+
+
+class DrawConfig(Struct, frozen=True, kw_only=True):
+    """A distribution of lengths (tokens) or latencies (seconds)."""
+
+    kind: Literal["fixed", "geometric", "lognormal", "normal", "file", "run"] = "fixed"
+    """fixed: always the mean. geometric: without memory, as tokens of a model with random weights. lognormal: a heavy tail.
+    normal: values below 0 are drawn again. file: the numbers of a file, one a line. run: lengths of a run's rollouts."""
+    mean: float | None = None
+    """Of fixed, geometric, lognormal and normal."""
+    sigma: float | None = None
+    """Of lognormal: the deviation of the logarithm. Of normal: the deviation."""
+    path: str | None = None
+    """Of file: the file. Of run: the run folder."""
+
+    def __post_init__(self) -> None:
+        needed = {"mean"} if self.kind in ("fixed", "geometric") else {"path"} if self.kind in ("file", "run") else None
+        needed = {"mean", "sigma"} if needed is None else needed
+        given = {key for key in ("mean", "sigma", "path") if getattr(self, key) is not None}
+        if given != needed:
+            words = " and ".join(sorted(needed))
+            raise ValueError(f'kind = "{self.kind}" has {words}, found {" and ".join(sorted(given)) or "none"}')
+        least = 0.0 if self.kind in ("fixed", "normal") else math.ulp(0.0)
+        if self.mean is not None and self.mean < least:
+            raise ValueError(f"mean = {self.mean:g}: expected {'at least' if not least else 'a number above'} 0")
+        if self.sigma is not None and self.sigma <= 0:
+            raise ValueError(f"sigma = {self.sigma:g}: expected a number above 0")
+
+    def draw(self) -> Draw:
+        """Raises `ConfigError` if its file cannot be read, or has no numbers."""
+        match self.kind:
+            case "fixed":
+                return constant(self.mean or 0.0)
+            case "geometric":
+                return _geometric(self.mean or 1.0)
+            case "lognormal":
+                return lognormal(self.mean or 1.0, self.sigma or 1.0)
+            case "normal":
+                return truncated_normal(self.mean or 0.0, self.sigma or 1.0)
+            case "file":
+                return one_of(_numbers_in(Path(self.path or "")))
+            case "run":
+                return one_of(_lengths_of_run(Path(self.path or "")))
+
+
+def one_of(numbers: Sequence[float]) -> Draw:
+    """One of these, each equally likely."""
+    return lambda rng: rng.choice(numbers)
+
+
+def _geometric(mean: float) -> Draw:
+    """The number of trials up to the first success, of which the mean is given; of a mean below 1, the exponential."""
+    if mean <= 1:
+        return lambda rng: rng.expovariate(1 / mean)
+    scale = math.log1p(-1 / mean)
+
+    def draw(rng: random.Random) -> float:
+        return math.floor(math.log(1 - rng.random()) / scale) + 1
+
+    return draw
+
+
+def _numbers_in(path: Path) -> list[float]:
+    try:
+        numbers = [float(line) for line in path.read_text().split()]
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}. Expected a file with a number on each line"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}. Expected a number on each line") from error
+    if not numbers or not all(0 <= number < math.inf for number in numbers):
+        raise ConfigError(f"{path} has no numbers, or negative ones: expected a number of at least 0 on each line")
+    return numbers
+
+
+def _lengths_of_run(path: Path) -> list[float]:
+    """Of the rollouts that ended. A rollout that was cut counts with the length that it had."""
+    events = path / "events.jsonl"
+    ended = [event for _, event in read_kinds(events, RolloutEnded) if isinstance(event, RolloutEnded)]
+    lengths = [float(event.num_sampled) for event in ended if event.finish is not Finish.ABORT and event.num_sampled]
+    if not lengths:
+        raise ConfigError(f"{events} has no rollout that ended: name a run that has trained for some steps")
+    return lengths
+
+
+class SimEnvironmentConfig(Struct, frozen=True, kw_only=True):
+    """The `[sim.environment]` table: rollouts have turns, each followed by a step, and a reward of 0 or 1."""
+
+    turns: DrawConfig = field(default_factory=lambda: DrawConfig(mean=1.0))
+    latency_s: DrawConfig = field(default_factory=lambda: DrawConfig(mean=0.0))
+    """Of one step, or of the reward of a rollout of one turn."""
+    failure: float = 0.0
+    """The probability that a step fails; the rollout is then tried again, as rollout.retries says."""
+    success: float = 0.5
+    """The probability of a reward of 1."""
+    no_signal: float = 0.0
+    """The share of prompts that are always or never solved. With pipeline.filter_zero_signal their groups are replaced."""
+
+    def __post_init__(self) -> None:
+        for key in ("failure", "success", "no_signal"):
+            if not 0 <= (value := getattr(self, key)) <= 1:
+                raise ValueError(f"{key} = {value:g}: expected a probability, 0 to 1")
+
+    def chance(self) -> Draw:
+        """Of a prompt, that a rollout of it gets a reward of 1."""
+        solved, coin = mixture((self.success, constant(1.0)), (1 - self.success, constant(0.0))), constant(self.success)
+        return mixture((self.no_signal, solved), (1 - self.no_signal, coin))
+
+
+class PlannedFailure(Struct, frozen=True, kw_only=True):
+    """A `[[sim.failures.planned]]` table."""
+
+    at_s: float
+    node: int
+    """Engines of node i are i * engines_per_node and those that follow."""
+
+    def __post_init__(self) -> None:
+        if self.at_s < 0 or self.node < 0:
+            raise ValueError("at_s and node must be at least 0")
+
+
+class SimFailuresConfig(Struct, frozen=True, kw_only=True):
+    """The `[sim.failures]` table: nodes die with all of their engines, each of which is replaced, as in a real run."""
+
+    node_mean_s: float | None = None
+    """The mean time between two failures of one node. None: only planned ones."""
+    planned: tuple[PlannedFailure, ...] = ()
+    engines_per_node: int = 1
+    restart_s: float = 60.0
+    """From the failure of an engine to a new one that can load weights; the fleet's back-off comes before it."""
+
+    def __post_init__(self) -> None:
+        if self.node_mean_s is not None and self.node_mean_s <= 0:
+            raise ValueError(f"node_mean_s = {self.node_mean_s:g}: expected a number above 0")
+        if self.engines_per_node < 1 or self.restart_s < 0:
+            raise ValueError("engines_per_node must be at least 1, restart_s at least 0")
+
+    @property
+    def is_on(self) -> bool:
+        return self.node_mean_s is not None or bool(self.planned)
+
+
+class SimConfig(Struct, frozen=True, kw_only=True):
+    """A decode step takes floor_s + weights_s + request_s * requests + context_token_s * tokens in the cache. The defaults are
+    those of a model of 474M parameters on one H200."""
+
+    floor_s: float = 1.3e-3
+    """Of a decode step: what it costs by itself (launches, sampling)."""
+    weights_s: float = 0.0
+    """Of a decode step: reading the weights, their bytes divided by the bandwidth of the engine's memory."""
+    request_s: float = 0.0
+    """Of a decode step, for each running request."""
+    context_token_s: float = 29e-9
+    """Of a decode step, for each token in the cache: its bytes divided by the bandwidth."""
+    prefill_tokens_per_s: float = 400_000.0
+    """Decoding waits while prompts are computed."""
+    has_prefix_cache: bool = True
+    """Whether a prompt that members of a group share, and the history of a conversation, is computed once an engine."""
+    cache_tokens: int | None = None
+    """Of one engine. When they are used up, the request that began last is preempted. None: without limit."""
+    decode_slowdown: float = 1.0
+    """How many times as long a decode step takes while the learner works. 1: engines have GPUs of their own."""
+    learner_keep: float = 1.0
+    """The share of its rate that the learner keeps while an engine decodes. 1: it has GPUs of its own."""
+    train_tokens_per_s: float = 104_000.0
+    """Of one rank, forward and backward; a learner of n ranks has n times as many."""
+    train_step_s: float = 0.1
+    """Of an optimizer step, whatever the batch."""
+    publish_s: float = 0.05
+    """From an optimizer step to weights that engines can fetch. The learner waits for it."""
+    load_s: float = 0.05
+    """Until an engine has fetched and loaded new weights. It decodes meanwhile."""
+    prompt_tokens: int = 128
+    """Of every turn: the prompt, or what the environment answers."""
+    lengths: DrawConfig = field(default_factory=lambda: DrawConfig(kind="lognormal", mean=1000.0, sigma=1.0))
+    """Tokens that a turn samples; rollout.max_tokens cuts them."""
+    environment: SimEnvironmentConfig = field(default_factory=SimEnvironmentConfig)
+    failures: SimFailuresConfig = field(default_factory=SimFailuresConfig)
+
+    def __post_init__(self) -> None:
+        for key in ("floor_s", "weights_s", "request_s", "context_token_s", "train_step_s", "publish_s", "load_s"):
+            if (value := getattr(self, key)) < 0:
+                raise ValueError(f"{key} = {value:g}: expected at least 0")
+        if self.floor_s + self.weights_s <= 0:
+            raise ValueError("floor_s + weights_s must be above 0: a decode step takes some time")
+        if min(self.prefill_tokens_per_s, self.train_tokens_per_s) <= 0:
+            raise ValueError("prefill_tokens_per_s and train_tokens_per_s must be above 0")
+        if self.prompt_tokens < 1 or (self.cache_tokens is not None and self.cache_tokens < 1):
+            raise ValueError("prompt_tokens and cache_tokens must be at least 1")
+        if self.decode_slowdown < 1 or not 0 < self.learner_keep <= 1:
+            raise ValueError("decode_slowdown must be at least 1, learner_keep above 0 and at most 1")
+        if self.lengths.kind == "fixed" and not self.lengths.mean:
+            raise ValueError("lengths.mean must be above 0")
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(
+            step_s=self.floor_s + self.weights_s,
+            request_s=self.request_s,
+            context_token_s=self.context_token_s,
+            prefill_token_s=1 / self.prefill_tokens_per_s,
+        )
+
+
+class CostsFile(Struct, frozen=True, kw_only=True):
+    """A file of costs (`--costs`): a `[sim]` table and nothing else."""
+
+    sim: SimConfig

@@ -1,0 +1,102 @@
+"""`millstream calibrate`: costs from the events of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from millstream.cli import main
+from millstream.config import load
+from millstream.errors import MillstreamError
+from millstream.run.calibrate import Calibration, calibrate
+from millstream.run.config import RunConfig
+from millstream.run.simulate import costs_of, simulate
+from millstream.sim.config import CostsFile
+
+ROOT = Path(__file__).parents[2]
+TRUE = {
+    "floor_s": 1.3e-3,
+    "request_s": 4e-6,
+    "context_token_s": 29e-9,
+    "decode_slowdown": 2.0,
+    "learner_keep": 0.6,
+    "train_tokens_per_s": 104_000,
+    "train_step_s": 0.3,
+    "publish_s": 0.2,
+    "load_s": 0.4,
+    "prompt_tokens": 200,
+}
+
+
+def a_run(out: Path, *changes: str) -> None:
+    costs = [f"sim.{name}={value}" for name, value in TRUE.items()]
+    more = ("pipeline.steps=16", "sim.environment.no_signal=0.3", "sim.environment.latency_s.mean=1", *changes)
+    path = ROOT / "recipes/sim/one_gpu.toml"
+    config = load(path, RunConfig, [*costs, "pipeline.filter_zero_signal=true", *more])
+    simulate(config, costs_of(config), out=out)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    folder = tmp_path_factory.mktemp("calibrate") / "run"
+    a_run(folder)
+    return calibrate(folder)
+
+
+def test_the_costs_of_a_run_are_found_in_its_events(found: Calibration) -> None:
+    value = {one.name: one.value for one in found.parameters}
+    for name, true in TRUE.items():
+        assert value[name] == pytest.approx(true, rel=0.15), name
+    assert value["latency_s"] == pytest.approx(1, rel=0.25)
+    assert value["no_signal"] == pytest.approx(0.3, abs=0.15)
+
+
+def test_a_simulation_with_them_is_near_the_run(found: Calibration) -> None:
+    for row in found.compared[:3]:
+        assert row.ratio == pytest.approx(1, abs=0.15), row
+
+
+def test_what_the_run_does_not_show_is_said_to_be_uncertain(found: Calibration, tmp_path: Path) -> None:
+    """In lockstep with one group a step, nothing is decoded while the learner works."""
+    why = {one.name: one.why for one in found.parameters}
+    assert not any(why[name] for name in ("floor_s", "context_token_s", "decode_slowdown", "train_tokens_per_s")), why
+    a_run(tmp_path / "run", "pipeline.max_lag=0", "pipeline.groups_per_step=1", "pipeline.filter_zero_signal=false")
+    why = {one.name: one.why for one in calibrate(tmp_path / "run").parameters}
+    assert "same share of every span" in why["learner_keep"]
+
+
+def test_the_command_writes_costs_that_sim_reads(tmp_path: Path) -> None:
+    a_run(tmp_path / "run", "pipeline.steps=4")
+    result = CliRunner().invoke(main.app, ["calibrate", str(tmp_path / "run")])
+    assert result.exit_code == 0 and "simulated" in result.stdout, result.output
+    costs = load(tmp_path / "run/costs.toml", CostsFile).sim
+    assert costs.lengths.kind == "run"
+    again = ["sim", str(tmp_path / "run/config.toml"), "--costs", str(tmp_path / "run/costs.toml"), "--json"]
+    assert msgspec.json.decode(CliRunner().invoke(main.app, again).stdout)["summary"]["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "is not a run folder: it has no config.toml"),
+        (["config.toml"], "has no events.jsonl: calibrate a run that has trained"),
+        (["config.toml", "events.jsonl"], "has 0 steps: at least 2 are needed"),
+    ],
+)
+def test_a_run_with_too_little_is_refused(tmp_path: Path, files: list[str], message: str) -> None:
+    for name in files:
+        (tmp_path / name).write_text("[model.tiny]\n" if name == "config.toml" else "")
+    with pytest.raises(MillstreamError, match=message):
+        calibrate(tmp_path)
+
+
+def test_a_run_whose_engine_does_not_count_steps_is_refused(tmp_path: Path) -> None:
+    a_run(tmp_path / "run", "pipeline.steps=3")
+    lines = (tmp_path / "run/events.jsonl").read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if b'"generate"' not in line]
+    (tmp_path / "run/events.jsonl").write_bytes(b"".join(kept))
+    with pytest.raises(MillstreamError, match=r"has 0 spans of decoding with counts of steps"):
+        calibrate(tmp_path / "run")
