@@ -156,7 +156,9 @@ def assert_alike(found: list[Metrics], expected: list[Metrics], *, within: float
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["whole", "adapters"])
-def test_one_rank_in_a_process_gives_the_bits_of_one_on_a_thread_and_only_what_it_trains(lora: LoraConfig | None) -> None:
+def test_one_rank_in_a_process_gives_the_bits_of_one_on_a_thread_and_only_what_it_trains(
+    lora: LoraConfig | None,
+) -> None:
     def new_model() -> PreTrainedModel:
         model = CASE.new_model()
         if lora is not None:
