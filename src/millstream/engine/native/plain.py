@@ -119,11 +119,11 @@ class PlainOperations:
 
     def rotated(self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys after their norms and the rotation, and values: each [N, heads, D]."""
-        both, value = qkv_NE.view(len(qkv_NE), -1, heads.dim).split([heads.num + heads.num_keys, heads.num_keys], dim=1)
+        both, value = qkv_NE.view(len(qkv_NE), -1, heads.dim).tensor_split([heads.num + heads.num_keys], dim=1)
         if heads.query_norm is not None and heads.key_norm is not None:
             weights = heads.query_norm.expand(heads.num, -1), heads.key_norm.expand(heads.num_keys, -1)
             both = self.rms_norm(both, torch.cat(weights), heads.epsilon, heads.is_gemma)
-        query, key = _rotate(both, cos_ND, sin_ND).split([heads.num, heads.num_keys], dim=1)
+        query, key = _rotate(both, cos_ND, sin_ND).tensor_split([heads.num], dim=1)
         return query, key, value
 
     def rotate_and_write(self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages) -> Tensor:
