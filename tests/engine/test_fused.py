@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config
 
 from millstream.clock import RealClock
 from millstream.engine import EngineConfig
@@ -19,6 +19,7 @@ from millstream.engine.native.batching import Batcher
 from millstream.engine.native.check import check_engine, requests
 from millstream.engine.native.graphs import Graphs
 from millstream.engine.native.paged import PagedRunner
+from millstream.engine.native.slots import SlotRunner
 from millstream.errors import ModelError
 from millstream.events import PathChosen
 from millstream.events.sinks import MemorySink
@@ -32,7 +33,7 @@ from millstream.model.lora import LoraConfig
 from millstream.run.build import build_engine
 from support.decoding import alone, drain, teacher_forced
 from support.faults import FAULTS, forgotten_adapter
-from support.tiny import CONFIGS, make, prompts, request
+from support.tiny import CONFIGS, SHAPE, make, prompts, request
 from support.tiny import plain as plain_model
 
 FAMILIES = [name for name in CONFIGS if name != "gpt_neox"]
@@ -82,6 +83,25 @@ def test_a_fused_engine_with_adapters_gives_the_numbers_of_the_merged_model_and_
             for number, prompt in enumerate(asked):
                 expected = teacher_forced(twin, prompt, done[number].tokens)
                 assert torch.allclose(torch.tensor(done[number].logprobs), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "heads of 22"])
+def test_slots_sample_the_same_tokens_with_fused_layers_as_with_the_librarys(name: str) -> None:
+    odd = Qwen3Config(**{**SHAPE, "hidden_size": 88}, head_dim=22)
+    model = new_model(odd, seed=0, dtype=torch.float32) if name == "heads of 22" else make(name)
+    found: list[dict[int, Any]] = []
+    for why_unfused, words in (("", "fused layers"), ("the plain twin", "the library's layers")):
+        own = copy_of(model)
+        batcher = Batcher(own, num_slots=4, runner=SlotRunner(own, 4, why_unfused=why_unfused))
+        assert batcher.path.name == f"a slot for each request, {words}"
+        for number, prompt in enumerate(prompts(6)):
+            batcher.add(request(number, prompt))
+        found.append({})
+        drain(batcher, found[-1])
+    for number, fast in found[0].items():
+        plain = found[1][number]
+        assert fast.tokens == plain.tokens
+        assert torch.allclose(torch.tensor(fast.logprobs), torch.tensor(plain.logprobs), atol=1e-5)
 
 
 def num_bytes() -> int:

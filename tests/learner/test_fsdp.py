@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import TCPStore
+from transformers import PreTrainedModel
 
 from millstream import RunConfig
 from millstream.algo import AlgorithmConfig
@@ -31,17 +32,19 @@ from millstream.env.rewards import prepare_rewards
 from millstream.errors import LearnerError, LearnerGone
 from millstream.events import Resumed
 from millstream.events.sinks import read_events
-from millstream.learner import Learner, LearnerConfig
+from millstream.learner import Learner, LearnerConfig, RunLearner
 from millstream.learner.fsdp import FsdpLearner
 from millstream.learner.messages import TakeSnapshot, WriteSnapshot, pack_rows, unpack_rows
 from millstream.learner.packing import deal
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.torch import TorchLearner
+from millstream.model.adapters import add_adapters
 from millstream.model.load import load_weights
+from millstream.model.lora import LoraConfig
 from millstream.rpc.forkserver import SOCKET_VARIABLE
 from millstream.run import build
 from millstream.testing.learner import LearnerSuite
-from millstream.types import Metrics, Sampling, TrainRow
+from millstream.types import Metrics, Sampling, TrainRow, Weights
 from support.commands import Command
 from support.processes import children, is_alive
 from support.rank_cases import CASES, SETS, STEPS, WRITTEN_AFTER, Case, batch, mini_batches, row, train
@@ -150,6 +153,35 @@ def assert_same(case: Case, found: dict[str, torch.Tensor], expected: dict[str, 
 def assert_alike(found: list[Metrics], expected: list[Metrics], *, within: float = 1e-4) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=within, abs=1e-5)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["whole", "adapters"])
+def test_one_rank_in_a_process_gives_the_bits_of_one_on_a_thread_and_only_what_it_trains(
+    lora: LoraConfig | None,
+) -> None:
+    def new_model() -> PreTrainedModel:
+        model = CASE.new_model()
+        if lora is not None:
+            add_adapters(model, lora, seed=1)
+        return model
+
+    def made(is_process: bool) -> RunLearner:
+        config = load(DEMO, RunConfig, [f"engine.process={is_process}".lower()])
+        own = structs.replace(CASE.learner, lora=lora)
+        return build.build_learner(config, new_model(), None, learner=own, recipe=CASE.recipe(), num_steps=STEPS)
+
+    async def trained(is_process: bool) -> tuple[RunLearner, list[Metrics], Weights]:
+        learner = made(is_process)
+        await learner.ready()
+        try:
+            return learner, await train(learner, CASE, range(2)), await learner.weights()
+        finally:
+            await learner.close()
+
+    (thread, expected, weights), (process, metrics, found) = (asyncio.run(trained(one)) for one in (False, True))
+    assert isinstance(thread, TorchLearner) and isinstance(process, FsdpLearner)
+    assert metrics == expected and found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_two_ranks_give_the_weights_and_the_metrics_of_one_after_ten_steps(one: Trained, two: Trained) -> None:

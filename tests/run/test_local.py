@@ -63,7 +63,7 @@ def test_a_short_run_leaves_a_folder_that_says_everything(finished: Path, tmp_pa
     assert summary["steps"] == 6 and summary["groups_trained"] == 24 and summary["lag_max"] <= max_lag
     assert {"accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "overlap_share"} <= summary.keys()
     assert summary["paths"] == {
-        "engine": "a slot for each request, the library's layers",
+        "engine": "a slot for each request, fused layers",
         "learner": "packed rows, padded attention, layers not compiled",
     }
     assert "learner: packed rows, padded attention" in output and "a slot for each request" in output

@@ -36,8 +36,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Engines that share the rollouts. One that dies is replaced while the others continue."""
 
     process: bool | None = None
-    """Whether the engine has a process of its own. None: on a CPU with several cores, where the interpreter's lock would
-    slow both sides down. vLLM always has one."""
+    """Whether the engine has a process of its own, and a learner of one rank another. None: on a CPU with several cores, where
+    the interpreter's lock would slow all sides down. vLLM always has one."""
 
     cache: Literal["slots", "pages"] | None = None
     """How keys and values are kept. pages: in a pool of a fixed size that requests share; slots: one for every request, as long

@@ -1,4 +1,5 @@
-"""The learner of several ranks: one policy sharded over worker processes. Same weights as one rank, to float tolerance.
+"""The learner of one or more processes: one policy, sharded where there are several ranks. One rank computes the bits of
+`TorchLearner`; several give the same weights, to float tolerance.
 
 It deals the rows of every micro-batch to the ranks, adds up their tallies, and makes all of them step by the total. A rank that
 dies or raises ends the learner with an error that names it (`learner.processes`): `LearnerGone` if it died.
@@ -37,6 +38,7 @@ from millstream.learner.packing import deal
 from millstream.learner.processes import GroupSnapshot, RankProcesses
 from millstream.learner.tally import FiniteGuard, StepTally, total_tally
 from millstream.learner.torch import save_trained
+from millstream.model.adapters import trained_weights
 from millstream.model.load import load_weights, model_weights
 from millstream.model.shared_memory import Layout, SharedWeights, anonymous_memory, layout_of
 from millstream.model.spec import described
@@ -173,7 +175,8 @@ class FsdpLearner:
 
     def _weights(self) -> Weights:
         gathered = self._gathered()
-        return gathered if self._shared is None else {name: view.clone() for name, view in gathered.items()}
+        trained = trained_weights(self.model)
+        return gathered if self._shared is None else {name: gathered[name].clone() for name in trained}
 
     def _gathered(self) -> Weights:
         """In the shared memory, valid until the next call; or a reference to where rank 0 has published them."""

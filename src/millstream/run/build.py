@@ -208,6 +208,12 @@ def has_process(config: EngineConfig, model: PreTrainedModel) -> bool:
     return is_faster if config.process is None else config.process
 
 
+def has_learner_process(config: EngineConfig, model: PreTrainedModel, learner: LearnerConfig) -> bool:
+    """Whether the learner is one or more processes. A single rank is one where the engine is: both need the interpreter after
+    every small operation, and so does the event loop."""
+    return learner.ranks > 1 or (config.kind == "torch" and has_process(config, model))
+
+
 class HttpServers:
     """The servers of a run, each an engine by name. Their weights are written once: the folder is there until this and every
     engine is closed. They get the model's weights, whatever they were started with."""
@@ -253,7 +259,7 @@ def build_learner(
     num_steps: int | None,
 ) -> RunLearner:
     temperature, is_proximal_given = config.rollout.temperature, config.proximal is not None
-    if learner.ranks == 1:
+    if not has_learner_process(config.engine, model, learner):
         return TorchLearner(
             model,
             learner,

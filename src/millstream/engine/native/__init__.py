@@ -5,7 +5,7 @@ The path of a request: `engine.TorchEngine` sends it as a command to a `worker` 
 computes it:
 
     cache    device  runner             operations of a layer            fused layers  decode step         chosen by
-    slots    CPU     slots.SlotRunner   transformers' own, our attention no            eager               default on a CPU
+    slots    CPU     slots.SlotRunner   plain.PLAIN, attention of slots  yes           eager               default on a CPU
     slots    GPU     slots.SlotRunner   transformers' own, our attention no            eager               cache = "slots"
     pages    CPU     paged.PagedRunner  plain.PLAIN                      yes           eager               cache = "pages"
     pages    GPU     paged.PagedRunner  kernels.KERNELS                  yes           graphs, one ahead   default on a GPU
@@ -16,7 +16,7 @@ Each fast path has a plain twin, and a test that they agree:
     kernels.KERNELS (Triton)                   plain.PLAIN (torch)                            test_gpu_engine
     layer_kernels, attention_kernels (Triton)  plain.PLAIN (torch)                            test_layer_kernels
     fused.fuse (joined products, one norm)     the library's layers; check.check_engine       test_fused, test_paged
-    fused_layer.fuse_layers (5 operations)     the library's layers; check.check_engine       test_paged
+    fused_layer.fuse_layers (5 operations)     the library's layers; check.check_engine       test_fused, test_paged
     graphs.Graphs (replayed decode step)       the same step, launched kernel by kernel       test_paged, test_gpu_engine
     paged.PagedRunner (pages, shared prefixes) slots.SlotRunner                               test_paged
     slots.SlotRunner (continuous batching)     transformers, one request at a time            test_engine

@@ -34,7 +34,7 @@ def make_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     kind = cache_kind(config, model.device.type)
     why_unfused = check_engine(model, kind)
     if kind == "slots":
-        return SlotRunner(model, config.num_slots)
+        return SlotRunner(model, config.num_slots, why_unfused=why_unfused)
     runner = PagedRunner(model, config.num_slots, cache_gb=config.pool_gb, why_unfused=why_unfused)
     runner.make_graphs()
     return runner

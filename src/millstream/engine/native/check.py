@@ -28,12 +28,11 @@ REMEDIES: dict[CacheKind, str] = {
 def check_engine(model: PreTrainedModel, kind: CacheKind, *, is_small_only: bool = False) -> str:
     """Why the model's layers are not fused; empty: they can be. Raises `ModelError` if its requests have other
     log-probabilities than in the library's own pass, fused or not."""
-    why = "a cache of slots has none"
-    if kind == "pages":
+    why = "fused layers of slots are for a CPU"
+    if kind == "pages" or model.device.type == "cpu":
         try:
-            check_pass(
-                model, "the engine (pages, fused)", partial(requests, kind, True), "", is_small_only=is_small_only
-            )
+            what = f"the engine ({kind}, fused)"
+            check_pass(model, what, partial(requests, kind, True), "", is_small_only=is_small_only)
             return ""
         except ModelError as error:
             why = str(error)
@@ -66,15 +65,9 @@ def requests(kind: CacheKind, is_fused: bool, model: PreTrainedModel, lengths: C
 
 def _small_batcher(kind: CacheKind, is_fused: bool, model: PreTrainedModel, lengths: CheckLengths) -> Batcher:
     num_slots, longest = len(lengths.prompts), max(lengths.prompts) + lengths.answer
-    if kind == "slots":
-        runner: SlotRunner | PagedRunner = SlotRunner(model, num_slots)
-    else:
-        runner = PagedRunner(
-            model,
-            num_slots,
-            why_unfused="" if is_fused else "for the check",
-            max_length=longest,
-            has_graphs=False,
-        )
+    why_unfused = "" if is_fused else "for the check"
+    runner: SlotRunner | PagedRunner = SlotRunner(model, num_slots, why_unfused=why_unfused)
+    if kind == "pages":
+        runner = PagedRunner(model, num_slots, why_unfused=why_unfused, max_length=longest, has_graphs=False)
     first, second, _ = lengths.prompts
     return Batcher(model, num_slots=num_slots, prefill_tokens=first + second, runner=runner)

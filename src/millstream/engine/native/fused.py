@@ -190,7 +190,8 @@ def _attention(module: Any) -> FusedAttention | Callable[..., tuple[Tensor, None
     parts = (module.q_proj, module.k_proj, module.v_proj)
     dim: int = module.head_dim
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
-    if not are_linear(*parts, module.o_proj) or dim & (dim - 1) or (norms[0] is None) != (norms[1] is None):
+    is_odd = dim & (dim - 1) and parts[0].weight.is_cuda  # kernels need a power of two
+    if not are_linear(*parts, module.o_proj) or is_odd or (norms[0] is None) != (norms[1] is None):
         return None
     heads = Heads(
         num=parts[0].out_features // dim,

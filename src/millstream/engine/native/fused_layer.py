@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from millstream.engine.native.fused import (
     FAMILIES,
     FusedAttention,
     FusedContext,
+    FusedCount,
     FusedForward,
     FusedMLP,
     FusedNorm,
+    fuse,
     operations_for,
 )
 from millstream.engine.native.plain import Projection
@@ -28,6 +31,14 @@ from millstream.engine.native.plain import Projection
 LAYERS = frozenset(f"{name}DecoderLayer" for name in FAMILIES)
 PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 Part = TypeVar("Part")
+
+
+def fuse_model(model: nn.Module) -> FusedCount:
+    """Its modules and its layers, in place."""
+    with torch.inference_mode():
+        found = fuse(model)
+        fuse_layers(model)
+    return found
 
 
 def fuse_layers(model: nn.Module) -> int:

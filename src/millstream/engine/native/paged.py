@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millstream.engine.native import fused
-from millstream.engine.native.fused_layer import fuse_layers
+from millstream.engine.native.fused_layer import fuse_model
 from millstream.engine.native.graphs import CudaRecorder, Graphs, size_for, wide_size
 from millstream.engine.native.memory import check_fits
 from millstream.engine.native.pages import (
@@ -127,9 +127,8 @@ class PagedRunner:
         self._fused = fused.FusedCount(0, 0) if why_unfused else self._fuse()
 
     def _fuse(self) -> fused.FusedCount:
-        with torch.inference_mode(), self.working():
-            found = fused.fuse(self._model)
-            fuse_layers(self._model)
+        with self.working():
+            found = fuse_model(self._model)
         if self._stream is not None:
             self._stream.synchronize()  # weights that were joined may be another's, too, on another stream
         return found

@@ -112,19 +112,24 @@ class PlainOperations:
         values[page_N, :, offset_N] = value_NKD
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, is_gemma: bool) -> Tensor:
-        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
+        normed = F.rms_norm(x.float(), x.shape[-1:], None, epsilon)
         if is_gemma:
             return (normed * (1.0 + weight.float())).to(x.dtype)
         return weight * normed.to(x.dtype)
 
-    def rotate_and_write(self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages) -> Tensor:
-        all_heads = qkv_NE.view(len(qkv_NE), -1, heads.dim)
-        query, key, value = all_heads.tensor_split([heads.num, heads.num + heads.num_keys], dim=1)
+    def rotated(self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys after their norms and the rotation, and values: each [N, heads, D]."""
+        both, value = qkv_NE.view(len(qkv_NE), -1, heads.dim).tensor_split([heads.num + heads.num_keys], dim=1)
         if heads.query_norm is not None and heads.key_norm is not None:
-            query = self.rms_norm(query, heads.query_norm, heads.epsilon, heads.is_gemma)
-            key = self.rms_norm(key, heads.key_norm, heads.epsilon, heads.is_gemma)
-        self.write(_rotate(key, cos_ND, sin_ND), value, pages)
-        return _rotate(query, cos_ND, sin_ND)
+            weights = heads.query_norm.expand(heads.num, -1), heads.key_norm.expand(heads.num_keys, -1)
+            both = self.rms_norm(both, torch.cat(weights), heads.epsilon, heads.is_gemma)
+        query, key = _rotate(both, cos_ND, sin_ND).tensor_split([heads.num], dim=1)
+        return query, key, value
+
+    def rotate_and_write(self, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, pages: Pages) -> Tensor:
+        query, key, value = self.rotated(qkv_NE, cos_ND, sin_ND, heads)
+        self.write(key, value, pages)
+        return query
 
     def decode_attention(self, query_NHD: Tensor, pages: Pages, rule: Rule) -> Tensor:
         keys, values, table, slots_N, positions_N = pages

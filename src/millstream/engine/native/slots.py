@@ -18,7 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millstream.engine.native import fused
+from millstream.engine.native.fused_layer import fuse_model
 from millstream.engine.native.memory import check_fits
+from millstream.engine.native.plain import PLAIN, Heads, Normed
 from millstream.engine.native.runner import Chunk, Drawn
 from millstream.engine.native.sampling import sample, uniforms
 from millstream.engine.native.sequence import TokenSequence
@@ -37,10 +39,12 @@ class SlotRunner:
     can_draft = False
     cache_used = 0.0
     swap_s = None
-    path = ComputePath("a slot for each request, the library's layers")
 
-    def __init__(self, model: PreTrainedModel, num_slots: int) -> None:
-        fused.unfuse(model)  # it may come from a paged runner
+    def __init__(self, model: PreTrainedModel, num_slots: int, *, why_unfused: str = "") -> None:
+        """`why_unfused`: as of `PagedRunner`."""
+        fused.unfuse(model)  # it may come from another runner
+        count = fused.FusedCount(0, 0) if why_unfused else fuse_model(model)
+        self.path = ComputePath(f"a slot for each request, {count.words}", why_unfused or count.why(model))
         self._model = model
         self._device = next(model.parameters()).device
         self._cache = SlotCache(num_slots)
@@ -228,6 +232,7 @@ class _StepContext:
         self._decode = decode
         self._prefill = prefill
         self._split = 0 if decode is None else len(decode.tokens)
+        self.normed: Normed | None = None
 
     def inputs(self) -> dict[str, Tensor]:
         """Of the model, which computes logits for the last token of each request and of each distinct prompt."""
@@ -256,3 +261,10 @@ class _StepContext:
             part = (query[:, :, cut:], key[:, :, cut:], value[:, :, cut:])
             outs.append(self._prefill.attend(layer, *part, rule))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def attend_fused(
+        self, layer: int, qkv_NE: Tensor, cos_ND: Tensor, sin_ND: Tensor, heads: Heads, rule: Rule
+    ) -> Tensor:
+        parts = PLAIN.rotated(qkv_NE, cos_ND, sin_ND, heads)
+        query, key, value = (part.transpose(0, 1)[None] for part in parts)
+        return self.attend(layer, query, key, value, rule)[0].flatten(1)
