@@ -17,6 +17,8 @@ import pytest
 import typer.testing
 from hypothesis import HealthCheck, settings
 
+from millstream.rpc.forkserver import SOCKET_VARIABLE, import_variables
+
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, print_blob=True
 )
@@ -24,7 +26,7 @@ settings.load_profile("default")
 gc.set_threshold(50_000, 20, 50)  # imports make a million objects, and no garbage
 typer.testing._get_command = functools.cache(typer.testing._get_command)  # all commands, 20 ms for every call of one
 
-SOCKET_VARIABLE = "MILLSTREAM_FORKSERVER"
+IMPORTED_WITH = import_variables(dict(os.environ))
 LONGEST = (
     "test_engine.py", "test_engine_conformance.py", "test_scheduling_figures.py", "test_local.py", "test_paged.py",
     "test_compare.py", "test_lag_bound.py", "test_resume.py", "test_learner.py", "test_audit.py", "test_store_faults.py",
@@ -66,6 +68,21 @@ def pytest_collection_finish() -> None:
     """What test modules have imported stays: no garbage collection looks at it again, those of pytest at its end included."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """A test leaves what libraries read at import as it was. Otherwise the warm process would refuse every later worker of this
+    process, and each would take 6 s of CPU to start."""
+    yield
+    left = import_variables(dict(os.environ))
+    if left != IMPORTED_WITH:
+        for name in left.keys() | IMPORTED_WITH.keys():
+            os.environ.pop(name, None)
+        os.environ.update(IMPORTED_WITH)
+        pytest.fail(
+            f"the test leaves the environment variables {left}, expected {IMPORTED_WITH}: use monkeypatch.setenv"
+        )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
