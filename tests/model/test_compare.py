@@ -147,7 +147,7 @@ def test_a_run_with_such_a_model_ends_in_the_driver_before_any_process_starts(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_that_is_right_passes_and_the_random_numbers_are_what_they_were(name: str, dtype: torch.dtype) -> None:
-    model = make(name) if dtype == torch.float32 else make_small(name, dtype)
+    model = make_small(name, dtype)
     before, weights = torch.random.get_rng_state(), {key: value.clone() for key, value in model.state_dict().items()}
     np.random.seed(7)
     numbers = np.random.get_state()[1]

@@ -30,13 +30,13 @@ SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
 
-LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+LAYERS = ["sliding_attention", "full_attention"]
 
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE),
