@@ -15,6 +15,9 @@ LOWEST_TESTS := tests/env/test_records.py tests/env/test_foreign_rewards.py test
 	tests/run/test_passed_data.py tests/run/test_push.py tests/learner/test_adapter_folders.py
 # Of torch there may be a build without CUDA for one version only: make test-lowest LOWEST_TORCH=2.13.0
 LOWEST_TORCH ?= 2.11.0
+# Bytecode is written when a file is first imported: pip would compile all of torch and transformers, which takes longer than to copy
+# them. So what is started here has to write it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-trackers test-lm-eval test-peers test-lowest second-day smoke check format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
 
@@ -152,7 +155,7 @@ $(TRL)/.installed: constraints.txt
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 $(VENV)/.installed-ray: $(INSTALLED)

@@ -208,7 +208,7 @@ def install_wheel(folder: Path) -> list[str]:
     python = str(folder / "venv/bin/python")
     constraint = ["--constraint", str(ROOT / "constraints.txt")]
     for packages in ([TORCH], [str(wheel)]):
-        run([python, "-m", "pip", "install", "--quiet", *constraint, *packages], check=True)
+        run([python, "-m", "pip", "install", "--quiet", "--no-compile", *constraint, *packages], check=True)
     where = run(
         [python, "-c", "import millstream; print(millstream.__file__)"], check=True, capture_output=True, text=True
     )
@@ -227,6 +227,7 @@ def main() -> None:
         folder = Path(name)
         if options.from_wheel:
             os.environ.pop("PYTHONPATH", None)
+            os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # pip compiles nothing: the first command does
             program = install_wheel(folder)
         else:
             program = [sys.executable, "-m", "millstream"]

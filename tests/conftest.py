@@ -17,6 +17,8 @@ import pytest
 import typer.testing
 from hypothesis import HealthCheck, settings
 
+from millstream.rpc.forkserver import SOCKET_VARIABLE, import_variables
+
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, print_blob=True
 )
@@ -24,16 +26,19 @@ settings.load_profile("default")
 gc.set_threshold(50_000, 20, 50)  # imports make a million objects, and no garbage
 typer.testing._get_command = functools.cache(typer.testing._get_command)  # all commands, 20 ms for every call of one
 
-SOCKET_VARIABLE = "MILLSTREAM_FORKSERVER"
+IMPORTED_WITH = import_variables(dict(os.environ))
 LONGEST = (
-    "test_engine.py", "test_engine_conformance.py", "test_scheduling_figures.py", "test_local.py", "test_paged.py",
-    "test_compare.py", "test_lag_bound.py", "test_resume.py", "test_learner.py", "test_audit.py", "test_store_faults.py",
-    "test_fleet.py", "test_checkpoint.py", "test_lora.py", "test_recipes.py", "test_fsdp.py", "test_faults.py",
-    "test_rewards.py", "test_critic.py", "test_stages.py", "test_http_engine.py", "test_forkserver.py", "test_chaos.py",
-    "test_sandbox.py", "test_bias.py", "test_store_model.py", "test_serve_openai.py", "test_sandbox_forgeries.py",
-    "test_fuzz.py", "test_bad_input.py", "test_models.py", "test_replay.py",
+    "test_engine.py", "test_engine_conformance.py", "test_stages_for_real.py", "test_http_engine.py", "test_fused.py",
+    "test_local.py", "test_changes.py", "test_scheduling_figures.py", "test_paged.py", "test_audit.py",
+    "test_checkpoint.py", "test_compare.py", "test_speculation.py", "test_resume.py",
+    "test_recipes.py", "test_lag_bound.py", "test_mistakes.py", "test_push.py", "test_learner.py", "test_fleet.py",
+    "test_faults.py", "test_models.py", "test_lora.py", "test_store_model.py", "test_scheduling.py", "test_rewards.py",
+    "test_bias.py", "test_forkserver.py", "test_weight_channels.py", "test_passes.py", "test_bad_input.py",
+    "test_synchronous.py", "test_sandbox.py", "test_surplus_for_real.py", "test_stages.py", "test_sandbox_forgeries.py",
+    "test_chaos.py", "test_sizes.py", "test_store_faults.py", "test_serve_openai.py", "test_rollouts.py",
+    "test_replay.py",
 )  # fmt: skip
-"""Files that take ten seconds or more of CPU time, the longest first."""
+"""Files that take eight seconds or more of CPU time, the longest first."""
 WARM = pytest.StashKey[tuple[subprocess.Popen[bytes], tempfile.TemporaryDirectory[str]]]()
 
 
@@ -66,6 +71,21 @@ def pytest_collection_finish() -> None:
     """What test modules have imported stays: no garbage collection looks at it again, those of pytest at its end included."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """A test leaves what libraries read at import as it was. Otherwise the warm process would refuse every later worker of this
+    process, and each would take 6 s of CPU to start."""
+    yield
+    left = import_variables(dict(os.environ))
+    if left != IMPORTED_WITH:
+        for name in left.keys() | IMPORTED_WITH.keys():
+            os.environ.pop(name, None)
+        os.environ.update(IMPORTED_WITH)
+        pytest.fail(
+            f"the test leaves the environment variables {left}, expected {IMPORTED_WITH}: use monkeypatch.setenv"
+        )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

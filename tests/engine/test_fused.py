@@ -33,7 +33,7 @@ from millstream.model.lora import LoraConfig
 from millstream.run.build import build_engine
 from support.decoding import alone, drain, teacher_forced
 from support.faults import FAULTS, forgotten_adapter
-from support.tiny import CONFIGS, SHAPE, make, prompts, request
+from support.tiny import CONFIGS, SHAPE, make, make_small, prompts, request
 from support.tiny import plain as plain_model
 
 FAMILIES = [name for name in CONFIGS if name != "gpt_neox"]
@@ -220,7 +220,7 @@ def nothing_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def varied(name: str, dtype: torch.dtype, has_adapters: bool = False) -> PreTrainedModel:
     """A tiny model whose norms, biases and attention matter, as those of a trained one do."""
-    model = make(name)
+    model = make_small(name, torch.float32)
     compare.randomize(model, torch.Generator().manual_seed(0))
     model = model.to(dtype)
     if has_adapters:

@@ -17,7 +17,7 @@ from support.decoding import alone, teacher_forced
 from support.tiny import CONFIGS, make, prompts, request
 from support.tiny import plain as plain_model
 
-NUM_LAYERS = 3
+NUM_LAYERS = 2
 
 
 def layers_of(model: Any) -> list[Any]:

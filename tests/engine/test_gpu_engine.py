@@ -227,7 +227,7 @@ def test_steps_with_drafts_give_the_tokens_of_plain_steps_in_float32(name: str) 
 
 def test_swaps_preemption_and_aborts_on_the_gpu_leave_every_token_with_the_numbers_of_its_version() -> None:
     model = new_model(CONFIGS["qwen3"](), seed=0).to(CUDA).eval()
-    runner = PagedRunner(model, 16, cache_gb=2e-4, page=16)
+    runner = PagedRunner(model, 16, cache_gb=1.34e-4, page=16)
     batcher = Batcher(model, num_slots=16, runner=runner, on_update="recompute")
     other = new_model(CONFIGS["qwen3"](), seed=1).to(CUDA)
     asked = prompts(40)

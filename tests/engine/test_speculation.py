@@ -43,7 +43,7 @@ from support.drafting import Oracle
 from support.tiny import VOCABULARY, make, prompts, request
 from support.tiny import plain as plain_model
 
-PAGE_BYTES = 3 * 2 * 2 * 4 * 16 * 4
+PAGE_BYTES = 2 * 2 * 2 * 4 * 16 * 4
 """As in `test_paged`: of a page of four tokens."""
 
 

@@ -171,7 +171,8 @@ def test_weights_come_out_of_the_memory_that_they_were_published_in(tmp_path: Pa
 
 
 @pytest.mark.timeout(120)
-def test_a_vllm_that_does_not_start_is_reported_with_the_reason() -> None:
+def test_a_vllm_that_does_not_start_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # it sets variables, as in a process of its own
     ours, theirs = socket.socketpair()
     ours.sendall(frame((PacketKind.CALL, 1, setup())))
     serve_vllm(theirs)  # there is no such folder, or no vLLM

@@ -21,7 +21,7 @@ from millstream.model.tiny import character_tokenizer
 from millstream.run.build_scorers import check_vocabulary
 from millstream.types import Floats, Metrics, TrainRow
 from support.learners import learner, rows
-from support.tiny import CONFIGS, make, plain
+from support.tiny import CONFIGS, make, make_small, plain
 
 TEMPERATURE = 0.7
 LEARNING = LearnerConfig(learning_rate=1e-3)
@@ -63,7 +63,7 @@ def test_a_reference_says_what_the_model_says_by_itself(name: str) -> None:
 
 
 def test_in_16_bits_a_reference_says_about_the_same_and_a_critic_learns() -> None:
-    some, model = with_returns(rows(2)), make("qwen3")
+    some, model = with_returns(rows(2)), make_small("qwen3", torch.float32)
     exact = score(TorchScorer(copy.deepcopy(model)), some)
     rounded = score(TorchScorer(copy.deepcopy(model).to(torch.bfloat16)), some)
     assert all(np.allclose(mine, theirs, atol=0.1) for mine, theirs in zip(exact, rounded, strict=True))

@@ -28,7 +28,7 @@ from millstream.model.finite import names_not_finite
 from millstream.objective import LossInputs, TokenLoss
 from millstream.types import Metrics, TrainRow
 from support.learners import learner, rows
-from support.tiny import CONFIGS, VOCABULARY, make, plain
+from support.tiny import CONFIGS, VOCABULARY, make, make_small, plain
 
 AGGREGATIONS = ["token_mean", "sequence_mean", "fixed_length"]
 
@@ -337,7 +337,7 @@ def test_a_step_whose_gradient_is_not_finite_is_left_out_and_too_many_in_a_row_e
 def test_weights_that_are_not_finite_are_neither_published_nor_kept_nor_saved(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    one = TorchLearner(make("qwen3").to(dtype), LearnerConfig(learning_rate=1e39), recipe.supervised())
+    one = TorchLearner(make_small("qwen3", dtype), LearnerConfig(learning_rate=1e39), recipe.supervised())
 
     async def program() -> None:
         await one.weights()
@@ -387,12 +387,10 @@ def test_every_kind_of_weight_is_looked_at_and_large_ones_are_finite() -> None:
 
 def test_with_bfloat16_the_masters_keep_what_rounding_would_lose(tmp_path: Path) -> None:
     """A hundred steps of a ten-thousandth of a weight move it by a hundredth, though each is below what it can show."""
-    model = make("qwen3").to(torch.bfloat16)
+    model = make_small("qwen3", torch.bfloat16)
+    exact = TorchLearner(copy.deepcopy(model).float(), LearnerConfig(learning_rate=1e-5), recipe.supervised())
     one = TorchLearner(model, LearnerConfig(learning_rate=1e-5), recipe.supervised())
-    exact = TorchLearner(
-        make("qwen3").to(torch.bfloat16).float(), LearnerConfig(learning_rate=1e-5), recipe.supervised()
-    )
-    batch = rows(1)  # a processor without 16 bits takes a third of a second for a step of three
+    batch = rows(1)
 
     async def program() -> None:
         for _ in range(30):
@@ -413,8 +411,8 @@ def test_with_bfloat16_the_masters_keep_what_rounding_would_lose(tmp_path: Path)
 
 def test_a_bfloat16_learner_goes_on_from_its_snapshot_bit_for_bit(tmp_path: Path) -> None:
     async def program() -> None:
-        one = TorchLearner(make("qwen3").to(torch.bfloat16), LearnerConfig(), recipe.supervised())
-        other = TorchLearner(make("qwen3").to(torch.bfloat16), LearnerConfig(), recipe.supervised())
+        one = TorchLearner(make_small("qwen3", torch.bfloat16), LearnerConfig(), recipe.supervised())
+        other = TorchLearner(make_small("qwen3", torch.bfloat16), LearnerConfig(), recipe.supervised())
         await one.accumulate(rows(4))
         await one.step()
         (await one.snapshot()).write(tmp_path)

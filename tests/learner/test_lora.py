@@ -41,7 +41,7 @@ from millstream.run.run import train as run
 from millstream.types import TrainRow
 from support.learners import rows
 from support.runs import ROOT, SETTINGS
-from support.tiny import CONFIGS, make, prompts, request
+from support.tiny import CONFIGS, make, make_small, prompts, request
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 
@@ -270,7 +270,7 @@ def test_recomputed_activations_give_the_same_adapters() -> None:
 
 
 def test_in_bfloat16_the_masters_of_the_adapters_are_float32() -> None:
-    model = make("qwen3").to(torch.bfloat16)
+    model = make_small("qwen3", torch.bfloat16)
     add_adapters(model, LORA, seed=1)
     one = learner(model)
     assert {p.dtype for p in trained_weights(model).values()} == {torch.bfloat16}

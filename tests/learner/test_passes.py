@@ -21,7 +21,7 @@ from millstream.learner.torch import TorchLearner
 from millstream.model.policy import layers_of
 from millstream.types import TrainRow
 from support.learners import rows
-from support.tiny import make
+from support.tiny import make, make_small
 
 AT = ["forward", "first layer", "last layer", "embeddings", "head"]
 
@@ -52,7 +52,7 @@ def exhaust(model: Any, limit: int, at: str) -> list[int]:
 
 def learner_of(dtype: torch.dtype, *, is_fixed: bool = False, **config: Any) -> TorchLearner:
     objective = recipe.objective(AlgorithmConfig(entropy_bonus=0.01), max_tokens=16)
-    return TorchLearner(make("qwen3").to(dtype), LearnerConfig(**config), objective, is_fixed=is_fixed)
+    return TorchLearner(make_small("qwen3", dtype), LearnerConfig(**config), objective, is_fixed=is_fixed)
 
 
 def total(batch: Sequence[TrainRow]) -> int:

@@ -45,7 +45,7 @@ from millstream.rpc.process import LocalLauncher
 from millstream.run.prepare import prepare_run
 from millstream.types import TrainRow
 from support.decoding import drain, teacher_forced
-from support.tiny import CONFIGS, SHAPE, VOCABULARY, make, plain, request
+from support.tiny import CONFIGS, SHAPE, VOCABULARY, make, make_small, plain, request
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 WRONG: dict[str, Callable[[], Any]] = {
@@ -147,7 +147,7 @@ def test_a_run_with_such_a_model_ends_in_the_driver_before_any_process_starts(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_that_is_right_passes_and_the_random_numbers_are_what_they_were(name: str, dtype: torch.dtype) -> None:
-    model = new_model(CONFIGS[name](), seed=0, dtype=dtype)
+    model = make_small(name, dtype)
     before, weights = torch.random.get_rng_state(), {key: value.clone() for key, value in model.state_dict().items()}
     np.random.seed(7)
     numbers = np.random.get_state()[1]

@@ -82,10 +82,17 @@ def test_ppo_with_a_critic_learns_asynchronously_from_groups_of_one(tmp_path: Pa
     assert {("values", "score"), ("critic", "accumulate"), ("critic", "step")} <= work
 
 
+@pytest.fixture(scope="module")
+def free(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """Of a run that a reference measures, and does not hold."""
+    return metrics(tmp_path_factory.mktemp("free"), "reference.micro_batch_tokens=300")
+
+
 @pytest.mark.parametrize(("place", "coefficient"), [("loss", 1.0), ("reward", 0.3)])
-def test_a_kl_holds_the_policy_nearer_to_the_reference(tmp_path: Path, place: str, coefficient: float) -> None:
-    held = metrics(tmp_path / "held", f"algorithm.kl={place}", f"algorithm.kl_coefficient={coefficient}")
-    free = metrics(tmp_path / "free", "reference.micro_batch_tokens=300")
+def test_a_kl_holds_the_policy_nearer_to_the_reference(
+    tmp_path: Path, free: list[dict[str, float]], place: str, coefficient: float
+) -> None:
+    held = metrics(tmp_path, f"algorithm.kl={place}", f"algorithm.kl_coefficient={coefficient}")
     assert held[0]["reference_kl"] == pytest.approx(0, abs=1e-6), "it starts from there"
     assert 0 < mean(held[-4:], "reference_kl") < 0.5 * mean(free[-4:], "reference_kl")
     assert mean(free[-4:], "reward") > mean(held[-4:], "reward")

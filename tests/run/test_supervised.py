@@ -47,7 +47,7 @@ from millstream.types import Floats, Metrics, Task, TrainRow, Weights
 from support.commands import start_command
 from support.learners import rows
 from support.runs import until
-from support.tiny import make
+from support.tiny import make_small
 from support.views import drawn
 
 TASKS = [Task(id=str(number), prompt=f"{number}+{number}=", answer=str(2 * number)) for number in range(10)]
@@ -235,7 +235,7 @@ def test_what_bounds_memory_and_time_is_that_of_the_learners_table() -> None:
 
 def test_a_model_in_bfloat16_may_be_another_learners_when_the_first_has_closed() -> None:
     async def program() -> None:
-        model = make("qwen3").to(torch.bfloat16)
+        model = make_small("qwen3", torch.bfloat16)
         for _ in range(2):
             learner = TorchLearner(model, LearnerConfig(), recipe.supervised())
             await learner.begin_batch()
