@@ -125,6 +125,7 @@ class GroupRules:
             start,
             end,
             given=reward,
+            is_kept=self._cursor.is_keeping,
         )
 
     def on_rollout_failed(self, event: Fields) -> None:
