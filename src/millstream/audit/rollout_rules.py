@@ -26,9 +26,9 @@ def check_rollouts(folder: Path, cursor: Cursor, last_covered: int, report: Audi
     found: set[int] = set()
     for path in sorted(folder.glob("*.rollouts")):
         try:
-            for group in read_groups(path):
-                if not group.fates or group.fates[0].seq <= cursor.seq:  # a run that is active is ahead of what was read
-                    _check_group(path.name, group, due, found, report, is_lossy=num_lost > 0)
+            for kept in read_groups(path):
+                if not kept.fates or kept.fates[0].seq <= cursor.seq:  # a run that is active is ahead of what was read
+                    _check_group(path.name, kept, due, found, report, is_lossy=num_lost > 0)
         except MALFORMED as error:
             report.add_finding("rollouts", f"rollouts/{path.name} cannot be read: {reason_of(error)}")
     missing = {group_id: group for group_id, group in due.items() if group_id not in found}
