@@ -238,6 +238,8 @@ def test_a_killed_run_may_lack_what_no_checkpoint_covers(made: Path, tmp_path: P
     forged(run_dir, leave_out)
     report = audit(run_dir)
     assert findings(report) == [] and report.rollouts_not_written
+    (run_dir / "events.jsonl").write_bytes(b"".join(lines[:-100]))
+    assert findings(audit(run_dir)) == [], "the files of an active run may be ahead of what was read of its log"
 
 
 def test_strata_are_those_of_the_writer() -> None:

@@ -129,6 +129,7 @@ class GroupRules:
             end,
             given=reward,
             is_partial=is_partial,
+            is_kept=self._cursor.is_keeping,
         )
 
     def on_rollout_failed(self, event: Fields) -> None:

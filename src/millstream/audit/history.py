@@ -50,6 +50,7 @@ class EndedMember(NamedTuple):
     end: int
     given: float  # its own reward, without that of the group as a whole
     is_partial: bool  # the reward of its whole group is still to be added
+    is_kept: bool  # as of a group
 
 
 class TrainedGroup(NamedTuple):
@@ -218,10 +219,14 @@ class Cursor:
     def add_trained(self, group_id: int, group: TrackedGroup) -> None:
         """To be compared with the rollouts that were kept."""
         if self.are_compared:
-            settings, version = self.now.config or {}, self.now.version
-            is_kept = bool(settings.get("rollout", {}).get("keep_gb", True))
-            own = TrainedGroup(version, self.seq, is_kept, group.ended)
+            version = self.now.version
+            own = TrainedGroup(version, self.seq, self.is_keeping, group.ended)
             self.trained.setdefault(version, {})[group_id] = own
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether rollouts are kept by the settings in force."""
+        return bool((self.now.config or {}).get("rollout", {}).get("keep_gb", True))
 
     @property
     def terms(self) -> RunTerms:

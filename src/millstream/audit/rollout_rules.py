@@ -16,37 +16,61 @@ FATES = ("trained", "kept")  # of a group that a batch took; the second in a run
 
 
 def check_rollouts(folder: Path, cursor: Cursor, last_covered: int, report: AuditReport) -> None:
-    """`last_covered`: the last event that a checkpoint covers. A folder that is not there was not kept, or was removed."""
+    """`last_covered`: the last event that a checkpoint covers. A folder that is not there was not kept, or was removed. Groups
+    may be sampled away as a whole. What was not on the disk when the process was killed, could not be written, or was not kept
+    by the settings, is counted."""
     if not folder.is_dir():
         return
     due = {group_id: group for groups in cursor.trained.values() for group_id, group in groups.items()}
+    level, num_lost = _sampled(folder, report)
     found: set[int] = set()
     for path in sorted(folder.glob("*.rollouts")):
         try:
-            for group in read_groups(path):
-                _check_group(path.name, group, due, found, report)
+            for kept in read_groups(path):
+                if not kept.fates or kept.fates[0].seq <= cursor.seq:  # a run that is active is ahead of what was read
+                    _check_group(path.name, kept, due, found, report, is_lossy=num_lost > 0)
         except MALFORMED as error:
             report.add_finding("rollouts", f"rollouts/{path.name} cannot be read: {reason_of(error)}")
-    report.rollouts_verified = sum(len(due[group_id].members) for group_id in found)
     missing = {group_id: group for group_id, group in due.items() if group_id not in found}
-    _check_missing(folder, missing, cursor.now.outcome is None, last_covered, report)
+    for group_id in [group_id for group_id in missing if stratum_due(group_id) < level]:
+        report.rollouts_sampled_away += len(missing.pop(group_id).members)
+    is_killed = cursor.now.outcome is None
+    for group_id, group in list(missing.items()):
+        if num_lost or not group.is_kept or (is_killed and group.seq > last_covered):
+            report.rollouts_not_written += len(missing.pop(group_id).members)
+    _report_missing(folder, missing, report)
 
 
 def _check_group(
-    name: str, kept: FiledGroup, due: dict[int, TrainedGroup], found: set[int], report: AuditReport
+    name: str,
+    kept: FiledGroup,
+    due: dict[int, TrainedGroup],
+    found: set[int],
+    report: AuditReport,
+    *,
+    is_lossy: bool,
 ) -> None:
+    """`is_lossy`: some records could not be written."""
     group = due.get(kept.group_id)
     is_trained = kept.has_left and kept.fates[0].fate in FATES
     what = f"rollouts/{name}: group {kept.group_id}"
     if group is None:
         report.expect(not is_trained, "rollouts", f"{what} was trained, by the events it was not")
         return
-    if not is_trained and kept.group_id not in found:  # what is not written of it: see `_check_missing`
+    if not is_trained and kept.group_id not in found:  # it is among the missing ones
         return
     if not report.holds(kept.group_id not in found):
         report.add_finding("rollouts", f"{what} is there twice")
         return
     found.add(kept.group_id)
+    missing = group.members.keys() - {one.member for one in kept.attempts}
+    lost = {member for member in missing if is_lossy or not group.members[member].is_kept}
+    report.rollouts_verified += len(group.members) - len(missing)
+    report.rollouts_not_written += len(lost)
+    lacking = sorted(missing - lost)
+    report.expect(
+        not lacking, "rollouts", f"{what}, trained by step {group.version + 1}: members {lacking} are missing"
+    )
     for objection in _objections(kept, group):
         report.expect(not objection, "rollouts", f"{what}, trained by step {group.version + 1}: {objection}")
 
@@ -56,8 +80,7 @@ def _objections(kept: FiledGroup, group: TrainedGroup) -> Iterator[str]:
     members = Counter(one.member for one in kept.attempts)
     twice = sorted(member for member, num in members.items() if num > 1)
     yield f"members {twice} are there twice" if twice else ""
-    lacking, other = sorted(group.members.keys() - members), sorted(members.keys() - group.members)
-    yield f"members {lacking} are missing" if lacking else ""
+    other = sorted(members.keys() - group.members)
     yield f"members {other} were not trained" if other else ""
     steps = [one.version + 1 for one in kept.taken]
     yield "" if steps == [group.version + 1] else f"it was taken for the steps {steps}"
@@ -86,23 +109,12 @@ def _are_close(some: list[float], others: list[float]) -> bool:
     return len(some) == len(others) and all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-9) for pair in pairs)
 
 
-def _check_missing(
-    folder: Path, missing: dict[int, TrainedGroup], is_killed: bool, last_covered: int, report: AuditReport
-) -> None:
-    """Groups may be sampled away, as a whole; what was not on the disk when the process was killed, or while it was full, or
-    with `keep_gb` at 0, is counted."""
-    level, num_lost = _sampled(folder, report)
-    report.rollouts_sampled_away = 0
-    unexplained: dict[int, list[int]] = {}
-    for group_id, group in missing.items():
-        stratum, num = stratum_due(group_id), len(group.members)
-        if stratum < level:
-            report.rollouts_sampled_away += num
-        elif num_lost or not group.is_kept or (is_killed and group.seq > last_covered):
-            report.rollouts_not_written += num
-        else:
-            unexplained.setdefault(stratum, []).append(group_id)
-    for stratum, groups in sorted(unexplained.items()):
+def _report_missing(folder: Path, missing: dict[int, TrainedGroup], report: AuditReport) -> None:
+    """Groups that nothing explains."""
+    by_stratum: dict[int, list[int]] = {}
+    for group_id in missing:
+        by_stratum.setdefault(stratum_due(group_id), []).append(group_id)
+    for stratum, groups in sorted(by_stratum.items()):
         name = f"rollouts/{stratum:02d}.rollouts"
         if (folder / f"{stratum:02d}.rollouts").exists():
             for group_id in groups:
@@ -110,7 +122,7 @@ def _check_missing(
                 report.add_finding("rollouts", f"{name}: group {group_id}, trained by step {step}, is missing")
         else:
             report.add_finding("rollouts", f"{name} is missing: {len(groups)} groups that were trained belong there")
-    report.holds(not unexplained)
+    report.holds(not missing)
 
 
 def _sampled(folder: Path, report: AuditReport) -> tuple[int, int]:
