@@ -230,6 +230,7 @@ def test_a_dry_run_finds_what_a_run_would_stumble_over(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the folder holds what is written here
     Path("model").symlink_to(finished / "model")
     Path("bare").mkdir()
     Path("bare/config.json").write_text("{}")
