@@ -125,7 +125,10 @@ def test_a_whole_chat_is_a_prompt_and_the_last_turn_of_the_assistant() -> None:
         ({"prompt": "a", "image": {"bytes": b"png", "path": None}}, "image is .* are not trained. Drop the record, or"),
         ({"prompt": "a", "image": Image()}, "image is <an image of PIL>: .* Drop the record, or the field"),
         ({"prompt": [user("a") | {"images": ["aGk="]}]}, "message 0: images is .* not trained"),
-        ({"prompt": [{"role": "user", "content": {"type": "image", "url": "a"}}]}, "message 0: the content is .*images"),
+        (
+            {"prompt": [{"role": "user", "content": {"type": "image", "url": "a"}}]},
+            "message 0: the content is .*images",
+        ),
         ({"prompt": [{"role": "user", "content": Image()}]}, "message 0: the content is <an image of PIL>: .*images"),
         ({"prompt": [{"role": "user", "content": [Image()]}]}, "message 0, part 0 is <an image of PIL>: .*images"),
         (

@@ -21,18 +21,21 @@ from msgspec import structs
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from millstream import RunConfig, train
+from millstream import RunConfig, resume, train
 from millstream.algo import AlgorithmConfig
 from millstream.cli.main import app
 from millstream.config import load
-from millstream.errors import MillstreamError
+from millstream.errors import ConfigError, MillstreamError, Stopped
 from millstream.model.load import save_model
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
+from millstream.run.active import ActiveRun
 from millstream.run.folder import LOCK, RunFolder
 from support.commands import start_command
 from support.runs import command, until
+from support.stop_at import StopAt
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz >"
+RESUME = "millstream train --resume"
 RECORDS = [{"prompt": f"{number}>", "answer": str(number)} for number in range(6)]
 RUN = """
 run_dir = "out"
@@ -485,15 +488,53 @@ def failing_loss(*inputs: Any) -> Any:
     raise RuntimeError("a loss of mine")
 
 
-def test_what_fails_in_the_first_step_leaves_nothing_behind(place: Path) -> None:
-    """After the folder, the evaluation and the first checkpoint were made."""
+def test_what_fails_in_the_first_step_keeps_its_log_and_says_where_it_is(place: Path) -> None:
     loss = f"algorithm={{loss='{__file__}:failing_loss'}}"
-    config = load(Path("run.toml"), RunConfig, [loss, "pipeline.max_lag=0", "pipeline.filter_zero_signal=false"])
+    words = ["train", "run.toml", "--set", loss, "--set", "pipeline.max_lag=0", "--set", "run_dir=my out"]
+    result = CliRunner().invoke(app, [*words, "--set", "pipeline.filter_zero_signal=false"])
+    lines = result.stderr.splitlines()
+    assert result.exit_code == 1 and "a loss of mine" in lines[0]
+    assert lines[-2:] == ["The log of the run is my out/events.jsonl. To resume the run:", f"  {RESUME} 'my out'"]
+    assert b"run_ended" in Path("my out/events.jsonl").read_bytes().splitlines()[-1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), MemoryError(), OSError(28, "No space left")])
+def test_whatever_ends_a_start_leaves_neither_a_folder_nor_a_lock(
+    place: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(Path("run.toml"), RunConfig, ["run_dir=deep/out"])
+    expected = ConfigError if isinstance(error, OSError) else type(error)
     before = files()
-    with pytest.raises(Exception, match="a loss of mine") as failed:
+
+    def fill(folder: RunFolder) -> None:
+        (folder.path / "half").mkdir()
+        raise error
+
+    def begin(run: ActiveRun) -> None:
+        raise error
+
+    with pytest.raises(expected):
+        RunFolder.create(config, "run", fill)
+    with pytest.raises(expected):
+        RunFolder.create(structs.replace(config, run_dir=None), "run", fill)
+    monkeypatch.setattr(ActiveRun, "emit_begun", begin)
+    with pytest.raises(type(error)):
         train(config)
-    assert not any("--resume" in note for note in getattr(failed.value, "__notes__", ())), "there is nothing to resume"
     assert files() == before
+    RunFolder.create(config, "run").discard()
+    assert files() == before, "nothing holds the folder"
+
+
+def test_a_start_that_another_process_was_faster_than_removes_nothing_of_its(place: Path) -> None:
+    config = load(Path("run.toml"), RunConfig)
+    first = RunFolder.create(config, "run")
+    there = files()
+    with pytest.raises(ConfigError, match="is active"):
+        RunFolder(first.path).lock()
+    second = RunFolder(first.path)
+    second.discard()
+    assert files() == there
+    first.discard()
 
 
 def test_a_run_with_a_passed_reward_says_how_it_is_resumed_from_python(place: Path) -> None:
@@ -502,6 +543,14 @@ def test_a_run_with_a_passed_reward_says_how_it_is_resumed_from_python(place: Pa
     Path("out/summary.json").unlink()
     line = said("status", "out")
     assert line[-1].strip() == "millstream.resume('out', reward=function), from Python"
+
+
+def test_a_run_with_passed_data_says_how_it_is_resumed_and_resumes_so(place: Path) -> None:
+    config = load(Path("run.toml"), RunConfig, ["data.path=", "pipeline.steps=400", "checkpoint.every_steps=1"])
+    with pytest.raises(Stopped, match=r"To resume the run:\n  millstream\.resume\('out', data=records\), from Python"):
+        train(config, data=RECORDS, sinks=[StopAt(2)])
+    assert "data=records" in said("train", "--resume", "out")[0] and "data=records" in said("status", "out")[-1]
+    assert resume("out", data=RECORDS, changes=["pipeline.steps=3"]).summary.steps == 3
 
 
 def test_printed_commands_can_be_typed_where_paths_have_spaces(place: Path) -> None:

@@ -10,9 +10,9 @@ import typer
 
 from millstream import config as configs
 from millstream.cli.common import console
+from millstream.paths import program
 from millstream.run.config import RunConfig
 from millstream.run.dry_run import find_all
-from millstream.run.folder import program
 
 DryRun = Annotated[
     bool,

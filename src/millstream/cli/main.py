@@ -46,13 +46,13 @@ from millstream.events import EventSink
 from millstream.events.bias import bias_report
 from millstream.events.findings import PastFinding, findings_of
 from millstream.events.sinks import read_history
-from millstream.paths import kind_of
+from millstream.paths import kind_of, program
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run import control
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
 from millstream.run.env_check import env_report_lines, run_env_check
-from millstream.run.folder import RunFolder, check_free, program, resume_command
+from millstream.run.folder import RunFolder, check_free, resume_command
 
 if TYPE_CHECKING:
     from millstream.run.folder import RunResult

@@ -14,7 +14,7 @@ import typer
 
 from millstream.cli.common import CONTROL, console, errors_shown
 from millstream.events.rollouts.reader import RolloutDump
-from millstream.run.folder import program
+from millstream.paths import program
 from millstream.run.read_rollouts import RolloutQuery, RolloutText, as_text, find_rollouts, open_dump, write_parquet
 
 MAX_SHOWN_ROLLOUTS = 20

@@ -38,6 +38,8 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     # Of the `datasets` data set, where it has several: what the library calls a configuration, such as "main".
     subset: str | None = None
     split: str = "train"  # of the `datasets` data set
+    # Whether the records were passed from Python, which a config cannot hold: train(config, data=records) sets it.
+    passed: bool = False
     toy: str | None = None  # a task that is made on the spot, such as "sort_digits"
     size: int = 4096  # tasks to make, where they are made on the spot: by `toy`, or by the environment
     prompt_key: str = "prompt"
@@ -81,6 +83,12 @@ def read(config: DataConfig, *, seed: int, make: MakeTasks | None = None, passed
     """`make` makes the tasks where no data set is named; `passed`: records that take the place of one."""
     source = config.path or config.name or config.toy or ("the environment" if passed is None else "data=")
     places: dict[str, str] = {}
+    if passed is None and config.passed:
+        raise DataError(
+            "the records are none of the config's: they were passed to train. Pass them again from Python: "
+            "millstream.resume(RUN, data=records), or millstream.evaluate(config, data=records); or name a file that has them: "
+            "--set data.passed=false --set data.path=FILE"
+        )
     if passed is None and config.path is None and config.name is None:
         tasks = _made(config, seed, make)
     else:

@@ -142,7 +142,9 @@ def _message(message: Any, where: str, number: int) -> Message:
     where = f"{where}: message {number}"
     role, content = message["role"], message.get("content")
     if not isinstance(role, str) or not role or role == TOOLS_ROLE:
-        hint = ". The functions that the model may call are the record's own field 'tools'" if role == TOOLS_ROLE else ""
+        hint = (
+            ". The functions that the model may call are the record's own field 'tools'" if role == TOOLS_ROLE else ""
+        )
         raise DataError(f"{where}: the role is {shown(repr(role))}: expected {', '.join(ROLES)}{hint}")
     if isinstance(content, list):
         content = "".join(_text_of_part(part, f"{where}, part {number}") for number, part in enumerate(content))

@@ -23,6 +23,7 @@ E_ = TypeVar("E_", bound=Event)
 T = TypeVar("T")
 TAIL = 1 << 20
 CLOSE_S = 5.0
+MAX_TO_SHOW = 100_000  # events that wait for a terminal that is blocked
 
 
 class MemorySink:
@@ -180,7 +181,7 @@ def _json_line(row: dict[str, Any]) -> bytes:
 class Tee:
     """Several sinks. `files` get every event at once, one event at a time, from any thread; an error of one of them is raised
     to the caller of `emit`. `shown` (terminal, dashboard) get it soon, on a separate thread: a terminal that blocks delays
-    nothing else, and a sink that raises is removed."""
+    nothing else, and misses the oldest events beyond `MAX_TO_SHOW`. A sink that raises is removed."""
 
     SHOW_S = 0.1
 
@@ -188,7 +189,7 @@ class Tee:
         self._files = list(files)
         self._shown = list(shown)
         self._lock = threading.Lock()
-        self._to_show: deque[Event] = deque()
+        self._to_show: deque[Event] = deque(maxlen=MAX_TO_SHOW)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._show, name="show", daemon=True)
         if self._shown:

@@ -14,17 +14,20 @@ from millstream.run.folder import RunFolder
 
 
 class RunLog:
-    """An event sink. `upto`: the version that a resumed run continues from; later metrics are removed. Raises `OutputError`
-    where a file cannot be written."""
+    """An event sink. `upto`: the version that a resumed run continues from; later metrics are removed. `own`: sinks that get
+    every event at once, as the files do, and not soon, as `sinks` do. Raises `OutputError` where a file cannot be written."""
 
-    def __init__(self, folder: RunFolder, sinks: Sequence[EventSink], *, upto: int) -> None:
+    def __init__(
+        self, folder: RunFolder, sinks: Sequence[EventSink], *, upto: int, own: Sequence[EventSink] = ()
+    ) -> None:
+        self._own = own
         self._folder = folder
         try:
             self._events = JsonlSink(folder.events)
             self._metrics = MetricsSink(folder.metrics, upto=upto)
         except OSError as error:
             raise OutputError(folder.cannot_write(folder.events, error)) from error
-        self._tee = Tee([self._events, self._metrics], sinks)
+        self._tee = Tee([self._events, self._metrics, *own], sinks)
         self._watch = Watch()
         self._lock = threading.Lock()
 
@@ -42,6 +45,8 @@ class RunLog:
         again."""
         self._watch.add(event)
         if isinstance(event, Evaluated) and event.name != WARMUP:
+            for sink in self._own:
+                sink.emit(event)
             self._tee.show(event)
 
     def last_seq(self) -> int:

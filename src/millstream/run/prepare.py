@@ -81,6 +81,8 @@ def prepare_run(
     checkpoint whose weights the model begins with. `is_new`: a folder will be made for the run."""
     if reward is not None:
         config = structs.replace(config, reward=passed(reward, config.reward))
+    if data_passed is not None:
+        config = structs.replace(config, data=structs.replace(config.data, passed=True))
     checked = check_config(config, reward=reward, data_passed=data_passed, is_start=True, is_new=is_new)
     set_up_cpu()
     assert checked.data is not None, "a start reads every data set"
