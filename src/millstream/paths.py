@@ -1,4 +1,5 @@
-"""What is at a path that the user typed, and what to type. A path that the system refuses to look at is an error that names it."""
+"""What is at a path that the user typed, and what to type. A path that the system refuses to look at is an error that names
+it."""
 
 from __future__ import annotations
 

@@ -439,6 +439,65 @@ def test_an_environment_that_is_not_one_is_said_so(place: Path, use: str, messag
     assert re.search(message, refused("data.path=", f"environment.0.use={use}"))
 
 
+EVALUATION = 'evaluation=[{name="mine", at_end=false, data={path="%s"}%s}]'
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            EVALUATION % ("data.jsonl", ", max_tokens=64"),
+            r"evaluation mine: max_tokens = 64 exceeds .*: set max_tokens lower",
+        ),
+        (
+            EVALUATION % ("long.jsonl", ""),
+            r"evaluation mine: long\.jsonl, line 1: the prompt has 31 tokens, which with",
+        ),
+        (
+            EVALUATION % ("data.jsonl", ', reward=[{function="bad.py:reward"}]'),
+            r"evaluation mine: reward bad\.py:reward raised KeyError at bad\.py:2",
+        ),
+        (EVALUATION % ("nowhere.jsonl", ""), r"evaluation mine: cannot read data\.path = nowhere\.jsonl"),
+        ('evaluation=[{name="mine", data={name="org/nowhere"}}]', r"evaluation mine: .*org/nowhere"),
+    ],
+)
+def test_an_evaluation_that_would_fail_is_refused_by_its_name(place: Path, change: str, message: str) -> None:
+    write("long.jsonl", records({"prompt": "1" * 31, "answer": "1"}))
+    write("bad.py", "def reward(task, completion):\n    raise KeyError('x')\n")
+    assert re.search(message, refused(change))
+
+
+def test_a_dry_run_finds_what_resume_and_from_would_refuse(place: Path, model: Path) -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    wide = TinyShape(hidden=32, layers=1, heads=2, context=32)
+    save_model(tiny_model(wide, tokenizer, seed=0), tokenizer, Path("wide"))
+    assert CliRunner().invoke(app, ["train", "run.toml"]).exit_code == 0
+    new = ("train", "run.toml", "--set", "run_dir=again")
+    for words, message in (
+        (("train", "--resume", "out"), r"the run in out is finished: its model is in out/model"),
+        (("train", "--resume", "model"), r"model is not a run folder"),
+        ((*new, "--from", "model"), r"model is not a run folder"),
+        ((*new, "--from", "out@7"), r"no checkpoint of step 7; it has those of steps 0, 1: type --from out@1"),
+        ((*new, "--from", "out", "--set", "model.path=wide"), r"of another model than \[model\]: .* has the shape"),
+        (
+            (*new, "--from", "out", "--set", "learner.lora={}"),
+            r"has trained a whole model, and \[learner\.lora\] is set",
+        ),
+    ):
+        dry, start = said(*words, "--dry-run"), said(*words)
+        assert dry == start and re.search(message, dry[0]), (dry, start)
+    assert CliRunner().invoke(app, [*new, "--from", "out", "--dry-run"]).exit_code == 0
+    more = ("train", "--resume", "out", "--set", "pipeline.steps=2")
+    result = CliRunner().invoke(app, [*more, "--dry-run"])
+    assert result.exit_code == 0 and "checked: the run continues from step 1, with 1 changed settings" in result.output
+    write("data.jsonl", records(*RECORDS[1:], RECORDS[0]))
+    assert said(*more, "--dry-run") == said(*more)
+    write("data.jsonl", records(*RECORDS))
+    for file in Path("out/checkpoints").glob("*/learner.pt"):
+        file.write_bytes(b"")
+    assert said(*more, "--dry-run") == said(*more)
+
+
 # ---- folders -------------------------------------------------------------------------------------------------------------
 
 
@@ -550,7 +609,7 @@ def test_a_run_with_passed_data_says_how_it_is_resumed_and_resumes_so(place: Pat
     with pytest.raises(Stopped, match=r"To resume the run:\n  millstream\.resume\('out', data=records\), from Python"):
         train(config, data=RECORDS, sinks=[StopAt(2)])
     assert "data=records" in said("train", "--resume", "out")[0] and "data=records" in said("status", "out")[-1]
-    assert resume("out", data=RECORDS, changes=["pipeline.steps=3"]).summary.steps == 3
+    assert resume("out", data=RECORDS, changes=["pipeline.steps=60"]).summary.steps == 60
 
 
 def test_printed_commands_can_be_typed_where_paths_have_spaces(place: Path) -> None:

@@ -131,7 +131,7 @@ def train_command(
         if with_config:
             show_config(config)
         if dry_run:
-            show_dry_run(config, path=path, resume=resume, is_commented=with_config)
+            show_dry_run(config, path=path, resume=resume, from_run=from_run, is_commented=with_config)
         if dry_run or with_config:
             return
         check_combinations(config)  # an error here comes before the view is drawn

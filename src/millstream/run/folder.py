@@ -83,8 +83,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, name: str, fill: Callable[[RunFolder], None] = lambda folder: None) -> RunFolder:
-        """A locked folder for a new run, with what `fill` writes and, last, the resolved config in it. Whatever ends this before
-        it returns, nothing is left behind. `discard` removes what was made for it."""
+        """A locked folder for a new run, with what `fill` writes and, last, the resolved config in it. Whatever ends this,
+        nothing is left behind. `discard` removes what was made for it."""
         if config.run_dir is not None:
             check_free(config.run_dir)
             folder = cls(Path(config.run_dir))
@@ -140,15 +140,21 @@ class RunFolder:
         `ConfigError` if there is nothing to resume, or a change may not be."""
         folder = cls.of_run(path)
         config = folder.config_to_resume(changes)
-        is_over = (path / "summary.json").exists() and folder.is_finished()
-        if is_over and config.pipeline.steps <= folder.steps_done():
-            raise ConfigError(
-                f"the run in {path} is finished: its model is in {folder.model}. To train it for more steps:\n"
-                f"  {resume_command(path)} --set pipeline.steps=N\n"
-                f"To train its model further, in a new run:\n  {_further_command(folder, config)}"
-            )
+        folder.check_resumable(config)
         folder.lock()
         return folder, config
+
+    def check_resumable(self, config: RunConfig) -> None:
+        """Raises `ConfigError` if the run is active, or finished with as many steps as `config` has."""
+        if holder_of(self.path) is not None:
+            raise ConfigError(is_active(self.path))
+        is_over = (self.path / "summary.json").exists() and self.is_finished()
+        if is_over and config.pipeline.steps <= self.steps_done():
+            raise ConfigError(
+                f"the run in {self.path} is finished: its model is in {self.model}. To train it for more steps:\n"
+                f"  {resume_command(self.path)} --set pipeline.steps=N\n"
+                f"To train its model further, in a new run:\n  {_further_command(self, config)}"
+            )
 
     def config_to_resume(self, changes: Sequence[str] = ()) -> RunConfig:
         """The config in the folder, edited by hand or not, with these changes. Raises `ConfigError` for a change that may not

@@ -17,7 +17,7 @@ from millstream.run.backend import Backend, backend_for
 from millstream.run.branch import load_start
 from millstream.run.build_scorers import check_scorer_models
 from millstream.run.check import check_config
-from millstream.run.check_machine import check_engine_device
+from millstream.run.check_machine import Played, check_engine_device
 from millstream.run.check_prompts import check_lengths, unknown_text
 from millstream.run.config import RunConfig
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
@@ -94,7 +94,7 @@ def prepare_run(
         driver_model = structs.replace(driver_model, device="cpu")
     model, tokenizer = build.build_model(driver_model, seed=config.seed, lora=config.learner.lora)
     if start is not None:
-        load_start(model, start, f"the checkpoint in {start}")
+        load_start(model, start)
     sizes = choose_sizes(config, device, build.measure_shape(model))
     config = with_sizes(config, sizes)
     if config.runtime == "local":
@@ -105,7 +105,8 @@ def prepare_run(
     rewards = prepare_rewards(config.reward, reward)
     environment = build.build_environment(checked.kinds, text, rewards, backend.launcher)
     check_scorer_models(config, tokenizer)
-    check_lengths(config, context_length(model), text, data, checked.kinds)
+    played = Played(checked.kinds, data, config.rollout.max_tokens)
+    check_lengths(played, context_length(model), text)
     prepared = Prepared(
         config=config,
         written=written,
@@ -120,6 +121,6 @@ def prepare_run(
         rewards=rewards,
         sampling=build.build_sampling(config, model, tokenizer),
         data_digest=digest(data),
-        warning=unknown_text(text, data, checked.kinds),
+        warning=unknown_text(text, played),
     )
     return structs.replace(prepared, evaluations=tuple(prepare_evaluations(prepared)))

@@ -120,12 +120,8 @@ def resume(
         recorded = recorded_sizes(folder) if is_repeatable else None
         start = folder.start if folder.start.is_dir() else None
         prepared = prepare_run(config, reward, data_passed=data, recorded=recorded, start=start)
-        resumed = find_resume_point(folder, config)
-        if resumed.version == 0 and folder.is_finished() and folder.steps_done():
-            raise ConfigError(
-                f"the run in {run_dir} is finished, and its checkpoints are gone: there is nothing to resume"
-            )
-        accept_resume_point(resumed, folder, prepared.data_digest)
+        resumed = find_resume_point(folder, config, prepared.data_digest)
+        accept_resume_point(resumed)
     except BaseException:
         folder.unlock()
         raise
