@@ -619,6 +619,20 @@ def test_printed_commands_can_be_typed_where_paths_have_spaces(place: Path) -> N
     assert ["millstream", "audit", "my out"] in commands and ["millstream", "report", "my out"] in commands
     (line,) = (line for line in said("train", "my out") if line.startswith("  millstream"))
     assert shlex.split(line) == ["millstream", "train", "--resume", "my out"]
+    lines = said("train", "--resume", "my out")
+    assert [line for line in lines if line.startswith("  millstream")] == lines[1::2], "a command has a line of its own"
+    assert "millstream export 'my out' DIR" in said("export", "my out")[0]
+    assert "type --from 'my out@1'" in said("train", "run.toml", "--set", "run_dir=b", "--from", "my out@7")[0]
+    Path("my data").mkdir()
+    assert refused("data.path=my data").endswith("--set data.path= --set 'data.name=my data'")
+    Path("my data/adapter_config.json").touch()
+    assert "--set 'learner.lora.path=my data'" in refused("model.path=my data")
+    for file in Path("my out/checkpoints").glob("*/learner.pt"):
+        file.unlink()
+    lines = said("train", "--resume", "my out", "--set", "pipeline.steps=2")
+    assert lines[1] == "  millstream train 'my out/config.toml' --set run_dir=ANOTHER"
+    Path("my out/events.jsonl").write_text("{}\n")
+    assert said("report", "my out")[0].endswith("millstream audit 'my out'")
 
 
 def test_a_half_started_run_says_what_it_is(place: Path) -> None:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from msgspec import Struct
@@ -164,7 +165,7 @@ def _records(config: DataConfig) -> Iterable[DataRecord]:
         case "folder":
             raise DataError(
                 f"data.path = {path} is a folder: expected a JSONL file (.jsonl) or a Parquet file (.parquet). A folder that "
-                f"the datasets library can load: --set data.path= --set data.name={path}"
+                f"the datasets library can load: --set data.path= --set {quote(f'data.name={path}')}"
             )
         case "other":
             raise DataError(f"data.path = {path} is not a file: expected a JSONL file or a Parquet file")

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from msgspec import Struct
 from millstream.errors import LogError, shown
 from millstream.events import AnyEvent, Event, EventSink, Resumed, decode_event, encode_event
 from millstream.events.metrics import StepMetrics
+from millstream.paths import program
 
 logger = logging.getLogger(__name__)
 E_ = TypeVar("E_", bound=Event)
@@ -279,7 +281,7 @@ def _read_as(decode: Callable[[bytes], T], line: bytes, path: Path, place: int |
         where = place if isinstance(place, str) else f"line {place}"
         raise LogError(
             f"{path}, {where} cannot be read: {error}. Found: {shown(line.rstrip())}. What happened up to there: "
-            f"millstream audit {path.parent}"
+            f"{program()} audit {quote(str(path.parent))}"
         ) from error
 
 

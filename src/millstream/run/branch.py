@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import msgspec
@@ -63,7 +64,7 @@ def find_branch(source: str, config: RunConfig) -> Branch:
     if found is None:
         steps = checkpoint.steps_in(path)
         listed = (
-            f"it has those of steps {', '.join(map(str, steps))}: type --from {path}@{steps[-1]}"
+            f"it has those of steps {', '.join(map(str, steps))}: type --from {quote(f'{path}@{steps[-1]}')}"
             if steps
             else (f"it has none. To resume it:\n  {resume_command(path)}")
         )
