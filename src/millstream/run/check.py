@@ -28,7 +28,7 @@ from millstream.model.locate import check_path, check_tokenizer, check_weights
 from millstream.model.lora import check_lora
 from millstream.paths import writable_parent
 from millstream.run.check_evaluation import check_evaluation_tables, checked_evaluations, of_evaluation
-from millstream.run.check_machine import Played, check_answers, check_room, checked_disk, checked_machine
+from millstream.run.check_machine import PlayedTasks, check_answers, check_room, checked_disk, checked_machine
 from millstream.run.config import RunConfig, server_token, weight_ways
 from millstream.run.folder import check_free
 from millstream.run.tracking.config import check_trackers
@@ -44,7 +44,7 @@ class CheckedConfig(NamedTuple):
     findings: list[str]
     kinds: list[EnvironmentKind]
     data: DataSet | None  # None: one of the hub, which only a start loads
-    played: list[Played]  # the tasks of training and of evaluations, where they are read
+    played: list[PlayedTasks]  # the tasks of training and of evaluations, where they are read
 
 
 def check_config(
@@ -60,13 +60,13 @@ def check_config(
     follows (see `env.rewards.trial`). `is_new`: it has no folder yet."""
     check_combinations(config)
     findings, errors, kinds, data = list[str](), list[MillstreamError](), list[EnvironmentKind](), None
-    played = list[Played]()
+    played = list[PlayedTasks]()
     try:
         kinds = [find_environment(one) for one in config.environment]
         data = _read_data(config, kinds, data_passed, is_start=is_start)
         findings += _checked_data(config, kinds, data)
         if data is not None:
-            played.append(Played(kinds, data, config.rollout.max_tokens))
+            played.append(PlayedTasks(kinds, data, config.rollout.max_tokens))
     except MillstreamError as error:
         errors.append(error)
     steps: list[Callable[[RunConfig], Iterable[str]]]
@@ -325,7 +325,7 @@ def _checked_rewards(reward: PassedRewards | None, config: RunConfig) -> Iterato
             yield f"checked: {what_is_contained().words()}"
 
 
-def _checked_room(played: Sequence[Played], config: RunConfig) -> Iterator[str]:
+def _checked_room(played: Sequence[PlayedTasks], config: RunConfig) -> Iterator[str]:
     """For the tasks of training; those of evaluations were checked when they were read."""
     check_answers(config, config.rollout.max_tokens)
     for one in played:
@@ -334,7 +334,9 @@ def _checked_room(played: Sequence[Played], config: RunConfig) -> Iterator[str]:
     yield from ()
 
 
-def _tried_rewards(played: Played, reward: PassedRewards | None, config: RunConfig, *, is_start: bool) -> list[str]:
+def _tried_rewards(
+    played: PlayedTasks, reward: PassedRewards | None, config: RunConfig, *, is_start: bool
+) -> list[str]:
     """A few calls of each, with tasks that have a gold answer, if any have. Recorded rollouts have their rewards, and held-out
     tasks those of training."""
     data, table = played.data, next((one for one in config.evaluations if one.name == played.evaluation), None)

@@ -15,7 +15,7 @@ from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
 from millstream.env.rewards import check_reward, find_reward
 from millstream.errors import ConfigError
 from millstream.run.best import split_metric
-from millstream.run.check_machine import Played, check_answers, check_room
+from millstream.run.check_machine import PlayedTasks, check_answers, check_room
 from millstream.run.config import EvaluationConfig, RunConfig
 from millstream.seeds import derive_seed
 
@@ -64,16 +64,18 @@ def of_evaluation(name: str) -> Iterator[None]:
         raise type(error)(f"evaluation {name}: {error}") from error
 
 
-def played_in(one: EvaluationConfig, config: RunConfig, data: DataSet) -> Played:
+def played_in(one: EvaluationConfig, config: RunConfig, data: DataSet) -> PlayedTasks:
     """What an evaluation plays: tasks of its own, or those that are held out of `data`."""
     kinds = kinds_of(one, config)
     found = data if one.is_held_out else read_tasks(one, kinds, seed=config.seed)
     tasks = (found.held_out if one.is_held_out else found.tasks)[: one.tasks]
     most, key = one.max_tokens or config.rollout.max_tokens, "max_tokens" if one.max_tokens else "rollout.max_tokens"
-    return Played(kinds, structs.replace(found, train=(), held_out=tasks), most, one.name, key)
+    return PlayedTasks(kinds, structs.replace(found, train=(), held_out=tasks), most, one.name, key)
 
 
-def checked_evaluations(data: DataSet | None, played: list[Played], is_start: bool, config: RunConfig) -> Iterator[str]:
+def checked_evaluations(
+    data: DataSet | None, played: list[PlayedTasks], is_start: bool, config: RunConfig
+) -> Iterator[str]:
     """What the tables name is there, and fits into the model's context: in words, one line each. What they play is put into
     `played`. `data`: the run's; None: it is on the hub."""
     for one in config.evaluations:
@@ -82,7 +84,7 @@ def checked_evaluations(data: DataSet | None, played: list[Played], is_start: bo
 
 
 def _checked(
-    one: EvaluationConfig, data: DataSet | None, played: list[Played], is_start: bool, config: RunConfig
+    one: EvaluationConfig, data: DataSet | None, played: list[PlayedTasks], is_start: bool, config: RunConfig
 ) -> Iterator[str]:
     for reward in one.reward:
         check_reward(find_reward(reward.function), reward)

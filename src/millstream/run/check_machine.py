@@ -37,7 +37,7 @@ OPTIMIZER_BYTES = 12  # of a trained number in a checkpoint: master and two mome
 # ---- the context -----------------------------------------------------------------------------------------------------
 
 
-class Played(NamedTuple):
+class PlayedTasks(NamedTuple):
     """Tasks that the model answers, in training or in an evaluation: what must fit into its context."""
 
     kinds: Sequence[EnvironmentKind]
@@ -68,7 +68,7 @@ def check_answers(config: RunConfig, most: int, key: str = "rollout.max_tokens")
         )
 
 
-def check_room(config: RunConfig, played: Played) -> None:
+def check_room(config: RunConfig, played: PlayedTasks) -> None:
     """Raises `DataError` for a prompt that surely does not fit."""
     if config.model.tiny is not None:  # a token for each character
         for task in played.shown_tasks():
@@ -78,7 +78,7 @@ def check_room(config: RunConfig, played: Played) -> None:
             played.check_length(len(task.prompt), config.model.tiny.context, place)
 
 
-def needs_tokenizer(config: RunConfig, played: Played) -> bool:
+def needs_tokenizer(config: RunConfig, played: PlayedTasks) -> bool:
     """Whether only the model's tokenizer can tell if all prompts fit (`check_prompts`): for chats, for prompts that may be too
     long (a token has at least one byte), and where no end token is named."""
     limit, most = find_context(config), played.max_tokens

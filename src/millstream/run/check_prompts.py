@@ -9,14 +9,14 @@ from transformers import PreTrainedTokenizerBase
 from millstream.errors import DataError, ModelError
 from millstream.model.load import load_tokenizer
 from millstream.model.tiny import character_tokenizer
-from millstream.run.check_machine import Played, find_context
+from millstream.run.check_machine import PlayedTasks, find_context
 from millstream.run.config import ModelConfig, RunConfig
 from millstream.run.text import TokenizerText
 
 MAX_PIECES = 5
 
 
-def check_with_tokenizer(config: RunConfig, played: Played) -> int:
+def check_with_tokenizer(config: RunConfig, played: PlayedTasks) -> int:
     """What `check_room` cannot tell, with the model's own tokenizer: loads no weights. The number of prompts checked."""
     text = TokenizerText(tokenizer=tokenizer_of(config.model))
     return check_lengths(played, find_context(config), text)
@@ -38,7 +38,7 @@ def load_checked_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_lengths(played: Played, limit: int | None, text: TokenizerText) -> int:
+def check_lengths(played: PlayedTasks, limit: int | None, text: TokenizerText) -> int:
     """Raises `DataError` for a prompt that the chat template refuses, or that leaves no room for an answer in the model's
     context, of `limit` tokens. The number of prompts checked."""
     tasks = played.shown_tasks()
@@ -53,7 +53,7 @@ def check_lengths(played: Played, limit: int | None, text: TokenizerText) -> int
     return len(tasks)
 
 
-def unknown_text(text: TokenizerText, played: Played) -> str:
+def unknown_text(text: TokenizerText, played: PlayedTasks) -> str:
     """A warning about prompts with text that the tokenizer does not know; empty if there are none."""
     tasks = played.shown_tasks()
     strange = [task for task in tasks if not text.knows(text.opening(task.prompt))]

@@ -17,7 +17,7 @@ from millstream.run.backend import Backend, backend_for
 from millstream.run.branch import load_start
 from millstream.run.build_scorers import check_scorer_models
 from millstream.run.check import check_config
-from millstream.run.check_machine import Played, check_engine_device
+from millstream.run.check_machine import PlayedTasks, check_engine_device
 from millstream.run.check_prompts import check_lengths, unknown_text
 from millstream.run.config import RunConfig
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
@@ -105,7 +105,7 @@ def prepare_run(
     rewards = prepare_rewards(config.reward, reward)
     environment = build.build_environment(checked.kinds, text, rewards, backend.launcher)
     check_scorer_models(config, tokenizer)
-    played = Played(checked.kinds, data, config.rollout.max_tokens)
+    played = PlayedTasks(checked.kinds, data, config.rollout.max_tokens)
     check_lengths(played, context_length(model), text)
     prepared = Prepared(
         config=config,
