@@ -1,8 +1,8 @@
-"""Whether the Hugging Face hub can be asked for a name. Answered within seconds: the libraries retry for a minute first."""
+"""Whether the Hugging Face hub can be asked for a name. Answered within seconds: the libraries retry for a minute first. Asked
+every time: a network may come back while a notebook is open."""
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import urllib.error
@@ -48,7 +48,6 @@ def _is_prepared(name: str) -> bool:
     return (folder / name.replace("/", "___").lower()).is_dir() or (folder / name.replace("/", "___")).is_dir()
 
 
-@functools.cache
 def _why_unreachable(url: str) -> str:
     """Empty if anything answers there. On a thread: looking up a name has no time limit of its own."""
     found = [f"{url} does not answer within {REACH_S:g} s"]

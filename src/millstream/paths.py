@@ -1,11 +1,15 @@
-"""What is at a path that the user typed. A path that the system refuses to look at is an error that names it."""
+"""What is at a path that the user typed, and what to type. A path that the system refuses to look at is an error that names
+it."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import shutil
 import stat
+import sys
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from millstream.errors import ConfigError, shown
@@ -45,3 +49,12 @@ def writable_parent(path: Path, key: str) -> Path:
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"{key} = {str(path)!r}: {nearest} is no folder that can be written to: no permission")
     return nearest
+
+
+def program() -> str:
+    """What to type for `millstream`: its path where the shell would not find it by name."""
+    typed = Path(sys.argv[0])
+    if typed.name == "__main__.py" and shutil.which("millstream") is None:
+        return "python -m millstream"
+    is_found = typed.name != "millstream" or shutil.which("millstream") is not None
+    return "millstream" if is_found else quote(str(typed))

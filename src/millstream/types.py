@@ -26,6 +26,7 @@ Weights = Mapping[str, Any]
 Metrics = dict[str, float]  # the one string-keyed dictionary that crosses module borders
 
 
+ROLES = ("system", "user", "assistant", "tool")  # of messages, that chat templates know
 TOOLS_ROLE = "tools"
 """The role of a message whose content is the JSON list of the functions that the model may call. It comes first in a chat; chat
 templates get the list as `tools`."""

@@ -34,12 +34,30 @@ def test_runs_are_plotted_to_png_and_svg(tmp_path: Path) -> None:
     assert (tmp_path / "both.svg").read_text().count("<svg") == 1
 
 
+def test_one_step_is_a_point_that_is_seen_and_missing_values_are_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = run_in(tmp_path / "one", steps=1)
+    with (run / "metrics.jsonl").open("w") as file:
+        file.write('{"step": 1, "at": 0.5, "reward": 0.5}\n{"step": 2, "at": 0.6, "reward": null}\n')
+    shown = CliRunner().invoke(app, ["plot", str(run), "--out", str(run / "one.svg")])
+    assert shown.exit_code == 0, shown.output
+    assert 'style="fill: #1f77b4' in (run / "one.svg").read_text(), "the marker of a point"
+
+
 def test_what_cannot_be_plotted_says_what_to_type(tmp_path: Path) -> None:
-    run = str(run_in(tmp_path / "one"))
+    run, begun, odd, broken = str(run_in(tmp_path / "one")), tmp_path / "begun", tmp_path / "odd", tmp_path / "broken"
+    begun.mkdir()
+    (begun / "config.toml").touch()
+    for folder, text in ((odd, '{"step": 1, "reward": 1, "note": "a"}\n'), (broken, "[1]\n")):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(text)
     for words, expected in (
         ([run, "--metric", "rewrad"], "no metric 'rewrad' in these runs: choose among entropy, eval/mine/avg@4,"),
         ([run, "--out", "a.xyz"], ".png, .svg, .pdf"),
-        ([str(tmp_path)], "is not a run folder: it has no metrics.jsonl"),
+        ([str(tmp_path)], "is not a run folder: it has no config.toml"),
+        ([str(begun)], "metrics.jsonl has no steps yet: plot the run when it has made some"),
+        ([str(odd), "--metric", "note"], "no metric 'note' in these runs: choose among reward"),
+        ([str(broken)], "metrics.jsonl cannot be read: "),
     ):
         shown = CliRunner().invoke(app, ["plot", *words])
         assert shown.exit_code == 1 and expected in " ".join(shown.output.split()), shown.output

@@ -29,6 +29,13 @@ def tasks_of(*records: Any, **config: Any) -> tuple[Task, ...]:
     return read(DataConfig(**{"holdout": 0, **config}), seed=0, passed=list(records)).train
 
 
+class Image:
+    """What PIL gives: an object that is neither text nor JSON."""
+
+    def __repr__(self) -> str:
+        return "<an image of PIL>"
+
+
 def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
@@ -62,6 +69,21 @@ def test_tools_and_calls_that_the_template_would_not_show_are_refused() -> None:
         assert not isinstance(task.prompt, str)
         with pytest.raises(DataError, match=f"the chat has {what}, and the model's chat template does not show them"):
             text_with(CHATML).render(task.prompt)
+
+
+def test_a_role_of_one_s_own_is_passed_to_the_template_and_refused_where_that_would_drop_it() -> None:
+    (task,) = tasks_of({"prompt": [{"role": "critic", "content": "Why?"}, user("So?")]})
+    assert not isinstance(task.prompt, str)
+    assert "critic\nWhy?" in text_with(CHATML).render(task.prompt)
+    two_roles = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match=r"the role 'critic' \(usual: system, user, assistant, tool\), and .* does not"):
+        text_with(two_roles).render(task.prompt)
+
+
+def test_parts_of_text_are_joined_and_empty_columns_of_media_are_none() -> None:
+    parts = [{"type": "text", "text": "2+"}, {"text": "2="}]
+    (task,) = tasks_of({"prompt": [{"role": "user", "content": parts}], "images": [], "image": {"bytes": None}})
+    assert task.prompt == (Message(role="user", content="2+2="),)
 
 
 def test_fields_that_are_null_in_a_message_are_left_out_as_arrow_adds_them() -> None:
@@ -99,7 +121,25 @@ def test_a_whole_chat_is_a_prompt_and_the_last_turn_of_the_assistant() -> None:
         ({"messages": [{"role": "assistant", "content": "4"}]}, "the prompt must be a non-empty string or list"),
         ({"prompt": [user("a")], "tools": ["weather"]}, r"tools is \['weather'\]: expected a list of JSON schemas"),
         ({"prompt": [user("a")], "tools": "weather"}, "tools is a string that is not JSON"),
-        ({"prompt": "<image> a", "images": [b"png"]}, "images: only text is trained"),
+        ({"prompt": "<image> a", "images": [b"png"]}, "images is .*: images and other media are not trained. Drop the"),
+        ({"prompt": "a", "image": {"bytes": b"png", "path": None}}, "image is .* are not trained. Drop the record, or"),
+        ({"prompt": "a", "image": Image()}, "image is <an image of PIL>: .* Drop the record, or the field"),
+        ({"prompt": [user("a") | {"images": ["aGk="]}]}, "message 0: images is .* not trained"),
+        (
+            {"prompt": [{"role": "user", "content": {"type": "image", "url": "a"}}]},
+            "message 0: the content is .*images",
+        ),
+        ({"prompt": [{"role": "user", "content": Image()}]}, "message 0: the content is <an image of PIL>: .*images"),
+        ({"prompt": [{"role": "user", "content": [Image()]}]}, "message 0, part 0 is <an image of PIL>: .*images"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+            "part 0 .*images .* or the part if it is not needed",
+        ),
+        (
+            {"prompt": [{"role": "tools", "content": "yes"}]},
+            "the role is 'tools': expected system, user, assistant, tool. The functions .* field 'tools'",
+        ),
+        ({"prompt": [{"role": 7, "content": "yes"}]}, "the role is 7: expected system, user, assistant, tool"),
         ({"prompt": [user("a"), {"role": "user", "content": [{"type": "image"}]}]}, "message 1, part 0 .*images"),
         ({"prompt": [{"role": "tool", "content": "a", "raw": b"\0"}]}, "message 0: .* cannot be written as JSON"),
     ],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 import millstream
 from millstream.errors import ConfigError, Stopped
 from millstream.events import Event, Stepped
+from millstream.run.own_thread import RunThread
 from millstream.types import Task
 from support.runs import assert_clean
 from support.stage_runs import config
@@ -55,6 +58,46 @@ def test_train_stops_and_resumes_inside_a_running_loop(tmp_path: Path, capsys: p
     printed = capsys.readouterr()
     assert "step 1/400  reward" in printed.err and " left" in printed.err and not printed.out
     assert "stopping after the current batch" in printed.err
+
+
+def test_an_interrupt_that_is_no_signal_stops_the_run_and_another_one_can_be_started(tmp_path: Path) -> None:
+    """As a debugger raises it, in the thread that waits. The run's own thread ends."""
+    waiting = threading.get_ident()
+
+    def raise_there() -> None:
+        raised = ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(waiting), ctypes.py_object(KeyboardInterrupt)
+        )
+        assert raised == 1
+
+    async def cell() -> None:
+        with pytest.raises(Stopped, match="the checkpoint of step"):
+            millstream.train(config(tmp_path, *SMALL, "pipeline.steps=400"), reward=ones, sinks=[At(2, raise_there)])
+        assert not [thread for thread in threading.enumerate() if isinstance(thread, RunThread)]
+        assert millstream.train(config(tmp_path / "second", *SMALL), reward=ones).summary.steps == 4
+
+    asyncio.run(cell())
+
+
+def test_a_kernel_that_does_not_wake_its_loop_stops_the_run_that_it_awaits(tmp_path: Path) -> None:
+    """ipykernel cancels the cell's task by `call_soon`, from its signal handler: the loop must wake up by itself."""
+
+    async def program() -> None:
+        loop = asyncio.get_running_loop()
+        running = asyncio.create_task(
+            millstream.train_async(
+                config(tmp_path, *SMALL, "pipeline.steps=400"), reward=ones, sinks=[At(2, interrupt)], progress=False
+            )
+        )
+        signal.signal(signal.SIGINT, lambda number, frame: loop.call_soon(running.cancel))
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        asyncio.run(program())
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_train_returns_its_result_inside_a_running_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,18 +21,21 @@ from msgspec import structs
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from millstream import RunConfig, train
+from millstream import RunConfig, resume, train
 from millstream.algo import AlgorithmConfig
 from millstream.cli.main import app
 from millstream.config import load
-from millstream.errors import MillstreamError
+from millstream.errors import ConfigError, MillstreamError, Stopped
 from millstream.model.load import save_model
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
+from millstream.run.active import ActiveRun
 from millstream.run.folder import LOCK, RunFolder
 from support.commands import start_command
 from support.runs import command, until
+from support.stop_at import StopAt
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz >"
+RESUME = "millstream train --resume"
 RECORDS = [{"prompt": f"{number}>", "answer": str(number)} for number in range(6)]
 RUN = """
 run_dir = "out"
@@ -436,6 +439,65 @@ def test_an_environment_that_is_not_one_is_said_so(place: Path, use: str, messag
     assert re.search(message, refused("data.path=", f"environment.0.use={use}"))
 
 
+EVALUATION = 'evaluation=[{name="mine", at_end=false, data={path="%s"}%s}]'
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            EVALUATION % ("data.jsonl", ", max_tokens=64"),
+            r"evaluation mine: max_tokens = 64 exceeds .*: set max_tokens lower",
+        ),
+        (
+            EVALUATION % ("long.jsonl", ""),
+            r"evaluation mine: long\.jsonl, line 1: the prompt has 31 tokens, which with",
+        ),
+        (
+            EVALUATION % ("data.jsonl", ', reward=[{function="bad.py:reward"}]'),
+            r"evaluation mine: reward bad\.py:reward raised KeyError at bad\.py:2",
+        ),
+        (EVALUATION % ("nowhere.jsonl", ""), r"evaluation mine: cannot read data\.path = nowhere\.jsonl"),
+        ('evaluation=[{name="mine", data={name="org/nowhere"}}]', r"evaluation mine: .*org/nowhere"),
+    ],
+)
+def test_an_evaluation_that_would_fail_is_refused_by_its_name(place: Path, change: str, message: str) -> None:
+    write("long.jsonl", records({"prompt": "1" * 31, "answer": "1"}))
+    write("bad.py", "def reward(task, completion):\n    raise KeyError('x')\n")
+    assert re.search(message, refused(change))
+
+
+def test_a_dry_run_finds_what_resume_and_from_would_refuse(place: Path, model: Path) -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    wide = TinyShape(hidden=32, layers=1, heads=2, context=32)
+    save_model(tiny_model(wide, tokenizer, seed=0), tokenizer, Path("wide"))
+    assert CliRunner().invoke(app, ["train", "run.toml"]).exit_code == 0
+    new = ("train", "run.toml", "--set", "run_dir=again")
+    for words, message in (
+        (("train", "--resume", "out"), r"the run in out is finished: its model is in out/model"),
+        (("train", "--resume", "model"), r"model is not a run folder"),
+        ((*new, "--from", "model"), r"model is not a run folder"),
+        ((*new, "--from", "out@7"), r"no checkpoint of step 7; it has those of steps 0, 1: type --from out@1"),
+        ((*new, "--from", "out", "--set", "model.path=wide"), r"of another model than \[model\]: .* has the shape"),
+        (
+            (*new, "--from", "out", "--set", "learner.lora={}"),
+            r"has trained a whole model, and \[learner\.lora\] is set",
+        ),
+    ):
+        dry, start = said(*words, "--dry-run"), said(*words)
+        assert dry == start and re.search(message, dry[0]), (dry, start)
+    assert CliRunner().invoke(app, [*new, "--from", "out", "--dry-run"]).exit_code == 0
+    more = ("train", "--resume", "out", "--set", "pipeline.steps=2")
+    result = CliRunner().invoke(app, [*more, "--dry-run"])
+    assert result.exit_code == 0 and "checked: the run continues from step 1, with 1 changed settings" in result.output
+    write("data.jsonl", records(*RECORDS[1:], RECORDS[0]))
+    assert said(*more, "--dry-run") == said(*more)
+    write("data.jsonl", records(*RECORDS))
+    for file in Path("out/checkpoints").glob("*/learner.pt"):
+        file.write_bytes(b"")
+    assert said(*more, "--dry-run") == said(*more)
+
+
 # ---- folders -------------------------------------------------------------------------------------------------------------
 
 
@@ -485,15 +547,53 @@ def failing_loss(*inputs: Any) -> Any:
     raise RuntimeError("a loss of mine")
 
 
-def test_what_fails_in_the_first_step_leaves_nothing_behind(place: Path) -> None:
-    """After the folder, the evaluation and the first checkpoint were made."""
+def test_what_fails_in_the_first_step_keeps_its_log_and_says_where_it_is(place: Path) -> None:
     loss = f"algorithm={{loss='{__file__}:failing_loss'}}"
-    config = load(Path("run.toml"), RunConfig, [loss, "pipeline.max_lag=0", "pipeline.filter_zero_signal=false"])
+    words = ["train", "run.toml", "--set", loss, "--set", "pipeline.max_lag=0", "--set", "run_dir=my out"]
+    result = CliRunner().invoke(app, [*words, "--set", "pipeline.filter_zero_signal=false"])
+    lines = result.stderr.splitlines()
+    assert result.exit_code == 1 and "a loss of mine" in lines[0]
+    assert lines[-2:] == ["The log of the run is my out/events.jsonl. To resume the run:", f"  {RESUME} 'my out'"]
+    assert b"run_ended" in Path("my out/events.jsonl").read_bytes().splitlines()[-1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), MemoryError(), OSError(28, "No space left")])
+def test_whatever_ends_a_start_leaves_neither_a_folder_nor_a_lock(
+    place: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(Path("run.toml"), RunConfig, ["run_dir=deep/out"])
+    expected = ConfigError if isinstance(error, OSError) else type(error)
     before = files()
-    with pytest.raises(Exception, match="a loss of mine") as failed:
+
+    def fill(folder: RunFolder) -> None:
+        (folder.path / "half").mkdir()
+        raise error
+
+    def begin(run: ActiveRun) -> None:
+        raise error
+
+    with pytest.raises(expected):
+        RunFolder.create(config, "run", fill)
+    with pytest.raises(expected):
+        RunFolder.create(structs.replace(config, run_dir=None), "run", fill)
+    monkeypatch.setattr(ActiveRun, "emit_begun", begin)
+    with pytest.raises(type(error)):
         train(config)
-    assert not any("--resume" in note for note in getattr(failed.value, "__notes__", ())), "there is nothing to resume"
     assert files() == before
+    RunFolder.create(config, "run").discard()
+    assert files() == before, "nothing holds the folder"
+
+
+def test_a_start_that_another_process_was_faster_than_removes_nothing_of_its(place: Path) -> None:
+    config = load(Path("run.toml"), RunConfig)
+    first = RunFolder.create(config, "run")
+    there = files()
+    with pytest.raises(ConfigError, match="is active"):
+        RunFolder(first.path).lock()
+    second = RunFolder(first.path)
+    second.discard()
+    assert files() == there
+    first.discard()
 
 
 def test_a_run_with_a_passed_reward_says_how_it_is_resumed_from_python(place: Path) -> None:
@@ -504,6 +604,14 @@ def test_a_run_with_a_passed_reward_says_how_it_is_resumed_from_python(place: Pa
     assert line[-1].strip() == "millstream.resume('out', reward=function), from Python"
 
 
+def test_a_run_with_passed_data_says_how_it_is_resumed_and_resumes_so(place: Path) -> None:
+    config = load(Path("run.toml"), RunConfig, ["data.path=", "pipeline.steps=400", "checkpoint.every_steps=1"])
+    with pytest.raises(Stopped, match=r"To resume the run:\n  millstream\.resume\('out', data=records\), from Python"):
+        train(config, data=RECORDS, sinks=[StopAt(2)])
+    assert "data=records" in said("train", "--resume", "out")[0] and "data=records" in said("status", "out")[-1]
+    assert resume("out", data=RECORDS, changes=["pipeline.steps=60"]).summary.steps == 60
+
+
 def test_printed_commands_can_be_typed_where_paths_have_spaces(place: Path) -> None:
     result = CliRunner().invoke(app, ["train", "run.toml", "--set", "run_dir=my out"])
     assert result.exit_code == 0
@@ -511,6 +619,20 @@ def test_printed_commands_can_be_typed_where_paths_have_spaces(place: Path) -> N
     assert ["millstream", "audit", "my out"] in commands and ["millstream", "report", "my out"] in commands
     (line,) = (line for line in said("train", "my out") if line.startswith("  millstream"))
     assert shlex.split(line) == ["millstream", "train", "--resume", "my out"]
+    lines = said("train", "--resume", "my out")
+    assert [line for line in lines if line.startswith("  millstream")] == lines[1::2], "a command has a line of its own"
+    assert "millstream export 'my out' DIR" in said("export", "my out")[0]
+    assert "type --from 'my out@1'" in said("train", "run.toml", "--set", "run_dir=b", "--from", "my out@7")[0]
+    Path("my data").mkdir()
+    assert refused("data.path=my data").endswith("--set data.path= --set 'data.name=my data'")
+    Path("my data/adapter_config.json").touch()
+    assert "--set 'learner.lora.path=my data'" in refused("model.path=my data")
+    for file in Path("my out/checkpoints").glob("*/learner.pt"):
+        file.unlink()
+    lines = said("train", "--resume", "my out", "--set", "pipeline.steps=2")
+    assert lines[1] == "  millstream train 'my out/config.toml' --set run_dir=ANOTHER"
+    Path("my out/events.jsonl").write_text("{}\n")
+    assert said("report", "my out")[0].endswith("millstream audit 'my out'")
 
 
 def test_a_half_started_run_says_what_it_is(place: Path) -> None:

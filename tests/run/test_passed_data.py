@@ -47,7 +47,7 @@ def test_a_run_takes_records_and_a_reward_of_trl_from_python_and_resumes_with_th
     (run_dir / "summary.json").unlink()
     events = (run_dir / "events.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "events.jsonl").write_text("".join(events[:-1]))  # as if it was killed before its end
-    with pytest.raises(DataError, match=r"makes no tasks of its own: .*train\(config, data=\.\.\.\)"):
+    with pytest.raises(DataError, match=r"they were passed to train\. .*millstream\.resume\(RUN, data=records\)"):
         resume(run_dir, reward=reward)
     with pytest.raises(CheckpointError, match=r"the data set is not the one that the run .* began with"):
         resume(run_dir, reward=reward, data=RECORDS[1:])

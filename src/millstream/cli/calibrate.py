@@ -13,8 +13,8 @@ from rich.table import Table
 from millstream.cli.common import AsJson, console, errors_shown
 from millstream.config import to_toml
 from millstream.errors import OutputError
+from millstream.paths import program
 from millstream.run.calibrate import Calibration, calibrate
-from millstream.run.folder import program
 from millstream.sim.config import CostsFile
 
 

@@ -45,15 +45,25 @@ def errors_shown() -> Iterator[None]:
     except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):  # typer's own, and a reader such as `head`
         raise
     except Exception as error:  # border of the command line: one line for the user, the traceback in a file
-        _print_error(error, [f"{shown(str(error))}. That is not expected: {_write_traceback(error)}"])
+        found = f"{shown(str(error))}. That is not expected: {_write_traceback(error)}"
+        _print_error(error, [found, *getattr(error, "__notes__", ())])
         raise typer.Exit(1) from error
 
 
 def _print_error(error: Exception, messages: list[str]) -> None:
     """A line for each; what to type is on a line of its own, after two spaces. A library's message may have many lines."""
     errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-    lines = [re.sub(r"\s*\n(?!  \S)\s*", " ", message) for message in messages]
-    errors.out("\n".join(lines).translate(CONTROL), highlight=False)
+    errors.out("\n".join(_lines_of(message) for message in messages).translate(CONTROL), highlight=False)
+
+
+def _lines_of(message: str) -> str:
+    first, *rest = message.split("\n")
+    text, was_command = first.rstrip(), False
+    for line in rest:
+        is_command = re.match(r"  \S", line) is not None
+        text += f"\n{line.rstrip()}" if is_command or was_command else f" {line.strip()}"
+        was_command = is_command
+    return text
 
 
 def _write_traceback(error: Exception) -> str:

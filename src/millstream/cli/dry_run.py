@@ -10,9 +10,9 @@ import typer
 
 from millstream import config as configs
 from millstream.cli.common import console
+from millstream.paths import program
 from millstream.run.config import RunConfig
 from millstream.run.dry_run import find_all
-from millstream.run.folder import program
 
 DryRun = Annotated[
     bool,
@@ -30,9 +30,11 @@ def show_config(config: RunConfig) -> None:
     console.out(configs.to_toml(config), end="", highlight=False)
 
 
-def show_dry_run(config: RunConfig, *, path: Path | None, resume: Path | None, is_commented: bool) -> None:
+def show_dry_run(
+    config: RunConfig, *, path: Path | None, resume: Path | None, from_run: str | None, is_commented: bool
+) -> None:
     """A line for each finding, warnings last, then what to type. `is_commented`: below a config, as comments of it."""
-    findings = find_all(config, is_new=resume is None)
+    findings = find_all(config, resume=resume, from_run=from_run)
     what = quote(str(path)) if path is not None else f"--resume {quote(str(resume))}"
     warnings = sum(line.startswith("warning") for line in findings)
     said = (

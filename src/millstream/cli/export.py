@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import msgspec
@@ -12,6 +13,7 @@ import typer
 import millstream
 from millstream.cli.common import AsJson, console, errors, errors_shown
 from millstream.errors import ConfigError, OutputError
+from millstream.paths import program
 
 
 def export_command(
@@ -37,7 +39,8 @@ def export_command(
     """Export a checkpoint of a run. Writes what was trained so far as a Hugging Face model."""
     with errors_shown(), tempfile.TemporaryDirectory(prefix="millstream-") as temporary:
         if target is None and push is None:
-            raise ConfigError(f"type the folder to write: millstream export {run_dir} DIR, or --push-to-hub REPO")
+            command = f"{program()} export {quote(str(run_dir))}"
+            raise ConfigError(f"type the folder to write: {command} DIR, or --push-to-hub REPO")
         folder = target or Path(temporary) / "model"
         found = millstream.export(run_dir, folder, step=step, is_best=best, adapter_only=adapter)
         for trouble in found.troubles:
@@ -50,7 +53,9 @@ def export_command(
                 url = push_to_hub(found, run_dir, push, is_private=not public)
             except OutputError as error:
                 if target is not None:
-                    error.add_note(f"The folder is complete. To push it again:\n  hf upload {push} {target}")
+                    error.add_note(
+                        f"The folder is complete. To push it again:\n  hf upload {quote(push)} {quote(str(target))}"
+                    )
                 raise
         if as_json:
             fields = {**msgspec.to_builtins(found), "url": url}

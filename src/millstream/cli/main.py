@@ -49,13 +49,13 @@ from millstream.events import EventSink
 from millstream.events.bias import bias_report
 from millstream.events.findings import PastFinding, findings_of
 from millstream.events.sinks import read_history
-from millstream.paths import kind_of
+from millstream.paths import kind_of, program
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run import control
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
 from millstream.run.env_check import env_report_lines, run_env_check
-from millstream.run.folder import RunFolder, check_free, program, resume_command
+from millstream.run.folder import RunFolder, check_free, resume_command
 
 if TYPE_CHECKING:
     from millstream.run.folder import RunResult
@@ -134,7 +134,7 @@ def train_command(
         if with_config:
             show_config(config)
         if dry_run:
-            show_dry_run(config, path=path, resume=resume, is_commented=with_config)
+            show_dry_run(config, path=path, resume=resume, from_run=from_run, is_commented=with_config)
         if dry_run or with_config:
             return
         check_combinations(config)  # an error here comes before the view is drawn

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from millstream.cli.common import console, errors_shown
 from millstream.errors import ConfigError, LogError
 from millstream.events.metrics import is_step
+from millstream.paths import kind_of
 from millstream.run.folder import RunFolder
 
 FIRST_SCORE = re.compile(r"eval/[^/]+/pass@1")  # of each evaluation, sampled
@@ -54,11 +55,13 @@ def plot_command(
 
 def read_metrics(run_dir: Path) -> Rows:
     """The rows of `metrics.jsonl`. An incomplete last line is left out."""
-    path = RunFolder.of_run(run_dir, "metrics.jsonl").metrics
-    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    path = RunFolder(run_dir).metrics
+    if kind_of(path) != "file":
+        RunFolder.of_run(run_dir)
     try:
-        rows: Rows = [json.loads(line) for line in lines]
-    except ValueError as error:
+        lines = path.read_bytes().splitlines(keepends=True) if kind_of(path) == "file" else []
+        rows: Rows = [msgspec.json.decode(line, type=dict[str, Any]) for line in lines if line.endswith(b"\n")]
+    except (OSError, msgspec.MsgspecError) as error:
         raise LogError(f"{path} cannot be read: {error}") from error
     if not any(map(is_step, rows)):
         raise ConfigError(f"{path} has no steps yet: plot the run when it has made some")
@@ -67,11 +70,19 @@ def read_metrics(run_dir: Path) -> Rows:
 
 def chosen_metrics(runs: Mapping[str, Rows], asked: Sequence[str]) -> list[str]:
     """Raises `ConfigError` for one that no run has."""
-    known = sorted({key for rows in runs.values() for row in rows for key in row} - {"step", "at"})
+    known = sorted({key for rows in runs.values() for row in rows for key in numbers_of(row)} - {"step", "at"})
     unknown = [name for name in asked if name not in known]
     if unknown:
         raise ConfigError(f"no metric {unknown[0]!r} in these runs: choose among {', '.join(known)}")
-    return list(asked) or [*(name for name in DEFAULT if name in known), *filter(FIRST_SCORE.fullmatch, known)]
+    default = [*(name for name in DEFAULT if name in known), *filter(FIRST_SCORE.fullmatch, known)]
+    names = list(asked) or default or known
+    if not names:
+        raise ConfigError(f"no numbers in the metrics of {', '.join(runs)}: expected some of {', '.join(DEFAULT)}")
+    return names
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if isinstance(value, int | float)}
 
 
 def draw(runs: Mapping[str, Rows], names: Sequence[str], target: Path) -> None:
@@ -85,10 +96,12 @@ def draw(runs: Mapping[str, Rows], names: Sequence[str], target: Path) -> None:
     graphs = figure.subplots(lines, columns, squeeze=False).flat
     for name, graph in zip(names, graphs, strict=False):
         for number, (run, rows) in enumerate(runs.items()):
-            points = sorted((row["step"], row[name]) for row in rows if name in row)
+            numbers = map(numbers_of, rows)
+            points = sorted((found["step"], found[name]) for found in numbers if {"step", name} <= found.keys())
             steps, values = [step for step, _ in points], [value for _, value in points]
+            marker = "o" if len(points) == 1 else ""  # a line through one point is not seen
             graph.plot(steps, values, color=f"C{number}", alpha=0.3, linewidth=0.8)
-            graph.plot(steps, running_mean(values), color=f"C{number}", label=Path(run).name)
+            graph.plot(steps, running_mean(values), marker, color=f"C{number}", label=Path(run).name)
         graph.set_title(name, fontsize=10)
         graph.grid(visible=True, alpha=0.3)
     for graph in list(graphs)[len(names) :]:

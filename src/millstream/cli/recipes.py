@@ -13,8 +13,7 @@ import millstream
 from millstream.cli.common import console, errors_shown
 from millstream.cli.template import TEMPLATE
 from millstream.errors import ConfigError
-from millstream.paths import kind_of
-from millstream.run.folder import program
+from millstream.paths import kind_of, program
 
 DATA = re.compile(r'"recipes/data/([\w.-]+)"')  # a file of the package that a recipe reads
 

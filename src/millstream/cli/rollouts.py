@@ -14,7 +14,8 @@ import typer
 
 from millstream.cli.common import CONTROL, console, errors, errors_shown
 from millstream.events.rollouts.reader import RolloutDump
-from millstream.run.folder import RunFolder, holder_of, program
+from millstream.paths import program
+from millstream.run.folder import RunFolder, holder_of
 from millstream.run.missing_rollouts import missing_rollouts
 from millstream.run.read_rollouts import RolloutQuery, RolloutText, as_text, find_rollouts, open_dump, write_parquet
 

@@ -13,9 +13,8 @@ from millstream.cli.common import AsJson, console, errors_shown
 from millstream.cli.show import result_table
 from millstream.errors import ConfigError, OutputError
 from millstream.events.lanes import lanes_of, lanes_svg, lanes_text
-from millstream.paths import kind_of
+from millstream.paths import kind_of, program
 from millstream.run.config import RunConfig
-from millstream.run.folder import program
 from millstream.run.simulate import costs_of, simulate
 
 

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from msgspec import Struct
@@ -38,6 +39,8 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     # Of the `datasets` data set, where it has several: what the library calls a configuration, such as "main".
     subset: str | None = None
     split: str = "train"  # of the `datasets` data set
+    # Whether the records were passed from Python, which a config cannot hold: train(config, data=records) sets it.
+    passed: bool = False
     toy: str | None = None  # a task that is made on the spot, such as "sort_digits"
     size: int = 4096  # tasks to make, where they are made on the spot: by `toy`, or by the environment
     prompt_key: str = "prompt"
@@ -81,6 +84,12 @@ def read(config: DataConfig, *, seed: int, make: MakeTasks | None = None, passed
     """`make` makes the tasks where no data set is named; `passed`: records that take the place of one."""
     source = config.path or config.name or config.toy or ("the environment" if passed is None else "data=")
     places: dict[str, str] = {}
+    if passed is None and config.passed:
+        raise DataError(
+            "the records are none of the config's: they were passed to train. Pass them again from Python: "
+            "millstream.resume(RUN, data=records), or millstream.evaluate(config, data=records); or name a file that has them: "
+            "--set data.passed=false --set data.path=FILE"
+        )
     if passed is None and config.path is None and config.name is None:
         tasks = _made(config, seed, make)
     else:
@@ -156,7 +165,7 @@ def _records(config: DataConfig) -> Iterable[DataRecord]:
         case "folder":
             raise DataError(
                 f"data.path = {path} is a folder: expected a JSONL file (.jsonl) or a Parquet file (.parquet). A folder that "
-                f"the datasets library can load: --set data.path= --set data.name={path}"
+                f"the datasets library can load: --set data.path= --set {quote(f'data.name={path}')}"
             )
         case "other":
             raise DataError(f"data.path = {path} is not a file: expected a JSONL file or a Parquet file")

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from datetime import date
 from decimal import Decimal
 from typing import Any, NamedTuple
 
 from millstream.config import MAX_DEPTH, is_deeper
 from millstream.errors import DataError, shown
-from millstream.types import TOOLS_ROLE, Message, Task
+from millstream.types import ROLES, TOOLS_ROLE, Message, Task
 
 ONE_A_LINE = "Expected one JSON object a line (JSONL), with a prompt"
 MAX_NAMES = 8  # of keys in a message
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # fields in which other libraries have them
+TEXT_PART = "{'type': 'text', 'text': '...'}"
+NOT_TRAINED = "images and other media are not trained. Drop the record, or the {} if it is not needed"
 
 
 class RecordKeys(NamedTuple):
@@ -62,13 +64,20 @@ def _prompt_and_answer(
         if not isinstance(fields.get("messages"), list):
             raise DataError(f"{where}: no key {keys.prompt!r} among {_names(fields)}: set data.prompt_key")
         prompt, completion = fields["messages"][:-1], fields["messages"][-1:]
-    for name in MEDIA:
-        if name != keys.prompt and isinstance(fields.get(name), list) and fields[name]:
-            raise DataError(f"{where}: {name}: only text is trained. Drop the record, or the field if it is not needed")
+    _check_media({name: value for name, value in fields.items() if name != keys.prompt}, where)
     shown_prompt = _prompt(prompt, where, keys.system)
     if not isinstance(shown_prompt, str) and fields.get("tools"):
         shown_prompt = (_tools(fields["tools"], where), *shown_prompt)
     return shown_prompt, _answer(fields, completion, where, keys)
+
+
+def _check_media(fields: Mapping[str, Any], where: str) -> None:
+    """Of a record or of a message. A string or a number is a remark about one."""
+    for name in MEDIA:
+        value = _without_null(fields.get(name))
+        is_empty = isinstance(value, Sized) and not len(value)
+        if value is not None and not is_empty and not isinstance(value, str | int | float):
+            raise DataError(f"{where}: {name} is {shown(value)}: {NOT_TRAINED.format('field')}")
 
 
 def _answer(fields: Mapping[str, Any], completion: Any, where: str, keys: RecordKeys) -> str | None:
@@ -132,14 +141,21 @@ def _message(message: Any, where: str, number: int) -> Message:
         )
     where = f"{where}: message {number}"
     role, content = message["role"], message.get("content")
-    if not isinstance(role, str) or not role:
-        raise DataError(f"{where}: the role is {shown(role)}: expected a string, such as 'user'")
+    if not isinstance(role, str) or not role or role == TOOLS_ROLE:
+        hint = (
+            ". The functions that the model may call are the record's own field 'tools'" if role == TOOLS_ROLE else ""
+        )
+        raise DataError(f"{where}: the role is {shown(repr(role))}: expected {', '.join(ROLES)}{hint}")
     if isinstance(content, list):
         content = "".join(_text_of_part(part, f"{where}, part {number}") for number, part in enumerate(content))
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise DataError(f"{where}: the content is {shown(content)}: expected a string, or a list of parts of text")
+        raise DataError(
+            f"{where}: the content is {shown(content)}: expected a string, or a list of parts {TEXT_PART}; "
+            f"{NOT_TRAINED.format('content')}"
+        )
+    _check_media(message, where)
     others = {key: value for key, value in message.items() if key not in ("role", "content")}
     return Message(role=role, content=content, fields=_as_json(others, where) if _without_null(others) else "")
 
@@ -152,8 +168,7 @@ def _implied(message: Mapping[str, Any]) -> set[str]:
 def _text_of_part(part: Any, where: str) -> str:
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
     if not isinstance(text, str):
-        what = "{'type': 'text', 'text': '...'}"
-        raise DataError(f"{where} is {shown(part)}: expected text, as {what}; images and other media are not trained")
+        raise DataError(f"{where} is {shown(part)}: expected text, as {TEXT_PART}; {NOT_TRAINED.format('part')}")
     return text
 
 

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
@@ -17,12 +18,14 @@ from msgspec import Struct
 from millstream.errors import LogError, shown
 from millstream.events import AnyEvent, Event, EventSink, Resumed, decode_event, encode_event
 from millstream.events.metrics import StepMetrics
+from millstream.paths import program
 
 logger = logging.getLogger(__name__)
 E_ = TypeVar("E_", bound=Event)
 T = TypeVar("T")
 TAIL = 1 << 20
 CLOSE_S = 5.0
+MAX_TO_SHOW = 100_000  # events that wait for a terminal that is blocked
 
 
 class MemorySink:
@@ -181,7 +184,7 @@ def _json_line(row: dict[str, Any]) -> bytes:
 class Tee:
     """Several sinks. `files` get every event at once, one event at a time, from any thread; an error of one of them is raised
     to the caller of `emit`. `shown` (terminal, dashboard) get it soon, on a separate thread: a terminal that blocks delays
-    nothing else, and a sink that raises is removed."""
+    nothing else, and misses the oldest events beyond `MAX_TO_SHOW`. A sink that raises is removed."""
 
     SHOW_S = 0.1
 
@@ -189,7 +192,7 @@ class Tee:
         self._files = list(files)
         self._shown = list(shown)
         self._lock = threading.Lock()
-        self._to_show: deque[Event] = deque()
+        self._to_show: deque[Event] = deque(maxlen=MAX_TO_SHOW)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._show, name="show", daemon=True)
         if self._shown:
@@ -277,7 +280,7 @@ def _read_as(decode: Callable[[bytes], T], line: bytes, path: Path, place: int |
         where = place if isinstance(place, str) else f"line {place}"
         raise LogError(
             f"{path}, {where} cannot be read: {error}. Found: {shown(line.rstrip())}. What happened up to there: "
-            f"millstream audit {path.parent}"
+            f"{program()} audit {quote(str(path.parent))}"
         ) from error
 
 

@@ -56,7 +56,8 @@ def check_path(path: str, key: str = "model.path", to_type: str | None = None) -
         found = ", ".join([*names[:MAX_NAMES], *(["..."] if len(names) > MAX_NAMES else [])]) or "nothing"
         if ADAPTER_CONFIG in names:
             raise ModelError(
-                f"{key} = {path!r} is an adapter of peft's, not a model. To train it further: --set learner.lora.path={path} "
+                f"{key} = {path!r} is an adapter of peft's, not a model. To train it further: --set "
+                f"{quote(f'learner.lora.path={path}')} "
                 f"{to_type}FOLDER, with the folder of the model that it belongs to"
             )
         raise ModelError(f"{key} = {path!r} has no config.json; found: {found}. {expected}")

@@ -69,6 +69,7 @@ class ActiveRun:
         self.checkpoints: Checkpoints | None = None
         self.best: BestCheckpoint | None = None  # with checkpoint.keep_best
         self.sft_step_kept = 0  # the step of the newest checkpoint of supervised training that this process wrote
+        self.has_begun = False  # whether training has
         self.at_work: Stoppable | None = None  # what a first signal lets finish its batch
         self.stopped_by: signal.Signals | None = None
         self.grace: asyncio.TimerHandle | None = None
@@ -85,12 +86,14 @@ class ActiveRun:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing of this new run is worth keeping: it has trained nothing, and was not stopped with a checkpoint."""
+        """Whether nothing of this new run is worth keeping: it ended before training began, or was stopped in the first step,
+        without a checkpoint."""
         folder = self.folder
         is_new = self.resumed is None and not self.version and not any((folder.path / WARMUP_FOLDER).glob("*"))
         has_checkpoint = any((folder.path / FOLDER).glob("*")) and (self.is_stopping or self.config.warmup is not None)
         has_stacks = folder.stacks.exists() and folder.stacks.stat().st_size > 0
-        return is_new and not has_checkpoint and not has_stacks and not self.config.pipeline.rollouts_only
+        was_stopped = self.is_stopping and not self.config.pipeline.rollouts_only
+        return is_new and not has_checkpoint and not has_stacks and (was_stopped or not self.has_begun)
 
     def end_grace(self) -> None:
         """The grace period is for the batch; the last checkpoint may take as long as it needs."""
@@ -154,8 +157,10 @@ class ActiveRun:
         for key, old, new in changes:
             self.log.emit(SettingChanged(at=self.clock.now(), key=key, old=old, new=new, version=self.version))
 
-    def keep_config(self) -> None:
-        """Once training begins: a resume that fails before leaves the config as it was."""
+    def begin(self, work: Stoppable) -> None:
+        """Training begins. A start that fails before leaves nothing behind; a resume, the config as it was."""
+        self.at_work = work
+        self.has_begun = True
         if self.is_config_new:
             self.log.sync()  # a config is in the folder only if its digest is in the log
             self.folder.keep(self.prepared.written)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from millstream.config import load
@@ -62,7 +64,7 @@ def find_branch(source: str, config: RunConfig) -> Branch:
     if found is None:
         steps = checkpoint.steps_in(path)
         listed = (
-            f"it has those of steps {', '.join(map(str, steps))}: type --from {path}@{steps[-1]}"
+            f"it has those of steps {', '.join(map(str, steps))}: type --from {quote(f'{path}@{steps[-1]}')}"
             if steps
             else (f"it has none. To resume it:\n  {resume_command(path)}")
         )
@@ -113,9 +115,14 @@ def write_start(branch: Branch, folder: RunFolder) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def load_start(model: PreTrainedModel, folder: Path, name: str) -> None:
-    """The weights of a checkpoint into a model. Raises `ConfigError` if they are of another one; `name`: what is loaded."""
-    trained, own = read_trained(folder), trained_weights(model)
+def load_start(model: PreTrainedModel, folder: Path) -> None:
+    """The weights of a checkpoint into a model. Raises `ConfigError` if they are of another one."""
+    load_weights(model, checked_start(model, folder))
+
+
+def checked_start(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint, which are those of a model like this one. Raises `ConfigError` if they are not."""
+    trained, own, name = read_trained(folder), trained_weights(model), f"the checkpoint in {folder}"
     has_adapters, needs_adapters = any(".lora_" in key for key in trained), lora_of(model) is not None
     if has_adapters != needs_adapters:
         missing, extra = "adapters, and [learner.lora] is not set", "a whole model, and [learner.lora] is set"
@@ -133,4 +140,4 @@ def load_start(model: PreTrainedModel, folder: Path, name: str) -> None:
                 f"{name} is of another model than [model]: {key} has the shape {tuple(weight.shape)} there and "
                 f"{tuple(own[key].shape)} here. Set [model] and [learner.lora] as there"
             )
-    load_weights(model, trained)
+    return trained

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 from msgspec import structs
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.algo import advantage_of, credit_for, needs_critic
 from millstream.algo.advantages import overlong_penalty
@@ -39,7 +39,7 @@ from millstream.learner.messages import ObjectiveSource
 from millstream.learner.torch import TorchLearner
 from millstream.model.adapters import add_adapters, copy_of
 from millstream.model.gpu_share import training_share
-from millstream.model.load import context_length, decoder_of, load_model, num_cores
+from millstream.model.load import context_length, decoder_of, load_model, new_model, num_cores
 from millstream.model.locate import check_path
 from millstream.model.lora import LoraConfig
 from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
@@ -65,6 +65,22 @@ def build_model(
     if lora is not None:
         add_adapters(model, lora, seed=derive_seed(seed, "lora"))
     return model, tokenizer
+
+
+def skeleton_of(config: RunConfig) -> PreTrainedModel:
+    """The model of a config without its weights: names and shapes alone. [model] is made on the spot, or a folder."""
+    model, lora = config.model, config.learner.lora
+    with torch.device("meta"):
+        if model.tiny is not None:
+            tiny = model.tiny
+            shape = TinyShape(hidden=tiny.hidden, layers=tiny.layers, heads=tiny.heads, context=tiny.context)
+            made = tiny_model(shape, character_tokenizer(tiny.alphabet), seed=config.seed)
+        else:
+            found = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+            made = new_model(found, seed=config.seed, trust_remote_code=model.trust_remote_code)
+    if lora is not None:
+        add_adapters(made, lora, seed=config.seed)
+    return made
 
 
 def _plain_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -36,8 +36,9 @@ from millstream.events import (
 )
 from millstream.events.sinks import read_history
 from millstream.events.summary import Interval, Summary, merge_intervals, summarise
+from millstream.paths import program
 from millstream.run.config import RunConfig
-from millstream.run.folder import RunFolder, program
+from millstream.run.folder import RunFolder
 from millstream.run.simulate import simulate
 from millstream.sim.config import DrawConfig, SimConfig, SimEnvironmentConfig
 from millstream.types import Fate

@@ -52,7 +52,7 @@ RULES: Mapping[str, ChangeRule] = {
     **_must_not(
         OTHER_TASKS, "data.", "name subset split toy size prompt_key answer_key system holdout shuffle rollouts"
     ),
-    **_may("now", "data.", "path"),  # of a file that was moved: other tasks are found by their digest
+    **_may("now", "data.", "path passed"),  # of a file that was moved: other tasks are found by their digest
     **_must_not("every random number of the run follows from it", "", "seed"),
     **_must_not("it names the folder itself, which may be moved as a whole: mv RUN OTHER", "", "run_dir"),
     **_may("rollouts", "", "reward"),

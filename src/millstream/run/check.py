@@ -27,8 +27,8 @@ from millstream.errors import ConfigError, MillstreamError
 from millstream.model.locate import check_path, check_tokenizer, check_weights
 from millstream.model.lora import check_lora
 from millstream.paths import writable_parent
-from millstream.run.check_evaluation import check_evaluation_tables, checked_evaluations
-from millstream.run.check_machine import checked_disk, checked_machine, checked_room
+from millstream.run.check_evaluation import check_evaluation_tables, checked_evaluations, of_evaluation
+from millstream.run.check_machine import PlayedTasks, check_answers, check_room, checked_disk, checked_machine
 from millstream.run.config import RunConfig, server_token, weight_ways
 from millstream.run.folder import check_free
 from millstream.run.tracking.config import check_trackers
@@ -44,6 +44,7 @@ class CheckedConfig(NamedTuple):
     findings: list[str]
     kinds: list[EnvironmentKind]
     data: DataSet | None  # None: one of the hub, which only a start loads
+    played: list[PlayedTasks]  # the tasks of training and of evaluations, where they are read
 
 
 def check_config(
@@ -59,10 +60,13 @@ def check_config(
     follows (see `env.rewards.trial`). `is_new`: it has no folder yet."""
     check_combinations(config)
     findings, errors, kinds, data = list[str](), list[MillstreamError](), list[EnvironmentKind](), None
+    played = list[PlayedTasks]()
     try:
         kinds = [find_environment(one) for one in config.environment]
         data = _read_data(config, kinds, data_passed, is_start=is_start)
         findings += _checked_data(config, kinds, data)
+        if data is not None:
+            played.append(PlayedTasks(kinds, data, config.rollout.max_tokens))
     except MillstreamError as error:
         errors.append(error)
     steps: list[Callable[[RunConfig], Iterable[str]]]
@@ -74,19 +78,20 @@ def check_config(
         _checked_resources,
         checked_machine,
         _checked_recorded,
-        checked_evaluations,
+        partial(checked_evaluations, data, played, is_start),
     ]
     steps += [_checked_run_dir] if is_new else []
-    steps += [partial(checked_room, kinds, data)]
+    steps += [partial(_checked_room, played)]
     for step in steps:
         try:
             findings += step(config)
         except MillstreamError as error:
             errors.append(error)
     if not errors and is_new:
-        findings += _tried_rewards(kinds, data, reward, config, is_start=is_start)
+        for one in played:
+            findings += _tried_rewards(one, reward, config, is_start=is_start)
     _raise(errors)
-    return CheckedConfig(findings, kinds, data)
+    return CheckedConfig(findings, kinds, data, played)
 
 
 def check_combinations(config: RunConfig) -> None:
@@ -320,21 +325,33 @@ def _checked_rewards(reward: PassedRewards | None, config: RunConfig) -> Iterato
             yield f"checked: {what_is_contained().words()}"
 
 
+def _checked_room(played: Sequence[PlayedTasks], config: RunConfig) -> Iterator[str]:
+    """For the tasks of training; those of evaluations were checked when they were read."""
+    check_answers(config, config.rollout.max_tokens)
+    for one in played:
+        if not one.evaluation:
+            check_room(config, one)
+    yield from ()
+
+
 def _tried_rewards(
-    kinds: Sequence[EnvironmentKind],
-    data: DataSet | None,
-    reward: PassedRewards | None,
-    config: RunConfig,
-    *,
-    is_start: bool,
+    played: PlayedTasks, reward: PassedRewards | None, config: RunConfig, *, is_start: bool
 ) -> list[str]:
-    """A few calls of each, with tasks that have a gold answer, if any have. Recorded rollouts have their rewards."""
-    tasks = itertools.islice(single_turn_tasks(kinds, () if data is None else data.train), MAX_LOOKED_AT)
+    """A few calls of each, with tasks that have a gold answer, if any have. Recorded rollouts have their rewards, and held-out
+    tasks those of training."""
+    data, table = played.data, next((one for one in config.evaluations if one.name == played.evaluation), None)
+    tasks = itertools.islice(
+        single_turn_tasks(played.kinds, data.train if table is None else data.tasks), MAX_LOOKED_AT
+    )
     chosen = sorted(tasks, key=lambda task: task.answer is None)[:MAX_TRIED]
-    if data is None or not chosen or config.data.rollouts is not None:
+    is_known = config.data.rollouts is not None if table is None else table.is_held_out and not table.reward
+    if not chosen or is_known:
         return []
-    tried = {data.place_of(task): task for task in chosen}
-    return try_rewards(prepare_rewards(config.reward, reward), tried, is_start=is_start)
+    own = table.reward if table is not None and table.reward else None
+    rewards = prepare_rewards(config.reward, reward) if own is None else prepare_rewards(own)
+    with of_evaluation(played.evaluation):
+        lines = try_rewards(rewards, {data.place_of(task): task for task in chosen}, is_start=is_start)
+    return [f"{line}, of the evaluation {table.name}" for line in lines] if table is not None else lines
 
 
 def _checked_functions(config: RunConfig) -> Iterator[str]:

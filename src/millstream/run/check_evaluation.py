@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from msgspec import structs
 
 from millstream.env.config import SINGLE_TURN, check_environments
-from millstream.env.data import DataConfig, DataSet, read
+from millstream.env.data import DataConfig, DataSet, check_hub_data, read
 from millstream.env.registry import name_of
 from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
 from millstream.env.rewards import check_reward, find_reward
-from millstream.errors import ConfigError, DataError
+from millstream.errors import ConfigError
 from millstream.run.best import split_metric
+from millstream.run.check_machine import PlayedTasks, check_answers, check_room
 from millstream.run.config import EvaluationConfig, RunConfig
 from millstream.seeds import derive_seed
 
@@ -59,31 +62,60 @@ def kinds_of(one: EvaluationConfig, config: RunConfig) -> list[EnvironmentKind]:
 def read_tasks(one: EvaluationConfig, kinds: Sequence[EnvironmentKind], *, seed: int) -> DataSet:
     """All tasks of an evaluation's own data. Tasks that are made on the spot are others than those of training."""
     data, seed = one.data or DataConfig(size=one.tasks or DataConfig().size), derive_seed(seed, "evaluation", one.name)
-    try:
-        found = read(structs.replace(data, holdout=0), seed=seed, make=lambda num, seed: make_tasks(kinds, num, seed))
-        for task in found.tasks:
-            name_of(task, [kind.name for kind in kinds])
-    except DataError as error:
-        raise DataError(f"evaluation {one.name}: {error}") from error
+    found = read(structs.replace(data, holdout=0), seed=seed, make=lambda num, seed: make_tasks(kinds, num, seed))
+    for task in found.tasks:
+        name_of(task, [kind.name for kind in kinds])
     return found
 
 
-def checked_evaluations(config: RunConfig) -> Iterator[str]:
-    """What the tables name is there: in words, one line each."""
+@contextmanager
+def of_evaluation(name: str) -> Iterator[None]:
+    """Errors say which evaluation they are of; `name` is empty for training."""
+    try:
+        yield
+    except ConfigError as error:
+        if not name:
+            raise
+        raise type(error)(f"evaluation {name}: {error}") from error
+
+
+def played_in(one: EvaluationConfig, config: RunConfig, data: DataSet) -> PlayedTasks:
+    """What an evaluation plays: tasks of its own, or those that are held out of `data`."""
+    kinds = kinds_of(one, config)
+    found = data if one.is_held_out else read_tasks(one, kinds, seed=config.seed)
+    tasks = (found.held_out if one.is_held_out else found.tasks)[: one.tasks]
+    most, key = one.max_tokens or config.rollout.max_tokens, "max_tokens" if one.max_tokens else "rollout.max_tokens"
+    return PlayedTasks(kinds, structs.replace(found, train=(), held_out=tasks), most, one.name, key)
+
+
+def checked_evaluations(
+    data: DataSet | None, played: list[PlayedTasks], is_start: bool, config: RunConfig
+) -> Iterator[str]:
+    """What the tables name is there, and fits into the model's context: in words, one line each. What they play is put into
+    `played`. `data`: the run's; None: it is on the hub."""
     for one in config.evaluations:
-        for reward in one.reward:
-            check_reward(find_reward(reward.function), reward)
-            yield f"checked: the reward {reward.function} of the evaluation {one.name} is there, and takes its arguments"
-        if one.is_held_out:
-            continue
-        kinds = kinds_of(one, config)
-        if one.environment and all(kind.config.use != SINGLE_TURN for kind in kinds) and one.reward:
-            raise ConfigError(
-                f"evaluation {one.name}: its environments have rewards of their own: leave its reward out"
-            )
-        if one.data is not None and one.data.name is not None:
-            yield f"not checked: the data set {one.data.name} of the evaluation {one.name}, which the run loads"
-            continue
-        num_tasks = len(read_tasks(one, kinds, seed=config.seed).tasks)
-        num_used = num_tasks if one.tasks is None else min(num_tasks, one.tasks)
-        yield f"checked: the evaluation {one.name} has {num_used} tasks, {one.samples} samples of each"
+        with of_evaluation(one.name):
+            yield from _checked(one, data, played, is_start, config)
+
+
+def _checked(
+    one: EvaluationConfig, data: DataSet | None, played: list[PlayedTasks], is_start: bool, config: RunConfig
+) -> Iterator[str]:
+    for reward in one.reward:
+        check_reward(find_reward(reward.function), reward)
+        yield f"checked: the reward {reward.function} of the evaluation {one.name} is there, and takes its arguments"
+    if one.max_tokens is not None:
+        check_answers(config, one.max_tokens, "max_tokens")
+    if one.reward and one.environment and all(kind.config.use != SINGLE_TURN for kind in kinds_of(one, config)):
+        raise ConfigError("its environments have rewards of their own: leave its reward out")
+    name = None if one.data is None else one.data.name
+    if name is not None:
+        check_hub_data(name)
+    if name is not None and not is_start and not Path(name).is_dir():
+        yield f"not checked: the data set {name} of the evaluation {one.name}, which the run loads"
+    elif data is not None or not one.is_held_out:
+        found = played_in(one, config, data or DataSet(train=(), held_out=()))
+        check_room(config, found)
+        played.append(found)
+        if not one.is_held_out:
+            yield f"checked: the evaluation {one.name} has {len(found.data.held_out)} tasks, {one.samples} samples of each"

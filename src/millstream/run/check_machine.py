@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +22,7 @@ from millstream.paths import writable_parent
 from millstream.run.config import RunConfig
 from millstream.run.device import find_device, find_shape, has_gpu_device, read_model_config
 from millstream.run.sizes import BYTES, choose_dtype
+from millstream.types import Task
 
 MAX_PROMPTS_CHECKED = 10_000
 SPECIAL_TOKENS = 16  # that a tokenizer may add to a prompt, at most
@@ -35,42 +37,58 @@ OPTIMIZER_BYTES = 12  # of a trained number in a checkpoint: master and two mome
 # ---- the context -----------------------------------------------------------------------------------------------------
 
 
-def checked_room(kinds: Sequence[EnvironmentKind], data: DataSet | None, config: RunConfig) -> Iterator[str]:
-    """Raises an error for answers that leave no room for a prompt, and for a prompt that surely does not fit."""
-    limit, most = find_context(config), config.rollout.max_tokens
+class PlayedTasks(NamedTuple):
+    """Tasks that the model answers, in training or in an evaluation: what must fit into its context."""
+
+    kinds: Sequence[EnvironmentKind]
+    data: DataSet
+    max_tokens: int  # of an answer
+    evaluation: str = ""  # its name; empty: training
+    key: str = "rollout.max_tokens"  # which says so
+
+    def shown_tasks(self) -> list[Task]:
+        """Those whose length is known before they are played."""
+        return list(single_turn_tasks(self.kinds, self.data.tasks[:MAX_PROMPTS_CHECKED]))
+
+    def check_length(self, length: int, limit: int, place: str) -> None:
+        """Raises `DataError` for a prompt that leaves no room for an answer in the model's context."""
+        if length + self.max_tokens > limit:
+            raise DataError(
+                f"{place}: the prompt has {length} tokens, which with {self.key} = {self.max_tokens} exceeds the model's "
+                f"context of {limit}: set {self.key} lower, or drop the task"
+            )
+
+
+def check_answers(config: RunConfig, most: int, key: str = "rollout.max_tokens") -> None:
+    """Raises `ConfigError` for answers that leave no room for a prompt."""
+    limit = find_context(config)
     if limit is not None and most >= limit:
         raise ConfigError(
-            f"rollout.max_tokens = {most} exceeds the model's context of {limit}, or leaves no room in it for a prompt: set "
-            f"rollout.max_tokens lower"
+            f"{key} = {most} exceeds the model's context of {limit}, or leaves no room in it for a prompt: set {key} lower"
         )
-    if data is not None and config.model.tiny is not None:  # a token for each character
-        for task in single_turn_tasks(kinds, data.tasks[:MAX_PROMPTS_CHECKED]):
+
+
+def check_room(config: RunConfig, played: PlayedTasks) -> None:
+    """Raises `DataError` for a prompt that surely does not fit."""
+    if config.model.tiny is not None:  # a token for each character
+        for task in played.shown_tasks():
+            place = played.data.place_of(task)
             if not isinstance(task.prompt, str):
-                raise DataError(f"{data.place_of(task)}: {NO_TEMPLATE}")
-            check_length(config, len(task.prompt), config.model.tiny.context, data.place_of(task))
-    yield from ()
+                raise DataError(f"{place}: {NO_TEMPLATE}")
+            played.check_length(len(task.prompt), config.model.tiny.context, place)
 
 
-def needs_tokenizer(config: RunConfig, kinds: Sequence[EnvironmentKind], data: DataSet) -> bool:
+def needs_tokenizer(config: RunConfig, played: PlayedTasks) -> bool:
     """Whether only the model's tokenizer can tell if all prompts fit (`check_prompts`): for chats, for prompts that may be too
     long (a token has at least one byte), and where no end token is named."""
-    limit, most = find_context(config), config.rollout.max_tokens
+    limit, most = find_context(config), played.max_tokens
     if config.model.path is None or not Path(config.model.path).is_dir():
         return False
-    for task in single_turn_tasks(kinds, data.tasks[:MAX_PROMPTS_CHECKED]):
+    for task in played.shown_tasks():
         prompt = task.prompt
         if not isinstance(prompt, str) or (limit and len(prompt.encode()) + SPECIAL_TOKENS + most > limit):
             return True
     return _has_no_end_token(config)
-
-
-def check_length(config: RunConfig, length: int, limit: int, place: str) -> None:
-    """Raises `DataError` for a prompt that leaves no room for an answer in the model's context."""
-    if length + config.rollout.max_tokens > limit:
-        raise DataError(
-            f"{place}: the prompt has {length} tokens, which with rollout.max_tokens = {config.rollout.max_tokens} exceeds "
-            f"the model's context of {limit}: set rollout.max_tokens lower, or drop the task"
-        )
 
 
 def find_context(config: RunConfig) -> int | None:

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from millstream.env.data import DataSet
-from millstream.env.registry import single_turn_tasks
-from millstream.env.resolve import EnvironmentKind
 from millstream.errors import DataError, ModelError
 from millstream.model.load import load_tokenizer
 from millstream.model.tiny import character_tokenizer
-from millstream.run.check_machine import MAX_PROMPTS_CHECKED, check_length, find_context
+from millstream.run.check_machine import PlayedTasks, find_context
 from millstream.run.config import ModelConfig, RunConfig
 from millstream.run.text import TokenizerText
-from millstream.types import Task
 
 MAX_PIECES = 5
 
 
-def _shown_tasks(kinds: Sequence[EnvironmentKind], data: DataSet) -> list[Task]:
-    """Those whose length is known before they are played."""
-    return list(single_turn_tasks(kinds, data.tasks[:MAX_PROMPTS_CHECKED]))
-
-
-def check_with_tokenizer(config: RunConfig, kinds: Sequence[EnvironmentKind], data: DataSet) -> int:
-    """What `checked_room` cannot tell, with the model's own tokenizer: loads no weights. The number of prompts checked."""
+def check_with_tokenizer(config: RunConfig, played: PlayedTasks) -> int:
+    """What `check_room` cannot tell, with the model's own tokenizer: loads no weights. The number of prompts checked."""
     text = TokenizerText(tokenizer=tokenizer_of(config.model))
-    return check_lengths(config, find_context(config), text, data, kinds)
+    return check_lengths(played, find_context(config), text)
 
 
 def tokenizer_of(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -48,30 +38,29 @@ def load_checked_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_lengths(
-    config: RunConfig, limit: int | None, text: TokenizerText, data: DataSet, kinds: Sequence[EnvironmentKind]
-) -> int:
+def check_lengths(played: PlayedTasks, limit: int | None, text: TokenizerText) -> int:
     """Raises `DataError` for a prompt that the chat template refuses, or that leaves no room for an answer in the model's
     context, of `limit` tokens. The number of prompts checked."""
-    tasks = _shown_tasks(kinds, data)
+    tasks = played.shown_tasks()
     for task in tasks:
+        place = played.data.place_of(task)
         try:
             length = len(text.opening(task.prompt))
         except DataError as error:
-            raise DataError(f"{data.place_of(task)}: {error}") from error
+            raise DataError(f"{place}: {error}") from error
         if limit is not None:
-            check_length(config, length, limit, data.place_of(task))
+            played.check_length(length, limit, place)
     return len(tasks)
 
 
-def unknown_text(text: TokenizerText, data: DataSet, kinds: Sequence[EnvironmentKind]) -> str:
+def unknown_text(text: TokenizerText, played: PlayedTasks) -> str:
     """A warning about prompts with text that the tokenizer does not know; empty if there are none."""
-    tasks = _shown_tasks(kinds, data)
+    tasks = played.shown_tasks()
     strange = [task for task in tasks if not text.knows(text.opening(task.prompt))]
     if not strange:
         return ""
     pieces = ", ".join(map(repr, text.unknown_pieces(strange[0])[:MAX_PIECES]))
     return (
         f"{len(strange)} of {len(tasks)} prompts have something in them that the tokenizer does not know, and the model sees "
-        f"{text.tokenizer.unk_token} instead. The first is {data.place_of(strange[0])}: {pieces or 'its text'}"
+        f"{text.tokenizer.unk_token} instead. The first is {played.data.place_of(strange[0])}: {pieces or 'its text'}"
     )

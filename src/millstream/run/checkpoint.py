@@ -22,6 +22,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -31,6 +32,7 @@ from millstream.clock import Clock
 from millstream.errors import CheckpointError, LearnerError, OutputError
 from millstream.events import CheckpointFailed, CheckpointSealed, EventSink
 from millstream.learner import Snapshot
+from millstream.paths import program
 from millstream.pipeline.state import Ledger, PipelineState
 from millstream.rpc.threads import DaemonThreads
 from millstream.store import blocks
@@ -291,8 +293,8 @@ def find_newest(run_dir: Path, sealed: Collection[str], folder: str = FOLDER) ->
         found = None
     if troubles and found is None:
         raise CheckpointError(
-            f"no checkpoint in {run_dir} is usable: {'; '.join(troubles)}. To start again with the same config: "
-            f"millstream train {run_dir / 'config.toml'} --set run_dir=ANOTHER"
+            f"no checkpoint in {run_dir} is usable: {'; '.join(troubles)}. To start again with the same config:\n"
+            f"  {program()} train {quote(str(run_dir / 'config.toml'))} --set run_dir=ANOTHER"
         )
     return found, troubles
 

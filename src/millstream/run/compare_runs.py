@@ -101,7 +101,9 @@ def _metrics(folder: RunFolder) -> dict[int, dict[str, Any]]:
             if line.endswith(b"\n"):
                 row = json.loads(line)
                 own = found.setdefault(int(row["step"]), {})
-                own |= row if is_step(row) else {**row, **own}  # a step's and those of its evaluations: `at` is the step's
+                own |= (
+                    row if is_step(row) else {**row, **own}
+                )  # a step's and those of its evaluations: `at` is the step's
     except (ValueError, KeyError, TypeError) as error:
         raise LogError(f"{folder.metrics} cannot be read: {error}") from error
     return found

@@ -1,31 +1,63 @@
 """The dry run: the walk of a start (`run.check`), and what else a start would find, without starting anything.
 
-torch and transformers are imported only where the model's own tokenizer is needed: for chats, for prompts that may be too long,
-and for a reference or a critic with a tokenizer of its own.
+torch and transformers are imported only where they are needed: the model's own tokenizer for chats, for prompts that may be too
+long, and for a reference or a critic with a tokenizer of its own; a checkpoint for `--resume` and `--from`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from millstream.env.data import DataSet, digest
 from millstream.run.check import check_config
+from millstream.run.check_evaluation import of_evaluation
 from millstream.run.check_machine import needs_tokenizer
 from millstream.run.config import RunConfig
 from millstream.run.device import estimated_lines
+from millstream.run.folder import RunFolder
 
 
-def find_all(config: RunConfig, *, is_new: bool = True) -> list[str]:
+def find_all(config: RunConfig, *, resume: Path | None = None, from_run: str | None = None) -> list[str]:
     """What was checked, what was not, and what to be warned of: a line each, warnings last. Raises what a start would.
-    `is_new`: the run has no folder yet."""
-    checked = check_config(config, is_new=is_new)
-    findings = [*checked.findings, *_checked_tokenizers(config)]
-    if checked.data is not None and needs_tokenizer(config, checked.kinds, checked.data):
-        from millstream.run.check_prompts import check_with_tokenizer
+    `resume`: the run that is continued. `from_run`: RUN or RUN@STEP, whose checkpoint a new run begins with."""
+    if resume is not None:
+        RunFolder.of_run(resume).check_resumable(config)
+    findings = [] if from_run is None else _checked_branch(config, from_run)
+    checked = check_config(config, is_new=resume is None)
+    findings += [*checked.findings, *_checked_tokenizers(config)]
+    for played in checked.played:
+        if needs_tokenizer(config, played):
+            from millstream.run.check_prompts import check_with_tokenizer
 
-        number = check_with_tokenizer(config, checked.kinds, checked.data)
-        findings.append(f"checked: {number} prompts fit into the model's context, by its tokenizer")
+            with of_evaluation(played.evaluation):
+                number = check_with_tokenizer(config, played)
+            of = f" of the evaluation {played.evaluation}" if played.evaluation else ""
+            findings.append(f"checked: {number} prompts{of} fit into the model's context, by its tokenizer")
+    if resume is not None:
+        findings += _checked_resume_point(config, RunFolder(resume), checked.data)
     findings += estimated_lines(config)
     return sorted(findings, key=lambda line: line.startswith("not checked") + 2 * line.startswith("warning"))
+
+
+def _checked_branch(config: RunConfig, from_run: str) -> list[str]:
+    from millstream.run.branch import checked_start, find_branch
+    from millstream.run.build import skeleton_of
+
+    branch = find_branch(from_run, config)
+    step = f"the checkpoint of step {branch.lineage.step} in {branch.lineage.run_dir}"
+    if config.model.path is not None and not Path(config.model.path).is_dir():
+        return [f"not checked: whether {step} is of the model {config.model.path}, which is no folder here"]
+    checked_start(skeleton_of(config), branch.found.folder)
+    return [f"checked: {step} is whole, and of this model"]
+
+
+def _checked_resume_point(config: RunConfig, folder: RunFolder, data: DataSet | None) -> list[str]:
+    from millstream.run.resume import find_resume_point
+
+    if folder.is_finished() and config.pipeline.steps <= folder.steps_done():
+        return ["checked: the run is finished, and only its result is to be written"]
+    point = find_resume_point(folder, config, None if data is None else digest(data))
+    return [f"checked: the run continues from step {point.version}, with {len(point.changes)} changed settings"]
 
 
 def _checked_tokenizers(config: RunConfig) -> list[str]:

@@ -18,12 +18,12 @@ from millstream.learner.state import read_trained
 from millstream.learner.torch import save_trained
 from millstream.model.adapters import save_adapters, trained_weights
 from millstream.model.load import load_weights
-from millstream.paths import kind_of
+from millstream.paths import kind_of, program
 from millstream.run import build, checkpoint
 from millstream.run.best import best_step
 from millstream.run.checkpoint import Found
 from millstream.run.config import RunConfig
-from millstream.run.folder import RunFolder, program, resume_command
+from millstream.run.folder import RunFolder, resume_command
 
 MAX_EXPORT_TRIES = 3  # an active run removes old checkpoints, also the one that is being read, if that takes long
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import os
 import shutil
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -40,7 +40,7 @@ from millstream.events.findings import findings_of
 from millstream.events.sinks import read_events, read_history, read_kinds
 from millstream.events.summary import Summary, summarise
 from millstream.events.trace import perfetto
-from millstream.paths import kind_of
+from millstream.paths import kind_of, program
 from millstream.run.changes import ChangedSetting, Tables, changed_settings, refused_change, tables_in, tables_of
 from millstream.run.config import HELD_OUT, RunConfig, with_absolute_paths
 
@@ -83,39 +83,49 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, name: str, fill: Callable[[RunFolder], None] = lambda folder: None) -> RunFolder:
-        """A locked folder for a new run, with what `fill` writes and, last, the resolved config in it. `discard` removes what
-        was made for it."""
+        """A locked folder for a new run, with what `fill` writes and, last, the resolved config in it. Whatever ends this,
+        nothing is left behind. `discard` removes what was made for it."""
         if config.run_dir is not None:
             check_free(config.run_dir)
-        number = 1
-        while True:
-            path = Path("runs") / f"{name}-{number}" if config.run_dir is None else Path(config.run_dir)
-            folder = cls(path)
-            folder._made = [place for place in (path, *path.parents) if not place.exists()]
-            try:
-                path.mkdir(parents=True, exist_ok=config.run_dir is not None)
-                folder._found = {entry.name for entry in path.iterdir()}
-                folder.lock()
-                fill(folder)
-                folder.config.write_bytes(_config_file(config))
-                return folder
-            except FileExistsError as error:
-                if config.run_dir is not None:
-                    raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
-                number += 1
-            except OSError as error:
-                folder.discard()
-                raise ConfigError(f"cannot write the run folder {path}: {error.strerror}") from error
+            folder = cls(Path(config.run_dir))
+        else:
+            named = (cls(Path("runs") / f"{name}-{number}") for number in itertools.count(1))
+            folder = next(folder for folder in named if not folder.path.exists())
+        try:
+            folder._make()
+            if config.run_dir is None and folder.path not in folder._made:  # another process was faster
+                return cls.create(config, name, fill)
+            folder._found = {entry.name for entry in folder.path.iterdir()}
+            folder.lock()
+            fill(folder)
+            folder.config.write_bytes(_config_file(config))
+        except BaseException as error:
+            folder.discard()
+            if isinstance(error, OSError):
+                raise ConfigError(f"cannot write the run folder {folder.path}: {error.strerror}") from error
+            raise
+        return folder
+
+    def _make(self) -> None:
+        """The folder and those around it. Which ones were made here is known exactly: another process may make some, too."""
+        for place in reversed((self.path, *self.path.parents)):
+            with suppress(FileExistsError):
+                if not place.exists():
+                    place.mkdir()
+                    self._made.insert(0, place)
 
     def discard(self) -> None:
-        """Remove what this run has made: files, and folders that were not there and are no runs. For a run that has trained
-        nothing."""
-        with suppress(OSError):
-            for entry in list(self.path.iterdir()):
+        """Remove what this run has made: files, and folders that were not there and are no runs; then unlock. For a run that
+        has trained nothing. What another run has locked is not touched."""
+        entries = list(self.path.iterdir()) if self._is_locked() else []
+        for entry in entries:
+            with suppress(OSError):
                 if entry.name not in self._found and not (entry / LOCK).exists():
                     shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
-            for place in self._made:
+        for place in self._made:
+            with suppress(OSError):  # something else is in it
                 place.rmdir()
+        self.unlock()
 
     @classmethod
     def of_run(cls, path: Path, name: str = "config.toml") -> RunFolder:
@@ -130,15 +140,21 @@ class RunFolder:
         `ConfigError` if there is nothing to resume, or a change may not be."""
         folder = cls.of_run(path)
         config = folder.config_to_resume(changes)
-        is_over = (path / "summary.json").exists() and folder.is_finished()
-        if is_over and config.pipeline.steps <= folder.steps_done():
-            raise ConfigError(
-                f"the run in {path} is finished: its model is in {folder.model}. To train it for more steps:\n"
-                f"  {resume_command(path)} --set pipeline.steps=N\n"
-                f"To train its model further, in a new run:\n  {_further_command(folder, config)}"
-            )
+        folder.check_resumable(config)
         folder.lock()
         return folder, config
+
+    def check_resumable(self, config: RunConfig) -> None:
+        """Raises `ConfigError` if the run is active, or finished with as many steps as `config` has."""
+        if holder_of(self.path) is not None:
+            raise ConfigError(is_active(self.path))
+        is_over = (self.path / "summary.json").exists() and self.is_finished()
+        if is_over and config.pipeline.steps <= self.steps_done():
+            raise ConfigError(
+                f"the run in {self.path} is finished: its model is in {self.model}. To train it for more steps:\n"
+                f"  {resume_command(self.path)} --set pipeline.steps=N\n"
+                f"To train its model further, in a new run:\n  {_further_command(self, config)}"
+            )
 
     def config_to_resume(self, changes: Sequence[str] = ()) -> RunConfig:
         """The config in the folder, edited by hand or not, with these changes. Raises `ConfigError` for a change that may not
@@ -215,22 +231,25 @@ class RunFolder:
         """Held until `unlock` or the end of this process: two runs must not write to one folder."""
         if self.path.resolve() in _HELD:
             raise ConfigError(is_active(self.path))
-        self._lock = (self.path / LOCK).open("a+b")
+        file = (self.path / LOCK).open("a+b")
         try:
-            fcntl.lockf(
-                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # not inherited by forked processes; ends with its process
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by forked processes; ends with its process
         except OSError as error:
+            file.close()
             raise ConfigError(is_active(self.path)) from error
-        self._lock.truncate(0)
-        self._lock.write(str(os.getpid()).encode())
-        self._lock.flush()
+        self._lock = file
         _HELD.add(self.path.resolve())
+        file.truncate(0)
+        file.write(str(os.getpid()).encode())
+        file.flush()
 
     def unlock(self) -> None:
-        if self._lock is not None and not self._lock.closed:
+        if self._lock is not None and self._is_locked():
             _HELD.discard(self.path.resolve())
             self._lock.close()
+
+    def _is_locked(self) -> bool:
+        return self._lock is not None and not self._lock.closed
 
     def is_finished(self) -> bool:
         """Whether the last process of the run finished it, with or without writing the summary."""
@@ -357,10 +376,12 @@ def holder_of(path: Path) -> int | None:
 
 
 def resume_command(path: Path) -> str:
-    """What to type; in Python where the reward was passed from there."""
-    with suppress(OSError):
-        if f'function = "{PASSED}' in (path / "config.toml").read_text():
-            return f"millstream.resume({str(path)!r}, reward=function), from Python"
+    """What to type; in Python where the reward or the data were passed from there."""
+    with suppress(OSError, UnicodeDecodeError):
+        text = (path / "config.toml").read_text()
+        marks = {"reward=function": f'\nfunction = "{PASSED}', "data=records": "\npassed = true\n"}
+        if passed := [argument for argument, mark in marks.items() if mark in text]:
+            return f"millstream.resume({str(path)!r}, {', '.join(passed)}), from Python"
     return f"{program()} train --resume {quote(str(path))}"
 
 
@@ -372,12 +393,3 @@ def _further_command(folder: RunFolder, config: RunConfig) -> str:
     changes += ["warmup="] if config.warmup is not None else []
     changes += [f"run_dir={config.run_dir}-further"] if config.run_dir is not None else []
     return " ".join([program(), "train", quote(str(folder.config)), *(f"--set {quote(change)}" for change in changes)])
-
-
-def program() -> str:
-    """What to type for `millstream`: its path where the shell would not find it by name."""
-    typed = Path(sys.argv[0])
-    if typed.name == "__main__.py" and shutil.which("millstream") is None:
-        return "python -m millstream"
-    is_found = typed.name != "millstream" or shutil.which("millstream") is not None
-    return "millstream" if is_found else quote(str(typed))

@@ -18,16 +18,19 @@ from millstream.run.folder import RunFolder
 
 class RunLog:
     """An event sink. `upto`: the version that a resumed run continues from, -1 if it starts over; later metrics are removed.
-    Raises `OutputError` where a file cannot be written."""
+    `own`: sinks that get every event at once, as the files do, and not soon, as `sinks` do. Raises `OutputError` where a file
+    cannot be written."""
 
-    def __init__(self, folder: RunFolder, sinks: Sequence[EventSink], *, upto: int) -> None:
+    def __init__(
+        self, folder: RunFolder, sinks: Sequence[EventSink], *, upto: int, own: Sequence[EventSink] = ()
+    ) -> None:
         self._folder = folder
         try:
             self._events = JsonlSink(folder.events)
             self._metrics = MetricsSink(folder.metrics, upto=upto)
         except OSError as error:
             raise OutputError(folder.cannot_write(folder.events, error)) from error
-        self._tee = Tee([self._events, self._metrics], sinks)
+        self._tee = Tee([self._events, self._metrics, *own], sinks)
         self._recalling = [sink for sink in sinks if isinstance(sink, RecallingSink)]
         self._watch = Watch()
         self._lock = threading.Lock()

@@ -16,6 +16,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+WAKE_S = 0.5  # a waiting caller wakes up this often: a kernel's interrupt is noticed by a thread or a loop that runs
 
 
 class RunThread(threading.Thread, Generic[T]):
@@ -27,6 +28,7 @@ class RunThread(threading.Thread, Generic[T]):
         self._then = then
         self._result: list[T] = []
         self._error: BaseException | None = None
+        self.is_over = threading.Event()  # `join` and `is_alive` are wrong after an interrupted `join`
         self._lock = threading.Lock()
         self._asked: list[signal.Signals] = []  # before the run listens
         self._stop_run: Callable[[signal.Signals], object] | None = None
@@ -37,6 +39,7 @@ class RunThread(threading.Thread, Generic[T]):
         except BaseException as error:  # raised to the caller, who waits
             self._error = error
         finally:
+            self.is_over.set()
             self._then()
 
     def outcome(self) -> T:
@@ -75,6 +78,11 @@ def outside_loop(function: Callable[P, T]) -> Callable[P, T]:
         thread = RunThread(functools.partial(function, *args, **kwargs))
         with _signals_to(thread):
             thread.start()
+            while not thread.is_over.is_set():
+                try:
+                    thread.is_over.wait(WAKE_S)
+                except KeyboardInterrupt:  # which a debugger or a notebook may raise here without a signal
+                    thread.stop()
             thread.join()
         return thread.outcome()
 
@@ -109,7 +117,8 @@ def as_coroutine(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]
         cancelled: asyncio.CancelledError | None = None
         while not done.is_set():
             try:
-                await done.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(done.wait(), WAKE_S)
             except asyncio.CancelledError as error:
                 cancelled = error
                 thread.stop()

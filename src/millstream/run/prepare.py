@@ -17,7 +17,7 @@ from millstream.run.backend import Backend, backend_for
 from millstream.run.branch import load_start
 from millstream.run.build_scorers import check_scorer_models
 from millstream.run.check import check_config
-from millstream.run.check_machine import check_engine_device
+from millstream.run.check_machine import PlayedTasks, check_engine_device
 from millstream.run.check_prompts import check_lengths, unknown_text
 from millstream.run.config import RunConfig
 from millstream.run.prepare_evaluation import PreparedEvaluation, prepare_evaluations
@@ -81,6 +81,8 @@ def prepare_run(
     checkpoint whose weights the model begins with. `is_new`: a folder will be made for the run."""
     if reward is not None:
         config = structs.replace(config, reward=passed(reward, config.reward))
+    if data_passed is not None:
+        config = structs.replace(config, data=structs.replace(config.data, passed=True))
     checked = check_config(config, reward=reward, data_passed=data_passed, is_start=True, is_new=is_new)
     set_up_cpu()
     assert checked.data is not None, "a start reads every data set"
@@ -92,7 +94,7 @@ def prepare_run(
         driver_model = structs.replace(driver_model, device="cpu")
     model, tokenizer = build.build_model(driver_model, seed=config.seed, lora=config.learner.lora)
     if start is not None:
-        load_start(model, start, f"the checkpoint in {start}")
+        load_start(model, start)
     sizes = choose_sizes(config, device, build.measure_shape(model))
     config = with_sizes(config, sizes)
     if config.runtime == "local":
@@ -103,7 +105,8 @@ def prepare_run(
     rewards = prepare_rewards(config.reward, reward)
     environment = build.build_environment(checked.kinds, text, rewards, backend.launcher)
     check_scorer_models(config, tokenizer)
-    check_lengths(config, context_length(model), text, data, checked.kinds)
+    played = PlayedTasks(checked.kinds, data, config.rollout.max_tokens)
+    check_lengths(played, context_length(model), text)
     prepared = Prepared(
         config=config,
         written=written,
@@ -118,6 +121,6 @@ def prepare_run(
         rewards=rewards,
         sampling=build.build_sampling(config, model, tokenizer),
         data_digest=digest(data),
-        warning=unknown_text(text, data, checked.kinds),
+        warning=unknown_text(text, played),
     )
     return structs.replace(prepared, evaluations=tuple(prepare_evaluations(prepared)))

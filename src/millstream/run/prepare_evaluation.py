@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
 
-from millstream.env.data import DataSet
 from millstream.env.registry import Environments
 from millstream.env.rewards import prepare_rewards
-from millstream.errors import DataError
 from millstream.model.load import context_length
 from millstream.run import build
-from millstream.run.check_evaluation import kinds_of, read_tasks
+from millstream.run.check_evaluation import kinds_of, of_evaluation, played_in
 from millstream.run.check_prompts import check_lengths
 from millstream.run.config import EvaluationConfig
 from millstream.types import Sampling, Task
@@ -37,14 +35,10 @@ def prepare_evaluations(prepared: Prepared) -> Iterator[PreparedEvaluation]:
     wrong."""
     for one in prepared.config.evaluations:
         environment, sampling = _environment(one, prepared), _sampling(one, prepared.sampling)
-        data = (
-            prepared.data
-            if one.is_held_out
-            else read_tasks(one, kinds_of(one, prepared.config), seed=prepared.config.seed)
-        )
-        tasks = (data.held_out if one.is_held_out else data.tasks)[: one.tasks]
-        if tasks:
-            _check_lengths(one, prepared, structs.replace(data, train=(), held_out=tasks), sampling)
+        with of_evaluation(one.name):
+            played = played_in(one, prepared.config, prepared.data)
+            check_lengths(played, context_length(prepared.model), prepared.text)
+        if tasks := played.data.held_out:
             yield PreparedEvaluation(config=one, tasks=tasks, environment=environment, sampling=sampling)
 
 
@@ -63,12 +57,3 @@ def _sampling(one: EvaluationConfig, sampling: Sampling) -> Sampling:
         top_p=one.top_p,
         max_tokens=one.max_tokens or sampling.max_tokens,
     )
-
-
-def _check_lengths(one: EvaluationConfig, prepared: Prepared, data: DataSet, sampling: Sampling) -> None:
-    config = prepared.config
-    of_table = structs.replace(config, rollout=structs.replace(config.rollout, max_tokens=sampling.max_tokens))
-    try:
-        check_lengths(of_table, context_length(prepared.model), prepared.text, data, kinds_of(one, config))
-    except DataError as error:
-        raise DataError(f"evaluation {one.name}: {error}") from error

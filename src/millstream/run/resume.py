@@ -43,6 +43,10 @@ class ResumePoint(NamedTuple):
     def version(self) -> int:
         return 0 if self.found is None else self.found.manifest.version
 
+    @property
+    def checkpoints(self) -> list[Found]:
+        return [one for one in (self.found, self.supervised) if one is not None]
+
 
 def read_previous(folder: RunFolder) -> PreviousRun:
     incarnation, ended_at, sealed = 0, 0.0, set[str]()
@@ -63,9 +67,10 @@ def recorded_sizes(folder: RunFolder) -> Sizes | None:
     return found
 
 
-def find_resume_point(folder: RunFolder, config: RunConfig) -> ResumePoint:
+def find_resume_point(folder: RunFolder, config: RunConfig, data_digest: str | None) -> ResumePoint:
     """The newest intact checkpoint, and how `config` differs from its settings. Changes nothing. Raises `CheckpointError` if
-    there are checkpoints and none is intact, and `ConfigError` if the run has made more steps than the config has."""
+    there are checkpoints and none is intact or the data is not what the run began with (`data_digest`: None if it was not
+    read), and `ConfigError` if the run has made more steps than the config has, or is finished and has no checkpoints."""
     previous, supervised = read_previous(folder), None
     found, troubles = find_newest(folder.path, previous.sealed)
     if found is None:
@@ -82,20 +87,22 @@ def find_resume_point(folder: RunFolder, config: RunConfig) -> ResumePoint:
             f"pipeline.steps = {config.pipeline.steps}, and the run has made {point.version} steps: set it to {point.version} "
             "to end the run with what is trained, or higher to train on"
         )
-    return point
-
-
-def accept_resume_point(point: ResumePoint, folder: RunFolder, data_digest: str) -> None:
-    """The last check before the folder is changed: raises `CheckpointError` if the data is not what the run began with. Then
-    damaged checkpoints are renamed."""
-    checkpoints = [one for one in (point.found, point.supervised) if one is not None]
-    for found in checkpoints:
-        if found.run_state().data_digest != data_digest:
+    if point.version == 0 and folder.is_finished() and folder.steps_done():
+        raise ConfigError(
+            f"the run in {folder.path} is finished, and its checkpoints are gone: there is nothing to resume"
+        )
+    for one in point.checkpoints:
+        if data_digest is not None and one.run_state().data_digest != data_digest:
             raise CheckpointError(
                 f"the data set is not the one that the run in {folder.path} began with: the run cannot be resumed. Restore "
                 "the data, or start a new run"
             )
-    for found in checkpoints:
+    return point
+
+
+def accept_resume_point(point: ResumePoint) -> None:
+    """The folder is changed: damaged checkpoints are renamed."""
+    for found in point.checkpoints:
         set_aside_newer(found)
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from millstream.env.data import PassedData, in_order
 from millstream.env.rewards import PassedRewards, was_passed
-from millstream.errors import ConfigError, MillstreamError
+from millstream.errors import ConfigError
 from millstream.events import EventSink
 from millstream.learner import RunLearner
 from millstream.model.adapters import trained_weights
@@ -121,12 +121,8 @@ def resume(
         recorded = recorded_sizes(folder) if is_repeatable else None
         start = folder.start if folder.start.is_dir() else None
         prepared = prepare_run(config, reward, data_passed=data, recorded=recorded, start=start)
-        resumed = find_resume_point(folder, config)
-        if resumed.version == 0 and folder.is_finished() and folder.steps_done():
-            raise ConfigError(
-                f"the run in {run_dir} is finished, and its checkpoints are gone: there is nothing to resume"
-            )
-        accept_resume_point(resumed, folder, prepared.data_digest)
+        resumed = find_resume_point(folder, config, prepared.data_digest)
+        accept_resume_point(resumed)
     except BaseException:
         folder.unlock()
         raise
@@ -145,38 +141,43 @@ def _run(
     branch: Branch | None = None,
 ) -> RunResult:
     """All phases but the first, with a log that says how they ended."""
-    tracking, best = Tracking(prepared.config), None
-    if prepared.config.checkpoint.keep_best is not None:
-        best = BestCheckpoint(prepared.config)
-        if resumed is not None:
-            best.read(folder)
-    own = tracking.sinks if best is None else [*tracking.sinks, best]
-    log = RunLog(folder, [*sinks, *own], upto=-1 if resumed is None or resumed.found is None else resumed.version)
-    for event in history_before(folder, resumed):
-        log.recall(event)
-    run, outcome = ActiveRun(prepared, folder, log, resumed), FINISHED
-    run.best = best
-    if branch is not None:
-        log.emit(branch.event(run.clock.now()))
-    run.emit_begun()
-    tracking.start(run)
+    tracking, best, outcome = Tracking(prepared.config), None, FINISHED
+    log: RunLog | None = None
+    run: ActiveRun | None = None
     try:
+        if prepared.config.checkpoint.keep_best is not None:
+            best = BestCheckpoint(prepared.config)
+            if resumed is not None:
+                best.read(folder)
+        upto, own = -1 if resumed is None or resumed.found is None else resumed.version, [] if best is None else [best]
+        log = RunLog(folder, [*sinks, *tracking.sinks], upto=upto, own=own)
+        for event in history_before(folder, resumed):
+            log.recall(event)
+        run = ActiveRun(prepared, folder, log, resumed)
+        run.best = best
+        if branch is not None:
+            log.emit(branch.event(run.clock.now()))
+        run.emit_begun()
+        tracking.start(run)
         asyncio.run(_phases(run))
     except BaseException as error:  # whatever ended it: the log says so
         outcome = type(error).__name__
-        if isinstance(error, MillstreamError) and not run.is_untouched:
-            error.add_note(f"The run folder is {folder.path}. To resume the run:\n  {resume_command(folder.path)}")
+        if isinstance(error, Exception) and run is not None and not run.is_untouched:
+            error.add_note(
+                f"The log of the run is {folder.events}. To resume the run:\n  {resume_command(folder.path)}"
+            )
         raise
     finally:
-        run.emit_ended(outcome)
-        try:
-            log.close()
-        finally:
+        with ExitStack() as closing:  # in reverse order, and all of it, whatever one of them raises
+            closing.callback(folder.unlock)
             if outcome != FINISHED:
-                tracking.finish(None)  # before: a tracker may still make a folder in the run's
-            if outcome != FINISHED and run.is_untouched:
-                folder.discard()
-            folder.unlock()
+                if resumed is None and (run is None or run.is_untouched):
+                    closing.callback(folder.discard)
+                closing.callback(tracking.finish, None)  # before: a tracker may still make a folder in the run's
+            if log is not None:
+                closing.callback(log.close)
+            if run is not None:
+                closing.callback(run.emit_ended, outcome)
     result = folder.conclude()
     tracking.finish(result)
     return result
@@ -281,8 +282,7 @@ async def _warm_up(run: ActiveRun, fleet: Fleet, evaluator: Evaluator, config: W
     training = build_supervised(run, config, learner, checkpoints, fleet, evaluator)
     try:
         await run.waits.on("warm-up", "the learner to be ready", learner.ready())
-        run.at_work = training
-        run.keep_config()
+        run.begin(training)
         await training.run(None if run.resumed is None else run.resumed.supervised)
         run.at_work = None
         if run.is_stopping:
@@ -355,8 +355,7 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     )
     if run.best is not None:
         run.best.is_awaited = partial(evaluator.is_awaited, run.best.table.name)
-    run.at_work = run.pipeline
-    run.keep_config()
+    run.begin(run.pipeline)
     if run.state is not None:
         restore_random_states(run.state.generators)
     fleet.weights = channel

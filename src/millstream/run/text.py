@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from millstream.env import Content
 from millstream.errors import DataError
 from millstream.run.check_machine import NO_TEMPLATE
-from millstream.types import TOOLS_ROLE, Message, Task
+from millstream.types import ROLES, TOOLS_ROLE, Message, Task
 
 logger = logging.getLogger(__name__)
 MAX_PROMPTS_KEPT = 32_768
 NOT_SHOWN = (
     "the chat has {what}, and the model's chat template does not show them: the model would never see them. Use a model whose "
-    "template has {what}, or leave them out of the data"
+    "template does, or change the data"
 )
 MAX_CHARACTERS_KEPT = 256  # of a text that is kept with its tokens
 
@@ -82,6 +82,10 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
                 others = [{key: value for key, value in one.items() if key != "tool_calls"} for one in chat]
                 if rendered == self._rendered(others, tools):
                     raise DataError(NOT_SHOWN.format(what="tool_calls"))
+            for role in {message["role"] for message in chat} - {*ROLES}:
+                if rendered == self._rendered([one for one in chat if one["role"] != role], tools):
+                    what = f"messages of the role {role!r} (usual: {', '.join(ROLES)})"
+                    raise DataError(NOT_SHOWN.format(what=what))
             return rendered
         except (TemplateError, TypeError) as error:  # a template may add what cannot be added
             roles = ", ".join(message.role for message in messages)

@@ -15,9 +15,9 @@ from millstream.events import Event, PathChosen
 from millstream.events.summary import path_words
 from millstream.model.load import context_length, set_up_cpu
 from millstream.model.locate import check_path
+from millstream.paths import program
 from millstream.run.build import build_engine, build_model, end_tokens
 from millstream.run.config import ModelConfig
-from millstream.run.folder import program
 from millstream.run.text import TokenizerText
 from millstream.serve.auth import check_token
 from millstream.serve.openai.prompt_scores import PromptScorer
