@@ -7,9 +7,9 @@
 Guarantees. The caller notices only the time: no version falls, no row is left out, none counts twice in the learner that
 survives, and since the same calls in the same order give the same bits, the weights are those of an undisturbed run (on a CPU;
 elsewhere, to float tolerance). Rollouts are not sampled again: the log has the rows themselves, as references, until a
-checkpoint covers them. It is used where the learner has processes of its own (several ranks, or Ray: `build_training.py`); one
-on a thread of the driver ends with the driver, and `--resume` continues. Only a learner whose processes died or stopped
-answering (`LearnerGone`) is restarted, within a budget; one that refuses a call (`LearnerError`) would refuse it again.
+checkpoint covers them. It is used where the learner has processes of its own (`build_training.py`); one on a thread of the
+driver ends with the driver, and `--resume` continues. Only a learner whose processes died or stopped answering (`LearnerGone`)
+is restarted, within a budget; one that refuses a call (`LearnerError`) would refuse it again.
 """
 
 from __future__ import annotations
