@@ -172,6 +172,7 @@ def test_every_key_that_may_change_is_changed_by_a_test() -> None:
         "rollout.keep_gb",
         "trackers",
         "data.path",
+        "data.passed",
         "runtime",
         "resources",
         "learner.ranks",
