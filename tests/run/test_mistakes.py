@@ -610,6 +610,8 @@ def test_a_run_with_passed_data_says_how_it_is_resumed_and_resumes_so(place: Pat
         train(config, data=RECORDS, sinks=[StopAt(2)])
     assert "data=records" in said("train", "--resume", "out")[0] and "data=records" in said("status", "out")[-1]
     assert resume("out", data=RECORDS, changes=["pipeline.steps=60"]).summary.steps == 60
+    in_a_file = ["data.passed=false", "data.path=data.jsonl", "pipeline.steps=61"]
+    assert resume("out", changes=in_a_file).summary.steps == 61, "the same records, in a file"
 
 
 def test_printed_commands_can_be_typed_where_paths_have_spaces(place: Path) -> None:
