@@ -128,7 +128,7 @@ def stop_and_resume(day: Day) -> None:
     process = subprocess.Popen(
         [*day.program, *words], cwd=day.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
-    while process.poll() is None and not (metrics.is_file() and metrics.stat().st_size):
+    while process.poll() is None and not (metrics.is_file() and b'"reward"' in metrics.read_bytes()):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)

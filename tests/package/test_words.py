@@ -15,8 +15,6 @@ PRIVATE = re.compile(
     flags=re.I,
 )
 ALLOWED = (
-    "its group begins anew",  # a reason in events: traces of older runs have it
-    "it tries again, and so does whoever is next",  # a warning in events
     "as nobody",  # the user of Unix
     "the user `nobody`",
     '"goes on"',  # a part of a seed: another word would be other randomness

@@ -49,6 +49,7 @@ class SettingsRules:
             self._expect(not frozen, "settings", f"{', '.join(frozen[:4])} changed while the run trained")
         now.config = config
         now.changed = set()
+        now.lag_moved_at = None
         if now.terms is not None:
             derived = {**terms_of(config), "lag_bound": math.ceil(config["pipeline"]["max_lag"])}
             derived["budget"] = most_groups(config["pipeline"])

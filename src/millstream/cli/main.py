@@ -223,7 +223,10 @@ def scale(
 def set_command(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of an active run.")],
     settings: Annotated[
-        list[str], typer.Argument(metavar="KEY=VALUE...", help="pipeline.max_lag=3 or pipeline.extra_groups=8.")
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUE...", help="pipeline.max_lag=3, pipeline.auto_lag=true or pipeline.extra_groups=8."
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:

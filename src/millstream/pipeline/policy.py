@@ -162,7 +162,7 @@ class SchedulingPolicy:
         for group_id in self._admission.blockers(ready):
             is_in_flight = group_id in self._rollouts and group_id not in self._finalizer.cancelled
             if is_in_flight and self._context.groups[group_id].restarts < self._config.max_restarts:
-                self._cancel(group_id, "its group begins anew", self._restart)
+                self._cancel(group_id, "its group is restarted", self._restart)
 
     def _cancel(self, group_id: int, why: str, then: OnCancelled) -> None:
         """Abort its rollouts; `then` is called with what it had when the last of them has left."""

@@ -44,9 +44,7 @@ class WeightSync:
         self._channel = channel
         self._router = router
         self._is_in_lockstep = is_in_lockstep
-        self._notifier = (
-            Notifier()
-        )  # notified when a task of an engine may have something to do, and not at every group
+        self._notifier = Notifier()  # when a task of an engine may have something to do, and not at every group
         router.listeners.append(lambda change: self._notifier.notify())
         self._num_loading = 0
         self._has_warned = False
@@ -186,7 +184,7 @@ class WeightSync:
             self._give_up(engine, error)
         if not self._has_warned:
             self._has_warned = True
-            message = f"{owner}: {error}; it tries again, and so does whoever is next"
+            message = f"{owner}: {error}; it is tried again; other engines that this happens to are not reported"
             self._context.emit(Warned(at=self._context.now(), message=message))
         if isinstance(error, WeightsUnreachable):
             staging = self._channel.restage()

@@ -174,12 +174,13 @@ class ActiveRun:
         sets = " ".join(f"--set {quote(one)}" for one in settings)
         instead = f"Stop the run (Ctrl-C), and resume it:\n  {resume_command(self.folder.path)} {sets}"
         if other := [change.key for change in changes if change.key not in WHILE_TRAINING]:
-            allowed = " and ".join(WHILE_TRAINING)
-            raise ConfigError(f"{other[0]} cannot change while the run trains; {allowed} can. {instead}")
+            raise ConfigError(
+                f"{other[0]} cannot change while the run trains; {', '.join(WHILE_TRAINING)} can. {instead}"
+            )
         if self.config.pipeline.is_in_lockstep or written.pipeline.is_in_lockstep:
             raise ConfigError(f"a run cannot begin or end lockstep (pipeline.max_lag = 0) while it trains. {instead}")
         check_combinations(written)
-        if self.pipeline is None or self.config.data.rollouts is not None:
+        if self.pipeline is None or self.pipeline.admission.is_finished or self.config.data.rollouts is not None:
             raise ConfigError("the run has no groups whose lag could change: it does not train on new rollouts now")
         if changes:
             self._use(written, changes)
@@ -190,9 +191,9 @@ class ActiveRun:
         self.prepared = structs.replace(self.prepared, written=written)
         self.config = structs.replace(self.config, pipeline=written.pipeline)
         self._emit_config(written, changes)
+        self.pipeline.change_lag(written.pipeline)
         self.log.sync()  # a config is in the folder only if its digest is in the log
         self.folder.keep(written)
-        self.pipeline.change_lag(written.pipeline)
 
     def _emit_sizes(self) -> None:
         sizes, are_kept = self.prepared.sizes, self.prepared.are_sizes_kept

@@ -42,6 +42,9 @@ class BestCheckpoint:
         """Whether this version may be evaluated while training runs: its checkpoint is then kept until a score is known."""
         if self.is_awaited():
             self._awaited.add(version)
+        return self._may_be_evaluated(version)
+
+    def _may_be_evaluated(self, version: int) -> bool:
         is_step_due = self.table.every_steps is not None and version % self.table.every_steps == 0
         return is_step_due or version in self._awaited
 
@@ -58,7 +61,7 @@ class BestCheckpoint:
     def kept(self, versions: Iterable[int]) -> set[int]:
         """The best one, and those whose score is still to come."""
         versions, newest = list(versions), max(self.scores, default=-1)
-        pending = {version for version in versions if version > newest and self.is_due(version)}
+        pending = {version for version in versions if version > newest and self._may_be_evaluated(version)}
         best = self.best_of(versions)
         return pending if best is None else {*pending, best}
 

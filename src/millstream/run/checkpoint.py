@@ -257,6 +257,7 @@ class Checkpoints:
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
         for path in (*folder.rglob("*"), folder):
             _sync(path)
+        self._sync()  # an event may be on the disk before the next one: what it covers must be
         event = CheckpointSealed(
             at=self._clock.now(),
             version=version,

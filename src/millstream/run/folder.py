@@ -46,6 +46,17 @@ from millstream.run.config import HELD_OUT, RunConfig, with_absolute_paths
 
 FINISHED = "finished"
 LOCK = ".lock"
+WRITTEN = (
+    "config.toml",
+    "metrics.jsonl",
+    "summary.json",
+    "trace.json",
+    "model",
+    "reference",
+    "start",
+    "checkpoints",
+    "rollouts",
+)
 _HELD: set[Path] = set()  # folders that runs of this process have locked
 
 
@@ -351,6 +362,8 @@ def check_free(run_dir: str) -> None:
         raise ConfigError(
             f"{path} holds a run already: choose another run_dir, or resume the run:\n  {resume_command(path)}"
         )
+    if taken := [name for name in WRITTEN if kind_of(path / name, "run_dir") is not None]:
+        raise ConfigError(f"run_dir = {run_dir!r} has {taken[0]}, which a run would replace: choose another run_dir")
 
 
 def is_active(path: Path) -> str:

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 TOKENIZER_FOLDER = "tokenizer"
 
 
-def open_rollouts(run: ActiveRun) -> RolloutSink:
-    """What the pipeline gives its rollouts to. A resumed run voids those that its checkpoint does not cover, whether it keeps
-    new ones or not."""
-    keep_gb, folder = run.config.rollout.keep_gb, run.folder.path / ROLLOUTS_FOLDER
+def void_undone(run: ActiveRun) -> None:
+    """Of a resumed run, before its log says so: rollouts that the checkpoint does not cover, with new ones kept or not."""
     if run.resumed is not None:
         upto = -1 if run.found is None else run.found.manifest.covers_seq
-        run.folder.write(folder, lambda path: void_after(path, upto))
+        run.folder.write(run.folder.path / ROLLOUTS_FOLDER, lambda path: void_after(path, upto))
+
+
+def open_rollouts(run: ActiveRun) -> RolloutSink:
+    """What the pipeline gives its rollouts to."""
+    keep_gb, folder = run.config.rollout.keep_gb, run.folder.path / ROLLOUTS_FOLDER
     if not keep_gb or run.config.data.rollouts is not None:  # recorded ones are kept where they come from
         return NO_ROLLOUTS
 

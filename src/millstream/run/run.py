@@ -43,7 +43,7 @@ from millstream.run.config import RunConfig, WarmupConfig
 from millstream.run.evaluate import Evaluator
 from millstream.run.folder import FINISHED, RunFolder, RunResult, resume_command
 from millstream.run.garbage import seldom_collected
-from millstream.run.keep_rollouts import close_rollouts, open_rollouts
+from millstream.run.keep_rollouts import close_rollouts, open_rollouts, void_undone
 from millstream.run.log import RunLog
 from millstream.run.own_thread import as_coroutine, outside_loop
 from millstream.run.prepare import Prepared, prepare_run
@@ -157,6 +157,7 @@ def _run(
         run.best = best
         if branch is not None:
             log.emit(branch.event(run.clock.now()))
+        void_undone(run)
         run.emit_begun()
         tracking.start(run)
         asyncio.run(_phases(run))
@@ -178,6 +179,7 @@ def _run(
                 closing.callback(log.close)
             if run is not None:
                 closing.callback(run.emit_ended, outcome)
+                closing.callback(close_rollouts, run)
     result = folder.conclude()
     tracking.finish(result)
     return result
@@ -365,7 +367,6 @@ async def _reinforce(run: ActiveRun, trainers: Trainers, fleet: Fleet, evaluator
     finally:
         run.end_grace()
         await run.waits.on(OWNER, "the last checkpoint to be written", trainers.checkpoints.close())
-        await run.waits.on(OWNER, "the last rollouts to be written", asyncio.to_thread(close_rollouts, run))
 
 
 async def _open_store(run: ActiveRun, scorers: Scorers, recorded: RecordedBatches | None) -> Store:

@@ -86,7 +86,7 @@ def _check_history(source: RunFolder) -> None:
     changed = {event.key for _, event in read_kinds(source.events, SettingChanged) if isinstance(event, SettingChanged)}
     if found := sorted(key for key in changed if key.partition(".")[0] in DECISIVE and key not in INDECISIVE):
         raise ConfigError(
-            f"data.rollouts = {source.path}: that run was resumed with another {', '.join(found[:4])}: no one config trains "
+            f"data.rollouts = {source.path}: that run changed {', '.join(found[:4])}: no one config trains "
             "what it trained. Train the rollouts of a run whose settings did not change"
         )
 
