@@ -122,6 +122,7 @@ class SimEngine:
         """It breaks for good: every waiting and every later request fails."""
         self._gone = EngineGone(f"{self.name} broke: {why}")
         self._fail_all(self._gone)
+        self._sharing.leave(self.name, self._turn)
 
     def stumble(self, why: str) -> None:
         """Its present requests fail; it continues to serve."""
@@ -171,9 +172,12 @@ class SimEngine:
 
     async def close(self) -> None:
         self._is_closed = True
+        if self.is_gone:  # an engine of the same name may have replaced it
+            return
         for job in list(self._jobs.values()):
             self._abort(job)
         self._turn()
+        self._sharing.leave(self.name, self._turn)
 
     # ---- the batch -------------------------------------------------------------------------------------------------
 
@@ -184,7 +188,10 @@ class SimEngine:
         if request.key in self._jobs:
             raise EngineError(f"{request.key} is in flight already")
         if (most := len(request.tokens) + request.sampling.max_tokens) > self._kv_tokens:
-            raise RequestRefused(f"{request.key} may need {most} tokens of cache, {self.name} has {self._kv_tokens}")
+            raise RequestRefused(
+                f"{request.key} may need {most} tokens of cache, {self.name} has {self._kv_tokens}: set sim.cache_tokens "
+                "higher, or rollout.max_tokens lower"
+            )
         length = max(1, round(self._num_tokens(random.Random(request.seed))) - request.num_sampled)
         limit, done = request.sampling.max_tokens, asyncio.get_running_loop().create_future()
         finish = Finish.STOP if length <= limit else Finish.LENGTH
@@ -241,7 +248,7 @@ class SimEngine:
             if not self._batch.fits(self._waiting[0], position):
                 break
             job = self._waiting.popleft()
-            self._pace.stall(now, self._costs.prefill_token_s * self._to_compute(job))
+            self._pace.stall(now, self._sharing.slowdown * self._costs.prefill_token_s * self._to_compute(job))
             self._batch.add(job, position)
 
     def _to_compute(self, job: SimRequest) -> int:

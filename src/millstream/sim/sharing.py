@@ -30,6 +30,12 @@ class GpuSharing:
         if was_any != bool(self._decoding) and self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
+    def leave(self, engine: str, listener: Callable[[], None]) -> None:
+        """The engine will decode no more."""
+        if listener in self.listeners:
+            self.listeners.remove(listener)
+            self.set_decoding(engine, False)
+
     async def train(self, seconds: float) -> None:
         """Work of the learner that takes so long alone."""
         if (self._slowdown, self._keep) == (1.0, 1.0):
