@@ -63,10 +63,12 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(program: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the virtual clock to its end. Raises what it raises, or `Deadlock`."""
-    loop = _VirtualLoop()
+    """Run a coroutine on the virtual clock to its end. Raises what it raises, or `Deadlock`. Ctrl-C cancels it, and is raised
+    when it has ended."""
+    runner = asyncio.Runner(loop_factory=_VirtualLoop)
+    loop = runner.get_loop()
     try:
-        return loop.run_until_complete(loop.create_task(program))
+        return runner.run(program)
     finally:
         _cancel_all(loop)
         loop.close()

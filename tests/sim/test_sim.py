@@ -580,6 +580,6 @@ def test_the_draws_of_a_config_have_the_means_that_they_name() -> None:
         DrawConfig(kind="lognormal", mean=50.0, sigma=0.5),
         DrawConfig(kind="fixed", mean=50.0),
     ):
-        draw = config.draw()
+        draw = config.read().draw
         found = statistics.mean(draw(rng) for _ in range(20_000))
         assert found == pytest.approx(config.mean, rel=0.03), config

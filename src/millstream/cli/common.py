@@ -85,6 +85,7 @@ def model_in(path: str, what: str) -> str:
     if kind_of(folder.config) != "file":
         return path
     if not folder.model.is_dir():
+        folder.check_trained()
         raise ConfigError(f"the run in {path} has no model yet. To resume the run:\n  {resume_command(folder.path)}")
     errors.out(f"{path} is a run folder: {what} its model, {folder.model}", highlight=False)
     return str(folder.model)

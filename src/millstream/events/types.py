@@ -103,6 +103,7 @@ class RunStarted(Event, frozen=True, kw_only=True):
     rollouts_from: str = ""  # the run whose recorded batches are trained; empty: rollouts are new
     compares_members: bool = False  # whether a group whose rewards are all equal has no gradient
     learns_from_rewards: bool = True  # False: from a teacher
+    is_simulated: bool = False  # by `millstream sim`: there is no model
 
 
 class Resumed(Event, frozen=True, kw_only=True):

@@ -58,6 +58,7 @@ def find_branch(source: str, config: RunConfig) -> Branch:
         )
     path, step = _parsed(source)
     folder = RunFolder.of_run(path)
+    folder.check_trained()
     found, troubles = checkpoint.find_for_reading(path, checkpoint.FOLDER, step)
     if found is None and troubles:
         raise CheckpointError(f"no checkpoint in {path} is usable: {'; '.join(troubles)}")

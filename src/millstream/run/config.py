@@ -29,13 +29,13 @@ from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run.checkpoint import CheckpointConfig
 from millstream.run.tracking.config import TrackersConfig
-from millstream.sim.config import SimConfig
+from millstream.sim.config import DrawConfig, SimConfig
 from millstream.weights import TransferWay
 
 MAX_WARMUP_STEPS = 400  # of a [warmup] table that sets no limit
 HELD_OUT = "held_out"  # the name of an evaluation that is given none
 EVALUATION_NAME = re.compile(rf"(?!{WARMUP}$)[A-Za-z0-9_.-]+")
-Table = TypeVar("Table", ReferenceConfig | None, CriticConfig | None, LoraConfig | None)
+Table = TypeVar("Table", ReferenceConfig | None, CriticConfig | None, LoraConfig | None, DrawConfig)
 
 
 class TinyConfig(Struct, frozen=True, kw_only=True):
@@ -226,6 +226,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         evaluation=evaluations[0] if isinstance(config.evaluation, EvaluationConfig) else evaluations,
         algorithm=structs.replace(algorithm, advantage=advantage, loss=loss),
         engine=_engine_with_absolute_paths(config.engine),
+        sim=None if config.sim is None else _sim_with_absolute_paths(config.sim),
     )
 
 
@@ -261,6 +262,15 @@ def _engine_with_absolute_paths(config: EngineConfig) -> EngineConfig:
         return config
     folder = str(Path(config.http.folder).resolve())
     return structs.replace(config, http=structs.replace(config.http, folder=folder))
+
+
+def _sim_with_absolute_paths(config: SimConfig) -> SimConfig:
+    environment = structs.replace(
+        config.environment,
+        turns=_with_absolute_path(config.environment.turns),
+        latency_s=_with_absolute_path(config.environment.latency_s),
+    )
+    return structs.replace(config, lengths=_with_absolute_path(config.lengths), environment=environment)
 
 
 def scheduled_engine(config: RunConfig) -> EngineConfig:

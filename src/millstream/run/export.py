@@ -54,6 +54,7 @@ def export(
     peft loads onto the model that was trained."""
     run_dir, target = Path(run_dir), Path(target)
     folder = RunFolder.of_run(run_dir)
+    folder.check_trained()
     if kind_of(target) is not None:
         raise ConfigError(f"{target} is there already: choose another folder, or remove it")
     config = load(folder.config, RunConfig)

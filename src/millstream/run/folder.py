@@ -35,7 +35,17 @@ from msgspec import Struct, structs
 from millstream.config import load, to_toml
 from millstream.env.rewards.config import PASSED
 from millstream.errors import ConfigError, OutputError
-from millstream.events import ConfigWritten, Estimate, Evaluated, Event, FindingMade, Resumed, RunEnded, WarmedUp
+from millstream.events import (
+    ConfigWritten,
+    Estimate,
+    Evaluated,
+    Event,
+    FindingMade,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    WarmedUp,
+)
 from millstream.events.findings import findings_of
 from millstream.events.sinks import read_events, read_history, read_kinds
 from millstream.events.summary import Summary, summarise
@@ -170,6 +180,7 @@ class RunFolder:
     def config_to_resume(self, changes: Sequence[str] = ()) -> RunConfig:
         """The config in the folder, edited by hand or not, with these changes. Raises `ConfigError` for a change that may not
         be, with what to type."""
+        self.check_trained()
         now = load(self.config, RunConfig)
         config, logged = load(self.config, RunConfig, changes), self.logged_config()
         if logged is None and self.is_edited():
@@ -182,6 +193,15 @@ class RunFolder:
             without = ["warmup="] if now.warmup is not None else []
             raise ConfigError(self._refusal(*refused, [*without, *changes]))
         return config
+
+    def check_trained(self) -> None:
+        """Raises `ConfigError` for the folder of a simulated run, which has no model and no checkpoints."""
+        started = read_kinds(self.events, RunStarted) if self.events.exists() else ()
+        if any(isinstance(event, RunStarted) and event.is_simulated for _, event in started):
+            raise ConfigError(
+                f"the run in {self.path} is a simulated one: it has no model and no checkpoints. To train with its config:\n"
+                f"  {self._as_new()}"
+            )
 
     def _refusal(self, change: ChangedSetting, why: str, changes: Sequence[str]) -> str:
         is_typed = any(typed.partition("=")[0].strip() == change.key for typed in changes)

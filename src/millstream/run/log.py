@@ -70,7 +70,7 @@ class RunLog:
             raise OutputError(self._folder.cannot_write(self._folder.events, error)) from error
 
 
-def run_started(config: RunConfig, *, at: float, run_id: str, num_tasks: int) -> RunStarted:
+def run_started(config: RunConfig, *, at: float, run_id: str, num_tasks: int, is_simulated: bool = False) -> RunStarted:
     """The terms of a run. `num_tasks`: of an epoch; 0: unknown."""
     pipeline, rollout = config.pipeline, config.rollout
     return RunStarted(
@@ -93,4 +93,5 @@ def run_started(config: RunConfig, *, at: float, run_id: str, num_tasks: int) ->
         rollouts_from=config.data.rollouts or "",
         compares_members=advantage_of(config.algorithm).compares_members,
         learns_from_rewards=config.algorithm.advantage != "distillation" and not pipeline.rollouts_only,
+        is_simulated=is_simulated,
     )

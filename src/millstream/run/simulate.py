@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,8 +24,8 @@ from millstream.algo import advantage_of, needs_critic, needs_reference
 from millstream.clock import VirtualClock, run_virtual
 from millstream.config import load, to_toml
 from millstream.engine.base import SPAN_S
-from millstream.errors import ConfigError, MillstreamError, OutputError
-from millstream.events import ConfigWritten, Event, EventSink, RunEnded
+from millstream.errors import ConfigError, OutputError
+from millstream.events import ConfigWritten, Event, EventSink, RunEnded, RunStarted
 from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink
 from millstream.pipeline.pipeline import Algorithm, Parts, Pipeline
 from millstream.pipeline.schema import store_tasks
@@ -36,7 +37,7 @@ from millstream.run.garbage import seldom_collected
 from millstream.run.log import run_started
 from millstream.seeds import derive_seed
 from millstream.serving.fleet import Fleet
-from millstream.sim.config import CostsFile, SimConfig, SimFailuresConfig
+from millstream.sim.config import CostsFile, SimConfig, SimDraws, SimFailuresConfig
 from millstream.sim.draws import constant
 from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment, by_prompt
@@ -74,10 +75,11 @@ def simulate(config: RunConfig, sim: SimConfig, *, out: Path | None = None) -> S
     """Run the config with these costs. `out`: a new run folder, with config, events, metrics, summary and trace. Raises
     `ConfigError` for a config that cannot be simulated, and what ends a real run."""
     config = structs.replace(config, sim=sim, run_dir=None)
-    _check(config, sim)
+    draws = sim.read_draws()
+    _check(config, sim, draws)
     memory = MemorySink()
     if out is None:
-        _run(config, sim, memory)
+        _run(config, sim, draws, memory)
         return Simulated(result=result_of(memory.events, ""), events=memory.events)
     check_free(str(out))
     folder = RunFolder.create(structs.replace(config, run_dir=str(out)), "sim")
@@ -85,13 +87,17 @@ def simulate(config: RunConfig, sim: SimConfig, *, out: Path | None = None) -> S
         folder.keep(config)  # without the folder's own name: the same run has the same files, wherever they are
         files: list[JsonlSink | MetricsSink] = [JsonlSink(folder.events), MetricsSink(folder.metrics)]
         try:
-            _run(config, sim, _All([memory, *files]))
+            _run(config, sim, draws, _All([memory, *files]))
         finally:
             for file in files:
                 file.close()
         folder.conclude()
-    except OSError as error:
-        raise OutputError(f"cannot write {out}: {error.strerror}") from error
+    except BaseException as error:
+        if not any(isinstance(event, RunStarted) for event in memory.events):
+            folder.discard()
+        if isinstance(error, OSError):
+            raise OutputError(f"cannot write {out}: {error.strerror}") from error
+        raise
     finally:
         folder.unlock()
     return Simulated(result=result_of(memory.events, str(out)), events=memory.events)
@@ -108,7 +114,7 @@ class _All:
             sink.emit(event)
 
 
-def _check(config: RunConfig, sim: SimConfig) -> None:
+def _check(config: RunConfig, sim: SimConfig, draws: SimDraws) -> None:
     check_combinations(config)
     found = "algorithm.advantage" if needs_critic(config.algorithm) else "[proximal]" if config.proximal else ""
     found = found or ("a reference model" if config.reference or needs_reference(config.algorithm) else "")
@@ -122,31 +128,61 @@ def _check(config: RunConfig, sim: SimConfig) -> None:
             "nothing to simulate: the config trains no step of reinforcement learning with new rollouts. Set pipeline.steps "
             "above 0, and leave pipeline.rollouts_only and data.rollouts out"
         )
-    most = sim.prompt_tokens + config.rollout.max_tokens
-    if sim.cache_tokens is not None and sim.cache_tokens < most:
-        raise ConfigError(
-            f"sim.cache_tokens = {sim.cache_tokens}, and a request may need {most} (sim.prompt_tokens + rollout.max_tokens): "
-            "set sim.cache_tokens higher, or rollout.max_tokens lower"
-        )
-    num_nodes = -(-config.engine.replicas // sim.failures.engines_per_node)
+    _check_cache(config, sim, draws)
+    _check_lengths(config, sim, draws.lengths.most)
+    engines, per_node = config.engine.num_engines, sim.failures.engines_per_node
+    num_nodes = _num_nodes(config, sim)
     for failure in sim.failures.planned:
         if failure.node >= num_nodes:
             raise ConfigError(
-                f"sim.failures.planned: node {failure.node}, and engine.replicas = {config.engine.replicas} with "
-                f"engines_per_node = {sim.failures.engines_per_node} have nodes 0 to {num_nodes - 1}"
+                f"sim.failures.planned: node {failure.node}, and {engines} engines with engines_per_node = {per_node} have "
+                f"nodes 0 to {num_nodes - 1}"
             )
 
 
-def _run(config: RunConfig, sim: SimConfig, sink: EventSink) -> None:
+def _check_cache(config: RunConfig, sim: SimConfig, draws: SimDraws) -> None:
+    """The last request of a rollout has all turns before it in its prompt. Without a highest number of turns only the first
+    request is checked; the engine refuses the others."""
+    limit = config.rollout.max_tokens
+    turns = max(1, round(draws.turns.most)) if math.isfinite(draws.turns.most) else 1
+    sampled = limit if math.isinf(draws.lengths.most) else min(limit, max(1, round(draws.lengths.most)))
+    most = turns * sim.prompt_tokens + (turns - 1) * sampled + limit
+    if sim.cache_tokens is not None and sim.cache_tokens < most:
+        of = f"with {turns} turns, each of" if turns > 1 else "with"
+        raise ConfigError(
+            f"sim.cache_tokens = {sim.cache_tokens}, and a request may need {most} ({of} sim.prompt_tokens and at most "
+            "rollout.max_tokens): set sim.cache_tokens higher, or rollout.max_tokens lower"
+        )
+
+
+def _check_lengths(config: RunConfig, sim: SimConfig, longest: float) -> None:
+    """A limit below that of the run which the lengths are of cuts rollouts, as it would in a real run. But a rollout beyond the
+    limit of its own run has several turns, and a simulated one samples all of it in one."""
+    limit, source = config.rollout.max_tokens, Path(sim.lengths.path or "") / "config.toml"
+    if sim.lengths.kind != "run" or longest <= limit or not source.exists():
+        return
+    if longest > (of_turn := load(source, RunConfig).rollout.max_tokens):
+        raise ConfigError(
+            f"sim.lengths: rollouts of {sim.lengths.path} have several turns and sampled up to {longest:.0f} tokens, at most "
+            f"{of_turn} a turn. A simulated rollout samples them in one turn, which rollout.max_tokens = {limit} would cut. "
+            f"Type --set rollout.max_tokens={longest:.0f}, or describe a turn: sim.lengths and sim.environment.turns"
+        )
+
+
+def _num_nodes(config: RunConfig, sim: SimConfig) -> int:
+    return -(-config.engine.num_engines // sim.failures.engines_per_node)
+
+
+def _run(config: RunConfig, sim: SimConfig, draws: SimDraws, sink: EventSink) -> None:
     """To its end. The last event says how it ended."""
     text = to_toml(with_absolute_paths(config))
     digest = hashlib.sha256(text.encode()).hexdigest()
     sink.emit(ConfigWritten(at=0.0, digest=digest, text=text))
-    run, outcome = _SimRun(config, sim, sink), FINISHED
+    run, outcome = _SimRun(config, sim, draws, sink), FINISHED
     try:
         with seldom_collected():
             run_virtual(run.run(run_id=digest[:16]))
-    except MillstreamError as error:
+    except BaseException as error:  # whatever ended it: the log says so
         outcome = type(error).__name__
         raise
     finally:
@@ -156,12 +192,12 @@ def _run(config: RunConfig, sim: SimConfig, sink: EventSink) -> None:
 class _SimRun:
     """One run on the virtual loop."""
 
-    def __init__(self, config: RunConfig, sim: SimConfig, sink: EventSink) -> None:
+    def __init__(self, config: RunConfig, sim: SimConfig, draws: SimDraws, sink: EventSink) -> None:
         self._config = config
         self._sim = sim
+        self._draws = draws
         self._sink = sink
         self._sharing = GpuSharing(slowdown=sim.decode_slowdown, keep=sim.learner_keep)
-        self._lengths = sim.lengths.draw()
         self._engines: dict[str, SimEngine] = {}  # the newest of each name
         self.ended_at = 0.0
         self.version = 0
@@ -189,7 +225,7 @@ class _SimRun:
                 deadline_s=config.pipeline.deadline_s,
             ),
         )
-        self._sink.emit(run_started(config, at=0.0, run_id=run_id, num_tasks=0))
+        self._sink.emit(run_started(config, at=0.0, run_id=run_id, num_tasks=0, is_simulated=True))
         pipeline = Pipeline(
             parts,
             _tasks(),
@@ -239,7 +275,7 @@ class _SimRun:
             slots=self._config.engine.num_slots,
             costs=sim.costs,
             kv_tokens=sim.cache_tokens,
-            num_tokens=self._lengths,
+            num_tokens=self._draws.lengths.draw,
             load_s=constant(sim.load_s),
             seed=self._config.seed,
             news_s=NEWS_S if sim.failures.is_on else None,
@@ -261,8 +297,8 @@ class _SimRun:
     def _environment(self) -> SimEnvironment:
         found = self._sim.environment
         return SimEnvironment(
-            num_turns=found.turns.draw(),
-            latency_s=found.latency_s.draw(),
+            num_turns=self._draws.turns.draw,
+            latency_s=self._draws.latency_s.draw,
             failure=found.failure,
             success=by_prompt(found.chance(), self._config.seed),
             prompt_tokens=self._sim.prompt_tokens,
@@ -288,7 +324,7 @@ class _SimRun:
 
     def _failures(self) -> list[Any]:
         failures = self._sim.failures
-        num_nodes = -(-self._config.engine.num_engines // failures.engines_per_node)
+        num_nodes = _num_nodes(self._config, self._sim)
         return [
             self._fail_nodes(failures, num_nodes),
             *(self._fail_at(planned.at_s, planned.node) for planned in failures.planned),

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct, field
 
@@ -22,12 +22,21 @@ from millstream.sim.draws import Draw, constant, lognormal, mixture, truncated_n
 from millstream.types import Finish
 
 
+class Drawn(NamedTuple):
+    """A distribution whose file, if any, has been read."""
+
+    draw: Draw
+    most: float
+    """The highest number that it gives. inf: it has none."""
+
+
 class DrawConfig(Struct, frozen=True, kw_only=True):
     """A distribution of lengths (tokens) or latencies (seconds)."""
 
     kind: Literal["fixed", "geometric", "lognormal", "normal", "file", "run"] = "fixed"
     """fixed: always the mean. geometric: without memory, as tokens of a model with random weights. lognormal: a heavy tail.
-    normal: values below 0 are drawn again. file: the numbers of a file, one a line. run: lengths of a run's rollouts."""
+    normal: values below 0 are drawn again. file: the numbers of a file, one a line. run: lengths of a run's rollouts, each
+    of all of its turns."""
     mean: float | None = None
     """Of fixed, geometric, lognormal and normal."""
     sigma: float | None = None
@@ -48,26 +57,26 @@ class DrawConfig(Struct, frozen=True, kw_only=True):
         if self.sigma is not None and self.sigma <= 0:
             raise ValueError(f"sigma = {self.sigma:g}: expected a number above 0")
 
-    def draw(self) -> Draw:
+    def read(self) -> Drawn:
         """Raises `ConfigError` if its file cannot be read, or has no numbers."""
         match self.kind:
             case "fixed":
-                return constant(self.mean or 0.0)
+                return Drawn(constant(self.mean or 0.0), self.mean or 0.0)
             case "geometric":
-                return _geometric(self.mean or 1.0)
+                return Drawn(_geometric(self.mean or 1.0), math.inf)
             case "lognormal":
-                return lognormal(self.mean or 1.0, self.sigma or 1.0)
+                return Drawn(lognormal(self.mean or 1.0, self.sigma or 1.0), math.inf)
             case "normal":
-                return truncated_normal(self.mean or 0.0, self.sigma or 1.0)
+                return Drawn(truncated_normal(self.mean or 0.0, self.sigma or 1.0), math.inf)
             case "file":
                 return one_of(_numbers_in(Path(self.path or "")))
             case "run":
                 return one_of(_lengths_of_run(Path(self.path or "")))
 
 
-def one_of(numbers: Sequence[float]) -> Draw:
+def one_of(numbers: Sequence[float]) -> Drawn:
     """One of these, each equally likely."""
-    return lambda rng: rng.choice(numbers)
+    return Drawn(lambda rng: rng.choice(numbers), max(numbers))
 
 
 def _geometric(mean: float) -> Draw:
@@ -97,9 +106,10 @@ def _numbers_in(path: Path) -> list[float]:
 
 
 def _lengths_of_run(path: Path) -> list[float]:
-    """Of the rollouts that ended. A rollout that was cut counts with the length that it had."""
+    """Of the rollouts that ended and that no resume has undone. A rollout that was cut counts with the length that it had."""
     events = path / "events.jsonl"
-    ended = [event for _, event in read_kinds(events, RolloutEnded) if isinstance(event, RolloutEnded)]
+    found = read_kinds(events, RolloutEnded, is_history=True)
+    ended = [event for _, event in found if isinstance(event, RolloutEnded)]
     lengths = [float(event.num_sampled) for event in ended if event.finish is not Finish.ABORT and event.num_sampled]
     if not lengths:
         raise ConfigError(f"{events} has no rollout that ended: name a run that has trained for some steps")
@@ -215,6 +225,11 @@ class SimConfig(Struct, frozen=True, kw_only=True):
         if self.lengths.kind == "fixed" and not self.lengths.mean:
             raise ValueError("lengths.mean must be above 0")
 
+    def read_draws(self) -> SimDraws:
+        """Raises `ConfigError` if a file cannot be read, or has no numbers."""
+        environment = self.environment
+        return SimDraws(self.lengths.read(), environment.turns.read(), environment.latency_s.read())
+
     @property
     def costs(self) -> Costs:
         return Costs(
@@ -223,6 +238,14 @@ class SimConfig(Struct, frozen=True, kw_only=True):
             context_token_s=self.context_token_s,
             prefill_token_s=1 / self.prefill_tokens_per_s,
         )
+
+
+class SimDraws(NamedTuple):
+    """The distributions of a `[sim]` table."""
+
+    lengths: Drawn
+    turns: Drawn
+    latency_s: Drawn
 
 
 class CostsFile(Struct, frozen=True, kw_only=True):
