@@ -42,7 +42,8 @@ def calibrate_command(
             console.print(table)
         console.out(f"wrote {target}. To simulate with these costs:", highlight=False)
         config, costs = quote(str(run_dir / "config.toml")), quote(str(target))
-        console.out(f"  {program()} sim {config} --costs {costs} --set pipeline.max_lag=2", highlight=False)
+        changes = "".join(f" --set {change}" for change in (*found.changes, "pipeline.max_lag=2"))
+        console.out(f"  {program()} sim {config} --costs {costs}{changes}", highlight=False)
 
 
 def calibration_tables(found: Calibration) -> list[Table]:

@@ -50,7 +50,8 @@ def sim_command(
             return
         console.print(result_table(found.result))
         engines, ranks = config.engine.num_engines, config.learner.ranks
-        console.out(f"simulated with {engines} engines and {ranks} learner ranks\n", highlight=False)
+        of_engines, of_ranks = "engine" + "s" * (engines != 1), "learner rank" + "s" * (ranks != 1)
+        console.out(f"simulated with {engines} {of_engines} and {ranks} {of_ranks}\n", highlight=False)
         for line in lanes_text(lanes):
             console.out(line, highlight=False)
         if out is not None:

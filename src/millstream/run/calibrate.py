@@ -41,12 +41,13 @@ from millstream.run.config import RunConfig
 from millstream.run.folder import RunFolder
 from millstream.run.simulate import simulate
 from millstream.sim.config import DrawConfig, SimConfig, SimEnvironmentConfig
-from millstream.types import Fate
+from millstream.types import Fate, Finish
 
 UNCERTAIN = 0.3
 MIN_SPANS = 8
 LEARNING = ("accumulate", "step")
 SHARED_PROMPTS = 0.6  # of the tokens of prompts: if fewer were computed, the engine has a prefix cache
+NOT_AS_FOUND = ("prompt_tokens", "lengths")  # keys of `SimConfig` that are not the number that was found
 MAX_RATIO = 16.0  # of a slowdown; the search for it ends there
 Numbers = NDArray[np.float64]
 
@@ -75,6 +76,8 @@ class Calibration(Struct, frozen=True, kw_only=True):
     sim: SimConfig
     parameters: list[Fitted]
     compared: list[ComparedFigure]
+    changes: list[str] = []
+    """Of the run's config, that a simulation with these costs needs."""
 
 
 def calibrate(run_dir: Path) -> Calibration:
@@ -91,12 +94,13 @@ def calibrate(run_dir: Path) -> Calibration:
         )
     config = _as_it_ran(load(folder.config, RunConfig), events, num_steps)
     decoding, training = _decoding(events, run_dir), _training(events, config.learner.ranks)
-    other = _others(events, config)
-    parameters = [*decoding, *training, *other]
+    ended = [event for event in events if isinstance(event, RolloutEnded) and event.finish is not Finish.ABORT]
+    lengths = [event.num_sampled for event in ended]
+    parameters = [*decoding, *training, _lengths(lengths, config), *_others(events, config)]
     value = {one.name: one.value for one in parameters}
     sim = structs.replace(
         SimConfig(),
-        **{name: value[name] for name in SimConfig.__struct_fields__ if name in value and name != "prompt_tokens"},
+        **{name: value[name] for name in SimConfig.__struct_fields__ if name in value and name not in NOT_AS_FOUND},
         prompt_tokens=max(1, round(value["prompt_tokens"])),
         has_prefix_cache=_has_prefix_cache(events),
         lengths=DrawConfig(kind="run", path=str(run_dir.resolve())),
@@ -109,8 +113,12 @@ def calibrate(run_dir: Path) -> Calibration:
             no_signal=value["no_signal"],
         ),
     )
-    found = simulate(config, sim)
-    return Calibration(sim=sim, parameters=parameters, compared=_compare(summarise(events), found.result.summary))
+    changes = list[str]()
+    if (longest := max(lengths, default=0)) > config.rollout.max_tokens:
+        changes.append(f"rollout.max_tokens={longest}")
+        config = structs.replace(config, rollout=structs.replace(config.rollout, max_tokens=longest))
+    compared = _compare(summarise(events), simulate(config, sim).result.summary)
+    return Calibration(sim=sim, parameters=parameters, compared=compared, changes=changes)
 
 
 def _as_it_ran(config: RunConfig, events: Sequence[Event], num_steps: int) -> RunConfig:
@@ -159,13 +167,13 @@ def _decoding(events: Sequence[Event], run_dir: Path) -> list[Fitted]:
     )
     slow = _ratio("decode_slowdown", fit.ratio, fit.ratio_error, shares, "the learner worked")
     rate = 1 / max(prefill.value, 1e-9)
-    relative = None if prefill.error is None or not prefill.value else rate * prefill.error / prefill.value
+    error = None if prefill.error is None or not prefill.value else rate * prefill.error / prefill.value
     at_least = max(floor.value, 1e-7)
     return [
         structs.replace(floor, value=at_least),
         request,
         context,
-        Fitted(name="prefill_tokens_per_s", value=rate, error=relative, why=prefill.why),
+        Fitted(name="prefill_tokens_per_s", value=rate, error=error, why=prefill.why),
         slow,
     ]
 
@@ -238,7 +246,8 @@ def _slower(ratio: float, shares_N: Numbers) -> Numbers:
 
 
 def _not_negative(columns_NP: Numbers, target_N: Numbers) -> Numbers:
-    """Least squares without negative values: columns whose value would be below 0 are left out, the lowest first."""
+    """Least squares without negative values: columns whose value would be below 0 are left out, the lowest first. Greedy: a
+    column that was left out does not come back, so that the result need not be the least of all."""
     kept = list(range(columns_NP.shape[1]))
     values_P = np.zeros(columns_NP.shape[1])
     while kept:
@@ -263,15 +272,32 @@ def _others(events: Sequence[Event], config: RunConfig) -> list[Fitted]:
     success = min(1.0, max(0.0, statistics.mean(trained or [0.5])))
     by_chance = success**config.rollout.group_size + (1 - success) ** config.rollout.group_size
     share = len(filtered) / max(1, len(left))
+    rewards = [event.reward for event in ended]
+    why = (
+        f"{len(filtered)} of {len(left)} groups were filtered: it is the mean reward of the others" if filtered else ""
+    )
+    if rewards and (min(rewards) < 0 or max(rewards) > 1):
+        why = f"the run's rewards are {min(rewards):g} to {max(rewards):g}: simulated ones are 0 or 1"
     return [
         _mean("publish_s", [event.seconds for event in events if isinstance(event, WeightsPublished)]),
         _mean("load_s", [event.seconds for event in events if isinstance(event, WeightsLoaded)]),
         _mean("prompt_tokens", [float(event.num_tokens - event.num_sampled) for event in ended]),
         _latency(events, len(ended) + num_failed),
         Fitted(name="failure", value=num_failed / max(1, num_failed + len(ended)), error=None),
-        Fitted(name="success", value=success, error=None),
+        Fitted(name="success", value=success, error=None, why=why),
         Fitted(name="no_signal", value=max(0.0, (share - by_chance) / max(1e-9, 1 - by_chance)), error=None),
     ]
+
+
+def _lengths(sampled: Sequence[int], config: RunConfig) -> Fitted:
+    """Of a rollout, which is simulated as one turn. One beyond the limit of a turn has several."""
+    limit, several = config.rollout.max_tokens, [number for number in sampled if number > config.rollout.max_tokens]
+    why = (
+        f"{len(several)} of {len(sampled)} rollouts have several turns (above rollout.max_tokens = {limit})"
+        if several
+        else ""
+    )
+    return structs.replace(_mean("lengths", list(map(float, sampled))), **({"why": why} if why else {}))
 
 
 def _latency(events: Sequence[Event], num_rollouts: int) -> Fitted:
