@@ -68,6 +68,26 @@ def test_what_the_run_does_not_show_is_said_to_be_uncertain(found: Calibration, 
     assert "same share of every span" in why["learner_keep"]
 
 
+def test_a_success_of_groups_that_were_not_filtered_is_uncertain(found: Calibration, tmp_path: Path) -> None:
+    assert "groups were filtered" in next(one.why for one in found.parameters if one.name == "success")
+    a_run(tmp_path / "run", "pipeline.steps=4", "pipeline.filter_zero_signal=false")
+    assert not next(one.why for one in calibrate(tmp_path / "run").parameters if one.name == "success")
+    events = tmp_path / "run/events.jsonl"
+    events.write_bytes(events.read_bytes().replace(b'"reward":1.0', b'"reward":3.0'))
+    why = next(one.why for one in calibrate(tmp_path / "run").parameters if one.name == "success")
+    assert why == "the run's rewards are 0 to 3: simulated ones are 0 or 1"
+
+
+def test_rollouts_of_several_turns_make_the_lengths_uncertain(found: Calibration, tmp_path: Path) -> None:
+    assert not next(one.why for one in found.parameters if one.name == "lengths") and not found.changes
+    turns = ("sim.environment.turns.mean=3", "sim.lengths.kind=fixed", "sim.lengths.mean=40", "rollout.max_tokens=50")
+    a_run(tmp_path / "run", "pipeline.steps=4", *turns)
+    several = calibrate(tmp_path / "run")
+    lengths = next(one for one in several.parameters if one.name == "lengths")
+    assert lengths.value == 120 and "have several turns (above rollout.max_tokens = 50)" in lengths.why
+    assert several.changes == ["rollout.max_tokens=120"], "with it a simulation does not cut them"
+
+
 def test_the_command_writes_costs_that_sim_reads(tmp_path: Path) -> None:
     a_run(tmp_path / "run", "pipeline.steps=4")
     result = CliRunner().invoke(main.app, ["calibrate", str(tmp_path / "run")])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
+import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,15 @@ from millstream.audit import audit
 from millstream.cli import main
 from millstream.config import load
 from millstream.errors import ConfigError, MillstreamError, StallError
-from millstream.events import Event, ReplicaJoined, ReplicaLeft, RolloutFailed, Span, Stepped
+from millstream.events import Event, ReplicaJoined, ReplicaLeft, Resumed, RolloutEnded, RolloutFailed, Span, Stepped
 from millstream.events.lanes import MAX_LANES, lanes_of, lanes_svg, lanes_text
-from millstream.events.sinks import read_history
+from millstream.events.sinks import JsonlSink, read_history
 from millstream.run import simulate as module
 from millstream.run.config import RunConfig
 from millstream.run.simulate import costs_of, simulate
-from millstream.sim.config import SimConfig
+from millstream.sim.config import DrawConfig, SimConfig, SimEnvironmentConfig
+from millstream.sim.learner import SimLearner
+from millstream.types import Finish, Metrics
 
 ROOT = Path(__file__).parents[2]
 ONE_GPU = ROOT / "recipes/sim/one_gpu.toml"
@@ -162,6 +167,29 @@ def test_a_node_that_fails_takes_its_engines_with_it_and_they_come_back(tmp_path
     assert len(of(events, Stepped)) == 8
 
 
+def test_nodes_are_counted_by_the_engines_that_the_run_has() -> None:
+    """Each server is an engine, whatever engine.replicas says."""
+    servers = (
+        "engine.kind=http",
+        "engine.http.flavour=vllm",
+        'engine.http.urls=["http://a:1", "http://b:1", "http://c:1"]',
+        "engine.replicas=1",
+    )
+    config = config_of(CLUSTER, *SMALL, *servers)
+    for node, is_there in ((2, True), (3, False)):
+        failures = {"planned": [{"at_s": 1.0, "node": node}], "restart_s": 1.0}
+        sim = msgspec.convert({**msgspec.to_builtins(costs_of(config)), "failures": failures}, SimConfig)
+        with nullcontext() if is_there else pytest.raises(ConfigError, match=r"3 engines .* nodes 0 to 2"):
+            simulate(config, sim)
+
+
+def test_a_conversation_beyond_the_cache_names_the_key() -> None:
+    """Of turns without a highest number, which cannot be checked before."""
+    turns = ("sim.environment.turns.kind=geometric", "sim.environment.turns.mean=30")
+    with pytest.raises(MillstreamError, match=r"set sim\.cache_tokens"):
+        simulated(*turns, "sim.cache_tokens=600", "rollout.max_tokens=100", "rollout.retries=0")
+
+
 def test_failures_of_the_environment_cost_rollouts_and_not_the_run() -> None:
     events = simulated("sim.environment.failure=0.3")
     assert len(of(events, Stepped)) == 4 and of(events, RolloutFailed)
@@ -184,6 +212,92 @@ def test_a_wait_beyond_its_deadline_ends_a_simulated_run_as_it_would_a_real_one(
     assert last.outcome == "StallError" and audit(tmp_path / "run").is_clean
 
 
+class InterruptedLearner(SimLearner):
+    """Ctrl-C is typed in its second step."""
+
+    num_steps = 0
+
+    async def step(self) -> Metrics:
+        self.num_steps += 1
+        if self.num_steps == 2:
+            signal.raise_signal(signal.SIGINT)
+        return await super().step()
+
+
+def test_the_log_of_an_interrupted_simulation_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "SimLearner", InterruptedLearner)
+    with pytest.raises(KeyboardInterrupt):
+        simulated(out=tmp_path / "run")
+    gc.collect()
+    last = list(read_history(tmp_path / "run/events.jsonl"))[-1]
+    assert last.outcome == "KeyboardInterrupt" and last.version == 1 and last.at > 0
+    assert not caplog.records, "no task was left with an error that nobody has read"
+
+
+def test_what_ends_a_simulation_before_it_begins_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = ("sim.lengths.mean=", "sim.lengths.sigma=", "sim.lengths.kind=file")
+    with pytest.raises(ConfigError, match=r"cannot read no\.txt"):
+        simulated(*lengths, "sim.lengths.path=no.txt", out=tmp_path / "runs/run")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "run_started", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            simulated(out=tmp_path / "runs/run")
+    assert not list(tmp_path.iterdir())
+    simulated(out=tmp_path / "runs/run")
+
+
+def test_the_config_of_a_simulated_run_has_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numbers.txt").write_text("2\n3\n")
+    monkeypatch.chdir(tmp_path)
+    file = DrawConfig(kind="file", path="numbers.txt")
+    environment = SimEnvironmentConfig(turns=file, latency_s=file)
+    simulate(config_of(CLUSTER, *SMALL), SimConfig(lengths=file, environment=environment), out=Path("run"))
+    sim = costs_of(config_of(Path("run/config.toml")))
+    found = {sim.lengths.path, sim.environment.turns.path, sim.environment.latency_s.path}
+    assert found == {str(tmp_path / "numbers.txt")}
+
+
+def test_lengths_of_a_run_are_without_those_that_a_resume_has_undone(tmp_path: Path) -> None:
+    log = JsonlSink(tmp_path / "events.jsonl")
+    for num_sampled in (7, 50):
+        numbers = {"group_id": 0, "member": 0, "attempt": 0, "start_version": 0, "end_version": 0}
+        log.emit(
+            RolloutEnded(
+                at=1.0, reward=1.0, num_tokens=99, num_sampled=num_sampled, finish=Finish.STOP, seconds=1.0, **numbers
+            )
+        )
+    log.emit(Resumed(at=1.0, version=0, from_seq=0, incarnation=1, digest=""))
+    log.close()
+    assert DrawConfig(kind="run", path=str(tmp_path)).read().most == 7
+
+
+def test_rollouts_of_several_turns_are_not_cut_in_silence(tmp_path: Path) -> None:
+    """Three turns of 40 tokens: a rollout of 120, which is simulated as one turn."""
+    turns = ("sim.environment.turns.mean=3", "sim.lengths.kind=fixed", "sim.lengths.mean=40", "sim.lengths.sigma=")
+    simulated(*turns, "rollout.max_tokens=50", out=tmp_path / "run")
+    again = ("sim.lengths.mean=", "sim.lengths.sigma=", "sim.lengths.kind=run", f"sim.lengths.path={tmp_path / 'run'}")
+    with pytest.raises(ConfigError, match=r"several turns and sampled up to 120.*--set rollout\.max_tokens=120"):
+        simulated(*again, "rollout.max_tokens=60")
+    events = simulated(*again, "rollout.max_tokens=120")
+    assert {event.num_sampled for event in events if type(event).__name__ == "RolloutEnded"} == {120}
+
+
+def test_a_simulated_run_has_no_model_and_that_is_what_commands_say(tmp_path: Path) -> None:
+    simulated(out=tmp_path / "run")
+    run = str(tmp_path / "run")
+    for words in (
+        ["train", "--resume", run],
+        ["train", "--resume", run, "--set", "pipeline.steps=9"],
+    ):
+        result = CliRunner().invoke(main.app, words)
+        assert result.exit_code != 0 and "is a simulated one" in result.output, result.output
+        assert "train" in result.output and "config.toml" in result.output
+
+
 # ---- lanes -----------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +318,7 @@ def test_the_command_prints_the_table_of_a_run_and_its_lanes(tmp_path: Path) -> 
     small = [word for change in SMALL for word in ("--set", change)]
     result = CliRunner().invoke(main.app, ["sim", str(CLUSTER), *small, "--out", str(tmp_path / "run")])
     assert result.exit_code == 0, result.output
-    assert "groups by lag" in result.stdout and "learner" in result.stdout
+    assert "groups by lag" in result.stdout and "simulated with 3 engines and 2 learner ranks" in result.stdout
     assert (tmp_path / "run/lanes.svg").read_text().startswith("<svg")
     as_json = CliRunner().invoke(main.app, ["sim", str(CLUSTER), *small, "--json"])
     assert msgspec.json.decode(as_json.stdout)["summary"]["steps"] == 4
@@ -230,6 +344,7 @@ def test_costs_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
         (["sim.lengths.mean=-1"], "mean = -1: expected a number above 0"),
         (["sim.environment.failure=2"], "failure = 2: expected a probability"),
         (["sim.cache_tokens=100"], "a request may need 4224"),
+        (["sim.cache_tokens=9000", "sim.environment.turns.mean=3"], "a request may need 12672"),
         (["sim.lengths.mean=", "sim.lengths.kind=file", "sim.lengths.path=no.txt"], "cannot read no.txt"),
         (["sim.lengths.mean=", "sim.lengths.kind=run", "sim.lengths.path=nowhere"], "cannot read nowhere/events.jsonl"),
         (["pipeline.rollouts_only=true"], "nothing to simulate"),

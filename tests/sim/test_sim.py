@@ -583,3 +583,39 @@ def test_the_draws_of_a_config_have_the_means_that_they_name() -> None:
         draw = config.read().draw
         found = statistics.mean(draw(rng) for _ in range(20_000))
         assert found == pytest.approx(config.mean, rel=0.03), config
+
+
+def test_a_prompt_takes_longer_while_the_learner_works() -> None:
+    async def program() -> float:
+        sharing = GpuSharing(slowdown=2.0, keep=0.5)
+        costs = Costs(step_s=1.0, prefill_token_s=0.5)
+        engine = SimEngine(costs=costs, num_tokens=constant(1), sharing=sharing)
+        training = asyncio.create_task(SimLearner(step_s=constant(100.0), sharing=sharing).step())
+        await asyncio.sleep(0)
+        await engine.generate(request(0, prompt=4))
+        training.cancel()
+        return now()
+
+    assert run_virtual(program()) == pytest.approx(2 * (4 * 0.5 + 1))
+
+
+def test_an_engine_that_was_replaced_does_not_speak_for_its_successor() -> None:
+    async def program() -> float:
+        sharing = GpuSharing(slowdown=2.0, keep=0.5)
+        old = SimEngine(token_s=1.0, num_tokens=constant(10), sharing=sharing)
+        old.crash("its node has failed")
+        new = SimEngine(token_s=1.0, num_tokens=constant(10), sharing=sharing)
+        decoding = asyncio.create_task(new.generate(request(0)))
+        await asyncio.sleep(1.0)
+        await old.close()
+        assert len(sharing.listeners) == 1
+        await SimLearner(step_s=constant(1.0), sharing=sharing).step()
+        trained = now()
+        await decoding
+        await new.close()
+        assert not sharing.listeners
+        return trained
+
+    assert run_virtual(program()) == pytest.approx(1 + 1 / 0.5), (
+        "the new engine decodes: the learner has half of its rate"
+    )
