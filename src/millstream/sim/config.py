@@ -22,7 +22,7 @@ from millstream.sim.draws import Draw, constant, lognormal, mixture, truncated_n
 from millstream.types import Finish
 
 
-class Drawn(NamedTuple):
+class Distribution(NamedTuple):
     """A distribution whose file, if any, has been read."""
 
     draw: Draw
@@ -57,26 +57,26 @@ class DrawConfig(Struct, frozen=True, kw_only=True):
         if self.sigma is not None and self.sigma <= 0:
             raise ValueError(f"sigma = {self.sigma:g}: expected a number above 0")
 
-    def read(self) -> Drawn:
+    def read(self) -> Distribution:
         """Raises `ConfigError` if its file cannot be read, or has no numbers."""
         match self.kind:
             case "fixed":
-                return Drawn(constant(self.mean or 0.0), self.mean or 0.0)
+                return Distribution(constant(self.mean or 0.0), self.mean or 0.0)
             case "geometric":
-                return Drawn(_geometric(self.mean or 1.0), math.inf)
+                return Distribution(_geometric(self.mean or 1.0), math.inf)
             case "lognormal":
-                return Drawn(lognormal(self.mean or 1.0, self.sigma or 1.0), math.inf)
+                return Distribution(lognormal(self.mean or 1.0, self.sigma or 1.0), math.inf)
             case "normal":
-                return Drawn(truncated_normal(self.mean or 0.0, self.sigma or 1.0), math.inf)
+                return Distribution(truncated_normal(self.mean or 0.0, self.sigma or 1.0), math.inf)
             case "file":
                 return one_of(_numbers_in(Path(self.path or "")))
             case "run":
                 return one_of(_lengths_of_run(Path(self.path or "")))
 
 
-def one_of(numbers: Sequence[float]) -> Drawn:
+def one_of(numbers: Sequence[float]) -> Distribution:
     """One of these, each equally likely."""
-    return Drawn(lambda rng: rng.choice(numbers), max(numbers))
+    return Distribution(lambda rng: rng.choice(numbers), max(numbers))
 
 
 def _geometric(mean: float) -> Draw:
@@ -243,9 +243,9 @@ class SimConfig(Struct, frozen=True, kw_only=True):
 class SimDraws(NamedTuple):
     """The distributions of a `[sim]` table."""
 
-    lengths: Drawn
-    turns: Drawn
-    latency_s: Drawn
+    lengths: Distribution
+    turns: Distribution
+    latency_s: Distribution
 
 
 class CostsFile(Struct, frozen=True, kw_only=True):
