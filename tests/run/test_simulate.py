@@ -172,6 +172,7 @@ def test_nodes_are_counted_by_the_engines_that_the_run_has() -> None:
     servers = (
         "engine.kind=http",
         "engine.http.flavour=vllm",
+        "engine.http.folder=weights",
         'engine.http.urls=["http://a:1", "http://b:1", "http://c:1"]',
         "engine.replicas=1",
     )
