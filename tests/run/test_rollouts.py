@@ -242,7 +242,7 @@ def test_diff_shows_settings_metrics_and_rollouts_of_the_same_tasks(kept: Path) 
     found = json.loads(shown("diff", kept, folder / "second", "--json"))
     assert [one["key"] for one in found["settings"]] == ["learner.learning_rate", "pipeline.steps"]
     assert found["num_steps"] == [STEPS, 4]
-    assert {one["step"] for one in found["metrics"]} == {1, 2, 3, 4}
+    assert {one["step"] for one in found["metrics"]} == {0, 1, 2, 3, 4}  # 0: the evaluation before training
     assert found["tasks"] and all(a["task"] == b["task"] for a, b in (one["rollouts"] for one in found["tasks"]))
     output = shown("diff", kept, folder / "second")
     assert "learner.learning_rate" in output and "reward" in output and "environment" in output
