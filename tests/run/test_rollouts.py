@@ -165,7 +165,7 @@ def test_rollouts_of_a_step_are_shown_with_the_environments_turn_and_sorted(kept
     assert {json.loads(line)["group"] for line in shown("rollouts", kept, "--group", group, "--json").splitlines()} == {
         group
     }
-    assert "no rollout is like that" in shown("rollouts", kept, "--fate", "failed")
+    assert "no kept rollout matches" in shown("rollouts", kept, "--fate", "failed")
 
 
 GAME = """

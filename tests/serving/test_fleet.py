@@ -611,7 +611,7 @@ def test_weights_that_do_not_arrive_are_retried_with_one_warning(monkeypatch: py
     outcome = simulate(world)
     check(world, outcome)
     (said,) = outcome.sink.of(Warned)
-    assert said.message.startswith("sync of engine-") and "superseded; it tries again" in said.message
+    assert said.message.startswith("sync of engine-") and "superseded; it is tried again" in said.message
 
 
 def test_weights_that_never_arrive_end_the_run_with_their_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
