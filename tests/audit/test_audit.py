@@ -1489,18 +1489,19 @@ def with_rates(events: list[Event], rate: float) -> list[Event]:
 
 def changed_run(
     other: World,
+    first: World = FAST,
     *,
     at: int = 3,
     learner: LearnerTable | None = None,
     evaluations: tuple[EvaluationConfig | None, EvaluationConfig | None] = (None, None),
 ) -> Run:
     """A run that is killed and resumed as another world: the pipeline's own events, and those of the run around them."""
-    diary = undisturbed(FAST)
+    diary = undisturbed(first)
     kept = diary.kept[at]
     version, covers_seq = kept.standing.ledger.version, 1 + kept.mark
     files = pack(version, covers_seq, msgspec.to_builtins(kept.standing.ledger, str_keys=True))
-    before = config_written(FAST, evaluation=evaluations[0])
-    run = Run([before, _started(FAST), *with_rates(diary.sink.events[: kept.mark + 20], 1e-3)])
+    before = config_written(first, evaluation=evaluations[0])
+    run = Run([before, _started(first), *with_rates(diary.sink.events[: kept.mark + 20], 1e-3)])
     run.folders = {name_of(version): files}
     run.events.insert(covers_seq + 1, sealed(version, covers_seq, files))
     written = config_written(other, learner, evaluations[1])
@@ -1627,6 +1628,11 @@ def test_a_run_whose_lag_moves_is_clean(tmp_path: Path) -> None:
     run = auto_run()()
     assert len(run.all(LagMoved)) > 3
     assert audit(run.write(tmp_path)).findings == []
+
+
+@pytest.mark.parametrize("at", range(2, 20, 3))
+def test_a_run_whose_lag_moves_is_clean_when_it_is_resumed(at: int, tmp_path: Path) -> None:
+    assert audit(changed_run(AUTO, AUTO, at=at).write(tmp_path)).findings == []
 
 
 def changed_while_training(world: World, learner: LearnerTable | None = None) -> Crime:

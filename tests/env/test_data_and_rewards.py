@@ -72,9 +72,12 @@ def test_options_of_a_data_set_that_is_read_are_refused_where_none_is() -> None:
         ([{"prompt": ["hi"]}], r"line 1: a chat prompt .*, and message 0 is hi"),
         (
             [{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": None}]}],
-            r"line 1: message 1: the content is None: expected a string, or a list of parts of text",
+            r"line 1: message 1: the content is None: expected a string, or a list of parts",
         ),
-        ([{"prompt": [{"role": None, "content": "x"}]}], r"line 1: message 0: the role is None: expected a string"),
+        (
+            [{"prompt": [{"role": None, "content": "x"}]}],
+            r"line 1: message 0: the role is None: expected system, user, assistant, tool",
+        ),
         (
             [{"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}],
             r"line 1: message 0, part 0 is \{'type': 'image_url'.*: expected text",

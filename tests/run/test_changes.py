@@ -598,3 +598,27 @@ def test_max_lag_changes_while_the_run_trains_and_groups_in_flight_keep_their_bo
     resume_in_process(run_dir, f"pipeline.steps={steps_of(run_dir) + 3}")
     assert load(run_dir / "config.toml", RunConfig).pipeline.max_lag == 1
     assert_clean(run_dir)
+
+
+def test_a_resume_that_is_stopped_while_it_loads_has_undone_the_rollouts_that_its_log_undoes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    kill_at(run_dir, 6, {**SMALL, "checkpoint.every_steps": 3})
+
+    def stopped(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("millstream.run.run._phases", stopped)
+        resume(run_dir, progress=False)
+    assert_clean(run_dir)
+    resume(run_dir, progress=False)
+    assert_clean(run_dir)
+
+
+def test_a_start_replaces_no_file_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("# mine")
+    with pytest.raises(ConfigError, match=r"has config\.toml, which a run would replace: choose another run_dir"):
+        train(config_of(tmp_path), progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]

@@ -28,7 +28,7 @@ def test_an_engine_that_stops_answering_is_replaced_by_name_and_the_run_continue
     run_dir = tmp_path / "run"
     process = start_command(command(run_dir, {"engine.process": "true", "engine.answer_s": 4, "pipeline.steps": 12}))
     until(lambda: steps_of(run_dir) >= 3, process)
-    (engine,) = workers(process.pid)
+    engine, _ = workers(process.pid)  # then the learner
     os.kill(engine, signal.SIGSTOP)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output

@@ -152,7 +152,7 @@ def test_eval_shows_prompts_with_completion_answer_and_reward(finished: Path, tm
 def test_a_model_is_asked_of_a_run_that_has_none_yet(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(Path(DEMO).read_text())
     said = CliRunner().invoke(app, ["eval", str(tmp_path)]).output
-    assert f"has no model yet. To resume the run:\n  millstream train --resume {tmp_path}\n" in said
+    assert f"has no model yet. To resume the run:\n  millstream train --resume {tmp_path}\nTo evaluate" in said
 
 
 def test_a_finished_run_says_where_its_model_is_and_what_to_type_to_go_further(finished: Path) -> None:

@@ -165,7 +165,7 @@ def test_rollouts_of_a_step_are_shown_with_the_environments_turn_and_sorted(kept
     assert {json.loads(line)["group"] for line in shown("rollouts", kept, "--group", group, "--json").splitlines()} == {
         group
     }
-    assert "no rollout is like that" in shown("rollouts", kept, "--fate", "failed")
+    assert "no kept rollout matches" in shown("rollouts", kept, "--fate", "failed")
 
 
 GAME = """
@@ -242,7 +242,7 @@ def test_diff_shows_settings_metrics_and_rollouts_of_the_same_tasks(kept: Path) 
     found = json.loads(shown("diff", kept, folder / "second", "--json"))
     assert [one["key"] for one in found["settings"]] == ["learner.learning_rate", "pipeline.steps"]
     assert found["num_steps"] == [STEPS, 4]
-    assert {one["step"] for one in found["metrics"]} == {1, 2, 3, 4}
+    assert {one["step"] for one in found["metrics"]} == {0, 1, 2, 3, 4}  # 0: the evaluation before training
     assert found["tasks"] and all(a["task"] == b["task"] for a, b in (one["rollouts"] for one in found["tasks"]))
     output = shown("diff", kept, folder / "second")
     assert "learner.learning_rate" in output and "reward" in output and "environment" in output

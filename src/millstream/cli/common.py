@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -17,7 +18,7 @@ from rich.console import Console
 
 import millstream
 from millstream.errors import ConfigError, MillstreamError, Stopped, shown
-from millstream.paths import kind_of
+from millstream.paths import kind_of, program
 from millstream.run.folder import RunFolder, resume_command
 
 console = Console()
@@ -86,6 +87,10 @@ def model_in(path: str, what: str) -> str:
         return path
     if not folder.model.is_dir():
         folder.check_trained()
-        raise ConfigError(f"the run in {path} has no model yet. To resume the run:\n  {resume_command(folder.path)}")
+        raise ConfigError(
+            f"the run in {path} has no model yet. To resume the run:\n  {resume_command(folder.path)}\n"
+            f"To evaluate or export a checkpoint:\n  {program()} eval {quote(f'{path}@STEP')}\n"
+            f"  {program()} export {quote(path)}"
+        )
     errors.out(f"{path} is a run folder: {what} its model, {folder.model}", highlight=False)
     return str(folder.model)

@@ -86,7 +86,7 @@ def _show(texts: Iterator[RolloutText]) -> None:
         for line in rollout_lines(one):
             console.out(line.translate(CONTROL), highlight=False)
     if not num_shown:
-        console.out("no rollout is like that", highlight=False)
+        console.out("no kept rollout matches; those that failed have no reward to be sorted by", highlight=False)
 
 
 def _missing_line(dump: RolloutDump, run_dir: Path) -> str:

@@ -336,7 +336,8 @@ def changed_lines(found: SetResult) -> list[str]:
 
 
 def status_lines(now: RunStatus) -> list[str]:
-    lines = [f"version {now.version}"]
+    bound = "" if now.lag_bound is None else f", groups that start now may have a lag of {now.lag_bound}"
+    lines = [f"version {now.version}{bound}"]
     for one in now.engines:
         if one.version is None:
             lines.append(f"{one.name}: starting")

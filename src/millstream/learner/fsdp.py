@@ -209,5 +209,6 @@ def _memory_for(layout: Layout) -> int:
         return anonymous_memory(layout.ends[-1])
     except OSError as error:
         raise LearnerError(
-            f"no room for {layout.ends[-1] / 2**20:.0f} MiB of shared weights ({error.strerror}): set learner.ranks = 1"
+            f"no room for {layout.ends[-1] / 2**20:.0f} MiB of shared weights ({error.strerror}): set learner.ranks = 1 and "
+            "engine.process = false"
         ) from error

@@ -48,23 +48,28 @@ def _is_echo(error: Exception) -> bool:
 
 
 class RankProcesses(LearnerProcesses):
-    """The ranks of one learner, and the `TCPStore` through which they join each other."""
+    """The ranks of one learner, and, of several, the `TCPStore` through which they join each other."""
 
     def __init__(self, setup: RankSetup, launcher: Launcher, *, host: str = LOOPBACK) -> None:
         """`host`: the address of this machine that all ranks can reach."""
-        listener = socket.create_server((host, 0))  # on this address alone: the store by itself would take all
-        num_ranks, port = setup.plan.num_ranks, listener.getsockname()[1]
-        self._store = TCPStore(
-            host,
-            port,
-            num_ranks + 1,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            use_libuv=False,
-        )
+        num_ranks = setup.plan.num_ranks
+        self._store = None if num_ranks == 1 else _open_store(host, num_ranks)
+        port = 0 if self._store is None else self._store.port
         setup = structs.replace(setup, plan=structs.replace(setup.plan, host=host, port=port))
         super().__init__([_rank(setup, rank, launcher) for rank in range(num_ranks)], who="the learner")
+
+
+def _open_store(host: str, num_ranks: int) -> TCPStore:
+    listener = socket.create_server((host, 0))  # on this address alone: the store by itself would take all
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        num_ranks + 1,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,
+    )
 
 
 def _rank(setup: RankSetup, rank: int, launcher: Launcher) -> Remote:

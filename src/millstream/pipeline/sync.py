@@ -184,7 +184,7 @@ class WeightSync:
             self._give_up(engine, error)
         if not self._has_warned:
             self._has_warned = True
-            message = f"{owner}: {error}; it is tried again; other engines that this happens to are not reported"
+            message = f"{owner}: {error}; it is tried again, and other engines are not reported"
             self._context.emit(Warned(at=self._context.now(), message=message))
         if isinstance(error, WeightsUnreachable):
             staging = self._channel.restage()

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import signal
 from collections.abc import Iterable, Sequence
-from shlex import quote
 from typing import Protocol
 
 from msgspec import structs
@@ -171,8 +170,7 @@ class ActiveRun:
         is in the config of the folder. Raises `ConfigError`, and has changed nothing, if one may not change while it trains."""
         written = load(self.folder.config, RunConfig, settings)
         changes = changed_settings(tables_of(self.prepared.written), tables_of(written))
-        sets = " ".join(f"--set {quote(one)}" for one in settings)
-        instead = f"Stop the run (Ctrl-C), and resume it:\n  {resume_command(self.folder.path)} {sets}"
+        instead = f"Stop the run (Ctrl-C), and resume it:\n  {resume_command(self.folder.path, *settings)}"
         if other := [change.key for change in changes if change.key not in WHILE_TRAINING]:
             raise ConfigError(
                 f"{other[0]} cannot change while the run trains; {', '.join(WHILE_TRAINING)} can. {instead}"

@@ -109,7 +109,7 @@ class LocalBackend:
         )
 
     def has_learner_processes(self, learner: LearnerConfig) -> bool:
-        return build.has_learner_process(self._config.engine, self._context.model, learner)
+        return build.has_learner_process(self._config, self._context.model, learner)
 
     def make_engine(self, name: str) -> Engine:
         return self._engines.make(name)

@@ -92,7 +92,7 @@ def best_step(run_dir: Path) -> int:
     if config.checkpoint.keep_best is None:
         raise ConfigError(
             f"the run in {run_dir} does not keep its best checkpoint: set checkpoint.keep_best, such as held_out:pass@1, "
-            f"before a run. It has checkpoints of the steps {', '.join(map(str, steps_in(run_dir)))}: type --step"
+            f"before a run. It has checkpoints of the steps {', '.join(map(str, steps_in(run_dir)))}: name one"
         )
     best = BestCheckpoint(config)
     best.read(folder)

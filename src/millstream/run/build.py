@@ -224,10 +224,11 @@ def has_process(config: EngineConfig, model: PreTrainedModel) -> bool:
     return is_faster if config.process is None else config.process
 
 
-def has_learner_process(config: EngineConfig, model: PreTrainedModel, learner: LearnerConfig) -> bool:
+def has_learner_process(config: RunConfig, model: PreTrainedModel, learner: LearnerConfig) -> bool:
     """Whether the learner is one or more processes. A single rank is one where the engine is: both need the interpreter after
-    every small operation, and so does the event loop."""
-    return learner.ranks > 1 or (config.kind == "torch" and has_process(config, model))
+    every small operation, and so does the event loop. Not with a loss of the user's script, which no other process imports."""
+    engine, is_of_script = config.engine, config.algorithm.loss.startswith("__main__:")
+    return learner.ranks > 1 or (engine.kind == "torch" and has_process(engine, model) and not is_of_script)
 
 
 class HttpServers:
@@ -275,7 +276,7 @@ def build_learner(
     num_steps: int | None,
 ) -> RunLearner:
     temperature, is_proximal_given = config.rollout.temperature, config.proximal is not None
-    if not has_learner_process(config.engine, model, learner):
+    if not has_learner_process(config, model, learner):
         return TorchLearner(
             model,
             learner,

@@ -78,6 +78,7 @@ class RunStatus(Struct, frozen=True, kw_only=True, tag="Now"):
     budget: int
     rows_in_store: int
     waits: list[WaitNow]
+    lag_bound: int | None = None  # of the groups that start now; None: it does not train
 
 
 class ScaleResult(Struct, frozen=True, kw_only=True, tag="Scaled"):
@@ -182,7 +183,9 @@ class Control:
             return ControlError(message=str(error))
 
 
-def run_status(status: Status, router: Router, names: list[str], version: int) -> RunStatus:
+def run_status(
+    status: Status, router: Router, names: list[str], version: int, lag_bound: int | None = None
+) -> RunStatus:
     engines = {engine.name: engine for engine in router.engines}
     found = []
     for name in dict.fromkeys([*engines, *names]):
@@ -202,6 +205,7 @@ def run_status(status: Status, router: Router, names: list[str], version: int) -
         budget=status.budget,
         rows_in_store=status.rows_in_store,
         waits=status.waits,
+        lag_bound=lag_bound,
     )
 
 

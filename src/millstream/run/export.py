@@ -92,7 +92,7 @@ def _find(run_dir: Path, step: int | None) -> tuple[Found, bool, list[str]]:
     if step is not None and (there := checkpoint.steps_in(run_dir)):
         steps = ", ".join(map(str, there))
         raise ConfigError(
-            f"the run in {run_dir} has no checkpoint of step {step}; it has those of {steps}: type --step {there[-1]}, or "
+            f"the run in {run_dir} has no checkpoint of step {step}; it has those of {steps}: name one of them, or "
             "leave it out for the newest"
         )
     raise ConfigError(f"the run in {run_dir} has no checkpoint yet. To resume the run:\n  {resume_command(run_dir)}")

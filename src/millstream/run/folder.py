@@ -173,7 +173,7 @@ class RunFolder:
         if is_over and config.pipeline.steps <= self.steps_done():
             raise ConfigError(
                 f"the run in {self.path} is finished: its model is in {self.model}. To train it for more steps:\n"
-                f"  {resume_command(self.path)} --set pipeline.steps=N\n"
+                f"  {resume_command(self.path, 'pipeline.steps=N')}\n"
                 f"To train its model further, in a new run:\n  {_further_command(self, config)}"
             )
 
@@ -408,14 +408,15 @@ def holder_of(path: Path) -> int | None:
     return None
 
 
-def resume_command(path: Path) -> str:
+def resume_command(path: Path, *changes: str) -> str:
     """What to type; in Python where the reward or the data were passed from there."""
     with suppress(OSError, UnicodeDecodeError):
         text = (path / "config.toml").read_text()
         marks = {"reward=function": f'\nfunction = "{PASSED}', "data=records": "\npassed = true\n"}
         if passed := [argument for argument, mark in marks.items() if mark in text]:
-            return f"millstream.resume({str(path)!r}, {', '.join(passed)}), from Python"
-    return f"{program()} train --resume {quote(str(path))}"
+            arguments = [repr(str(path)), *passed, *([f"changes={list(changes)!r}"] if changes else [])]
+            return f"millstream.resume({', '.join(arguments)}), from Python"
+    return " ".join([program(), "train", "--resume", quote(str(path)), *(f"--set {quote(one)}" for one in changes)])
 
 
 def _further_command(folder: RunFolder, config: RunConfig) -> str:

@@ -169,7 +169,9 @@ class Supervision:
         if isinstance(request, SetRequest):
             changes = self._run.change_settings(request.settings)
             return SetResult(changes=[str(change) for change in changes], version=self._run.version)
-        return run_status(await self._run.status(), fleet.router, fleet.names, self._run.version)
+        pipeline = self._run.pipeline
+        bound = None if pipeline is None else pipeline.admission.bound
+        return run_status(await self._run.status(), fleet.router, fleet.names, self._run.version, bound)
 
 
 def _exit_later(code: int) -> None:

@@ -66,8 +66,10 @@ def requests(kind: CacheKind, is_fused: bool, model: PreTrainedModel, lengths: C
 def _small_batcher(kind: CacheKind, is_fused: bool, model: PreTrainedModel, lengths: CheckLengths) -> Batcher:
     num_slots, longest = len(lengths.prompts), max(lengths.prompts) + lengths.answer
     why_unfused = "" if is_fused else "for the check"
-    runner: SlotRunner | PagedRunner = SlotRunner(model, num_slots, why_unfused=why_unfused)
+    runner: SlotRunner | PagedRunner
     if kind == "pages":
         runner = PagedRunner(model, num_slots, why_unfused=why_unfused, max_length=longest, has_graphs=False)
+    else:
+        runner = SlotRunner(model, num_slots, why_unfused=why_unfused)
     first, second, _ = lengths.prompts
     return Batcher(model, num_slots=num_slots, prefill_tokens=first + second, runner=runner)
