@@ -321,6 +321,10 @@ def test_the_command_prints_the_table_of_a_run_and_its_lanes(tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     assert "groups by lag" in result.stdout and "simulated with 3 engines and 2 learner ranks" in result.stdout
     assert (tmp_path / "run/lanes.svg").read_text().startswith("<svg")
+    one = ["--set", "engine.replicas=1", "--set", "learner.ranks=1"]
+    assert (
+        "with 1 engine and 1 learner rank\n" in CliRunner().invoke(main.app, ["sim", str(CLUSTER), *small, *one]).stdout
+    )
     as_json = CliRunner().invoke(main.app, ["sim", str(CLUSTER), *small, "--json"])
     assert msgspec.json.decode(as_json.stdout)["summary"]["steps"] == 4
 
