@@ -150,7 +150,7 @@ def test_a_run_survives_the_death_of_one_of_its_replicas(tmp_path: Path) -> None
     run_dir = tmp_path / "run"
     process = start_command(command(run_dir, {"engine.process": "true", "engine.replicas": 2, "pipeline.steps": 40}))
     until(lambda: steps_of(run_dir) >= 3, process)
-    first, second = workers(process.pid)
+    first, second, _ = workers(process.pid)  # then the learner
     subprocess.run(["kill", "-KILL", str(first)], check=True)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
