@@ -17,6 +17,7 @@ Results are appended to FOLDER/results.jsonl as they come. A later call adds cel
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -89,6 +90,8 @@ def measure(wanted: Sequence[CellKey], workloads: dict[str, Workload], options: 
                 append_record(results, Failed(workload=name, mode=mode, why=why))
             else:
                 append_record(results, result)
+                if options.keep_runs:
+                    keep_run(Path(scratch) / "run", options.folder / f"{name}-{mode}")
                 say(
                     f"{name}/{mode}: {len(result.steps_s)} steps of {result.step_s:.2f} s, {result.rollouts_per_s:.1f} "
                     f"rollouts/s, {result.tokens_per_s:,.0f} tokens/s, lag {result.lag_mean:.2f}, {result.memory_gib:.0f} GiB "
@@ -97,6 +100,14 @@ def measure(wanted: Sequence[CellKey], workloads: dict[str, Workload], options: 
         free_memory()
         if torch.cuda.is_available():
             say(f"  {device_bytes() / 2**30:.1f} GiB are still in use")
+
+
+def keep_run(run_dir: Path, kept: Path) -> None:
+    """What `millstream calibrate` and `report` read of a run: its config, its metrics and its events."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for path in run_dir.iterdir():
+        if path.is_file():
+            shutil.copy(path, kept)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -108,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add("--costs", "474M", smoke="tiny", help="shapes whose parts are measured, for the step model; by comma")
     parser.add("--limit", 150.0, smoke=60.0, help="seconds after which a cell ends with what it has")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in the config of every cell")
+    parser.add_argument("--keep-runs", action="store_true", help="keep the events of every cell, in FOLDER/CELL")
     parser.add_argument("--list", action="store_true", help="print all cells")
     options = parser.parse(argv)
     workloads = SMOKE_WORKLOADS if options.smoke else WORKLOADS

@@ -63,6 +63,8 @@ SHOWN_S = 30.0
 class Mode(Struct, frozen=True, kw_only=True):
     max_lag: float = 0.0
     is_barrier: bool = False
+    is_auto: bool = False
+    """Whether the run chooses its lag itself, up to `max_lag` (`pipeline.auto_lag`)."""
     is_redundant: bool = False
     """First to finish: more groups and members than needed, biased against slow rollouts."""
 
@@ -74,6 +76,7 @@ MODES: dict[str, Mode] = {
     "1": Mode(max_lag=1),
     "2": Mode(max_lag=2),
     "4": Mode(max_lag=4),
+    "auto": Mode(max_lag=4, is_auto=True),
     "redundant": Mode(max_lag=2, is_redundant=True),
 }
 REDUNDANT_GROUPS = 4
@@ -191,6 +194,7 @@ def config_of(
             steps=MAX_STEPS,
             groups_per_step=groups,
             max_lag=mode.max_lag,
+            auto_lag=mode.is_auto,
             lockstep=False,
             extra_groups=extra_groups,
             surplus="abort" if mode.is_redundant else "carry_over",

@@ -95,7 +95,7 @@ class Modelled(Struct, frozen=True, kw_only=True):
 
 def modelled(result: Result, workload: Workload, costs: Costs) -> Modelled | None:
     """What the step model says of a cell; None where it does not describe it."""
-    if not workload.has_model:
+    if not workload.has_model or MODES[result.mode].is_auto:
         return None
     mode, steps = MODES[result.mode], len(result.step_ends)
     ends: list[StepEnd] = simulate(
@@ -202,7 +202,8 @@ def table(found: Measured, workloads: dict[str, Workload], wanted: Sequence[Cell
 
 
 def _label(mode: str) -> str:
-    return {"barrier": "barrier", "redundant": "max_lag 2, redundant"}.get(mode, f"max_lag {mode}")
+    labels = {"barrier": "barrier", "auto": "auto_lag, at most 4", "redundant": "max_lag 2, redundant"}
+    return labels.get(mode, f"max_lag {mode}")
 
 
 def _columns(line: Line) -> list[str]:
