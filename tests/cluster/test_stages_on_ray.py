@@ -31,7 +31,7 @@ ALL_THREE = [
     "pipeline.steps=5", "pipeline.groups_per_step=4", "pipeline.max_lag=0", "data.holdout=0", "seed=3",
 ]  # fmt: skip
 ON_RAY = ["runtime=ray", "engine.process=", "resources.engine_cpus=0", "resources.learner_cpus=0"]
-TIMED = {"at", "rollouts_per_s", "tokens_per_s"}
+TIMED = {"at", "rollouts_per_s", "tokens_per_s", "step_s", "waiting_s", "training_s", "sync_s", "other_s"}
 ROLLOUTS_A_STEP = 4 * 2
 
 

@@ -454,6 +454,18 @@ def test_compiled_layers_change_no_gradient_and_are_compiled_once_for_each_size(
     assert compiled[0] and set(compiled) == {compiled[0]}, "every micro-batch here is filled up to 128 tokens"
 
 
+@pytest.mark.slow
+def test_every_size_of_a_pass_is_compiled_before_the_first_batch_and_leaves_no_gradient() -> None:
+    batch, one = rows(6), learner(config=LearnerConfig(compile=True, micro_batch_tokens=128))
+    one.rank.begin_batch()
+    assert not one.rank.optimizer.gradients()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for some in ([batch], [batch[:2], batch[2:]], [[row] for row in batch]):
+        for rows_of_a_pass in some:
+            one.rank.accumulate(rows_of_a_pass)
+    assert before and torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
 def test_a_row_that_trains_its_first_token_is_refused() -> None:
     (row, *_) = rows(1)
     mask = row.loss_mask.copy()

@@ -89,6 +89,11 @@ class Optimizer:
 
         return add
 
+    @property
+    def names(self) -> set[str]:
+        """Of the parameters that are trained."""
+        return set(self._parameters)
+
     def gradients(self) -> dict[str, Tensor]:
         """The sums so far, of the parameters that have one."""
         return {name: master.grad for name, master in self._masters.items() if master.grad is not None}

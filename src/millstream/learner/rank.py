@@ -20,7 +20,7 @@ from millstream.learner.check import check_learner
 from millstream.learner.config import LearnerConfig
 from millstream.learner.optimizer import Optimizer, OptimizerState, StepResult
 from millstream.learner.passes import LOCKSTEP, Passes
-from millstream.learner.rows import RowTensors, not_finite
+from millstream.learner.rows import MAX_FILLER, RowTensors, not_finite
 from millstream.learner.tally import RunningSums, StepTally, behaviour_distance
 from millstream.model.adapters import copy_of, trained_weights
 from millstream.model.policy import Policy, recompute_activations
@@ -81,13 +81,28 @@ class Rank:
         self._passes = Passes("learner", why_fixed=why_fixed, is_logged=False)
         self._limit_reported: int | None = None
         self._has_stepped = False  # in this batch: before, the proximal policy is the policy itself
+        self._has_sizes_to_compile = config.is_compiled and not is_sharded
         self._sums = RunningSums()
 
-    @torch.no_grad()
     def begin_batch(self) -> None:
         self._has_stepped = False
+        if self._has_sizes_to_compile:
+            self._compile_sizes()
         if self._proximal is not None:
-            torch._foreach_copy_(_local_parts(self._proximal), _local_parts(self.policy))
+            with torch.no_grad():
+                torch._foreach_copy_(_local_parts(self._proximal), _local_parts(self.policy))
+
+    def _compile_sizes(self) -> None:
+        """Compile the layers for every size of a pass before the first batch, while its rollouts are generated: a size that is
+        compiled when it is first needed holds up that step."""
+        self._has_sizes_to_compile = False
+        with self.optimizer.leaving_out(self.optimizer.names):
+            for number in range(1, NUM_COMPILED_SIZES + 1):
+                self._passes.run(_rows_to_fill(number * self._quantum), self._discard, self.optimizer)
+
+    def _discard(self, rows: Sequence[TrainRow]) -> None:
+        logprobs_M, _, _ = self._forward(self._rows(rows), needs_entropy=self._objective.needs_entropy)
+        logprobs_M.sum().backward()  # type: ignore[no-untyped-call]
 
     def accumulate(self, rows: Sequence[TrainRow]) -> None:
         """Add the unnormalised gradient of these rows, and of the rows that other ranks are given in the same call."""
@@ -196,6 +211,18 @@ class Rank:
         buffers = dict(self.policy.model.named_buffers())
         for name, value in state["buffers"].items():
             buffers[name].copy_(value)
+
+
+def _rows_to_fill(num_tokens: int) -> list[TrainRow]:
+    """Rows that a pass of this many tokens can hold: they share their first token."""
+    length = min(MAX_FILLER, num_tokens)
+    row = TrainRow(
+        tokens=np.zeros(length, np.int32),
+        loss_mask=np.arange(length) > 0,
+        logprobs=np.zeros(length, np.float32),
+        advantages=np.zeros(length, np.float32),
+    )
+    return [row] * (num_tokens // length)
 
 
 def _local_parts(policy: Policy) -> list[Tensor]:
