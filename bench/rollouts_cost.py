@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -54,9 +54,9 @@ class WriterTime:
     def watched(self) -> Iterator[None]:
         flush = RolloutWriter.flush
 
-        def timed(writer: RolloutWriter) -> None:
+        def timed(writer: RolloutWriter, *arguments: Callable[[], None]) -> None:
             began = time.thread_time()
-            flush(writer)
+            flush(writer, *arguments)
             self.seconds += time.thread_time() - began
 
         with patch.object(RolloutWriter, "flush", timed):

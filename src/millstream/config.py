@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from millstream.errors import MAX_SHOWN, ConfigError, shown
+from millstream.paths import did_you_mean
 
 C = TypeVar("C", bound=Struct)
 
@@ -67,7 +68,8 @@ def load(path: Path, kind: type[C], overrides: Sequence[str] = ()) -> C:
     try:
         text = path.read_bytes().decode("utf-8-sig")  # Windows writes a mark of the byte order
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        nearest = f".{found}" if isinstance(error, FileNotFoundError) and (found := did_you_mean(path)) else ""
+        raise ConfigError(f"cannot read {path}: {error.strerror}{nearest}") from error
     except ValueError as error:  # also a path with a null character
         raise ConfigError(f"{path} is not TOML: {error}") from error
     try:

@@ -1040,6 +1040,20 @@ def test_a_run_with_its_config_is_clean_and_so_is_one_of_a_version_that_logged_n
     assert audit(run.write(tmp_path / "old")).findings == []
 
 
+def test_a_config_that_was_edited_is_named_by_its_keys(tmp_path: Path) -> None:
+    run = with_config(run_of(WORLD, num_tasks=EPOCH))
+    written = run.config
+    run.change(0, text=written)
+    edits = {"pipeline.lockstep is False, in the log True": ("lockstep = true", "lockstep = false")}
+    for expected, edit in {
+        **edits,
+        "its text was edited, and no key differs": ("[pipeline]", "[pipeline] # mine"),
+    }.items():
+        run.config = written.replace(*edit)
+        (finding,) = audit(run.write(tmp_path / edit[1].partition(" ")[2])).findings
+        assert finding.message == f"config.toml is not as the run wrote it: {expected}"
+
+
 EMPTY_PLACES = World(success=0.9, max_replaced_per_step=1, failure=0.1)
 
 

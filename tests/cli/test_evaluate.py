@@ -58,6 +58,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["train", str(folder / "two.toml"), *changes, "--set", f"run_dir={folder / 'run'}"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
+    (folder / "said.txt").write_text(result.output)
     return folder / "run"
 
 
@@ -118,13 +119,18 @@ def test_the_best_checkpoint_is_kept_exported_and_evaluated(finished: Path, tmp_
         e.version: e.scores["pass@2"].value for e in evaluated(finished) if e.table == "held_out" and not e.is_greedy
     }
     steps = steps_in(finished)
-    best = best_step(finished)
-    assert scores[best] == max(scores[step] for step in scores if step is not None), "no better one was removed"
+    best, score = best_step(finished)
+    assert score == scores[best] == max(scores[step] for step in scores if step is not None), (
+        "no better one was removed"
+    )
     assert best in steps and len(steps) <= 3, "the others were removed"
     assert export(finished, tmp_path / "best", is_best=True).step == best
     result = CliRunner().invoke(app, ["export", str(finished), str(tmp_path / "again"), "--best"])
     assert result.exit_code == 0 and f"step {best}" in result.output
     assert "tasks x 2" in eval_command(f"{finished}@best", "--name", "held_out")
+    said = (finished.parent / "said.txt").read_text().splitlines()
+    assert f"best step     {best}, held_out:pass@2 {score:.3f}" in said, "at the end of the run"
+    assert f"    millstream export {finished} {finished}-best --best" in said
 
 
 def test_a_run_that_keeps_no_best_checkpoint_says_what_to_set(tmp_path: Path) -> None:
@@ -173,7 +179,7 @@ def test_a_resume_forgets_the_scores_of_later_versions_and_no_others(tmp_path: P
         (tmp_path / f"checkpoints/step-{version:06d}").mkdir(parents=True)
     sink.emit(Resumed(at=0.0, incarnation=1, version=3, from_seq=0, digest=""))
     sink.close()
-    assert best_step(tmp_path) == 2
+    assert best_step(tmp_path) == (2, 0.9)
 
 
 def test_a_checkpoint_is_kept_until_its_score_is_known_and_then_only_the_best(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import millstream
 from millstream.cli.main import app
 from millstream.cli.recipes import find_recipes
 from millstream.config import load
+from millstream.errors import ConfigError
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
 
@@ -37,6 +38,7 @@ def test_a_recipe_is_copied_and_is_a_valid_config(tmp_path: Path, name: str) -> 
     command = "sim" if name.startswith("sim/") else "train"
     assert f"millstream {command} {target}" in invoke("init", "--recipe", name, str(target))
     check_combinations(load(target, RunConfig))
+    assert f"recipes/{name}.toml" not in target.read_text(), "what it says to type is the copy"
 
 
 def test_the_data_of_a_recipe_is_copied_next_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +54,15 @@ def test_the_data_of_a_recipe_is_copied_next_to_it(tmp_path: Path, monkeypatch: 
 def test_an_unknown_recipe_is_answered_with_the_names_that_are_known(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["init", "--recipe", "gsm9k", str(tmp_path / "run.toml")])
     assert result.exit_code == 1 and "no recipe 'gsm9k': expected one of" in result.output and "gsm8k" in result.output
+    assert "Did you mean gsm8k?" in result.output.replace("\n", " ")
+
+
+def test_a_config_that_is_not_there_is_answered_with_the_nearest_name(tmp_path: Path) -> None:
+    invoke("init", "--recipe", "demo", str(tmp_path / "demo.toml"))
+    with pytest.raises(
+        ConfigError, match=rf"demmo\.toml: No such file or directory\. Did you mean {tmp_path}/demo\.toml\?"
+    ):
+        load(tmp_path / "demmo.toml", RunConfig)
 
 
 def test_the_package_is_a_program_and_has_types() -> None:

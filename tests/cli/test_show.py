@@ -47,6 +47,7 @@ from millstream.events.summary import summarise
 from millstream.events.trace import perfetto
 from millstream.run.config import RunConfig
 from millstream.run.folder import RunResult
+from millstream.run.progress import speed_words
 from support.simulated import World, simulate
 from support.views import drawn
 
@@ -100,7 +101,8 @@ def test_the_view_shows_progress_reward_lag_speed_queues_and_waits_in_words() ->
         view.emit(event)
     text = drawn(view)
     assert "step 6/6" in text and "left" in text and "reinforcement learning" in text
-    assert "sampled before 0.125" in text and "rollouts/s" in text and "tokens/s" in text
+    assert "sampled before 0.125" in text and "rollouts/s" in text
+    assert "tokens/s" not in text, "these events do not say"
     assert "never above 1" in text
     assert "6 of 8 groups; 40 requests decoding, 7 queued; 12 rows in the store" in text
     waits = [line for line in text.splitlines() if "waiting for" in line]
@@ -119,6 +121,16 @@ def test_plain_lines_say_the_same_where_there_is_no_terminal() -> None:
         lines.emit(event)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 6/6  reward" in text and "sampled before: accuracy 0.125" in text and "has waited 31 s" in text
+
+
+def test_speed_is_that_of_all_steps_since_the_last_line_and_left_out_where_it_is_not_known() -> None:
+    """What an engine generates is reported from time to time: a single step may have none of it."""
+    rows = [
+        {"step_s": 1.0, "rollouts_per_s": 8.0, "tokens_per_s": 0.0},
+        {"step_s": 3.0, "rollouts_per_s": 4.0, "tokens_per_s": 40.0},
+    ]
+    assert speed_words(rows) == ["5 rollouts/s", "30 tokens/s"]
+    assert speed_words(rows[:1]) == ["8 rollouts/s"] and speed_words([]) == []
 
 
 def test_the_view_and_the_lines_say_which_sizes_were_chosen_and_that_memory_ran_out() -> None:
@@ -209,7 +221,7 @@ def test_what_to_type_next_stands_alone_on_lines_that_are_not_broken(monkeypatch
     console = Console(file=io.StringIO(), width=80)
     monkeypatch.setattr(main, "console", console)
     run_dir = "/a/folder/with/quite/a/long/name/for/a/terminal/that/is/eighty/columns/wide/runs/mine-1"
-    main._show_result(RunResult(run_dir=run_dir, summary=summarise([]), **dict.fromkeys(ACCURACIES)))
+    main._show_result(RunResult(run_dir=run_dir, summary=summarise([]), **dict.fromkeys(ACCURACIES)), None)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert f"    millstream audit {run_dir}" in lines and f"    millstream eval {run_dir} --show 3" in lines
     assert f"run folder    {run_dir}" in lines

@@ -110,6 +110,14 @@ def score(config: RewardConfig, completion: str = "4", task: Task = TASK) -> flo
     return asyncio.run(scorer(config).score(task, completion))
 
 
+def test_parts_are_named_by_their_functions_without_file_or_package(mine: Path) -> None:
+    configs = [
+        RewardConfig(function=name) for name in (f"{mine}:right", "exact_match", f"{mine}:identity", f"{mine}:identity")
+    ]
+    found = asyncio.run(scorer(*configs).score(TASK, "4"))
+    assert list(found.parts) == ["right", "exact_match", "identity 3", "identity 4"]
+
+
 # ---- in a process of their own -----------------------------------------------------------------------------------------------
 
 

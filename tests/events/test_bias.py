@@ -20,14 +20,19 @@ from millstream.events import (
     GroupLeft,
     GroupRestarted,
     GroupResumed,
+    GroupScored,
     RolloutAborted,
     RolloutEnded,
     RolloutFailed,
     RolloutStarted,
+    Stepped,
 )
 from millstream.events.bias import BiasReport, BiasTest, bias_report, kaplan_meier_mean
 from millstream.events.bias.bootstrap import Quantity, cut_edges, group_sums, resampled_means
 from millstream.events.bias.compare import judge
+from millstream.events.bias.table import GroupLog
+from millstream.events.metrics import StepMetrics
+from millstream.events.summary import summarise
 from millstream.sim.draws import uniform
 from millstream.sim.environment import SimEnvironment
 from millstream.types import Fate, Finish
@@ -404,6 +409,7 @@ def test_the_rows_tell_what_each_class_is_made_of() -> None:
         "trained": 2,
         "filtered": 1,
         "failed": 1,
+        "group failed": 0,
         "aborted": 0,
         "in flight": 1,
         "open": 1,
@@ -416,6 +422,37 @@ def test_the_rows_tell_what_each_class_is_made_of() -> None:
     assert (rows["in flight"].tokens_mean, rows["in flight"].seconds_mean) == (None, 7)
     assert rows["failed"].is_lower_bound and rows["in flight"].is_lower_bound and not rows["trained"].is_lower_bound
     assert msgspec.json.decode(msgspec.json.encode(report), type=BiasReport) == report
+
+
+def test_a_rollout_that_failed_counts_once_and_alike_in_the_report_the_summary_and_the_metrics() -> None:
+    """One that ended in a group that failed is not one of them, and a retried attempt is not a failed rollout."""
+    whole = simulate(replace(WORLD, failure=0.3, retries=1)).sink.events
+    report, summary, metrics = bias_report(whole), summarise(whole), StepMetrics()
+    finals = [event.is_final for event in whole if isinstance(event, RolloutFailed)]
+    rows = [row for event in whole if (row := metrics.add(event)) is not None]
+    assert summary.rollouts_failed == by_name(report)["failed"] == finals.count(True) > 0
+    assert summary.rollouts_retried == finals.count(False) > 0
+    last = max(number for number, event in enumerate(whole) if isinstance(event, Stepped))
+    late = [event.is_final for event in whole[last:] if isinstance(event, RolloutFailed)]
+    assert sum(row["rollouts_failed"] for row in rows) == summary.rollouts_failed - late.count(True)
+    assert sum(row["rollouts_retried"] for row in rows) == summary.rollouts_retried - late.count(False)
+    events: list[Event] = [admitted(0), ended(0, 0, 100), failed(0, 1, 50), failed(0, 2, 50), left(0, Fate.FAILED)]
+    counts = by_name(bias_report(events))
+    assert (counts["failed"], counts["group failed"]) == (2, 1)
+
+
+def test_rewards_are_those_of_the_whole_group_where_it_is_scored_as_one() -> None:
+    partial = [replace(ended(0, member, 100, reward=0.0), is_partial=True) for member in (1, 0)]
+    events: list[Event] = [
+        admitted(0),
+        *partial,
+        failed(0, 2, 50),
+        GroupScored(at=2.0, group_id=0, rewards=[0.25, 1.0], seconds=1.0),
+        left(0),
+    ]
+    assert {row.name: row for row in bias_report(events).rows}["trained"].reward_mean == 0.625
+    lines = GroupLog(events).table()
+    assert lines.reward[:2].tolist() == [1.0, 0.25], "member 1 ended first"
 
 
 def test_the_declared_filter_is_shown_and_is_no_bias() -> None:
@@ -472,6 +509,7 @@ def test_a_member_that_is_rolled_out_again_after_a_crash_counts_once() -> None:
         "trained": 3,
         "filtered": 0,
         "failed": 1,
+        "group failed": 0,
         "aborted": 0,
         "in flight": 0,
         "open": 0,

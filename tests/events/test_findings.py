@@ -249,7 +249,11 @@ def test_the_memory_of_a_watch_does_not_grow_with_the_run() -> None:
 
 def test_findings_say_what_to_do_with_figures_and_nothing_but_plain_numbers() -> None:
     for within, events in PLANTED.values():
-        for past in findings_of([started(), *events()]):
+        for past in findings_of([started(), *events()], "my runs/first"):
             finding = past.finding
             assert finding.figures and all(math.isfinite(value) for value in finding.figures.values()), within
             assert any(character.isdigit() for character in finding.message) and len(finding.advice) > 40
+            assert "RUN" not in finding.advice
+            assert (
+                "millstream eval" not in finding.advice or "millstream eval 'my runs/first' --show 3" in finding.advice
+            )

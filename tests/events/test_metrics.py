@@ -25,6 +25,7 @@ from millstream.events import (
     encode_event,
 )
 from millstream.events.metrics import StepMetrics, is_step
+from millstream.events.sinks import MetricsSink
 from millstream.types import Fate, Finish
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -143,11 +144,30 @@ def test_an_evaluation_is_a_row_under_the_version_that_was_measured() -> None:
     assert row is not None and is_step(row) and not any(key.startswith("eval/") for key in row)
 
 
-def test_a_part_is_named_without_the_folder_of_its_file() -> None:
+def test_an_evaluation_that_a_resume_repeats_has_one_line_the_last(tmp_path: Path) -> None:
+    def scored(at: float, value: float, *, table: str = "mine", version: int = 4) -> Evaluated:
+        scores = {"pass@1": Estimate(value=value, low=0.0, high=1.0)}
+        return Evaluated(at=at, name="", version=version, accuracy=0.0, num_tasks=8, table=table, scores=scores)
+
+    path = tmp_path / "metrics.jsonl"
+    for upto, events in (
+        (-1, [structs.replace(stepped(1.0, 1.0), version=4), scored(2.0, 0.1), scored(3.0, 0.2, table="other")]),
+        (4, [scored(4.0, 0.3), scored(5.0, 0.4, version=5)]),
+    ):
+        sink = MetricsSink(path, upto=upto)
+        for event in events:
+            sink.emit(event)
+        sink.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["step"], row["at"]) for row in rows] == [(4, 1.0), (4, 3.0), (4, 4.0), (5, 5.0)]
+
+
+def test_the_key_of_a_part_has_neither_dots_nor_paths() -> None:
     metrics = StepMetrics()
-    metrics.add(ended(0, 1.0, 0, 0, **{"/my/folder/mine.py:right": 1.0, "exact_match": 0.0}))
+    metrics.add(ended(0, 1.0, 0, 0, **{"right 2": 1.0, "an/environment's.own": 0.5, "exact_match": 0.0}))
     found = metrics.add(stepped(at=15.0, seconds=4.0))
-    assert found is not None and {"reward/mine.py_right", "reward/exact_match"} <= found.keys()
+    assert found is not None
+    assert {"reward/right_2", "reward/an_environment_s_own", "reward/exact_match"} <= found.keys()
 
 
 def test_parts_of_a_reward_are_in_the_log_only_where_there_are_some() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import millstream
 from millstream.events.sinks import JsonlSink, read_events
 from millstream.events.summary import intersect_intervals, merge_intervals, summarise, total_length
 from support.commands import run_command
@@ -25,6 +27,13 @@ def test_importing_stays_light(module: str) -> None:
     program = f"import sys, {module}; print(*(m for m in ('torch', 'transformers') if m in sys.modules))"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == ""
+
+
+def test_the_public_names_are_listed_and_explained() -> None:
+    names = set(millstream.__all__)
+    assert names <= set(dir(millstream)) and {"train", "resume", "RunConfig", "__version__"} <= names
+    text = pydoc.render_doc(millstream, renderer=pydoc.plaintext)
+    assert all(line in text for line in ("\n    class RunConfig(", "\n    train(", "\n    resume("))
 
 
 def test_the_example_is_short_and_learns() -> None:

@@ -516,6 +516,9 @@ def test_a_finished_run_is_resumed_for_more_steps_and_for_nothing_else(
     train(config_of(folder, pipeline__steps=2), progress=False)
     with pytest.raises(ConfigError, match=r"is finished.*\n.*--set pipeline\.steps=N"):
         resume(folder, progress=False)
+    fewer = r"2 steps are trained, and pipeline\.steps = 1 asks for fewer\. To train it for more steps, N above 2:\n"
+    with pytest.raises(ConfigError, match=fewer):
+        resume(folder, changes=["pipeline.steps=1"], progress=False)
     before = digests_in(folder / "model")
 
     def half(model: object, tokenizer: object, path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,21 @@ def test_an_active_run_is_exported_from_an_intact_checkpoint_and_is_not_disturbe
         AutoModelForCausalLM.from_pretrained(tmp_path / "model")
         stop(process)
     assert_clean(run_dir)
+
+
+def test_the_checkpoint_before_training_is_exported_only_if_it_is_asked_for(done: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(done), str(run_dir)], check=True)
+    *before, newest = sorted((run_dir / "checkpoints").glob("step-*"))
+    for folder in before:
+        shutil.rmtree(folder)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    (newest / "manifest.json").write_text(json.dumps({**manifest, "version": 0}))
+    newest.rename(run_dir / "checkpoints/step-000000")
+    with pytest.raises(ConfigError, match=r"no checkpoint but that of step 0, before training.*\n .* --step 0$"):
+        millstream.export(run_dir, tmp_path / "model")
+    result = CliRunner().invoke(app, ["export", str(run_dir), str(tmp_path / "model"), "--step", "0"])
+    assert f"the model of step 0, before reinforcement learning is in {tmp_path / 'model'}" in result.output
 
 
 def test_a_damaged_checkpoint_is_named_and_kept_and_the_one_before_is_exported(done: Path, tmp_path: Path) -> None:

@@ -44,12 +44,16 @@ def test_a_run_without_signal_says_so_everywhere_and_fails_where_it_is_strict(tm
     assert isinstance(last, RunEnded)
     logged = [event for event in events if isinstance(event, FindingMade)]
     assert [one.name for one in logged] == ["all-rewards-equal", "empty-steps"]
-    assert logged == [past.finding for past in findings_of(events)], "the log and the report say the same"
+    assert logged == [past.finding for past in findings_of(events, tmp_path / "run")], (
+        "the log and the report say the same"
+    )
+    show = f"millstream eval {tmp_path}/run --show 3"
+    assert show in text and show in logged[0].advice, "what to type, with the run's own folder"
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["steps"] == summary["steps_empty"] == 6
     assert [one["name"] for one in summary["findings"]] == ["all-rewards-equal", "empty-steps"]
     report = CliRunner().invoke(app, ["report", str(tmp_path / "run")]).output
-    assert "all-rewards-equal, since step 5: all" in report and "millstream eval RUN --show 3" in report
+    assert "all-rewards-equal, since step 5: all" in report and show in report
     found = json.loads(CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--json"]).output)
     assert [(one["name"], one["until"]) for one in found["findings"]] == [
         ("all-rewards-equal", None),
@@ -64,7 +68,7 @@ def ones(task: Task, completion: str) -> float:
 
 def test_a_run_that_learns_has_no_findings_and_metrics_that_add_up(tmp_path: Path) -> None:
     result = train(config(tmp_path, "pipeline.steps=12", "data.holdout=0"), reward=ones)
-    assert result.findings == () and result.summary.steps_empty == 0
+    assert result.findings == ()
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     for row in rows:
         assert not any(" " in key for key in row)
@@ -84,7 +88,7 @@ def test_a_finding_continues_across_a_resume(tmp_path: Path) -> None:
     history = list(read_history(tmp_path / "run/events.jsonl"))
     logged = [event for event in history if isinstance(event, FindingMade)]
     assert sorted(one.name for one in logged) == ["all-rewards-equal", "empty-steps"]
-    assert list(result.findings) == logged == [past.finding for past in findings_of(history)]
+    assert list(result.findings) == logged == [past.finding for past in findings_of(history, tmp_path / "run")]
     assert_clean(tmp_path / "run")
 
 

@@ -408,7 +408,7 @@ def test_a_prompt_beyond_the_context_is_named_by_file_and_line(finished: Path, t
 def test_text_that_the_tokenizer_does_not_know_is_reported_once_at_the_start(finished: Path, tmp_path: Path) -> None:
     assert prepare_run(own_data(finished, tmp_path, "1>", "2>")).warning == ""
     warning = prepare_run(own_data(finished, tmp_path, "1>", "Ä2É>", "3>", "X>")).warning
-    assert warning.startswith("2 of 4 prompts have something in them") and "<unk> instead. The first is" in warning
+    assert warning.startswith("2 of 4 prompts have something in them") and "tokens. The first is" in warning
     assert re.search(r"mine\.jsonl, line 2: 'Ä', 'É'$|mine\.jsonl, line 4: 'X'$", warning)
     sink = MemorySink()
     train(

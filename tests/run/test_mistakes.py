@@ -413,6 +413,46 @@ def test_a_reward_that_is_slow_is_a_warning_and_one_that_prints_or_forks_is_fine
     assert result.exit_code == 0 and "gives 1 for the gold answer, 1 for nonsense" in result.output
 
 
+def warnings_of(*changes: str) -> list[str]:
+    words = ["train", "run.toml", "--dry-run", *(word for change in changes for word in ("--set", change))]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return [line for line in result.output.splitlines() if line.startswith("warning")]
+
+
+def test_a_reward_that_gives_the_gold_answer_and_nonsense_the_same_is_a_warning(place: Path) -> None:
+    write("mine.py", "def reward(task, completion):\n    return 0.5 * (completion == task.id)\n")
+    (found,) = warnings_of()
+    assert found.startswith(
+        "warning: the reward mine.py:reward gives 0 for the gold answer, 0 for nonsense (data.jsonl, "
+    )
+    assert found.endswith("): it cannot tell one from the other")
+    write("run.toml", RUN + '[[reward]]\nfunction = "exact_match"\n')
+    assert warnings_of() == [], "a reward of the form alone is useful with another"
+
+
+@pytest.mark.parametrize("parameters", ["completion, answer", "answer, completion", "text, task"])
+def test_a_reward_whose_parameters_are_swapped_is_a_warning(place: Path, parameters: str) -> None:
+    write(
+        "mine.py",
+        f"def reward({parameters}, bonus=1.0):\n    return float(len(str(completion if 'completion' in dir() else 1)))\n",
+    )
+    found = warnings_of()[0]
+    assert f"the reward mine.py:reward takes ({parameters}), and is called with the task" in found
+    assert found.endswith("and then the completion: expected (task, completion)")
+
+
+def test_prompts_that_a_tiny_model_does_not_know_are_a_warning_of_a_dry_run(place: Path) -> None:
+    tiny = ["model.path=", "model.tiny={}"]
+    assert warnings_of(*tiny) == []
+    write("data.jsonl", '{"prompt": "ÄÖÜ1", "answer": "1"}\n' * 4)
+    (found,) = warnings_of(*tiny)
+    assert found.startswith(
+        "warning: model.tiny.alphabet does not have 75% of the characters of the prompts ('Ä', 'Ö', 'Ü')"
+    )
+    write("data.jsonl", json.dumps({"prompt": [{"role": "user", "content": "ÄÖ"}], "answer": "1"}) + "\n")
+
+
 def test_a_reward_that_fails_only_for_nonsense_is_a_warning(place: Path) -> None:
     write("mine.py", "def reward(task, completion):\n    return float(completion)\n")
     result = CliRunner().invoke(app, ["train", "run.toml", "--dry-run"])

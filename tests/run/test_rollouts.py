@@ -132,7 +132,7 @@ def test_every_rollout_of_a_run_is_kept_with_its_reward_by_part_its_lag_and_its_
     by_key = {(one.group_id, one.member): one for one in found}
     for event in ended:
         one = by_key[event.group_id, event.member]
-        assert one.reward == event.reward == pytest.approx(one.reward_parts[_name(one, "digits")] + 0.5 * one.reward_parts[_name(one, "short")])  # fmt: skip
+        assert one.reward == event.reward == pytest.approx(one.reward_parts["digits"] + 0.5 * one.reward_parts["short"])
         assert one.num_sampled == event.num_sampled
     taken = {event.group_id: event for event in events if isinstance(event, GroupTaken)}
     for group_id, event in taken.items():
@@ -141,10 +141,6 @@ def test_every_rollout_of_a_run_is_kept_with_its_reward_by_part_its_lag_and_its_
         assert max(one.lag for one in own if one.lag is not None) == event.lag
         assert sum(one.advantage for one in own) == pytest.approx(0.0, abs=1e-4)
     assert {one.fate for one in found} >= {"trained"}
-
-
-def _name(one: KeptRollout, name: str) -> str:
-    return next(key for key in one.reward_parts if key.endswith(f":{name}"))
 
 
 def test_rollouts_of_a_step_are_shown_with_the_environments_turn_and_sorted(kept: Path) -> None:
@@ -227,6 +223,12 @@ def test_what_cannot_be_shown_is_refused_in_one_line(kept: Path, tmp_path: Path)
     for words in (["--sort", "size"], ["--best", "1", "--worst", "1"]):
         result = CliRunner().invoke(app, ["rollouts", str(kept), *words])
         assert result.exit_code == 1 and "Traceback" not in result.output
+    for words, message in (
+        (["--fate", "bogus"], "--fate 'bogus': expected one of 'trained', 'filtered', 'failed', "),
+        (["--step", "99"], f"--step 99: no kept rollout was trained in this step: expected 1 to {STEPS}"),
+    ):
+        result = CliRunner().invoke(app, ["rollouts", str(kept), *words])
+        assert result.exit_code == 1 and message in result.output, result.output
     result = CliRunner().invoke(app, ["rollouts", str(tmp_path / "none")])
     assert result.exit_code == 1 and "is not a run folder" in result.output
 
@@ -246,6 +248,9 @@ def test_diff_shows_settings_metrics_and_rollouts_of_the_same_tasks(kept: Path) 
     assert found["tasks"] and all(a["task"] == b["task"] for a, b in (one["rollouts"] for one in found["tasks"]))
     output = shown("diff", kept, folder / "second")
     assert "learner.learning_rate" in output and "reward" in output and "environment" in output
+    assert f"1: {kept}, {STEPS} steps" in output.replace("\n", "") and "2: " in output, "which run a column is of"
+    metrics = output.partition("Metrics at the same steps")[2].partition("tasks were trained")[0]
+    assert "reward 1" in metrics and "…" not in metrics, "80 columns are enough for the metrics that are shown"
 
 
 # ---- trained again -------------------------------------------------------------------------------------------------------

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from hypothesis import assume
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from millstream.errors import MillstreamError
 from millstream.events import Event, GroupResumed, RolloutAborted, RolloutEnded, RolloutFailed, RolloutStarted
 from millstream.events.sinks import MemorySink
 from support.simulated import Diary, Kept, Outcome, World, simulate
@@ -72,3 +76,14 @@ def cut_and_resume(world: World, cut: random.Random) -> tuple[Kept, Outcome]:
     outcome = simulate(world, kept=kept)
     sink = history(whole.sink.events[: kept.mark], outcome.sink.events)
     return kept, Outcome(**{**{f: getattr(outcome, f) for f in outcome.__struct_fields__}, "sink": sink})
+
+
+@contextmanager
+def unless_all_fail(world: World) -> Iterator[None]:
+    """The one lawful end of a run before its last step: a whole batch of groups failed, one after the other. Such an example is
+    left out."""
+    try:
+        yield
+    except MillstreamError as error:
+        assert world.failure > 0 and "in a row failed" in str(error), error
+        assume(False)

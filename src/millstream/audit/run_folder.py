@@ -26,7 +26,7 @@ def audit(run_dir: Path) -> AuditReport:
     now = replay.run()
     replay.compare_rollouts(rollouts)
     written = replay.settings
-    compare_config(run_dir / "config.toml", now.terms, written.config_digests, written.last_digest, report)
+    compare_config(run_dir / "config.toml", now, written.config_digests, written.last_digest, report)
     report.checkpoints_verified = sum(checkpoint.is_sound for checkpoint in checkpoints)
     _count(now, report)
     _check_metrics(run_dir / "metrics.jsonl", now, report)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import tomllib
-from collections.abc import Iterator
-from typing import Any
 
-from millstream.audit.config_rules import is_in_lockstep, most_groups, terms_of
+from millstream.audit.config_rules import changes_between, is_in_lockstep, most_groups, terms_of
 from millstream.audit.history import Cursor, History, TrackedGroup
 from millstream.audit.report import Fields
 
@@ -43,7 +41,7 @@ class SettingsRules:
         is_own = hashlib.sha256(text.encode()).hexdigest() == event["digest"]
         self._expect(is_own, "config", "the text of the config has another SHA-256 than the event says")
         config = tomllib.loads(text)
-        now.changes_due = None if now.config is None else dict(_changes_between(now.config, config, ""))
+        now.changes_due = None if now.config is None else dict(changes_between(now.config, config, ""))
         if now.is_training:
             frozen = sorted((now.changes_due or {}).keys() - set(WHILE_TRAINING))
             self._expect(not frozen, "settings", f"{', '.join(frozen[:4])} changed while the run trained")
@@ -163,21 +161,3 @@ class SettingsRules:
             is_out = due < now.version or is_full or is_in_lockstep(now.config or {})
             self._expect(is_out, "superseded", f"group {group_id} is superseded, and could be trained by version {due}")
         now.superseded = {}
-
-
-def _changes_between(old: Any, new: Any, place: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """The keys whose values differ, with both; None: it is not set. A table, or a list of tables, that only one of them has is
-    one key: as the run itself names it (`run.changes`)."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in old.keys() | new.keys():
-            yield from _changes_between(old.get(key), new.get(key), f"{place}.{key}".lstrip("."))
-    elif _are_tables(old) and _are_tables(new):
-        for index in range(max(len(old), len(new))):
-            one, other = (side[index] if index < len(side) else None for side in (old, new))
-            yield from _changes_between(one, other, f"{place}.{index}")
-    elif old != new and not (old != old and new != new):  # NaN is equal to itself here
-        yield place, (old, new)
-
-
-def _are_tables(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)

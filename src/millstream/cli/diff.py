@@ -14,8 +14,7 @@ from millstream.cli.common import CONTROL, console, errors_shown
 from millstream.cli.rollouts import rollout_lines
 from millstream.run.compare_runs import FIRST_METRICS, RunComparison, TaskPair, compare_runs
 
-MAX_METRICS_SHOWN = 4
-"""Side by side in a terminal; --json has all of them."""
+BORDER = 3  # characters of a table between two columns
 
 
 def diff_command(
@@ -33,7 +32,7 @@ def diff_command(
             console.out(msgspec.json.encode(found).decode(), highlight=False)
             return
         console.print(settings_table(found))
-        console.print(metrics_table(found))
+        console.print(metrics_table(found, console.width))
         if found.num_common_tasks is None:
             console.out("one of them has no rollouts: nothing to compare", highlight=False)
             return
@@ -51,24 +50,42 @@ def settings_table(found: RunComparison) -> Table:
     return table
 
 
-def metrics_table(found: RunComparison) -> Table:
-    """One row a step; two columns a metric."""
-    steps = f"{found.num_steps[0]} and {found.num_steps[1]} steps"
-    table = Table(title=f"Metrics at the same steps ({steps})", title_justify="left")
+def metrics_table(found: RunComparison, width: int) -> Table:
+    """One row a step; two columns a metric, for as many metrics as fit side by side. --json has all of them."""
+    runs = "\n".join(
+        f"{number}: {run}, {steps} steps"
+        for number, (run, steps) in enumerate(zip(found.runs, found.num_steps, strict=True), 1)
+    )
+    table = Table(title=Text(f"Metrics at the same steps\n{runs}"), title_justify="left")
     present = list(dict.fromkeys(pair.metric for pair in found.metrics))
-    names = [name for name in (*FIRST_METRICS, *present) if name in present]
-    names = list(dict.fromkeys(names))[:MAX_METRICS_SHOWN]
-    table.add_column("step", justify="right")
-    for name in names:
-        table.add_column(f"{name}, 1", justify="right")
-        table.add_column("2", justify="right")
-    values = {(pair.step, pair.metric): pair.values for pair in found.metrics}
-    for step in dict.fromkeys(pair.step for pair in found.metrics):
-        both = [value for name in names for value in values.get((step, name), (None, None))]
-        shown = [f"{value:.4g}" if isinstance(value, (int, float)) else "-" for value in both]
-        if {*shown} != {"-"}:  # a step that was evaluated, and has none of these
-            table.add_row(str(step), *shown)
+    columns = {name: _columns(found, name) for name in dict.fromkeys([*FIRST_METRICS, *present]) if name in present}
+    table.add_column("step", justify="right", no_wrap=True)
+    steps = list(dict.fromkeys(pair.step for pair in found.metrics))
+    used, shown = 1 + BORDER + max(map(len, ["step", *map(str, steps)])), list[tuple[dict[int, str], dict[int, str]]]()
+    for name, both in columns.items():
+        headings = f"{name} 1", "2"
+        used += sum(
+            BORDER + max(map(len, [heading, *own.values()])) for heading, own in zip(headings, both, strict=True)
+        )
+        if used > width and shown:
+            break
+        shown.append(both)
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+    for step in steps:
+        cells = [own.get(step, "-") for both in shown for own in both]
+        if {*cells} != {"-"}:  # a step that was evaluated, and has none of these
+            table.add_row(str(step), *cells)
     return table
+
+
+def _columns(found: RunComparison, metric: str) -> tuple[dict[int, str], dict[int, str]]:
+    """The values of both runs, by step."""
+    pairs = [(pair.step, pair.values) for pair in found.metrics if pair.metric == metric]
+    first, second = (
+        {step: f"{values[run]:.4g}" for step, values in pairs if isinstance(values[run], int | float)} for run in (0, 1)
+    )
+    return first, second
 
 
 def task_table(pair: TaskPair) -> Table:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
@@ -52,6 +52,7 @@ from millstream.events.sinks import read_history
 from millstream.paths import kind_of, program
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run import control
+from millstream.run.best import best_step
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
 from millstream.run.env_check import env_report_lines, run_env_check
@@ -152,7 +153,7 @@ def train_command(
             for line in kept_lines(result.run_dir):
                 console.out(line, highlight=False)
         else:
-            _show_result(result)
+            _show_result(result, config.checkpoint.keep_best)
     if strict and result.findings:
         raise typer.Exit(NOT_LEARNING)
 
@@ -177,7 +178,7 @@ def _shown(pipeline: PipelineConfig, *, is_quiet: bool, with_findings: bool) -> 
             yield [view]
 
 
-def _show_result(result: RunResult) -> None:
+def _show_result(result: RunResult, keep_best: str | None) -> None:
     console.print(result_table(result))
     if result.findings:
         console.print("This run did not learn as it should:", style="bold red")
@@ -185,9 +186,16 @@ def _show_result(result: RunResult) -> None:
             console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
         console.print()
     console.out(f"run folder    {result.run_dir}\nsaved model   {result.run_dir}/model", highlight=False)
+    name, folder, exported = program(), quote(result.run_dir), list[tuple[str, str]]()
+    if keep_best is not None:
+        with suppress(ConfigError):  # none was evaluated
+            step, score = best_step(Path(result.run_dir))
+            console.out(f"best step     {step}, {keep_best} {score:.3f}", highlight=False)
+            target = quote(f"{result.run_dir}-best")
+            exported = [("to export the checkpoint of the best step", f"{name} export {folder} {target} --best")]
     console.print("\nWhat to type next:", style="bold")
-    name, folder = program(), quote(result.run_dir)
     for what, command in (
+        *exported,
         ("to verify what happened to every prompt", f"{name} audit {folder}"),
         ("to see whether long or hard rollouts were lost", f"{name} report {folder}"),
         ("to evaluate the saved model again, and see what it writes", f"{name} eval {folder} --show 3"),
@@ -279,7 +287,7 @@ def report(
     slow or hard rollouts were lost, and lists the findings: what says that the run did not learn."""
     with errors_shown():
         history = list(read_history(RunFolder.of_run(run_dir, EVENTS).events))
-        found, findings = bias_report(history), findings_of(history)
+        found, findings = bias_report(history), findings_of(history, run_dir)
         if as_json:
             past = [{**structs.asdict(one), "until": until} for one, until in findings]
             console.out(msgspec.json.encode({**structs.asdict(found), "findings": past}).decode(), highlight=False)

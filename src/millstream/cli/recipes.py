@@ -12,6 +12,7 @@ import typer
 import millstream
 from millstream.cli.common import console, errors_shown
 from millstream.cli.template import TEMPLATE
+from millstream.env.rewards.find import meant
 from millstream.errors import ConfigError
 from millstream.paths import kind_of, program
 
@@ -66,8 +67,9 @@ def _copies(name: str, path: Path) -> dict[Path, bytes]:
     """The recipe at this path, and the data that it reads next to it."""
     found = find_recipes()
     if name not in found:
-        raise ConfigError(f"no recipe {name!r}: expected one of {', '.join(found)}")
+        raise ConfigError(f"no recipe {name!r}: expected one of {', '.join(found)}{meant(name, found)}")
     text, data = found[name].read_text(), recipe_folder() / "data"
+    text = text.replace(f" recipes/{name}.toml", f" {quote(str(path))}")  # in comments that say what to type
     files = {path.parent / file: (data / file).read_bytes() for file in DATA.findall(text)}
     for file in DATA.findall(text):
         text = text.replace(f'"recipes/data/{file}"', f'"{(path.parent / file).as_posix()}"')

@@ -97,7 +97,7 @@ def _missing_line(dump: RolloutDump, run_dir: Path) -> str:
         return ""
     why = "the run was killed, the disk was full, or rollout.keep_gb was 0"
     if holder_of(run_dir) is not None:
-        why = "the run is active, and writes them every two seconds"
+        why = "the run is active, and writes them every five seconds"
     lost = f", and {num_lost} were not written ({why})" if num_lost else ""
     away = f"{num_away} were sampled away (rollout.keep_gb)"
     return f"{num_away + num_lost} rollouts of the run are not in its files: {away}{lost}"

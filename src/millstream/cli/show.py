@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -36,10 +36,10 @@ from millstream.events import (
 )
 from millstream.events.bias import BiasReport
 from millstream.events.findings import PastFinding
-from millstream.events.metrics import StepMetrics
+from millstream.events.metrics import StepMetrics, is_step
 from millstream.events.summary import Summary, path_words
 from millstream.run.device import sizes_in_words
-from millstream.run.progress import TimeLeft, finding_text
+from millstream.run.progress import TimeLeft, finding_text, speed_words
 
 if TYPE_CHECKING:
     from millstream.run.control import RunStatus, ScaleResult, SetResult
@@ -131,6 +131,7 @@ class Lines:
         self._left = TimeLeft(num_steps)
         self._metrics = StepMetrics()
         self._shown_at = float("-inf")
+        self._rows: list[dict[str, Any]] = []  # of steps since then
         self._counted_at = float("-inf")
         self._repeats: Counter[str] = Counter()
         self._paths: dict[str, str] = {}
@@ -138,6 +139,7 @@ class Lines:
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
         self._left.add(event)
+        self._rows += [row] if row is not None and is_step(row) else []
         match event:
             case WarmedUp() if event.at - self._shown_at >= self.EVERY_S or event.step in (0, event.max_steps):
                 self._say(event.at, f"supervised step {warmed_words(event)}")
@@ -147,9 +149,9 @@ class Lines:
                 self._say(
                     event.at,
                     f"step {event.version}/{self._num_steps}  reward {row['reward']:.3f}  groups {event.num_groups}  "
-                    f"lag {row['lag_mean']:.2f}  "
-                    f"{row['rollouts_per_s']:.0f} rollouts/s  {row['tokens_per_s']:.0f} tokens/s  {self._left.words()}",
+                    + "  ".join([f"lag {row['lag_mean']:.2f}", *speed_words(self._rows), self._left.words()]),
                 )
+                self._rows = []
                 self._shown_at = event.at
             case Evaluated() if event.name != WARMUP:
                 failed = f" ({event.num_failed} failed: {event.failure})" if event.num_failed else ""
@@ -282,10 +284,14 @@ def result_table(result: RunResult) -> Table:
         *([("steps that trained nothing", str(summary.steps_empty))] if summary.steps_empty else []),
         ("rollouts trained", str(summary.rollouts_trained)),
         ("rollouts/s trained", f"{summary.rollouts_per_s:.0f}"),
-        ("tokens/s generated", f"{summary.tokens_per_s:.0f}"),
+        *([("tokens/s generated", f"{summary.tokens_per_s:.0f}")] if summary.tokens_per_s else []),
         *_speculation(summary),
         ("groups admitted", str(summary.groups_admitted)),
-        ("trained, filtered, failed", f"{summary.groups_trained}, {summary.groups_filtered}, {summary.groups_failed}"),
+        (
+            "groups trained, filtered, failed",
+            f"{summary.groups_trained}, {summary.groups_filtered}, {summary.groups_failed}",
+        ),
+        *_failures(summary),
         *_declared(summary),
         *([("restarts of the learner", str(summary.learner_restarts))] if summary.learner_restarts else []),
         ("groups by lag", lags),
@@ -308,6 +314,12 @@ def _by_path(summary: Summary) -> dict[str, str]:
     for worker, path in summary.paths.items():
         found[path] = f"{found[path]}, {worker}" if path in found else worker
     return found
+
+
+def _failures(summary: Summary) -> list[tuple[str, str]]:
+    if not summary.rollouts_failed and not summary.rollouts_retried:
+        return []
+    return [("rollouts failed, retried", f"{summary.rollouts_failed}, {summary.rollouts_retried}")]
 
 
 def _declared(summary: Summary) -> list[tuple[str, str]]:

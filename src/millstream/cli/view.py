@@ -38,7 +38,7 @@ from millstream.events import (
 )
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import path_words
-from millstream.run.progress import TimeLeft, clock_time
+from millstream.run.progress import TimeLeft, clock_time, speed_words
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 RECENT = 20  # steps that the shown rates and rewards are averaged over
@@ -112,7 +112,7 @@ class View:
                 self._notes.append(joined(event))
             case PathChosen():
                 self._paths[event.worker] = path_words(event)
-            case RolloutFailed():
+            case RolloutFailed() if event.is_final:
                 self._num_failed += 1
                 self._failure = f"{self._num_failed} failed rollouts; the last: {event.message}"
 
@@ -154,8 +154,7 @@ class View:
         grid.add_row("accuracy", ", ".join(self._accuracies) or "-")
         if self._sample is not None:
             grid.add_row("a sample", Text(sample_line(self._sample)))
-        speed = f"{self._mean('rollouts_per_s'):.0f} rollouts/s, {self._mean('tokens_per_s'):.0f} tokens/s"
-        grid.add_row("speed", speed if self._recent else "-")
+        grid.add_row("speed", ", ".join(speed_words(self._recent)) or "-")
         lags = "  ".join(f"{lag}: {count}" for lag, count in sorted(self._lags.items()))
         grid.add_row("groups by lag", f"{lags or '-'}  (never above {self._lag_bound})")
         for worker, path in self._paths.items():

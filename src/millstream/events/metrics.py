@@ -65,6 +65,7 @@ class StepMetrics:
         self._waitings: list[int] = []
         self._tokens = 0
         self._failed = 0
+        self._retried = 0
         self._filtered = 0
         self._training_s = 0.0
         self._sync_s = 0.0
@@ -78,7 +79,8 @@ class StepMetrics:
             case GroupScored():
                 self._rewards += event.rewards
             case RolloutFailed():
-                self._failed += 1
+                self._failed += event.is_final
+                self._retried += not event.is_final
             case GroupTaken():
                 self._add_taken(event)
             case GroupRestarted():
@@ -146,6 +148,7 @@ class StepMetrics:
             **self._seconds(event, step_s),
             "groups": event.num_groups,
             "rollouts_failed": self._failed,
+            "rollouts_retried": self._retried,
             "groups_filtered": self._filtered,
             **{metric_key(name): value for name, value in event.metrics.items()},
         }
@@ -181,8 +184,8 @@ def _evaluation_row(event: Evaluated) -> dict[str, Any] | None:
 
 
 def _part_key(name: str) -> str:
-    """Of a reward function: of `/my/folder/rewards.py:right`, `reward/rewards.py_right`."""
-    return metric_key(f"reward/{name.rpartition('/')[2]}")
+    """Without dots and paths."""
+    return "reward/" + re.sub(r"[^\w-]+", "_", name)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import Any, BinaryIO, Generic, TypeVar
@@ -17,7 +18,7 @@ from msgspec import Struct
 
 from millstream.errors import LogError, shown
 from millstream.events import AnyEvent, Event, EventSink, Resumed, decode_event, encode_event
-from millstream.events.metrics import StepMetrics
+from millstream.events.metrics import StepMetrics, is_step
 from millstream.paths import program
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class LineFile(Generic[T]):
 
     def __init__(self, path: Path, line_of: Callable[[T], bytes]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file: BinaryIO = path.open("ab", buffering=0)
         self._line_of = line_of
         self._items: list[T] = []
@@ -68,16 +70,28 @@ class LineFile(Generic[T]):
     def flush(self) -> None:
         """Raises `OSError` if the disk is full; the next flush tries again."""
         with self._lock:
-            count = len(self._items)  # other threads append to the same list meanwhile
-            self._unwritten += b"".join(map(self._line_of, self._items[:count]))
-            del self._items[:count]
-            while self._unwritten:  # a full disk may take a part of it
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._flush()
+
+    def _flush(self) -> None:
+        count = len(self._items)  # other threads append to the same list meanwhile
+        self._unwritten += b"".join(map(self._line_of, self._items[:count]))
+        del self._items[:count]
+        while self._unwritten:  # a full disk may take a part of it
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def keep_only(self, is_kept: Callable[[bytes], bool]) -> None:
+        """Remove the other lines. Raises as `flush` does."""
+        with self._lock:
+            self._flush()
+            _replace(self._path, [line for _, line in _lines(self._path) if is_kept(line)])
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
 
     def sync(self) -> None:
         """Write everything so far to the disk itself: it survives a crash of the machine."""
-        self.flush()
-        os.fsync(self._file.fileno())
+        with self._lock:
+            self._flush()
+            os.fsync(self._file.fileno())
 
     def _write(self) -> None:
         while not self._closing.wait(self.FLUSH_S):
@@ -157,24 +171,43 @@ def _last_newline(file: BinaryIO, end: int) -> int:
 
 
 class MetricsSink:
-    """Writes `metrics.jsonl`: one line per step and per evaluation. A run that resumes from step `upto` writes the later lines
-    again."""
+    """Writes `metrics.jsonl`: one line per step and per evaluation of a step. A run that resumes from step `upto` writes the
+    later lines again. An evaluation that is repeated replaces its earlier line."""
 
     def __init__(self, path: Path, *, upto: int = 0) -> None:
+        kept = list[bytes]()
         if path.exists():
-            kept = [line for number, line in _lines(path) if _read_as(_step, line, path, number) <= upto]
-            new = path.with_suffix(".new")
-            new.write_bytes(b"".join(kept))
-            new.replace(path)
+            kept += (line for number, line in _lines(path) if _read_as(_step, line, path, number) <= upto)
+            _replace(path, kept)
         self._file = LineFile(path, _json_line)
         self._metrics = StepMetrics()
+        self._evaluations = {_evaluation_of(json.loads(line)) for line in kept}  # that have a line
         self.sync = self._file.sync
         self.close = self._file.close
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
-        if row is not None:
-            self._file.append(row)
+        if row is None:
+            return
+        if not is_step(row):
+            evaluation = _evaluation_of(row)
+            if evaluation in self._evaluations:
+                with suppress(OSError, LogError, ValueError):  # a full disk, or an edited file: then both have a line
+                    self._file.keep_only(lambda line: _evaluation_of(json.loads(line)) != evaluation)
+            self._evaluations.add(evaluation)
+        self._file.append(row)
+
+
+def _replace(path: Path, lines: Iterable[bytes]) -> None:
+    """All lines of a file, whole or as they were."""
+    new = path.with_suffix(".new")
+    new.write_bytes(b"".join(lines))
+    new.replace(path)
+
+
+def _evaluation_of(row: dict[str, Any]) -> frozenset[str]:
+    """What a row of an evaluation is of: its step and its scores. Empty for the row of a step."""
+    return frozenset() if is_step(row) else frozenset((str(row.get("step")), *row))
 
 
 def _json_line(row: dict[str, Any]) -> bytes:

@@ -17,6 +17,7 @@ from millstream.events import (
     LearnerRestarted,
     PathChosen,
     RolloutAborted,
+    RolloutFailed,
     Sizes,
     SizesChosen,
     Span,
@@ -39,6 +40,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     groups_aborted: int = 0  # first to finish: discarded because the batch was full
     groups_restarted: int = 0  # restarts of overdue groups
     rollouts_aborted: int = 0
+    rollouts_failed: int = 0  # for good: their retries were spent
+    rollouts_retried: int = 0  # attempts that failed and were tried again
     learner_restarts: int = 0  # replaced learner processes
     tokens_per_s: float  # generated while training ran
     tokens_drafted: int = 0  # speculative tokens that were checked, evaluations included
@@ -73,6 +76,7 @@ def summarise(events: Iterable[Event]) -> Summary:
     seconds = max(end - begin, 1e-9)
     drafts = [event for event in events if isinstance(event, DraftsChecked)]
     lags = Counter(event.lag for event in taken)
+    failures = Counter(event.is_final for event in events if isinstance(event, RolloutFailed))
     rollouts = sum(step.num_rollouts for step in steps)
     return Summary(
         seconds=end - begin,
@@ -86,6 +90,8 @@ def summarise(events: Iterable[Event]) -> Summary:
         groups_superseded=fates[Fate.SUPERSEDED],
         groups_restarted=sum(isinstance(event, GroupRestarted) for event in events),
         rollouts_aborted=sum(isinstance(event, RolloutAborted) for event in events),
+        rollouts_failed=failures[True],
+        rollouts_retried=failures[False],
         learner_restarts=sum(isinstance(event, LearnerRestarted) for event in events),
         tokens_per_s=sum(span.num_tokens for span in spans if span.what == "generate") / seconds,
         tokens_drafted=sum(event.num_drafted for event in drafts),

@@ -85,8 +85,9 @@ def split_metric(config: RunConfig) -> tuple[str, str]:
     return table.name, metric
 
 
-def best_step(run_dir: Path) -> int:
-    """The step of a run's best checkpoint. Raises `ConfigError` if the run keeps none, or none was evaluated yet."""
+def best_step(run_dir: Path) -> tuple[int, float]:
+    """The step of a run's best checkpoint, and its score. Raises `ConfigError` if the run keeps none, or none was evaluated
+    yet."""
     folder = RunFolder.of_run(run_dir)
     config = load(folder.config, RunConfig)
     if config.checkpoint.keep_best is None:
@@ -101,4 +102,4 @@ def best_step(run_dir: Path) -> int:
         raise ConfigError(
             f"no checkpoint of the run in {run_dir} has been evaluated yet: leave --best out for the newest"
         )
-    return found
+    return found, best.scores[found]

@@ -21,14 +21,14 @@ from millstream.env.config import SINGLE_TURN, check_environments
 from millstream.env.data import DataSet, PassedData, check_hub_data, read
 from millstream.env.registry import check_tasks, single_turn_tasks
 from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
-from millstream.env.rewards import PassedRewards, check_reward, prepare_rewards, try_rewards
+from millstream.env.rewards import PassedRewards, check_reward, prepare_rewards, swapped_parameters, try_rewards
 from millstream.env.sandbox.sandbox import what_is_contained
 from millstream.errors import ConfigError, MillstreamError
 from millstream.model.locate import check_path, check_tokenizer, check_weights
 from millstream.model.lora import check_lora
 from millstream.paths import writable_parent
 from millstream.run.check_evaluation import check_evaluation_tables, checked_evaluations, of_evaluation
-from millstream.run.check_machine import PlayedTasks, check_answers, check_room, checked_disk, checked_machine
+from millstream.run.check_machine import PlayedTasks, check_answers, checked_disk, checked_machine, checked_room
 from millstream.run.config import RunConfig, server_token, weight_ways
 from millstream.run.folder import check_free
 from millstream.run.tracking.config import check_trackers
@@ -321,6 +321,8 @@ def _checked_rewards(reward: PassedRewards | None, config: RunConfig) -> Iterato
         return
     for function, one in prepare_rewards(config.reward, reward):
         check_reward(function, one)
+        if warning := swapped_parameters(function, one):
+            yield f"warning: {warning}"
         if one.function == "python_tests":
             yield f"checked: {what_is_contained().words()}"
 
@@ -330,8 +332,7 @@ def _checked_room(played: Sequence[PlayedTasks], config: RunConfig) -> Iterator[
     check_answers(config, config.rollout.max_tokens)
     for one in played:
         if not one.evaluation:
-            check_room(config, one)
-    yield from ()
+            yield from checked_room(config, one)
 
 
 def _tried_rewards(

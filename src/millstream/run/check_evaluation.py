@@ -15,7 +15,7 @@ from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
 from millstream.env.rewards import check_reward, find_reward
 from millstream.errors import ConfigError
 from millstream.run.best import split_metric
-from millstream.run.check_machine import PlayedTasks, check_answers, check_room
+from millstream.run.check_machine import PlayedTasks, check_answers, checked_room
 from millstream.run.config import EvaluationConfig, RunConfig
 from millstream.seeds import derive_seed
 
@@ -115,7 +115,8 @@ def _checked(
         yield f"not checked: the data set {name} of the evaluation {one.name}, which the run loads"
     elif data is not None or not one.is_held_out:
         found = played_in(one, config, data or DataSet(train=(), held_out=()))
-        check_room(config, found)
+        warnings = list(checked_room(config, found))
         played.append(found)
         if not one.is_held_out:
+            yield from (f"{warning}, for the evaluation {one.name}" for warning in warnings)
             yield f"checked: the evaluation {one.name} has {len(found.data.held_out)} tasks, {one.samples} samples of each"

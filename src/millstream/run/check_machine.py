@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +32,7 @@ NO_TEMPLATE = (
     "one"
 )
 MIN_DISK = 16e6  # bytes, for events and metrics
+MAX_CHARACTERS_SHOWN = 5
 OPTIMIZER_BYTES = 12  # of a trained number in a checkpoint: master and two moments
 
 
@@ -68,14 +70,24 @@ def check_answers(config: RunConfig, most: int, key: str = "rollout.max_tokens")
         )
 
 
-def check_room(config: RunConfig, played: PlayedTasks) -> None:
-    """Raises `DataError` for a prompt that surely does not fit."""
-    if config.model.tiny is not None:  # a token for each character
-        for task in played.shown_tasks():
-            place = played.data.place_of(task)
-            if not isinstance(task.prompt, str):
-                raise DataError(f"{place}: {NO_TEMPLATE}")
-            played.check_length(len(task.prompt), config.model.tiny.context, place)
+def checked_room(config: RunConfig, played: PlayedTasks) -> Iterator[str]:
+    """Raises `DataError` for a prompt that surely does not fit. Warns of characters that a [model.tiny] does not know."""
+    if config.model.tiny is None:
+        return
+    tasks, alphabet = played.shown_tasks(), set(config.model.tiny.alphabet)
+    for task in tasks:  # a token for each character
+        place = played.data.place_of(task)
+        if not isinstance(task.prompt, str):
+            raise DataError(f"{place}: {NO_TEMPLATE}")
+        played.check_length(len(task.prompt), config.model.tiny.context, place)
+    characters = Counter("".join(str(task.prompt) for task in tasks))
+    unknown = Counter({one: count for one, count in characters.items() if one not in alphabet})
+    if unknown:
+        some = ", ".join(repr(one) for one, _ in unknown.most_common(MAX_CHARACTERS_SHOWN))
+        yield (
+            f"warning: model.tiny.alphabet does not have {unknown.total() / characters.total():.0%} of the characters of the "
+            f"prompts ({some}), and the model sees <unk> instead: add them to model.tiny.alphabet, or set model.path"
+        )
 
 
 def needs_tokenizer(config: RunConfig, played: PlayedTasks) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -16,10 +17,14 @@ from millstream.run.text import TokenizerText
 MAX_PIECES = 5
 
 
-def check_with_tokenizer(config: RunConfig, played: PlayedTasks) -> int:
-    """What `check_room` cannot tell, with the model's own tokenizer: loads no weights. The number of prompts checked."""
+def checked_with_tokenizer(config: RunConfig, played: PlayedTasks) -> Iterator[str]:
+    """What `checked_room` cannot tell, with the model's own tokenizer: loads no weights."""
     text = TokenizerText(tokenizer=tokenizer_of(config.model))
-    return check_lengths(played, find_context(config), text)
+    number = check_lengths(played, find_context(config), text)
+    of = f" of the evaluation {played.evaluation}" if played.evaluation else ""
+    yield f"checked: {number} prompts{of} fit into the model's context, by its tokenizer"
+    if warning := unknown_text(text, played):
+        yield f"warning: {warning}"
 
 
 def tokenizer_of(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -59,8 +64,11 @@ def unknown_text(text: TokenizerText, played: PlayedTasks) -> str:
     strange = [task for task in tasks if not text.knows(text.opening(task.prompt))]
     if not strange:
         return ""
+    tokens = [token for task in tasks for token in text.opening(task.prompt)]
+    share = tokens.count(text.tokenizer.unk_token_id) / len(tokens)
     pieces = ", ".join(map(repr, text.unknown_pieces(strange[0])[:MAX_PIECES]))
     return (
-        f"{len(strange)} of {len(tasks)} prompts have something in them that the tokenizer does not know, and the model sees "
-        f"{text.tokenizer.unk_token} instead. The first is {played.data.place_of(strange[0])}: {pieces or 'its text'}"
+        f"{len(strange)} of {len(tasks)} prompts have something in them that the tokenizer does not know: the model sees "
+        f"{text.tokenizer.unk_token} for {share:.0%} of their tokens. The first is {played.data.place_of(strange[0])}: "
+        f"{pieces or 'its text'}"
     )

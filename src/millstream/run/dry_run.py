@@ -27,12 +27,10 @@ def find_all(config: RunConfig, *, resume: Path | None = None, from_run: str | N
     findings += [*checked.findings, *_checked_tokenizers(config)]
     for played in checked.played:
         if needs_tokenizer(config, played):
-            from millstream.run.check_prompts import check_with_tokenizer
+            from millstream.run.check_prompts import checked_with_tokenizer
 
             with of_evaluation(played.evaluation):
-                number = check_with_tokenizer(config, played)
-            of = f" of the evaluation {played.evaluation}" if played.evaluation else ""
-            findings.append(f"checked: {number} prompts{of} fit into the model's context, by its tokenizer")
+                findings += checked_with_tokenizer(config, played)
     if resume is not None:
         findings += _checked_resume_point(config, RunFolder(resume), checked.data)
     findings += estimated_lines(config)

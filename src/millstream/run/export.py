@@ -38,7 +38,8 @@ class Exported(Struct, frozen=True, kw_only=True):
 
     @property
     def what(self) -> str:
-        return f"{'supervised ' if self.is_supervised else ''}step {self.step}"
+        began = "" if self.step else ", before reinforcement learning"
+        return f"supervised step {self.step}" if self.is_supervised else f"step {self.step}{began}"
 
 
 def export(
@@ -61,13 +62,18 @@ def export(
     if is_best:
         if step is not None:
             raise ConfigError(f"step {step} and the best one: leave one of them out")
-        step = best_step(run_dir)
+        step, _ = best_step(run_dir)
     if adapter_only and config.learner.lora is None:
         raise ConfigError(
             f"the run in {run_dir} trained the whole model: there is no adapter to export. Leave --adapter out"
         )
     for attempt in range(1, MAX_EXPORT_TRIES + 1):
         found, is_supervised, troubles = _find(run_dir, step)
+        if step is None and not found.manifest.version and config.pipeline.steps and config.warmup is None:
+            raise ConfigError(
+                f"the run in {run_dir} has no checkpoint but that of step 0, before training. Wait for the next one, or export "
+                f"the model as it began:\n  {program()} export {quote(str(run_dir))} {quote(str(target))} --step 0"
+            )
         try:
             _write(config, found, target, adapter_only=adapter_only)
         except LearnerError:

@@ -170,10 +170,12 @@ class RunFolder:
         if holder_of(self.path) is not None:
             raise ConfigError(is_active(self.path))
         is_over = (self.path / "summary.json").exists() and self.is_finished()
-        if is_over and config.pipeline.steps <= self.steps_done():
+        done, steps = self.steps_done() if is_over else 0, config.pipeline.steps
+        if is_over and steps <= done:
+            fewer = f"{done} steps are trained, and pipeline.steps = {steps} asks for fewer. " if steps < done else ""
             raise ConfigError(
-                f"the run in {self.path} is finished: its model is in {self.model}. To train it for more steps:\n"
-                f"  {resume_command(self.path, 'pipeline.steps=N')}\n"
+                f"the run in {self.path} is finished: its model is in {self.model}. {fewer}To train it for more steps, N "
+                f"above {done}:\n  {resume_command(self.path, 'pipeline.steps=N')}\n"
                 f"To train its model further, in a new run:\n  {_further_command(self, config)}"
             )
 
@@ -196,12 +198,15 @@ class RunFolder:
 
     def check_trained(self) -> None:
         """Raises `ConfigError` for the folder of a simulated run, which has no model and no checkpoints."""
-        started = read_kinds(self.events, RunStarted) if self.events.exists() else ()
-        if any(isinstance(event, RunStarted) and event.is_simulated for _, event in started):
+        if self.is_simulated():
             raise ConfigError(
                 f"the run in {self.path} is a simulated one: it has no model and no checkpoints. To train with its config:\n"
                 f"  {self._as_new()}"
             )
+
+    def is_simulated(self) -> bool:
+        started = read_kinds(self.events, RunStarted) if self.events.exists() else ()
+        return any(isinstance(event, RunStarted) and event.is_simulated for _, event in started)
 
     def _refusal(self, change: ChangedSetting, why: str, changes: Sequence[str]) -> str:
         is_typed = any(typed.partition("=")[0].strip() == change.key for typed in changes)
@@ -362,7 +367,7 @@ def result_of(events: Iterable[Event], run_dir: str) -> RunResult:
         held_out_loss_before=losses[0] if losses else None,
         held_out_loss_after=losses[-1] if losses else None,
         summary=summarise(history),
-        findings=tuple(past.finding for past in findings_of(history) if past.until is None),
+        findings=tuple(past.finding for past in findings_of(history, run_dir) if past.until is None),
         scores={event.name: event.scores for event in evaluated if event.table},
     )
 
@@ -379,6 +384,8 @@ def check_free(run_dir: str) -> None:
     if holder_of(path) is not None:
         raise ConfigError(f"{is_active(path)}. For a new run, choose another run_dir")
     if kind_of(path / "events.jsonl", "run_dir") is not None:
+        if RunFolder(path).is_simulated():
+            raise ConfigError(f"{path} holds a simulated run already: choose another folder, or remove this one")
         raise ConfigError(
             f"{path} holds a run already: choose another run_dir, or resume the run:\n  {resume_command(path)}"
         )

@@ -32,7 +32,7 @@ class RunLog:
             raise OutputError(folder.cannot_write(folder.events, error)) from error
         self._tee = Tee([self._events, self._metrics, *own], sinks)
         self._recalling = [sink for sink in sinks if isinstance(sink, RecallingSink)]
-        self._watch = Watch()
+        self._watch = Watch(folder.path)
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:

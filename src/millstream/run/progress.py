@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from millstream.events import (
     WARMUP,
@@ -17,7 +19,7 @@ from millstream.events import (
     WarmedUp,
     Warned,
 )
-from millstream.events.metrics import StepMetrics
+from millstream.events.metrics import StepMetrics, is_step
 
 
 class TimeLeft:
@@ -53,6 +55,16 @@ def finding_text(finding: FindingMade) -> str:
     return f"{finding.name} at step {finding.step}: {finding.message}. {finding.advice}"
 
 
+def speed_words(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What was generated a second while these rows of steps were made; nothing of what is not known."""
+    rows = list(rows)
+    seconds = max(sum(row["step_s"] for row in rows), 1e-9)
+    rates = (
+        (what, sum(row[f"{what}_per_s"] * row["step_s"] for row in rows) / seconds) for what in ("rollouts", "tokens")
+    )
+    return [f"{rate:.0f} {what}/s" for what, rate in rates if rate]
+
+
 class ProgressLines:
     """Prints one line every few seconds, and one for every evaluation, finding and warning."""
 
@@ -63,15 +75,17 @@ class ProgressLines:
         self._left = TimeLeft(num_steps)
         self._metrics = StepMetrics()
         self._shown_at = float("-inf")
+        self._rows: list[dict[str, Any]] = []  # of steps since then
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
         self._left.add(event)
+        self._rows += [row] if row is not None and is_step(row) else []
         match event:
             case Stepped() if row is not None and self._is_due(event.at, event.version == self._num_steps):
-                reward, speed = row["reward"], row["rollouts_per_s"]
-                step = f"step {event.version}/{self._num_steps}  reward {reward:.3f}  {speed:.0f} rollouts/s"
-                self._say(f"{step}  {self._left.words()}")
+                step = f"step {event.version}/{self._num_steps}  reward {row['reward']:.3f}"
+                self._say("  ".join([step, *speed_words(self._rows), self._left.words()]))
+                self._rows = []
             case WarmedUp() if self._is_due(event.at, event.step in (0, event.max_steps)):
                 loss = "" if event.loss is None else f"  loss {event.loss:.3f}"
                 self._say(f"supervised step {event.step}/{event.max_steps}{loss}")

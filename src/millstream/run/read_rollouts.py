@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from millstream.errors import ConfigError
 from millstream.events.rollouts.reader import KeptRollout, RolloutDump
 from millstream.events.rollouts.text import Decode, TurnText, turn_texts
 from millstream.run.keep_rollouts import decoder_in
+from millstream.types import Fate
 
 TOKENS_PER_ROW_GROUP = 500_000  # of Parquet
 TOKENS_PER_ROW = 50  # a rollout without tokens counts as this many
@@ -26,6 +27,9 @@ SORT_KEYS: dict[str, Callable[[KeptRollout], float]] = {
     "length": lambda one: float(one.num_sampled),
     "lag": lambda one: math.nan if one.lag is None else float(one.lag),
 }
+
+
+ROLLOUT_FATES = (*(fate.value for fate in Fate), "restarted", "in flight", "kept")
 
 
 class RolloutQuery(Struct, frozen=True, kw_only=True):
@@ -47,6 +51,8 @@ class RolloutQuery(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.sort is not None and self.sort not in SORT_KEYS:
             raise ConfigError(f"--sort {self.sort}: expected one of {', '.join(SORT_KEYS)}")
+        if self.fate is not None and self.fate not in ROLLOUT_FATES:
+            raise ConfigError(f"--fate {self.fate!r}: expected one of {', '.join(map(repr, ROLLOUT_FATES))}")
         if self.best is not None and self.worst is not None:
             raise ConfigError("--best and --worst exclude each other: type one of them")
 
@@ -87,8 +93,11 @@ class RolloutText(Struct, frozen=True, kw_only=True):
 
 
 def find_rollouts(dump: RolloutDump, query: RolloutQuery) -> Iterator[KeptRollout]:
-    """One after the other; with `sort` and without a number, all that match are held in memory. A rollout that has no value to
-    sort by comes last; among the best or the worst it is left out."""
+    """One after the other. With `sort` and without a number, all that match are held in memory. A rollout that has no value to
+    sort by comes last; among the best or the worst it is left out. Raises `ConfigError` for a step that has none."""
+    if query.step is not None and query.step not in (steps := _steps_in(dump)):
+        there = f"expected {_spans(steps)}" if steps else "none was trained yet"
+        raise ConfigError(f"--step {query.step}: no kept rollout was trained in this step: {there}")
     found = _matching(dump, query)
     num = query.best if query.best is not None else query.worst
     if query.sort is None and num is None:
@@ -99,6 +108,19 @@ def find_rollouts(dump: RolloutDump, query: RolloutQuery) -> Iterator[KeptRollou
     numbered = (one for one in found if not math.isnan(key(one)))
     choose = heapq.nlargest if query.best is not None else heapq.nsmallest
     return iter(choose(num, numbered, key=key))
+
+
+def _steps_in(dump: RolloutDump) -> list[int]:
+    """The steps that trained a kept rollout, in their order."""
+    return sorted({group.version + 1 for group in dump.groups() if group.version is not None})
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Of numbers in their order: 1 to 7, 9."""
+    begins = [one for one in numbers if one - 1 not in numbers]
+    ends = [one for one in numbers if one + 1 not in numbers]
+    spans = [str(first) if first == last else f"{first} to {last}" for first, last in zip(begins, ends, strict=True)]
+    return ", ".join(spans)
 
 
 def _matching(dump: RolloutDump, query: RolloutQuery) -> Iterator[KeptRollout]:

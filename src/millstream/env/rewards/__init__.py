@@ -23,6 +23,7 @@ from millstream.env.rewards.find import (
     check_reward,
     find_reward,
     prepare_rewards,
+    swapped_parameters,
 )
 from millstream.env.rewards.scorer import CompletionScorer, ConfiguredRewards, GroupScorer, group_scorer
 from millstream.env.rewards.text import exact_match, fuzzy_match
@@ -46,6 +47,7 @@ __all__ = [
     "group_scorer",
     "passed",
     "prepare_rewards",
+    "swapped_parameters",
     "try_rewards",
     "was_passed",
 ]

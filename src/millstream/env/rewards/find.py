@@ -31,6 +31,13 @@ GroupReward = Callable[[Task, Sequence[str]], Sequence[float] | Awaitable[Sequen
 PassedRewards = Reward | Sequence[Reward]  # from Python: one function, or several
 
 
+# Names of a first parameter that is not meant to be the task.
+NOT_TASKS = (
+    *("completion", "completions", "response", "responses", "output", "generation", "prediction", "text"),
+    *("answer", "gold", "ground_truth", "target", "label", "reference", "solution"),
+)
+
+
 class BuiltInReward(Struct, frozen=True):
     function: Callable[..., Any]
     is_quick: bool = False  # fast: called without a thread
@@ -155,6 +162,20 @@ def _check_names(function: Callable[..., Any], config: RewardConfig) -> None:
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in config.args:
             raise ConfigError(f"reward {config.function} needs an argument {name!r}: set args = {{ {name} = ... }}")
+
+
+def swapped_parameters(function: Callable[..., Any], config: RewardConfig) -> str:
+    """A warning where the first parameter is named like something else than the task; empty where it is not."""
+    if is_built_in(function, config) or inspect.isclass(function) or library_of(function) is not None:
+        return ""
+    first, *others = [*parameters_of(function), ""]
+    if first not in NOT_TASKS and not (others and others[0] == "task"):
+        return ""
+    called = f"({', '.join([first, *others[:1]])})".replace(", )", ")")
+    return (
+        f"the reward {config.function} takes {called}, and is called with the task (its answer is task.answer) and then the "
+        f"{'completions' if config.group else 'completion'}: expected (task, completion{'s' * config.group})"
+    )
 
 
 def meant(name: str, names: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from millstream.env.base import ScoredReward
@@ -22,11 +23,11 @@ class CompletionScorer:
         """`launcher`: of worker processes on a cluster. None: they are this machine's."""
         own = [(function, config) for function, config in rewards if not config.group]
         self._rewards = [(RewardCall(function, config, launcher), config) for function, config in own]
-        functions = [config.function for _, config in own]
+        functions = [re.split(r"[/:.]", config.function)[-1] for _, config in own]  # without file or package
         self._names = [  # each its own, where a function is used twice
             name if functions.count(name) == 1 else f"{name} {number}" for number, name in enumerate(functions, 1)
         ]
-        self.name = "reward " + (" + ".join(self._names) or "of the group alone")
+        self.name = "reward " + (" + ".join(config.function for _, config in own) or "of the group alone")
 
     async def score(self, task: Task, completion: str) -> ScoredReward:
         """With the value of each, before its weight. Raises `RewardFailed` if any of them fails."""

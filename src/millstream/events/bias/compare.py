@@ -20,6 +20,7 @@ from millstream.events.bias.table import (
     ABORTED,
     FAILED,
     FILTERED,
+    GROUP_FAILED,
     TRAINED,
     Doubles,
     Ints,
@@ -81,7 +82,7 @@ def is_hung(table: RolloutTable) -> Mask:
 
 
 def is_lost(table: RolloutTable) -> Mask:
-    return np.isin(table.kind, (FAILED, ABORTED))
+    return np.isin(table.kind, (FAILED, GROUP_FAILED, ABORTED))
 
 
 def choices(table: RolloutTable) -> tuple[Mask, Mask]:

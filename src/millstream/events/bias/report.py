@@ -29,8 +29,9 @@ DECLARED = "declared"
 
 
 class ClassRow(Struct, frozen=True, kw_only=True):
-    """Rollouts of one class. `aborted`: on purpose, or discarded with its group; `in flight`: when the log ends; `open`:
-    done, or between two attempts, in a group without a fate yet. None: not known of any."""
+    """Rollouts of one class. `failed`: its retries were spent; `group failed`: it ended, in a group that failed; `aborted`: on
+    purpose, or discarded with its group; `in flight`: when the log ends; `open`: done, or between two attempts, in a group
+    without a fate yet. None: not known of any."""
 
     name: str
     rollouts: int

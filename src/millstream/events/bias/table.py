@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from millstream.events.types import (
     GroupLeft,
     GroupRestarted,
     GroupResumed,
+    GroupScored,
     RolloutAborted,
     RolloutEnded,
     RolloutFailed,
@@ -24,8 +25,8 @@ from millstream.events.types import (
 from millstream.types import Fate, Mask
 
 MAX_SOURCES = 32  # smaller ones are counted together
-CLASSES = ("trained", "filtered", "failed", "aborted", "in flight", "open")
-TRAINED, FILTERED, FAILED, ABORTED, IN_FLIGHT, OPEN = range(len(CLASSES))
+CLASSES = ("trained", "filtered", "failed", "group failed", "aborted", "in flight", "open")
+TRAINED, FILTERED, FAILED, GROUP_FAILED, ABORTED, IN_FLIGHT, OPEN = range(len(CLASSES))
 
 Doubles = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -82,6 +83,13 @@ class _GroupRecord(Struct):
                 member.is_lost = True
                 member.since = None
 
+    def score(self, rewards: Sequence[float]) -> None:
+        """As a whole, each reward with the member's own. Empty: that failed."""
+        ended = [member for _, member in sorted(self.members.items()) if member.reward is not None]
+        if len(rewards) == len(ended):
+            for member, reward in zip(ended, rewards, strict=True):
+                member.reward = reward
+
     def restart(self) -> None:
         """Every member draws again; what it drew first is remembered."""
         self.is_restarted = True
@@ -130,6 +138,8 @@ class GroupLog:
                 member = self._groups[event.group_id].members[event.member]
                 member.finish(event.num_sampled, event.seconds, None)
                 member.is_aborted = True
+            case GroupScored():
+                self._groups[event.group_id].score(event.rewards)
             case GroupRestarted():
                 self._groups[event.group_id].restart()
             case GroupAdmitted():
@@ -178,8 +188,10 @@ class GroupLog:
 def _kind(member: _MemberRecord, fate: Fate | None) -> int:
     if member.is_aborted or fate in (Fate.ABORTED, Fate.SUPERSEDED):
         return ABORTED
-    if member.is_lost or fate is Fate.FAILED or (fate is not None and member.reward is None):
+    if member.is_lost or (fate is not None and member.reward is None):
         return FAILED
+    if fate is Fate.FAILED:
+        return GROUP_FAILED
     if member.reward is not None:
         return OPEN if fate is None else TRAINED if fate is Fate.TRAINED else FILTERED
     return OPEN if member.since is None else IN_FLIGHT

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from millstream.events import (
@@ -29,11 +31,13 @@ ENDS_AFTER = 10  # steps in a row without the condition
 
 
 class Watch:
-    """Findings of a run from its events. Other kinds than those in `READ` may be left out."""
+    """Findings of a run from its events. Other kinds than those in `READ` may be left out. `run`: its folder, as commands in
+    the advice name it."""
 
     READ = frozenset((RunStarted, RolloutEnded, GroupScored, GroupRestarted, GroupLeft, Resumed, Stepped, RunEnded))
 
-    def __init__(self) -> None:
+    def __init__(self, run: str | Path = "RUN") -> None:
+        self._run = quote(str(run))
         self.open: dict[str, FindingMade] = {}  # those that hold
         self._so_far = SoFar()
         self._now = StepFacts()
@@ -109,7 +113,8 @@ class Watch:
             if isinstance(verdict, Evidence):
                 self._num_without[name] = 0
                 if name not in self.open and not any(other in self.open for other in SAID_BY.get(name, ())):
-                    message, advice, figures = verdict
+                    message, figures = verdict.message, verdict.figures
+                    advice = verdict.advice.replace(" RUN", f" {self._run}")
                     found = FindingMade(at=at, name=name, step=step, message=message, advice=advice, figures=figures)
                     self.open[name] = found
                     made.append(found)
@@ -133,9 +138,9 @@ class PastFinding(NamedTuple):
     until: int | None
 
 
-def findings_of(events: Iterable[Event]) -> list[PastFinding]:
-    """All findings of these events, in their order."""
-    watch, found = Watch(), list[PastFinding]()
+def findings_of(events: Iterable[Event], run: str | Path = "RUN") -> list[PastFinding]:
+    """All findings of these events, in their order. `run`: as for `Watch`."""
+    watch, found = Watch(run), list[PastFinding]()
     for event in events:
         for made in watch.add(event):
             if isinstance(made, FindingMade):
