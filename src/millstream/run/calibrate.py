@@ -92,7 +92,7 @@ def calibrate(run_dir: Path) -> Calibration:
             f"the run in {run_dir} has {num_steps} steps: at least 2 are needed, 20 and more are better. To train it further:\n"
             f"  {program()} train --resume {run_dir}"
         )
-    config = _as_it_ran(load(folder.config, RunConfig), events, num_steps)
+    config = as_it_ran(load(folder.config, RunConfig), events, num_steps)
     decoding, training = _decoding(events, run_dir), _training(events, config.learner.ranks)
     ended = [event for event in events if isinstance(event, RolloutEnded) and event.finish is not Finish.ABORT]
     lengths = [event.num_sampled for event in ended]
@@ -121,7 +121,7 @@ def calibrate(run_dir: Path) -> Calibration:
     return Calibration(sim=sim, parameters=parameters, compared=compared, changes=changes)
 
 
-def _as_it_ran(config: RunConfig, events: Sequence[Event], num_steps: int) -> RunConfig:
+def as_it_ran(config: RunConfig, events: Sequence[Event], num_steps: int) -> RunConfig:
     """With the sizes that it chose, and the steps that it made."""
     sizes = next((event.sizes for event in events if isinstance(event, SizesChosen)), None)
     if sizes is not None:
