@@ -40,7 +40,7 @@ from millstream.serving.fleet import Fleet
 from millstream.sim.config import CostsFile, SimConfig, SimDraws, SimFailuresConfig
 from millstream.sim.draws import constant
 from millstream.sim.engine import SimEngine
-from millstream.sim.environment import SimEnvironment, by_prompt
+from millstream.sim.environment import SimDriver, SimEnvironment, by_prompt
 from millstream.sim.learner import SimLearner
 from millstream.sim.meter import DecodeMeter
 from millstream.sim.sharing import GpuSharing
@@ -198,6 +198,7 @@ class _SimRun:
         self._draws = draws
         self._sink = sink
         self._sharing = GpuSharing(slowdown=sim.decode_slowdown, keep=sim.learner_keep)
+        self._driver = SimDriver()
         self._engines: dict[str, SimEngine] = {}  # the newest of each name
         self.ended_at = 0.0
         self.version = 0
@@ -302,6 +303,8 @@ class _SimRun:
             failure=found.failure,
             success=by_prompt(found.chance(), self._config.seed),
             prompt_tokens=self._sim.prompt_tokens,
+            driver=self._driver,
+            driver_s=self._sim.driver_s,
         )
 
     def _algorithm(self) -> Algorithm:
@@ -319,7 +322,7 @@ class _SimRun:
     async def _report_status(self, pipeline: Pipeline) -> None:
         every_s = STATUS_S * max(1, self._config.engine.num_engines / MAX_SHORT_STATUS)
         while True:
-            self._sink.emit(await pipeline.status())
+            self._sink.emit(structs.replace(await pipeline.status(), loop_s=self._driver.busy_s))
             await asyncio.sleep(every_s)
 
     def _failures(self) -> list[Any]:

@@ -203,6 +203,8 @@ class SimConfig(Struct, frozen=True, kw_only=True):
     """From an optimizer step to weights that engines can fetch. The learner waits for it."""
     load_s: float = 0.05
     """Until an engine has fetched and loaded new weights. It decodes meanwhile."""
+    driver_s: float = 0.0
+    """Of the driver's event loop, for each turn, half of it before the engine has the turn. It works on one turn at a time."""
     prompt_tokens: int = 128
     """Of every turn: the prompt, or what the environment answers."""
     lengths: DrawConfig = field(default_factory=lambda: DrawConfig(kind="lognormal", mean=1000.0, sigma=1.0))
@@ -211,7 +213,16 @@ class SimConfig(Struct, frozen=True, kw_only=True):
     failures: SimFailuresConfig = field(default_factory=SimFailuresConfig)
 
     def __post_init__(self) -> None:
-        for key in ("floor_s", "weights_s", "request_s", "context_token_s", "train_step_s", "publish_s", "load_s"):
+        for key in (
+            "floor_s",
+            "weights_s",
+            "request_s",
+            "context_token_s",
+            "train_step_s",
+            "publish_s",
+            "load_s",
+            "driver_s",
+        ):
             if (value := getattr(self, key)) < 0:
                 raise ValueError(f"{key} = {value:g}: expected at least 0")
         if self.floor_s + self.weights_s <= 0:
