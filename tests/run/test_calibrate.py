@@ -27,6 +27,7 @@ TRUE = {
     "train_step_s": 0.3,
     "publish_s": 0.2,
     "load_s": 0.4,
+    "driver_s": 2e-3,
     "prompt_tokens": 200,
 }
 

@@ -234,6 +234,7 @@ def _others(events: Sequence[Event], config: RunConfig) -> list[Fitted]:
         _mean("load_s", [event.seconds for event in events if isinstance(event, WeightsLoaded)]),
         _mean("prompt_tokens", [float(event.num_tokens - event.num_sampled) for event in ended]),
         _driver(events),
+        *_scoring(events),
         Fitted(name="failure", value=num_failed / max(1, num_failed + len(ended)), error=None),
         Fitted(name="success", value=success, error=None, why=why),
         Fitted(name="no_signal", value=max(0.0, (share - by_chance) / max(1e-9, 1 - by_chance)), error=None),
@@ -303,6 +304,13 @@ def _latency_spread(ended: Sequence[RolloutEnded], mean: float) -> DrawConfig:
     if variation < MIN_VARIATION:
         return DrawConfig(mean=mean)
     return DrawConfig(kind="lognormal", mean=mean, sigma=min(MAX_SIGMA, math.sqrt(math.log1p(variation**2))))
+
+
+def _scoring(events: Sequence[Event]) -> list[Fitted]:
+    """Of the reference, the critic and the proximal policy, where the run has one."""
+    spans = [event for event in events if isinstance(event, Span) and event.what == "score" and event.num_tokens]
+    seconds, num_tokens = sum(span.seconds for span in spans), sum(span.num_tokens for span in spans)
+    return [Fitted(name="score_tokens_per_s", value=num_tokens / seconds, error=None)] if seconds else []
 
 
 def _driver(events: Sequence[Event]) -> Fitted:

@@ -199,6 +199,8 @@ class SimConfig(Struct, frozen=True, kw_only=True):
     """Of one rank, forward and backward; a learner of n ranks has n times as many."""
     train_step_s: float = 0.1
     """Of an optimizer step, whatever the batch."""
+    score_tokens_per_s: float = 312_000.0
+    """Of a reference, a proximal policy or a critic, each with GPUs of its own. A critic learns at a third of it."""
     publish_s: float = 0.05
     """From an optimizer step to weights that engines can fetch. The learner waits for it."""
     load_s: float = 0.05
@@ -227,8 +229,8 @@ class SimConfig(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{key} = {value:g}: expected at least 0")
         if self.floor_s + self.weights_s <= 0:
             raise ValueError("floor_s + weights_s must be above 0: a decode step takes some time")
-        if min(self.prefill_tokens_per_s, self.train_tokens_per_s) <= 0:
-            raise ValueError("prefill_tokens_per_s and train_tokens_per_s must be above 0")
+        if min(self.prefill_tokens_per_s, self.train_tokens_per_s, self.score_tokens_per_s) <= 0:
+            raise ValueError("prefill_tokens_per_s, train_tokens_per_s and score_tokens_per_s must be above 0")
         if self.prompt_tokens < 1 or (self.cache_tokens is not None and self.cache_tokens < 1):
             raise ValueError("prompt_tokens and cache_tokens must be at least 1")
         if self.decode_slowdown < 1 or not 0 < self.learner_keep <= 1:
