@@ -252,7 +252,7 @@ def rows_of(found: Sequence[Prediction], index: Index, workload: str) -> list[Ro
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Options(__doc__)
     parser.add("--device", "cpu", help="cpu: the demo; gpu: the 474M load on one GPU")
-    parser.add("--seconds", 15.0, smoke=0.0, help="measured of a run, after its warm-up; of the base twice as many")
+    parser.add("--seconds", 15.0, smoke=1.5, help="measured of a run, after its warm-up; of the base twice as many")
     parser.add("--steps", 4, smoke=10, help="measured of a run at least")
     parser.add("--warm", 0, smoke=1, help="steps before the measured ones; 0: two more than max_lag")
     parser.add("--limit", 90.0, smoke=60.0, help="seconds after which a run ends with what it has")
