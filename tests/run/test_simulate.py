@@ -164,8 +164,8 @@ def test_a_driver_limits_the_rollouts_of_all_engines_together() -> None:
     "scorer",
     [
         ("reference.path=x", "algorithm.kl=loss", "algorithm.kl_coefficient=0.1"),
-        ("algorithm.advantage=gae",),
-        ("proximal={}", "learner.mini_batches=2", "pipeline.max_lag=2"),
+        ("algorithm.advantage=gae", "pipeline.filter_zero_signal=false"),
+        ("proximal={}", "learner.mini_batches=2", "algorithm.loss=decoupled_ppo"),
     ],
 )
 def test_a_model_that_scores_rows_takes_its_time(scorer: tuple[str, ...]) -> None:
