@@ -197,6 +197,7 @@ def _training(events: Sequence[Event], ranks: int) -> list[Fitted]:
     shares = np.array([_share(busy, span.at - span.seconds, span.at) for span in passes])
     of_steps = [np.array(_share(busy, span.at - span.seconds, span.at)) for span in steps]
     columns = np.array([[float(span.num_tokens)] for span in passes])
+    begin_s = sum(span.seconds for span in spans if span.what == "begin_batch") / max(1, len(steps))
     fit = fit_costs(columns, np.array([span.seconds for span in passes]), shares)
     token_s, error = max(fit.values[0], 1e-12), fit.errors[0]
     keep = _ratio("learner_keep", fit.ratio, fit.ratio_error, shares, "an engine decoded")
@@ -206,7 +207,10 @@ def _training(events: Sequence[Event], ranks: int) -> list[Fitted]:
         structs.replace(keep, value=1 / keep.value, error=None if keep.error is None else keep.error / keep.value**2),
         _mean(
             "train_step_s",
-            [span.seconds / float(slower(fit.ratio, share)) for span, share in zip(steps, of_steps, strict=True)],
+            [
+                span.seconds / float(slower(fit.ratio, share)) + begin_s
+                for span, share in zip(steps, of_steps, strict=True)
+            ],
         ),
     ]
 

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
 MAX_RATIO = 16.0  # of a slowdown; the search for it ends there
+ROUNDS = 5
+MIN_EXPECTED = 1e-3  # of the mean seconds of a span
 
 
 class Fit(Struct, frozen=True):
@@ -25,12 +27,20 @@ class Fit(Struct, frozen=True):
 
 def fit_costs(columns_NP: Numbers, seconds_N: Numbers, shares_N: Numbers) -> Fit:
     """seconds = columns @ values / (1 - shares * (1 - 1 / ratio)), with values >= 0 and ratio >= 1: in its share of the time,
-    work is `ratio` times as slow. Each residual is divided by the root of its seconds: a span is a sum of steps, whose errors
-    add up in squares."""
+    work is `ratio` times as slow. Each residual is divided by the root of the seconds that are expected: a span is a sum of
+    steps, whose errors add up in squares. With the expected seconds, not the measured ones, slow spans count as much as fast
+    ones, and the costs add up to the time that was measured."""
+    expected_N = seconds_N
+    for _ in range(ROUNDS):
+        fit = _fit_weighted(columns_NP, seconds_N, shares_N, 1 / np.sqrt(expected_N))
+        expected_N = columns_NP @ np.array(fit.values) * slower(fit.ratio, shares_N)
+        expected_N = np.maximum(expected_N, MIN_EXPECTED * seconds_N.mean())
+    return fit
 
+
+def _fit_weighted(columns_NP: Numbers, seconds_N: Numbers, shares_N: Numbers, weight_N: Numbers) -> Fit:
     def solved(ratio: float) -> tuple[Numbers, float]:
         factor_N = slower(ratio, shares_N)
-        weight_N = 1 / np.sqrt(seconds_N)
         values_P = _not_negative(columns_NP * (factor_N * weight_N)[:, None], seconds_N * weight_N)
         residual_N = (columns_NP @ values_P * factor_N - seconds_N) * weight_N
         return values_P, float(residual_N @ residual_N)
@@ -43,7 +53,7 @@ def fit_costs(columns_NP: Numbers, seconds_N: Numbers, shares_N: Numbers) -> Fit
     if solved(1.0)[1] <= solved(ratio)[1]:
         ratio = 1.0
     values_P, error = solved(ratio)
-    factor_N, weight_N = slower(ratio, shares_N), 1 / np.sqrt(seconds_N)
+    factor_N = slower(ratio, shares_N)
     by_ratio_N = (columns_NP @ values_P) * factor_N**2 * shares_N / ratio**2
     jacobian = np.column_stack([columns_NP * factor_N[:, None], by_ratio_N]) * weight_N[:, None]
     used = [i for i in range(jacobian.shape[1]) if np.any(jacobian[:, i]) and (i == len(values_P) or values_P[i] > 0)]
