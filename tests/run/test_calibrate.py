@@ -79,6 +79,15 @@ def test_a_success_of_groups_that_were_not_filtered_is_uncertain(found: Calibrat
     assert why == "the run's rewards are 0 to 3: simulated ones are 0 or 1"
 
 
+def test_rewards_of_many_values_leave_no_group_without_signal_by_chance(found: Calibration, tmp_path: Path) -> None:
+    assert not found.sim.environment.graded
+    graded = ("sim.environment.graded=true", "sim.environment.no_signal=0", "rollout.group_size=2", "pipeline.steps=6")
+    a_run(tmp_path / "run", *graded)
+    again = calibrate(tmp_path / "run")
+    assert again.sim.environment.graded and again.sim.environment.no_signal == 0
+    assert again.compared[1].ratio == pytest.approx(1, abs=0.25), "half of all pairs would be filtered"
+
+
 def test_rollouts_of_several_turns_make_the_lengths_uncertain(found: Calibration, tmp_path: Path) -> None:
     assert not next(one.why for one in found.parameters if one.name == "lengths") and not found.changes
     turns = ("sim.environment.turns.mean=3", "sim.lengths.kind=fixed", "sim.lengths.mean=40", "rollout.max_tokens=50")

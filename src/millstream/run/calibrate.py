@@ -128,7 +128,10 @@ def _sim_config(value: Mapping[str, float], events: Sequence[Event], run_dir: Pa
         has_prefix_cache=_has_prefix_cache(events),
         lengths=DrawConfig(kind="run", path=str(run_dir.resolve())),
         environment=SimEnvironmentConfig(
-            failure=value["failure"], success=value["success"], no_signal=value["no_signal"]
+            failure=value["failure"],
+            success=value["success"],
+            graded=_are_graded(events),
+            no_signal=value["no_signal"],
         ),
     )
 
@@ -226,6 +229,7 @@ def _others(events: Sequence[Event], config: RunConfig) -> list[Fitted]:
     trained = [event.mean_reward for event in left if event.fate is Fate.TRAINED]
     success = min(1.0, max(0.0, statistics.mean(trained or [0.5])))
     by_chance = success**config.rollout.group_size + (1 - success) ** config.rollout.group_size
+    by_chance = 0.0 if _are_graded(events) else by_chance
     share = len(filtered) / max(1, len(left))
     rewards = [event.reward for event in ended]
     why = (
@@ -357,6 +361,11 @@ def _ratio(name: str, ratio: float, error: float, shares_N: Numbers, when: str) 
 
 def _count(number: object) -> float:
     return float(number) if isinstance(number, int) else 0.0
+
+
+def _are_graded(events: Sequence[Event]) -> bool:
+    """Whether rewards differ by more than success and failure."""
+    return len({event.reward for event in events if isinstance(event, RolloutEnded)}) > 2
 
 
 def _has_prefix_cache(events: Sequence[Event]) -> bool:

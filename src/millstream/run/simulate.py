@@ -319,6 +319,7 @@ class _SimRun:
             latency_s=self._draws.latency_s.draw,
             failure=found.failure,
             success=by_prompt(found.chance(), self._config.seed),
+            graded=found.graded,
             prompt_tokens=self._sim.prompt_tokens,
             driver=self._driver,
             driver_s=self._sim.driver_s,

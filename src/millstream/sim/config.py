@@ -126,6 +126,8 @@ class SimEnvironmentConfig(Struct, frozen=True, kw_only=True):
     """The probability that a step fails; the rollout is then tried again, as rollout.retries says."""
     success: float = 0.5
     """The probability of a reward of 1."""
+    graded: bool = False
+    """Whether rewards are any number between 0 and 1, so that a group has no signal only where its prompt has none."""
     no_signal: float = 0.0
     """The share of prompts that are always or never solved. With pipeline.filter_zero_signal their groups are replaced."""
 

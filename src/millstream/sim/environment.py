@@ -45,7 +45,8 @@ class SimEnvironment:
     """Some turns, each followed by a step of some latency, which fails with some probability; a coin for a reward.
 
     The same seed gives the same episode: latencies, failures and reward do not depend on time. `failures` are
-    equally likely. Before and after each turn, `driver` works for half of `driver_s`."""
+    equally likely. `graded`: instead of a coin, any number between 0 and 1.
+    Before and after each turn, `driver` works for half of `driver_s`."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class SimEnvironment:
         failure: float = 0.0,
         failures: Sequence[SimFailure] = (SimFailure.RAISE,),
         success: float | Success = 0.5,
+        graded: bool = False,
         prompt_tokens: int = 4,
         driver: SimDriver | None = None,
         driver_s: float = 0.0,
@@ -64,6 +66,7 @@ class SimEnvironment:
         self._failure = failure
         self._failures = tuple(failures)
         self._success: Success = success if callable(success) else lambda task, num_sampled: success
+        self._graded = graded
         self._prompt = [1] * prompt_tokens
         self._driver = SimDriver() if driver is None else driver
         self._driver_s = driver_s
@@ -78,7 +81,8 @@ class SimEnvironment:
             await asyncio.sleep(self._latency_s(rng))
             if rng.random() < self._failure and await self._fails(rng) is SimFailure.GARBAGE:
                 return math.nan
-        return float(rng.random() < self._success(context.task, num_sampled))
+        chance = self._success(context.task, num_sampled)
+        return rng.random() if self._graded and 0 < chance < 1 else float(rng.random() < chance)
 
     async def _fails(self, rng: random.Random) -> SimFailure:
         """Raises, never returns, or marks the reward as invalid."""
