@@ -7,7 +7,7 @@ import random
 import pytest
 
 from millstream.events import Event, Span
-from millstream.run.device_queue import begin_of, on_device
+from millstream.run.device_queue import begin_of, spans_on_device
 
 TOKEN_S = 2e-5
 STEP_S = 0.05
@@ -44,17 +44,17 @@ def spans(events: list[Event]) -> list[Span]:
 def test_passes_that_were_queued_are_where_the_device_did_them() -> None:
     events, on_gpu = a_run(is_queued=True)
     assert sum(one.seconds for one in spans(events) if one.what == "accumulate") < 1
-    for found, true in zip(spans(on_device(events)), on_gpu, strict=True):
+    for found, true in zip(spans(spans_on_device(events)), on_gpu, strict=True):
         assert (begin_of(found), found.at) == pytest.approx((begin_of(true), true.at), abs=0.02), true
 
 
 def test_one_step_in_which_something_is_compiled_changes_no_other() -> None:
     events, on_gpu = a_run(is_queued=True, compiles_at=3)
-    late = list(zip(spans(on_device(events)), on_gpu, strict=True))[-20:]
+    late = list(zip(spans(spans_on_device(events)), on_gpu, strict=True))[-20:]
     assert all(found.seconds == pytest.approx(true.seconds, abs=0.02) for found, true in late)
 
 
 def test_calls_that_wait_for_their_work_stay_as_they_are() -> None:
     events, on_gpu = a_run(is_queued=False)
-    assert spans(on_device(events)) == spans(events) == on_gpu
-    assert on_device(events[:3]) == events[:3], "too few steps to say"
+    assert spans(spans_on_device(events)) == spans(events) == on_gpu
+    assert spans_on_device(events[:3]) == events[:3], "too few steps to say"

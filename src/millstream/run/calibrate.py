@@ -40,7 +40,7 @@ from millstream.events.sinks import read_history
 from millstream.events.summary import Interval, Summary, merge_intervals, summarise
 from millstream.paths import program
 from millstream.run.config import RunConfig
-from millstream.run.device_queue import on_device
+from millstream.run.device_queue import spans_on_device
 from millstream.run.fit_costs import Numbers, fit_costs, slower
 from millstream.run.folder import RunFolder
 from millstream.run.simulate import simulate
@@ -52,7 +52,7 @@ MIN_SPANS = 8
 FIRST_STEPS = 2  # that are left out, and as many more as max_lag
 LEARNING = ("accumulate", "step")
 SHARED_PROMPTS = 0.6  # of the tokens of prompts: if fewer were computed, the engine has a prefix cache
-MIN_LATENCY = 0.05  # of the time of a rollout: less is not told apart from what the simulation leaves out
+MIN_LATENCY = 0.05  # of the time of a rollout: less cannot be distinguished from what the simulation leaves out
 MIN_VARIATION = 0.3
 MAX_SIGMA = 2.0
 NOT_AS_FOUND = ("prompt_tokens", "lengths")  # keys of `SimConfig` that are not the number that was found
@@ -91,7 +91,7 @@ def calibrate(run_dir: Path) -> Calibration:
     folder = RunFolder.of_run(run_dir)
     if not folder.events.exists():
         raise ConfigError(f"{run_dir} has no events.jsonl: calibrate a run that has trained for some steps")
-    events = on_device(list(read_history(folder.events)))
+    events = spans_on_device(list(read_history(folder.events)))
     num_steps = sum(isinstance(event, Stepped) for event in events)
     if num_steps < 2:
         raise ConfigError(

@@ -2,7 +2,7 @@
 the device: the spans of its passes are too short, and that of the step has the rest.
 
 The device does one thing after the other. A pass of n tokens that is called at a ends at max(a, end of the pass before) +
-n * token_s, and the step step_s after the last of them. `on_device` finds both numbers in the ends of the steps, and returns
+n * token_s, and the step step_s after the last of them. `spans_on_device` finds both numbers in the ends of the steps, and returns
 the spans as they were on the device. Of a learner whose calls wait (on a CPU) it returns the spans as they are.
 """
 
@@ -43,7 +43,7 @@ def begin_of(span: Span) -> float:
     return span.at - span.seconds
 
 
-def on_device(events: Sequence[Event]) -> list[Event]:
+def spans_on_device(events: Sequence[Event]) -> list[Event]:
     """The events with the spans of the learner's passes and steps as they were on the device."""
     steps, found = _steps(events), list(events)
     if len(steps) < MIN_STEPS:

@@ -111,7 +111,7 @@ class DecodeWorker:
         self._batcher = batcher
         self._link = link
         self._news_s = news_s
-        self._told_at = -math.inf
+        self._reported_at = -math.inf
         self._is_paused = False
         self._is_closed = False
         self._began: float | None = None
@@ -142,8 +142,8 @@ class DecodeWorker:
             self._send()
 
     def _report_sampled(self) -> None:
-        if time.monotonic() - self._told_at >= self._news_s:
-            self._told_at = time.monotonic()
+        if time.monotonic() - self._reported_at >= self._news_s:
+            self._reported_at = time.monotonic()
             self._report.sampled += self._batcher.take_unreported()
 
     def _begin_span(self) -> None:
