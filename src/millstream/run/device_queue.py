@@ -2,8 +2,8 @@
 the device: the spans of its passes are too short, and that of the step has the rest.
 
 The device does one thing after the other. A pass of n tokens that is called at a ends at max(a, end of the pass before) +
-n * token_s, and the step step_s after the last of them. `spans_on_device` finds both numbers in the ends of the steps, and returns
-the spans as they were on the device. Of a learner whose calls wait (on a CPU) it returns the spans as they are.
+n * token_s, and the step step_s after the last of them. `spans_on_device` finds both numbers in the ends of the steps, and
+returns the spans as they were on the device. Of a learner whose calls wait (on a CPU) it returns the spans as they are.
 """
 
 from __future__ import annotations
