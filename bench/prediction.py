@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import tarfile
 import tempfile
@@ -213,7 +214,8 @@ def predict_one(folder: Path, runs: Sequence[Measured], sim: SimConfig, steps: i
         rollouts[-1] /= len(figures["step_ends"]) - warm_steps
     config = as_it_ran(load(folder / runs[0].folder / "config.toml", RunConfig), events, warm_steps + steps)
     if trial.latency_s is not None:
-        sim = structs.replace(sim, environment=structs.replace(sim.environment, latency_s=trial.latency_s))
+        latency_s = added(trial.latency_s, sim.environment.latency_s)
+        sim = structs.replace(sim, environment=structs.replace(sim.environment, latency_s=latency_s))
     simulated = measured(simulate(config, sim).events, warm_steps)
     return Prediction(
         name=trial.name,
@@ -221,6 +223,14 @@ def predict_one(folder: Path, runs: Sequence[Measured], sim: SimConfig, steps: i
         real_per_s=real,
         predicted_per_s=simulated["rollouts_per_s"],
     )
+
+
+def added(latency_s: DrawConfig, base: DrawConfig) -> DrawConfig:
+    """The log-normal latency, later by the mean of the base: the same deviation around the sum of both means."""
+    mean, sigma = latency_s.mean or 0.0, latency_s.sigma or 0.0
+    both = mean + (base.mean or 0.0)
+    variation = math.sqrt(math.expm1(sigma**2)) * mean / both
+    return DrawConfig(kind="lognormal", mean=both, sigma=math.sqrt(math.log1p(variation**2)))
 
 
 def pairs(found: Sequence[Prediction]) -> tuple[int, list[tuple[str, str]]]:
