@@ -6,6 +6,7 @@ Imports little and no torch: a worker starts as fast as one of the package's own
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -106,6 +107,15 @@ def tasks(num: int, seed: int) -> Iterator[dict[str, Any]]:
 async def judge(task: Task, completion: str) -> float:
     """Exact match after 50 to 500 ms, as a judge behind an API answers."""
     await asyncio.sleep(random.uniform(0.05, 0.5))
+    return exact_match(task, completion)
+
+
+# ---- prediction.py ---------------------------------------------------------------------------------------------------------
+
+
+async def late_match(task: Task, completion: str, *, mean_s: float, sigma: float) -> float:
+    """Exact match after a log-normal time."""
+    await asyncio.sleep(random.lognormvariate(math.log(mean_s) - sigma**2 / 2, sigma))
     return exact_match(task, completion)
 
 

@@ -29,7 +29,7 @@ from millstream.events import Span
 from millstream.events.sinks import MemorySink
 from millstream.run.build import build_engine
 from millstream.seeds import derive_seed
-from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Weights
+from millstream.types import Completion, Finish, Request, RequestKey, Sampled, Sampling, Weights
 from support.commands import run_command
 from support.decoding import alone, drain, kept_by, teacher_forced
 from support.tiny import CONFIGS, VOCABULARY, make, plain, prompts, request
@@ -401,6 +401,19 @@ def test_what_is_reported_of_a_key_that_is_used_again_has_no_gap(engine: MakeEng
         await e.close()
 
     asyncio.run(program())
+
+
+def test_one_of_many_engines_reports_its_tokens_less_often_and_loses_none() -> None:
+    async def program(replicas: int) -> tuple[list[Sampled], Completion]:
+        config, told = EngineConfig(slots=2, process=False, replicas=replicas), list[Sampled]()
+        e = build_engine(config, make("llama"), clock=RealClock(), sink=MemorySink())
+        found = await e.generate(request(0, prompts(1)[0], max_tokens=30), told.append)
+        await e.close()
+        return told, found
+
+    told_alone, expected = asyncio.run(program(1))
+    told, found = asyncio.run(program(10_000))  # every 200 s
+    assert len(told) <= 2 < len(told_alone) and found == expected
 
 
 class SlowHost:

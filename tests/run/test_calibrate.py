@@ -27,6 +27,7 @@ TRUE = {
     "train_step_s": 0.3,
     "publish_s": 0.2,
     "load_s": 0.4,
+    "driver_s": 2e-3,
     "prompt_tokens": 200,
 }
 
@@ -76,6 +77,15 @@ def test_a_success_of_groups_that_were_not_filtered_is_uncertain(found: Calibrat
     events.write_bytes(events.read_bytes().replace(b'"reward":1.0', b'"reward":3.0'))
     why = next(one.why for one in calibrate(tmp_path / "run").parameters if one.name == "success")
     assert why == "the run's rewards are 0 to 3: simulated ones are 0 or 1"
+
+
+def test_rewards_of_many_values_leave_no_group_without_signal_by_chance(found: Calibration, tmp_path: Path) -> None:
+    assert not found.sim.environment.graded
+    graded = ("sim.environment.graded=true", "sim.environment.no_signal=0", "rollout.group_size=2", "pipeline.steps=6")
+    a_run(tmp_path / "run", *graded)
+    again = calibrate(tmp_path / "run")
+    assert again.sim.environment.graded and again.sim.environment.no_signal == 0
+    assert again.compared[1].ratio == pytest.approx(1, abs=0.25), "half of all pairs would be filtered"
 
 
 def test_rollouts_of_several_turns_make_the_lengths_uncertain(found: Calibration, tmp_path: Path) -> None:

@@ -75,7 +75,12 @@ def test_the_simulator_has_the_production_modules_and_no_copies() -> None:
     assert imported["Pipeline"] == "millstream.pipeline.pipeline"
     assert imported["Fleet"] == "millstream.serving.fleet"  # which makes the router
     assert imported["MemoryStore"] == "millstream.store.memory"
-    assert [node.name for node in tree.body if isinstance(node, ast.ClassDef)] == ["Simulated", "_All", "_SimRun"]
+    assert [node.name for node in tree.body if isinstance(node, ast.ClassDef)] == [
+        "Simulated",
+        "_All",
+        "_Scorers",
+        "_SimRun",
+    ]
     for path in (Path(str(millstream.__file__)).parent / "sim").glob("*.py"):
         found = ast.walk(ast.parse(path.read_text()))
         names = [node.module or "" for node in found if isinstance(node, ast.ImportFrom)]
@@ -140,6 +145,7 @@ def test_each_cost_makes_a_run_slower() -> None:
         "sim.train_step_s=1",
         "sim.publish_s=1",
         "sim.load_s=3",
+        "sim.driver_s=0.1",
         "sim.lengths.mean=1000",
         "sim.environment.latency_s.mean=3",
         "sim.environment.turns.mean=3",
@@ -149,6 +155,25 @@ def test_each_cost_makes_a_run_slower() -> None:
     assert seconds("learner.ranks=8") < fast
     crowded = ("rollout.max_tokens=1000", "sim.cache_tokens=1200")
     assert seconds(*crowded) > seconds(crowded[0]), "requests are preempted, and computed again"
+
+
+def test_a_driver_limits_the_rollouts_of_all_engines_together() -> None:
+    events = simulated("sim.driver_s=0.5", "engine.replicas=8", "pipeline.max_lag=2", "pipeline.steps=8")
+    ended = [event.at for event in of(events, RolloutEnded)]
+    assert len(ended) / ended[-1] == pytest.approx(2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "scorer",
+    [
+        ("reference.path=x", "algorithm.kl=loss", "algorithm.kl_coefficient=0.1"),
+        ("algorithm.advantage=gae", "pipeline.filter_zero_signal=false"),
+        ("proximal={}", "learner.mini_batches=2", "algorithm.loss=decoupled_ppo"),
+    ],
+)
+def test_a_model_that_scores_rows_takes_its_time(scorer: tuple[str, ...]) -> None:
+    fast, slow = (of(simulated(*scorer, f"sim.score_tokens_per_s={rate}"), Stepped) for rate in (1e9, 500))
+    assert len(fast) == len(slow) == 4 and slow[-1].at > fast[-1].at + 1
 
 
 def test_the_engines_report_every_token_that_was_sampled() -> None:
@@ -356,7 +381,6 @@ def test_costs_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
         (["sim.lengths.mean=", "sim.lengths.kind=file", "sim.lengths.path=no.txt"], "cannot read no.txt"),
         (["sim.lengths.mean=", "sim.lengths.kind=run", "sim.lengths.path=nowhere"], "cannot read nowhere/events.jsonl"),
         (["pipeline.rollouts_only=true"], "nothing to simulate"),
-        (["algorithm.advantage=gae"], "are not simulated"),
         (["sim.failures.engines_per_node=0"], "engines_per_node must be at least 1"),
     ],
 )

@@ -16,6 +16,7 @@ SLOTS = 128
 MAX_REPLICAS = 65_536
 MAX_DRAFT = 63
 DRAFT_TOKENS = 7  # of a draft with speculation = "auto"
+NEWS_S = 0.02  # for each engine of a run
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):
@@ -106,6 +107,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     def pool_gb(self) -> float | None:
         """The size of the pool of pages. None: the engine decides."""
         return None if isinstance(self.cache_gb, str) else self.cache_gb
+
+    @property
+    def news_s(self) -> float:
+        """How often the native engine reports the tokens of a request that is watched. A process that reads the reports of many
+        engines has as many to read as of two."""
+        return 0.0 if self.replicas == 1 else NEWS_S * self.replicas
 
     @property
     def num_engines(self) -> int:

@@ -343,6 +343,7 @@ class Status(Event, frozen=True, kw_only=True):
     groups_taken: int
     budget: int
     waits: list[WaitNow]
+    loop_s: float | UnsetType = UNSET  # processor time of the driver's event loop, since its thread began
 
 
 class WarmedUp(Event, frozen=True, kw_only=True):

@@ -14,15 +14,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from millstream.errors import ConfigError, ModelError
-from millstream.learner import Critic, CriticConfig, ReferenceConfig, RunCritic, Scorer
+from millstream.learner import CriticConfig, ReferenceConfig, RunCritic
 from millstream.learner.critic import TorchCritic
 from millstream.learner.remote_scorer import RemoteCritic, RemoteScorer, publish_setup
 from millstream.learner.scorer import TorchScorer
 from millstream.model.adapters import copy_of, lora_of, merged
 from millstream.model.load import load_model, load_tokenizer
 from millstream.model.locate import check_path
-from millstream.pipeline.schema import REFERENCE, VALUES, Stage
+from millstream.pipeline.schema import Stage
 from millstream.rpc.process import Launcher
+from millstream.run.build_stages import build_stages
 from millstream.run.check_machine import no_gpu
 from millstream.run.config import RunConfig, critic_of, reference_of
 from millstream.run.replay import ReplayedCritic
@@ -178,14 +179,3 @@ def _critic_model(config: RunConfig, table: CriticConfig, start: PreTrainedModel
     if table.path is None:
         return start
     return load_model(table.path, dtype=start.dtype, trust_remote_code=config.model.trust_remote_code)
-
-
-def build_stages(config: RunConfig, reference: Scorer | None, critic: Critic | None) -> tuple[Stage, ...]:
-    stages: list[Stage] = []
-    reference_table, critic_table = reference_of(config), critic_of(config)
-    if reference is not None and reference_table is not None:
-        is_early = config.algorithm.kl == "reward" or config.algorithm.advantage == "distillation"
-        stages.append(Stage(REFERENCE, reference, reference_table.micro_batch_tokens, is_early))
-    if critic is not None and critic_table is not None:
-        stages.append(Stage(VALUES, critic, critic_table.micro_batch_tokens, is_early=True))
-    return tuple(stages)

@@ -12,18 +12,20 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from msgspec import UNSET, Struct, structs
-from numpy.typing import NDArray
 
 from millstream.config import load
 from millstream.errors import ConfigError
 from millstream.events import (
     Event,
+    GroupAdmitted,
     GroupLeft,
+    RolloutAborted,
     RolloutEnded,
     RolloutFailed,
     RolloutStarted,
@@ -38,6 +40,8 @@ from millstream.events.sinks import read_history
 from millstream.events.summary import Interval, Summary, merge_intervals, summarise
 from millstream.paths import program
 from millstream.run.config import RunConfig
+from millstream.run.device_queue import spans_on_device
+from millstream.run.fit_costs import Numbers, fit_costs, slower
 from millstream.run.folder import RunFolder
 from millstream.run.simulate import simulate
 from millstream.sim.config import DrawConfig, SimConfig, SimEnvironmentConfig
@@ -45,11 +49,13 @@ from millstream.types import Fate, Finish
 
 UNCERTAIN = 0.3
 MIN_SPANS = 8
+FIRST_STEPS = 2  # that are left out, and as many more as max_lag
 LEARNING = ("accumulate", "step")
 SHARED_PROMPTS = 0.6  # of the tokens of prompts: if fewer were computed, the engine has a prefix cache
+MIN_LATENCY = 0.05  # of the time of a rollout: less cannot be distinguished from what the simulation leaves out
+MIN_VARIATION = 0.3
+MAX_SIGMA = 2.0
 NOT_AS_FOUND = ("prompt_tokens", "lengths")  # keys of `SimConfig` that are not the number that was found
-MAX_RATIO = 16.0  # of a slowdown; the search for it ends there
-Numbers = NDArray[np.float64]
 
 
 class Fitted(Struct, frozen=True, kw_only=True):
@@ -85,43 +91,52 @@ def calibrate(run_dir: Path) -> Calibration:
     folder = RunFolder.of_run(run_dir)
     if not folder.events.exists():
         raise ConfigError(f"{run_dir} has no events.jsonl: calibrate a run that has trained for some steps")
-    events = list(read_history(folder.events))
+    events = spans_on_device(list(read_history(folder.events)))
     num_steps = sum(isinstance(event, Stepped) for event in events)
     if num_steps < 2:
         raise ConfigError(
             f"the run in {run_dir} has {num_steps} steps: at least 2 are needed, 20 and more are better. To train it further:\n"
             f"  {program()} train --resume {run_dir}"
         )
-    config = _as_it_ran(load(folder.config, RunConfig), events, num_steps)
-    decoding, training = _decoding(events, run_dir), _training(events, config.learner.ranks)
+    config = as_it_ran(load(folder.config, RunConfig), events, num_steps)
+    settled = _settled(events, config)
+    decoding, training = _decoding(settled, run_dir), _training(settled, config.learner.ranks)
     ended = [event for event in events if isinstance(event, RolloutEnded) and event.finish is not Finish.ABORT]
-    lengths = [event.num_sampled for event in ended]
-    parameters = [*decoding, *training, _lengths(lengths, config), *_others(events, config)]
-    value = {one.name: one.value for one in parameters}
-    sim = structs.replace(
+    lengths, changes = [event.num_sampled for event in ended], list[str]()
+    if (longest := max(lengths, default=0)) > config.rollout.max_tokens:
+        changes.append(f"rollout.max_tokens={longest}")
+    parameters = [*decoding, *training, _lengths(lengths, config), *_others(settled, config)]
+    if changes:
+        config = structs.replace(config, rollout=structs.replace(config.rollout, max_tokens=longest))
+    sim = _sim_config({one.name: one.value for one in parameters}, events, run_dir)
+    simulated = simulate(config, sim).events
+    latency = _latency(events, simulated, config)
+    if latency.value:
+        spread = _latency_spread(ended, latency.value)
+        sim = structs.replace(sim, environment=structs.replace(sim.environment, latency_s=spread))
+        simulated = simulate(config, sim).events
+    compared = _compare(summarise(settled), summarise(_settled(simulated, config)))
+    return Calibration(sim=sim, parameters=[*parameters, latency], compared=compared, changes=changes)
+
+
+def _sim_config(value: Mapping[str, float], events: Sequence[Event], run_dir: Path) -> SimConfig:
+    """Without the time that rollouts spend in their environment."""
+    return structs.replace(
         SimConfig(),
         **{name: value[name] for name in SimConfig.__struct_fields__ if name in value and name not in NOT_AS_FOUND},
         prompt_tokens=max(1, round(value["prompt_tokens"])),
         has_prefix_cache=_has_prefix_cache(events),
         lengths=DrawConfig(kind="run", path=str(run_dir.resolve())),
         environment=SimEnvironmentConfig(
-            latency_s=DrawConfig(kind="geometric", mean=value["latency_s"])
-            if value["latency_s"]
-            else DrawConfig(mean=0.0),
             failure=value["failure"],
             success=value["success"],
+            graded=_are_graded(events),
             no_signal=value["no_signal"],
         ),
     )
-    changes = list[str]()
-    if (longest := max(lengths, default=0)) > config.rollout.max_tokens:
-        changes.append(f"rollout.max_tokens={longest}")
-        config = structs.replace(config, rollout=structs.replace(config.rollout, max_tokens=longest))
-    compared = _compare(summarise(events), simulate(config, sim).result.summary)
-    return Calibration(sim=sim, parameters=parameters, compared=compared, changes=changes)
 
 
-def _as_it_ran(config: RunConfig, events: Sequence[Event], num_steps: int) -> RunConfig:
+def as_it_ran(config: RunConfig, events: Sequence[Event], num_steps: int) -> RunConfig:
     """With the sizes that it chose, and the steps that it made."""
     sizes = next((event.sizes for event in events if isinstance(event, SizesChosen)), None)
     if sizes is not None:
@@ -149,7 +164,6 @@ def _compare(real: Summary, simulated: Summary) -> list[ComparedFigure]:
 
 def _decoding(events: Sequence[Event], run_dir: Path) -> list[Fitted]:
     spans = [event for event in events if isinstance(event, Span) and event.what == "generate" and event.num_tokens]
-    spans = _while_training(spans, events)
     counted = [span for span in spans if span.num_steps is not UNSET and span.num_steps]
     if len(counted) < MIN_SPANS:
         raise ConfigError(
@@ -160,7 +174,7 @@ def _decoding(events: Sequence[Event], run_dir: Path) -> list[Fitted]:
     seconds = np.array([span.seconds for span in counted])
     busy = _busy(events, lambda span: span.worker == "learner" and span.what in LEARNING)
     shares = np.array([_share(busy, span.at - span.seconds, span.at) for span in counted])
-    fit = _fit(np.array(columns, dtype=np.float64), seconds, shares)
+    fit = fit_costs(np.array(columns, dtype=np.float64), seconds, shares)
     names = ("floor_s", "request_s", "context_token_s", "prefill_token_s")
     floor, request, context, prefill = (
         _fitted(name, value, error) for name, value, error in zip(names, fit.values, fit.errors, strict=True)
@@ -186,7 +200,8 @@ def _training(events: Sequence[Event], ranks: int) -> list[Fitted]:
     shares = np.array([_share(busy, span.at - span.seconds, span.at) for span in passes])
     of_steps = [np.array(_share(busy, span.at - span.seconds, span.at)) for span in steps]
     columns = np.array([[float(span.num_tokens)] for span in passes])
-    fit = _fit(columns, np.array([span.seconds for span in passes]), shares)
+    begin_s = sum(span.seconds for span in spans if span.what == "begin_batch") / max(1, len(steps))
+    fit = fit_costs(columns, np.array([span.seconds for span in passes]), shares)
     token_s, error = max(fit.values[0], 1e-12), fit.errors[0]
     keep = _ratio("learner_keep", fit.ratio, fit.ratio_error, shares, "an engine decoded")
     rate = 1 / (token_s * ranks)
@@ -195,69 +210,12 @@ def _training(events: Sequence[Event], ranks: int) -> list[Fitted]:
         structs.replace(keep, value=1 / keep.value, error=None if keep.error is None else keep.error / keep.value**2),
         _mean(
             "train_step_s",
-            [span.seconds / float(_slower(fit.ratio, share)) for span, share in zip(steps, of_steps, strict=True)],
+            [
+                span.seconds / float(slower(fit.ratio, share)) + begin_s
+                for span, share in zip(steps, of_steps, strict=True)
+            ],
         ),
     ]
-
-
-class _Fit(Struct, frozen=True):
-    values: list[float]
-    errors: list[float]
-    ratio: float
-    ratio_error: float
-
-
-def _fit(columns_NP: Numbers, seconds_N: Numbers, shares_N: Numbers) -> _Fit:
-    """seconds = columns @ values / (1 - shares * (1 - 1 / ratio)), with values >= 0 and ratio >= 1: in its share of the time,
-    work is `ratio` times as slow. Each residual is divided by the root of its seconds: a span is a sum of steps, whose errors
-    add up in squares."""
-
-    def solved(ratio: float) -> tuple[Numbers, float]:
-        factor_N = _slower(ratio, shares_N)
-        weight_N = 1 / np.sqrt(seconds_N)
-        values_P = _not_negative(columns_NP * (factor_N * weight_N)[:, None], seconds_N * weight_N)
-        residual_N = (columns_NP @ values_P * factor_N - seconds_N) * weight_N
-        return values_P, float(residual_N @ residual_N)
-
-    low, high = 1.0, MAX_RATIO
-    while high - low > 1e-3:  # the error has one minimum: golden section would save little
-        left, right = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, right) if solved(left)[1] <= solved(right)[1] else (left, high)
-    ratio = (low + high) / 2
-    if solved(1.0)[1] <= solved(ratio)[1]:
-        ratio = 1.0
-    values_P, error = solved(ratio)
-    factor_N, weight_N = _slower(ratio, shares_N), 1 / np.sqrt(seconds_N)
-    by_ratio_N = (columns_NP @ values_P) * factor_N**2 * shares_N / ratio**2
-    jacobian = np.column_stack([columns_NP * factor_N[:, None], by_ratio_N]) * weight_N[:, None]
-    used = [i for i in range(jacobian.shape[1]) if np.any(jacobian[:, i]) and (i == len(values_P) or values_P[i] > 0)]
-    errors = np.full(len(values_P) + 1, math.inf)
-    scale = np.linalg.norm(jacobian[:, used], axis=0)
-    spread = error / max(1, len(seconds_N) - len(used))
-    covariance = np.linalg.pinv((jacobian[:, used] / scale).T @ (jacobian[:, used] / scale)) * spread
-    errors[used] = np.sqrt(np.maximum(np.diag(covariance), 0)) / scale
-    return _Fit(values_P.tolist(), errors[:-1].tolist(), ratio, float(errors[-1]))
-
-
-def _slower(ratio: float, shares_N: Numbers) -> Numbers:
-    """How many times as long a span takes, of which this share is `ratio` times as slow."""
-    slower_N: Numbers = 1 / (1 - shares_N * (1 - 1 / ratio))
-    return slower_N
-
-
-def _not_negative(columns_NP: Numbers, target_N: Numbers) -> Numbers:
-    """Least squares without negative values: columns whose value would be below 0 are left out, the lowest first. Greedy: a
-    column that was left out does not come back, so that the result need not be the least of all."""
-    kept = list(range(columns_NP.shape[1]))
-    values_P = np.zeros(columns_NP.shape[1])
-    while kept:
-        scale = np.maximum(np.linalg.norm(columns_NP[:, kept], axis=0), 1e-300)
-        found = np.linalg.lstsq(columns_NP[:, kept] / scale, target_N, rcond=None)[0]
-        if found.min() >= 0:
-            values_P[kept] = found / scale
-            break
-        del kept[int(found.argmin())]
-    return values_P
 
 
 # ---- the rest ----------------------------------------------------------------------------------------------------------
@@ -271,6 +229,7 @@ def _others(events: Sequence[Event], config: RunConfig) -> list[Fitted]:
     trained = [event.mean_reward for event in left if event.fate is Fate.TRAINED]
     success = min(1.0, max(0.0, statistics.mean(trained or [0.5])))
     by_chance = success**config.rollout.group_size + (1 - success) ** config.rollout.group_size
+    by_chance = 0.0 if _are_graded(events) else by_chance
     share = len(filtered) / max(1, len(left))
     rewards = [event.reward for event in ended]
     why = (
@@ -282,7 +241,8 @@ def _others(events: Sequence[Event], config: RunConfig) -> list[Fitted]:
         _mean("publish_s", [event.seconds for event in events if isinstance(event, WeightsPublished)]),
         _mean("load_s", [event.seconds for event in events if isinstance(event, WeightsLoaded)]),
         _mean("prompt_tokens", [float(event.num_tokens - event.num_sampled) for event in ended]),
-        _latency(events, len(ended) + num_failed),
+        _driver(events),
+        *_scoring(events),
         Fitted(name="failure", value=num_failed / max(1, num_failed + len(ended)), error=None),
         Fitted(name="success", value=success, error=None, why=why),
         Fitted(name="no_signal", value=max(0.0, (share - by_chance) / max(1e-9, 1 - by_chance)), error=None),
@@ -300,24 +260,80 @@ def _lengths(sampled: Sequence[int], config: RunConfig) -> Fitted:
     return structs.replace(_mean("lengths", list(map(float, sampled))), **({"why": why} if why else {}))
 
 
-def _latency(events: Sequence[Event], num_rollouts: int) -> Fitted:
-    """Rollouts in flight that no engine has are in their environment. By Little's law the mean of their number, divided by the
-    rate of rollouts, is the time of each in its environment. Read once a second (`Status`)."""
-    in_flight, outside, times = 0, list[float](), list[float]()
+def _latency(events: Sequence[Event], simulated: Sequence[Event], config: RunConfig) -> Fitted:
+    """Of a rollout in its environment: the time in which no engine decodes it, less that of a simulation without environments,
+    in which it waits for the driver and for its prompt."""
+    real, without = _outside_s(events, config), statistics.mean(_outside_s(simulated, config))
+    mean, error = statistics.mean(real) - without, statistics.stdev(real) / math.sqrt(len(real))
+    in_all = statistics.mean(event.seconds for event in events if isinstance(event, RolloutEnded))
+    if mean < MIN_LATENCY * in_all:
+        return Fitted(name="latency_s", value=0.0, error=None)
+    return _fitted("latency_s", mean, error)
+
+
+def _outside_s(events: Sequence[Event], config: RunConfig) -> list[float]:
+    """Seconds of a rollout in which no engine decodes it, in each of `MIN_SPANS` parts of the run. By Little's law: the mean
+    number of such rollouts, divided by the rate of rollouts."""
+    settled = _settled(events, config)
+    bounds = np.linspace(settled[0].at, settled[-1].at, MIN_SPANS + 1)
+    ends = (RolloutEnded, RolloutFailed, RolloutAborted)
+    starts = np.array([event.at for event in events if isinstance(event, RolloutStarted)])
+    stops = np.array([event.at for event in events if isinstance(event, ends)])
+    waiting = [event.requests_waiting for event in settled if isinstance(event, Status)]
+    spans = [event for event in events if isinstance(event, Span) and event.what == "generate" and event.seconds]
+    found = list[float]()
+    for begin, end in pairwise(map(float, bounds)):
+        # the time of rollouts in this part: each has begun and not ended
+        in_flight = np.clip(end - starts, 0, end - begin).sum() - np.clip(end - stops, 0, end - begin).sum()
+        decoded = sum(_inside(s, begin, end) * s.num_tokens / max(1.0, _count(s.num_steps)) for s in spans)
+        queued = statistics.mean(waiting or [0]) * (end - begin)
+        num_ended = int(((stops > begin) & (stops <= end)).sum())
+        found.append(max(0.0, float(in_flight) - decoded - queued) / max(1, num_ended))
+    return found
+
+
+def _inside(span: Span, begin: float, end: float) -> float:
+    """Seconds of the span in this time."""
+    return max(0.0, min(end, span.at) - max(begin, span.at - span.seconds))
+
+
+def _latency_spread(ended: Sequence[RolloutEnded], mean: float) -> DrawConfig:
+    """Its distribution, by how much members of a group differ that have as many tokens as one another."""
+    by_group = dict[int, list[tuple[float, float]]]()
+    for event in ended:
+        by_group.setdefault(event.group_id, []).append((event.seconds, float(event.num_sampled)))
+    groups = [np.array(members) - np.mean(members, axis=0) for members in by_group.values() if len(members) > 1]
+    if not groups:
+        return DrawConfig(mean=mean)
+    seconds_R, tokens_R = np.concatenate(groups).T
+    token_s = float(seconds_R @ tokens_R) / max(1e-9, float(tokens_R @ tokens_R))
+    left_R = seconds_R - token_s * tokens_R
+    variation = math.sqrt(float(left_R @ left_R) / max(1, len(left_R) - len(groups))) / mean
+    if variation < MIN_VARIATION:
+        return DrawConfig(mean=mean)
+    return DrawConfig(kind="lognormal", mean=mean, sigma=min(MAX_SIGMA, math.sqrt(math.log1p(variation**2))))
+
+
+def _scoring(events: Sequence[Event]) -> list[Fitted]:
+    """Of the reference, the critic and the proximal policy, where the run has one."""
+    spans = [event for event in events if isinstance(event, Span) and event.what == "score" and event.num_tokens]
+    seconds, num_tokens = sum(span.seconds for span in spans), sum(span.num_tokens for span in spans)
+    return [Fitted(name="score_tokens_per_s", value=num_tokens / seconds, error=None)] if seconds else []
+
+
+def _driver(events: Sequence[Event]) -> Fitted:
+    """Processor time of the event loop, for each rollout that ended."""
+    seconds, rollouts, before, num_before, num_ended = 0.0, 0, None, 0, 0
     for event in events:
-        match event:
-            case RolloutStarted():
-                in_flight += 1
-            case RolloutEnded() | RolloutFailed():
-                in_flight -= 1
-            case Status() if event.budget:
-                outside.append(max(0.0, in_flight - event.requests_running - event.requests_waiting))
-                times.append(event.at)
-    if len(outside) < MIN_SPANS:
-        return Fitted(name="latency_s", value=0.0, error=None, why=f"the run has {len(outside)} readings of its state")
-    per_rollout = (times[-1] - times[0]) / max(1, num_rollouts)
-    mean, error = statistics.mean(outside), statistics.stdev(outside) / math.sqrt(len(outside))
-    return _fitted("latency_s", mean * per_rollout, error * per_rollout, may_be_0=True)
+        if isinstance(event, RolloutEnded | RolloutFailed):
+            num_ended += 1
+        elif isinstance(event, Status) and isinstance(event.loop_s, float):
+            if before is not None and event.loop_s >= before:  # otherwise another process continues the run
+                seconds += event.loop_s - before
+                rollouts += num_ended - num_before
+            before, num_before = event.loop_s, num_ended
+    why = "" if before is not None else "the run's log does not have it: it was written by an earlier version"
+    return Fitted(name="driver_s", value=seconds / max(1, rollouts), error=None, why=why)
 
 
 def _fitted(name: str, value: float, error: float, *, may_be_0: bool = False) -> Fitted:
@@ -347,17 +363,29 @@ def _count(number: object) -> float:
     return float(number) if isinstance(number, int) else 0.0
 
 
+def _are_graded(events: Sequence[Event]) -> bool:
+    """Whether rewards differ by more than success and failure."""
+    return len({event.reward for event in events if isinstance(event, RolloutEnded)}) > 2
+
+
 def _has_prefix_cache(events: Sequence[Event]) -> bool:
     needed = sum(event.num_tokens - event.num_sampled for event in events if isinstance(event, RolloutEnded))
     computed = sum(_count(event.num_prompt) for event in events if isinstance(event, Span))
     return computed < SHARED_PROMPTS * needed
 
 
-def _while_training(spans: Sequence[Span], events: Sequence[Event]) -> list[Span]:
-    """Without the warm-up and what comes after the last step."""
-    started = [event.at for event in events if isinstance(event, RolloutStarted)]
-    stepped = [event.at for event in events if isinstance(event, Stepped)]
-    return [span for span in spans if started and started[0] <= span.at - span.seconds and span.at <= stepped[-1]]
+def _settled(events: Sequence[Event], config: RunConfig) -> list[Event]:
+    """From the first steps to the last: before, all groups have started at once, and something may be compiled. Of a run with
+    few steps, from the first group on."""
+    ends = [event.at for event in events if isinstance(event, Stepped)]
+    first = FIRST_STEPS + math.ceil(config.pipeline.max_lag)
+    began = next(event.at for event in events if isinstance(event, GroupAdmitted))
+    begin = math.nextafter(ends[first - 1], math.inf) if len(ends) >= 2 * first else began
+
+    def began_at(event: Event) -> float:
+        return event.at - (event.seconds if isinstance(event, Span) else 0.0)
+
+    return [event for event in events if begin <= began_at(event) and event.at <= ends[-1]]
 
 
 def _busy(events: Sequence[Event], is_counted: Callable[[Span], bool]) -> list[Interval]:

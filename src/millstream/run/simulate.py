@@ -16,11 +16,11 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct, structs
 
-from millstream.algo import advantage_of, needs_critic, needs_reference
+from millstream.algo import advantage_of, credit_for
 from millstream.clock import VirtualClock, run_virtual
 from millstream.config import load, to_toml
 from millstream.engine.base import SPAN_S
@@ -28,10 +28,11 @@ from millstream.errors import ConfigError, OutputError
 from millstream.events import ConfigWritten, Event, EventSink, RunEnded, RunStarted
 from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink
 from millstream.pipeline.pipeline import Algorithm, Parts, Pipeline
-from millstream.pipeline.schema import store_tasks
+from millstream.pipeline.schema import Stage, store_tasks
 from millstream.pipeline.waits import Waits
+from millstream.run.build_stages import build_stages
 from millstream.run.check import check_combinations
-from millstream.run.config import RunConfig, with_absolute_paths
+from millstream.run.config import RunConfig, critic_of, reference_of, with_absolute_paths
 from millstream.run.folder import FINISHED, RunFolder, RunResult, check_free, result_of
 from millstream.run.garbage import seldom_collected
 from millstream.run.log import run_started
@@ -40,8 +41,8 @@ from millstream.serving.fleet import Fleet
 from millstream.sim.config import CostsFile, SimConfig, SimDraws, SimFailuresConfig
 from millstream.sim.draws import constant
 from millstream.sim.engine import SimEngine
-from millstream.sim.environment import SimEnvironment, by_prompt
-from millstream.sim.learner import SimLearner
+from millstream.sim.environment import SimDriver, SimEnvironment, by_prompt
+from millstream.sim.learner import SimCritic, SimFollower, SimLearner, SimScorer
 from millstream.sim.meter import DecodeMeter
 from millstream.sim.sharing import GpuSharing
 from millstream.store.memory import MemoryStore
@@ -116,13 +117,6 @@ class _All:
 
 def _check(config: RunConfig, sim: SimConfig, draws: SimDraws) -> None:
     check_combinations(config)
-    found = "algorithm.advantage" if needs_critic(config.algorithm) else "[proximal]" if config.proximal else ""
-    found = found or ("a reference model" if config.reference or needs_reference(config.algorithm) else "")
-    if found:
-        raise ConfigError(
-            f"the config has {found}: critics, references and proximal policies are not simulated. Simulate the run without "
-            "it: --set algorithm= --set reference= --set critic= --set proximal="
-        )
     if not config.pipeline.steps or config.pipeline.rollouts_only or config.data.rollouts is not None:
         raise ConfigError(
             "nothing to simulate: the config trains no step of reinforcement learning with new rollouts. Set pipeline.steps "
@@ -189,6 +183,14 @@ def _run(config: RunConfig, sim: SimConfig, draws: SimDraws, sink: EventSink) ->
         sink.emit(RunEnded(at=run.ended_at, outcome=outcome, version=run.version))
 
 
+class _Scorers(NamedTuple):
+    """Those of `run.build_scorers`, simulated."""
+
+    stages: tuple[Stage, ...]
+    critic: SimCritic | None
+    proximal: SimFollower | None
+
+
 class _SimRun:
     """One run on the virtual loop."""
 
@@ -198,6 +200,7 @@ class _SimRun:
         self._draws = draws
         self._sink = sink
         self._sharing = GpuSharing(slowdown=sim.decode_slowdown, keep=sim.learner_keep)
+        self._driver = SimDriver()
         self._engines: dict[str, SimEngine] = {}  # the newest of each name
         self.ended_at = 0.0
         self.version = 0
@@ -206,13 +209,18 @@ class _SimRun:
         config, clock, channel = self._config, VirtualClock(), LocalChannel()
         await channel.publish(0, {})
         fleet = self._fleet(clock)
-        learner = self._learner()
+        scorers = self._scorers()
         parts = Parts(
             engines=fleet.router.engines,
             environment=self._environment(),
-            learner=learner,
+            learner=self._learner(),
             store=MemoryStore(
-                store_tasks(is_in_lockstep=config.pipeline.is_in_lockstep),
+                store_tasks(
+                    scorers.stages,
+                    has_critic=scorers.critic is not None,
+                    has_proximal=scorers.proximal is not None,
+                    is_in_lockstep=config.pipeline.is_in_lockstep,
+                ),
                 capacity_rows=config.pipeline.most_groups * config.rollout.most_rows,
             ),
             channel=channel,
@@ -224,6 +232,9 @@ class _SimRun:
                 stall_s=config.pipeline.stall_s,
                 deadline_s=config.pipeline.deadline_s,
             ),
+            stages=scorers.stages,
+            critic=scorers.critic,
+            proximal=scorers.proximal,
         )
         self._sink.emit(run_started(config, at=0.0, run_id=run_id, num_tasks=0, is_simulated=True))
         pipeline = Pipeline(
@@ -294,6 +305,13 @@ class _SimRun:
             sharing=self._sharing,
         )
 
+    def _scorers(self) -> _Scorers:
+        config, token_s = self._config, 1 / self._sim.score_tokens_per_s
+        critic = None if critic_of(config) is None else SimCritic(token_s=token_s)
+        reference = None if reference_of(config) is None else SimScorer(token_s=token_s)
+        proximal = None if config.proximal is None else SimFollower(token_s=token_s, load_s=self._sim.load_s)
+        return _Scorers(build_stages(config, reference, critic), critic, proximal)
+
     def _environment(self) -> SimEnvironment:
         found = self._sim.environment
         return SimEnvironment(
@@ -301,17 +319,27 @@ class _SimRun:
             latency_s=self._draws.latency_s.draw,
             failure=found.failure,
             success=by_prompt(found.chance(), self._config.seed),
+            graded=found.graded,
             prompt_tokens=self._sim.prompt_tokens,
+            driver=self._driver,
+            driver_s=self._sim.driver_s,
         )
 
     def _algorithm(self) -> Algorithm:
-        advantage, learner = advantage_of(self._config.algorithm), self._config.learner
+        config, learner, critic = self._config, self._config.learner, critic_of(self._config)
+        advantage = advantage_of(config.algorithm)
         return Algorithm(
             advantage=advantage.of_group,
             over_batch=advantage.over_batch,
-            sampling=Sampling(max_tokens=self._config.rollout.max_tokens),
+            sampling=Sampling(max_tokens=config.rollout.max_tokens),
             micro_batch_tokens=learner.pass_tokens * learner.ranks,
             mini_batches=learner.mini_batches,
+            credit=credit_for(config.algorithm),
+            compares_turns=config.algorithm.advantage == "turns",
+            critic_batch_tokens=learner.pass_tokens if critic is None else critic.micro_batch_tokens,
+            proximal_batch_tokens=learner.pass_tokens
+            if config.proximal is None
+            else config.proximal.micro_batch_tokens,
         )
 
     # ---- while the pipeline runs -----------------------------------------------------------------------------------------
@@ -319,7 +347,7 @@ class _SimRun:
     async def _report_status(self, pipeline: Pipeline) -> None:
         every_s = STATUS_S * max(1, self._config.engine.num_engines / MAX_SHORT_STATUS)
         while True:
-            self._sink.emit(await pipeline.status())
+            self._sink.emit(structs.replace(await pipeline.status(), loop_s=self._driver.busy_s))
             await asyncio.sleep(every_s)
 
     def _failures(self) -> list[Any]:

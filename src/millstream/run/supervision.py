@@ -11,10 +11,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
+
+from msgspec import structs
 
 from millstream.errors import Stopped, StoreError
 from millstream.events import StopRequested
@@ -91,7 +94,7 @@ class Supervision:
     async def _report_status(self) -> None:
         while True:
             with suppress(StoreError):  # the store is being closed
-                self._run.log.emit(await self._run.status())
+                self._run.log.emit(structs.replace(await self._run.status(), loop_s=time.thread_time()))
             await asyncio.sleep(STATUS_S)
 
     # ---- stopping ----------------------------------------------------------------------------------------------------

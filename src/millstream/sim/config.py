@@ -126,6 +126,8 @@ class SimEnvironmentConfig(Struct, frozen=True, kw_only=True):
     """The probability that a step fails; the rollout is then tried again, as rollout.retries says."""
     success: float = 0.5
     """The probability of a reward of 1."""
+    graded: bool = False
+    """Whether rewards are any number between 0 and 1, so that a group has no signal only where its prompt has none."""
     no_signal: float = 0.0
     """The share of prompts that are always or never solved. With pipeline.filter_zero_signal their groups are replaced."""
 
@@ -199,10 +201,14 @@ class SimConfig(Struct, frozen=True, kw_only=True):
     """Of one rank, forward and backward; a learner of n ranks has n times as many."""
     train_step_s: float = 0.1
     """Of an optimizer step, whatever the batch."""
+    score_tokens_per_s: float = 312_000.0
+    """Of a reference, a proximal policy or a critic, each with GPUs of its own. A critic learns at a third of it."""
     publish_s: float = 0.05
     """From an optimizer step to weights that engines can fetch. The learner waits for it."""
     load_s: float = 0.05
     """Until an engine has fetched and loaded new weights. It decodes meanwhile."""
+    driver_s: float = 0.0
+    """Of the driver's event loop, for each turn, half of it before the engine has the turn. It works on one turn at a time."""
     prompt_tokens: int = 128
     """Of every turn: the prompt, or what the environment answers."""
     lengths: DrawConfig = field(default_factory=lambda: DrawConfig(kind="lognormal", mean=1000.0, sigma=1.0))
@@ -211,13 +217,22 @@ class SimConfig(Struct, frozen=True, kw_only=True):
     failures: SimFailuresConfig = field(default_factory=SimFailuresConfig)
 
     def __post_init__(self) -> None:
-        for key in ("floor_s", "weights_s", "request_s", "context_token_s", "train_step_s", "publish_s", "load_s"):
+        for key in (
+            "floor_s",
+            "weights_s",
+            "request_s",
+            "context_token_s",
+            "train_step_s",
+            "publish_s",
+            "load_s",
+            "driver_s",
+        ):
             if (value := getattr(self, key)) < 0:
                 raise ValueError(f"{key} = {value:g}: expected at least 0")
         if self.floor_s + self.weights_s <= 0:
             raise ValueError("floor_s + weights_s must be above 0: a decode step takes some time")
-        if min(self.prefill_tokens_per_s, self.train_tokens_per_s) <= 0:
-            raise ValueError("prefill_tokens_per_s and train_tokens_per_s must be above 0")
+        if min(self.prefill_tokens_per_s, self.train_tokens_per_s, self.score_tokens_per_s) <= 0:
+            raise ValueError("prefill_tokens_per_s, train_tokens_per_s and score_tokens_per_s must be above 0")
         if self.prompt_tokens < 1 or (self.cache_tokens is not None and self.cache_tokens < 1):
             raise ValueError("prompt_tokens and cache_tokens must be at least 1")
         if self.decode_slowdown < 1 or not 0 < self.learner_keep <= 1:

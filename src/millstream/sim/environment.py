@@ -26,11 +26,27 @@ class SimFailure(StrEnum):
     GARBAGE = "garbage"  # the episode ends with a reward that is not a number
 
 
+class SimDriver:
+    """The event loop of a driver: first come, first served. `busy_s`: how long it has worked."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+        self.busy_s = 0.0
+
+    async def work(self, seconds: float) -> None:
+        if seconds:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(self._free_at, now) + seconds
+            self.busy_s += seconds
+            await asyncio.sleep(self._free_at - now)
+
+
 class SimEnvironment:
     """Some turns, each followed by a step of some latency, which fails with some probability; a coin for a reward.
 
     The same seed gives the same episode: latencies, failures and reward do not depend on time. `failures` are
-    equally likely."""
+    equally likely. `graded`: instead of a coin, any number between 0 and 1.
+    Before and after each turn, `driver` works for half of `driver_s`."""
 
     def __init__(
         self,
@@ -40,24 +56,33 @@ class SimEnvironment:
         failure: float = 0.0,
         failures: Sequence[SimFailure] = (SimFailure.RAISE,),
         success: float | Success = 0.5,
+        graded: bool = False,
         prompt_tokens: int = 4,
+        driver: SimDriver | None = None,
+        driver_s: float = 0.0,
     ) -> None:
         self._num_turns: Draw = constant(num_turns) if isinstance(num_turns, int) else num_turns
         self._latency_s = latency_s
         self._failure = failure
         self._failures = tuple(failures)
         self._success: Success = success if callable(success) else lambda task, num_sampled: success
+        self._graded = graded
         self._prompt = [1] * prompt_tokens
+        self._driver = SimDriver() if driver is None else driver
+        self._driver_s = driver_s
 
     async def rollout(self, context: Context) -> float:
         rng, num_sampled = random.Random(context.seed), 0
         for _ in range(max(1, round(self._num_turns(rng)))):
+            await self._driver.work(self._driver_s / 2)
             completion = await context.generate(self._prompt)
+            await self._driver.work(self._driver_s / 2)
             num_sampled += len(completion.tokens)
             await asyncio.sleep(self._latency_s(rng))
             if rng.random() < self._failure and await self._fails(rng) is SimFailure.GARBAGE:
                 return math.nan
-        return float(rng.random() < self._success(context.task, num_sampled))
+        chance = self._success(context.task, num_sampled)
+        return rng.random() if self._graded and 0 < chance < 1 else float(rng.random() < chance)
 
     async def _fails(self, rng: random.Random) -> SimFailure:
         """Raises, never returns, or marks the reward as invalid."""

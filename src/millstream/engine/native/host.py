@@ -52,10 +52,11 @@ class ThreadHost:
     def __init__(self, model: PreTrainedModel, config: EngineConfig, decode: DecodeTokens | None = None) -> None:
         self._batcher = batcher_of(model, config, decode)
         self._link = ThreadLink()
+        self._worker = DecodeWorker(self._batcher, self._link, config.news_s)
 
     def start(self, on_report: OnReport) -> None:
         self._link.send = on_report
-        self._thread = threading.Thread(target=DecodeWorker(self._batcher, self._link).run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._worker.run, name="engine", daemon=True)
         self._thread.start()
 
     def send(self, command: Command) -> None:

@@ -117,7 +117,7 @@ def serve_engine(connection: socket.socket) -> None:
         link.refuse(error)
     else:
         link.begin(link.fetch)
-        DecodeWorker(batcher, link).run()
+        DecodeWorker(batcher, link, setup.config.news_s).run()
     link.drain()
 
 

@@ -6,6 +6,7 @@ sent back in reports. Commands and reports are plain structs: the same in memory
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
@@ -104,9 +105,13 @@ class Link(Protocol):
 
 
 class DecodeWorker:
-    def __init__(self, batcher: Batcher, link: Link) -> None:
+    """`news_s`: at least so long between two reports of the tokens of watched requests."""
+
+    def __init__(self, batcher: Batcher, link: Link, news_s: float = 0.0) -> None:
         self._batcher = batcher
         self._link = link
+        self._news_s = news_s
+        self._reported_at = -math.inf
         self._is_paused = False
         self._is_closed = False
         self._began: float | None = None
@@ -128,13 +133,18 @@ class DecodeWorker:
                 if self._batcher.has_work and not self._is_paused and not self._is_closed:
                     self._begin_span()
                     self._report.finished += self._batcher.step()
-                    self._report.sampled += self._batcher.take_unreported()
+                    self._report_sampled()
                     self._end_long_span()
                 self._send_if_any()
         except Exception as error:  # the border of the worker: the engine must fail what waits
             self._report.broken = f"{type(error).__name__}: {error}"
             self._report.is_raised = True
             self._send()
+
+    def _report_sampled(self) -> None:
+        if time.monotonic() - self._reported_at >= self._news_s:
+            self._reported_at = time.monotonic()
+            self._report.sampled += self._batcher.take_unreported()
 
     def _begin_span(self) -> None:
         if self._began is None:
