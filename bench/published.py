@@ -106,6 +106,8 @@ RATIOS = (1, 2, 4)
 ENOUGH = 1.05
 GRID_GROUPS, GRID_MEMBERS = (16, 20, 24), (8, 10, 12)
 AGENT_GPUS = 8
+SHARE = 2
+"""One in so many devices is simulated, with as small a part of the batch: every engine has the same load."""
 Run = Callable[[int], float]
 """From a seed to the seconds of a step."""
 
@@ -265,13 +267,13 @@ def rollouts(agent_steps: int = 3) -> list[Case]:
 
 
 def _asynchronous(setting: Setting, ratio: int) -> tuple[Run, Run]:
-    """The paper's policy and ours, on the split of ratio 2."""
-    world = world_of(setting, balanced(setting, 2))
+    """The paper's policy and ours."""
+    world = world_of(setting, balanced(setting))
     return partial(by_policy, world, Policy(ratio=ratio)), partial(by_pipeline, world, max_lag=float(ratio))
 
 
-def rlvr(lengths: Lengths, gpus: int, *, groups: int = 256) -> Case:
-    setting = Setting(model=QWEN_8, lengths=lengths, devices=gpus, groups=groups)
+def rlvr(lengths: Lengths, gpus: int, *, share: int = SHARE) -> Case:
+    setting = Setting(model=QWEN_8, lengths=lengths, devices=gpus // share, groups=256 // share)
     paper, run = _asynchronous(setting, 2)
     return Case(
         workload=f"RLVR, Qwen3-8B {lengths.name}, {gpus} GPUs, ratio 2",
@@ -327,13 +329,15 @@ def grid() -> Iterator[Case]:
 # ---- with training: AsyncFlow ------------------------------------------------------------------------------------------
 
 
-def _asyncflow(model: Model, npus: int, groups: int) -> Setting:
-    return Setting(model=model, lengths=GRPO, devices=npus, device=NPU, groups=groups, has_reference=True)
+def _asyncflow(model: Model, npus: int, share: int) -> Setting:
+    return Setting(
+        model=model, lengths=GRPO, devices=npus // share, device=NPU, groups=256 // share, has_reference=True
+    )
 
 
-def ablation(npus: int = 512, groups: int = 256) -> Iterator[Case]:
-    setting = _asyncflow(QWEN_7, npus, groups)
-    world = world_of(setting, balanced(setting, 1))
+def ablation(npus: int = 512, *, share: int = SHARE) -> Iterator[Case]:
+    setting = _asyncflow(QWEN_7, npus, share)
+    world = world_of(setting, balanced(setting))
     for workload, published, ratio in (
         ("streaming store", "2.01x", 0),
         ("streaming store and asynchronous workflow", "2.74x", 1),
@@ -395,11 +399,11 @@ def scaling(lengths: Lengths, rows: list[Row]) -> Line:
     return Line(setting, "7.6x", f"synchronous: {plain:.2f}x", f"{paper:.2f}x", f"{ours:.2f}x")
 
 
-def linearity(model: Model, few: int, published: str, rows: list[Row], *, groups: int = 256) -> Line:
+def linearity(model: Model, few: int, published: str, rows: list[Row], *, share: int = SHARE) -> Line:
     found = []
     for npus in (few, 16 * few):
-        setting = _asyncflow(model, npus, groups)
-        world = world_of(setting, balanced(setting, 1))
+        setting = _asyncflow(model, npus, share)
+        world = world_of(setting, balanced(setting))
         runs = (by_policy(world, Policy(ratio=1, is_streaming=True), 0), by_pipeline(world, 0, max_lag=1.0))
         found.append(runs)
     paper, ours = (before / after / 16 for before, after in zip(*found, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 from functools import cache
@@ -141,9 +140,8 @@ def colocated(setting: Setting) -> World:
 
 
 @cache
-def balanced(setting: Setting, ratio: int) -> Split:
-    """At the balance point of generation and training: A = g + l with the shares of the devices that each has, where A is the
-    training of a batch on all devices, g its generation, and l the longest response divided by ratio + 1."""
+def balanced(setting: Setting) -> Split:
+    """Devices by work: what training a batch takes, to what generating it takes with full engines."""
     model, device, lengths = setting.model, setting.device, setting.lengths
     rng, draw = random.Random(0), at_most(lengths.most, lognormal(lengths.mean, lengths.sigma))
     drawn = [draw(rng) for _ in range(4096)]
@@ -151,12 +149,10 @@ def balanced(setting: Setting, ratio: int) -> Split:
     context = PROMPT_TOKENS + statistics.fmean(length**2 for length in drawn) / (2 * mean)
     running = min(SLOTS, cache_of(model, device, 1) / context)
     step_s = costs_of(model, device, 1).of_step(round(running), running * context)
-    rollouts, flop = setting.groups * setting.members, TRAINED + SCORED * setting.has_reference
-    training_s = rollouts * (PROMPT_TOKENS + mean) * flop * model.parameters / device.training / setting.devices
-    generating_s = rollouts * mean * step_s / running * model.width / setting.devices
-    longest_s = lengths.most * step_s / (ratio + 1)
-    total_s = training_s + generating_s + longest_s
-    share = (total_s - math.sqrt(total_s**2 - 4 * training_s * longest_s)) / (2 * longest_s)
+    flop = TRAINED + SCORED * setting.has_reference
+    training_s = (PROMPT_TOKENS + mean) * flop * model.parameters / device.training
+    generating_s = mean * step_s / running * model.width
+    share = training_s / (training_s + generating_s)
     others = min(max(round(share * setting.devices / model.width), 1), setting.devices // model.width - 1) * model.width
     reference = max(1, round(others * SCORED / flop)) if setting.has_reference else 0
     return Split(setting.devices - others, others - reference, reference)
