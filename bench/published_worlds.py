@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from functools import cache
@@ -140,8 +141,9 @@ def colocated(setting: Setting) -> World:
 
 
 @cache
-def balanced(setting: Setting) -> Split:
-    """Devices by work: what training a batch takes, to what generating it takes with full engines."""
+def balanced(setting: Setting, ratio: int | None = None) -> Split:
+    """Devices by work: what training a batch takes, to what generating it takes with full engines. With a ratio: the balance
+    point of ROLL Flash's formula, in which generation also takes the longest response divided by ratio + 1."""
     model, device, lengths = setting.model, setting.device, setting.lengths
     rng, draw = random.Random(0), at_most(lengths.most, lognormal(lengths.mean, lengths.sigma))
     drawn = [draw(rng) for _ in range(4096)]
@@ -150,9 +152,14 @@ def balanced(setting: Setting) -> Split:
     running = min(SLOTS, cache_of(model, device, 1) / context)
     step_s = costs_of(model, device, 1).of_step(round(running), running * context)
     flop = TRAINED + SCORED * setting.has_reference
-    training_s = (PROMPT_TOKENS + mean) * flop * model.parameters / device.training
-    generating_s = mean * step_s / running * model.width
-    share = training_s / (training_s + generating_s)
+    rollouts_per_device = setting.groups * setting.members / setting.devices
+    training_s = rollouts_per_device * (PROMPT_TOKENS + mean) * flop * model.parameters / device.training
+    generating_s = rollouts_per_device * mean * step_s / running * model.width
+    longest_s = 0.0 if ratio is None else lengths.most * step_s / (ratio + 1)
+    total_s = training_s + generating_s + longest_s
+    share = training_s / total_s  # without the longest, and the root of longest x^2 - total x + training = 0 with it
+    if longest_s:
+        share = (total_s - math.sqrt(total_s**2 - 4 * training_s * longest_s)) / (2 * longest_s)
     others = min(max(round(share * setting.devices / model.width), 1), setting.devices // model.width - 1) * model.width
     reference = max(1, round(others * SCORED / flop)) if setting.has_reference else 0
     return Split(setting.devices - others, others - reference, reference)
