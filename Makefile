@@ -87,7 +87,7 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python bench/admission.py
-	$(BIN)/python bench/scheduling.py
+	$(BIN)/python bench/published.py
 	$(BIN)/python bench/bias.py
 	$(BIN)/python bench/many_environments.py
 	$(BIN)/python bench/chaos.py

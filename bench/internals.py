@@ -35,11 +35,11 @@ from millstream.events.findings import findings_of
 from millstream.events.rollouts.writer import RolloutWriter
 from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink, read_events, read_history
 from millstream.events.summary import Interval, merge_intervals, total_length
-from millstream.learner import Learner
+from millstream.learner import Learner, Scorer
 from millstream.pipeline.admission import full_budget
 from millstream.pipeline.episode import Episode
 from millstream.pipeline.pipeline import Algorithm, Parts, Pipeline
-from millstream.pipeline.schema import store_tasks
+from millstream.pipeline.schema import REFERENCE, Stage, store_tasks
 from millstream.pipeline.sync import WeightSync
 from millstream.pipeline.waits import Waits
 from millstream.run.calibrate import as_it_ran, calibrate
@@ -55,7 +55,7 @@ from millstream.sim.costs import H200, H200_KV_TOKENS, Costs
 from millstream.sim.draws import Draw, at_most, constant, lognormal, mixture, pareto, truncated_normal, uniform
 from millstream.sim.engine import SimEngine
 from millstream.sim.environment import SimEnvironment, Success, by_prompt, longer_is_harder
-from millstream.sim.learner import SimLearner
+from millstream.sim.learner import SimLearner, SimScorer
 from millstream.store import Reads, Want
 from millstream.store.memory import MemoryStore
 from millstream.store.segments import segment_folder
@@ -106,19 +106,23 @@ async def run_pipeline(
     sink: EventSink,
     seed: int = 0,
     micro_batch_tokens: int = 1 << 20,
+    reference: Scorer | None = None,
 ) -> None:
-    """The production pipeline on the virtual clock, with the production store, over these engines; tasks are numbered."""
+    """The production pipeline on the virtual clock, with the production store, over these engines; tasks are numbered.
+    `reference`: scores all rows."""
     clock, channel = VirtualClock(), LocalChannel()
+    stages = () if reference is None else (Stage(REFERENCE, reference, micro_batch_tokens, is_early=False),)
     await channel.publish(0, {})
     parts = Parts(
         engines=tuple(engines),
         environment=environment,
         learner=learner,
-        store=MemoryStore(store_tasks(), capacity_rows=config.most_groups * rollout.most_rows),
+        store=MemoryStore(store_tasks(stages), capacity_rows=config.most_groups * rollout.most_rows),
         channel=channel,
         clock=clock,
         sink=sink,
         waits=Waits(clock=clock, sink=sink, stall_s=1e6, deadline_s=1e9),
+        stages=stages,
     )
     sampling = Sampling(max_tokens=rollout.max_tokens)
     algorithm = Algorithm(advantage=grpo, sampling=sampling, micro_batch_tokens=micro_batch_tokens)

@@ -1,28 +1,22 @@
-"""The published gains of ROLL Flash's scheduling, on the virtual clock: the production pipeline against plain loops over the
-same simulated engines and environments. Virtual time is exact; every figure is the median over seeds, with its range.
+"""The worlds and the sides of `bench/published.py` where rollouts alone take time: the production pipeline, and plain loops
+over the same simulated engines and environments with the same seeds, so that the same group has the same lengths, latencies
+and rewards on both sides. A step lasts as long as its rollouts, unless the world says what training costs.
 
-Ours is the production pipeline with the production store and admission rule, and a learner that takes no time: a step lasts
-as long as its rollouts. Theirs is a plain loop over the same simulated engines and environments, with the same seeds: the same
-group has the same lengths, latencies and rewards on both sides.
-
-What the paper leaves open is set here, once, for all rows (how it was chosen, and what changes with it: docs/scheduling.md):
+What ROLL Flash leaves open is set here, once, for all rows (how it was chosen, and what changes with it: docs/scheduling.md):
 
 - engines: 4 replicas of 32 slots with the measured costs of one H200 (`H200`), a cache of a million tokens each;
 - answers: log-normal, mean 2,000 tokens, sigma 1, cut at 16,384; prompts of 256 tokens; a reward takes 1 s;
 - prompts: one in eight is never solved, one in eight always, the others with a chance between 0.1 and 0.9, whatever the length:
   a third of the groups of 8 has no signal;
 - agents: 20 turns, log-normal, mean 200 tokens, sigma 1, cut at 2,048; observations of 64 tokens; 16 groups of 8.
-
-    .venv/bin/python bench/scheduling.py [--json] [--smoke] [--seeds 10]
 """
 
 from __future__ import annotations
 
 import asyncio
-import statistics
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -30,6 +24,7 @@ from msgspec import Struct
 from internals import (
     H200,
     H200_KV_TOKENS,
+    Costs,
     Draw,
     Episode,
     MemorySink,
@@ -37,6 +32,7 @@ from internals import (
     SimEngine,
     SimEnvironment,
     SimLearner,
+    SimScorer,
     Success,
     at_most,
     by_prompt,
@@ -53,21 +49,38 @@ from millstream import PipelineConfig, RolloutConfig
 from millstream.clock import run_virtual
 from millstream.engine import Engine
 from millstream.types import Completion, Request, RequestKey, Sampling, Task
-from report import Options, Row, cost, publish, say
 
-METRIC = "seconds a step (virtual)"
 REPLICAS = 4
 SLOTS = 32
 MAX_TOKENS = 16_384
 TURN_TOKENS = 2_048
 NUM_TURNS = 20
+MICRO_BATCH_TOKENS = 1_024
 ANSWERS = lognormal(2_000, 1.0)
 TURNS = lognormal(200, 1.0)
 CHANCES = by_prompt(mixture((1, constant(0.0)), (1, constant(1.0)), (6, uniform(0.1, 0.9))))
 NORMAL = truncated_normal(10.0, 10.0)
 """Step latency of the paper's ablation: mean 10 s, sigma 10 s, not below 0."""
+
+
+def clipped(rng: random.Random) -> float:
+    """The same, with 0 for what is below 0."""
+    return max(0.0, rng.gauss(10.0, 10.0))
+
+
 HEAVY = at_most(300.0, pareto(2.0, 1.5))
 """Step latency with a tail: half of the steps take less than 3.2 s, one in 350 more than 100 s; mean 5.7 s."""
+
+
+class Training(Struct, frozen=True, kw_only=True):
+    """What training costs, on all devices that it has."""
+
+    token_s: float = 0.0
+    step_s: float = 0.0
+    sync_s: float = 0.0
+    """From an optimizer step to new weights in the engines."""
+    score_token_s: float = 0.0
+    """Of a reference with devices of its own. 0: there is none."""
 
 
 class World(Struct, frozen=True, kw_only=True):
@@ -75,7 +88,7 @@ class World(Struct, frozen=True, kw_only=True):
 
     groups: int
     members: int
-    num_turns: int = 1
+    num_turns: int | Draw = 1
     prompt_tokens: int = 256
     lengths: Draw = ANSWERS
     max_tokens: int = MAX_TOKENS
@@ -83,18 +96,25 @@ class World(Struct, frozen=True, kw_only=True):
     success: float | Success = 0.5
     is_filtered: bool = False
     steps: int = 1
+    replicas: int = REPLICAS
+    slots: int = SLOTS
+    costs: Costs = H200
+    kv_tokens: int = H200_KV_TOKENS
+    has_prefix_cache: bool = False
+    training: Training = Training()
 
     def engines(self, seed: int) -> tuple[SimEngine, ...]:
         return tuple(
             SimEngine(
                 name=f"engine-{number}",
-                slots=SLOTS,
-                costs=H200,
-                kv_tokens=H200_KV_TOKENS,
+                slots=self.slots,
+                costs=self.costs,
+                kv_tokens=self.kv_tokens,
                 num_tokens=self.lengths,
                 seed=seed,
+                has_prefix_cache=self.has_prefix_cache,
             )
-            for number in range(REPLICAS)
+            for number in range(self.replicas)
         )
 
     def environment(self) -> SimEnvironment:
@@ -139,12 +159,12 @@ def ours(world: World, seed: int, *, extra_members: int = 0, **knobs: Any) -> Ou
 
 
 async def _ours(world: World, seed: int, extra_members: int, knobs: dict[str, Any]) -> Ours:
-    sink = MemorySink()
+    sink, training = MemorySink(), world.training
     engines = world.engines(seed)
     await run_pipeline(
         engines,
         world.environment(),
-        SimLearner(token_s=0.0, step_s=constant(0.0)),
+        SimLearner(token_s=training.token_s, step_s=constant(training.step_s), publish_s=training.sync_s),
         config=PipelineConfig(
             steps=world.steps, groups_per_step=world.groups, filter_zero_signal=world.is_filtered, **knobs
         ),
@@ -153,6 +173,8 @@ async def _ours(world: World, seed: int, extra_members: int, knobs: dict[str, An
         ),
         sink=sink,
         seed=seed,
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
+        reference=SimScorer(token_s=training.score_token_s) if training.score_token_s else None,
     )
     return Ours(asyncio.get_running_loop().time() / world.steps, sink, engines)
 
@@ -222,7 +244,7 @@ def batch_by_batch(world: World, seed: int) -> float:
 
 async def _held_together(world: World, seed: int) -> float:
     engines = world.engines(seed)
-    room = [asyncio.Semaphore(SLOTS // world.members) for _ in engines]
+    room = [asyncio.Semaphore(world.slots // world.members) for _ in engines]
 
     async def group(group_id: int) -> None:
         """Groups are dealt out in turn: all are of the same size, and all are there at the beginning."""
@@ -241,158 +263,29 @@ def held_together(world: World, seed: int) -> float:
     return run_virtual(_held_together(world, seed))
 
 
-# ---- the rows ----------------------------------------------------------------------------------------------------------
+async def _by_running_prompts(world: World, seed: int, additional: int) -> float:
+    generate, next_group = anywhere(world.engines(seed)), 0
 
-Run = Callable[[int], float]
-"""From a seed to the seconds of a step."""
+    async def group(group_id: int) -> bool:
+        members = range(world.members)
+        rewards = await asyncio.gather(*(play(world, seed, group_id, member, generate) for member in members))
+        return not world.is_filtered or has_signal(np.array(rewards))
 
-
-class Case(Struct, frozen=True, kw_only=True):
-    workload: str
-    peer: str
-    theirs: Run
-    ours: Run
-    published: str
-    least: float
-    """The ratio that a test asks for."""
-
-
-def _seconds(world: World, knobs: dict[str, Any]) -> Run:
-    return lambda seed: ours(world, seed, **knobs).seconds
-
-
-def _queue_scheduling() -> Iterator[Case]:
-    world = reasoning(8, 8, success=CHANCES, is_filtered=True, steps=3)
-    for extra, published, least in (
-        (0, "125 s -> 58 s (2.16x)", 1.2),
-        (8, "", 2.16),
-        (16, "125 s -> 37 s (3.4x)", 3.4),
-    ):
-        knobs = {"extra_groups": extra, "surplus": "abort"} if extra else {}
-        yield Case(
-            workload=f"queue scheduling, 8 x 8, {extra or 'no'} extra prompts",
-            peer="batch by batch",
-            theirs=partial(batch_by_batch, world),
-            ours=_seconds(world, knobs),
-            published=published,
-            least=least,
-        )
+    for _ in range(world.steps):
+        kept, running = 0, set[asyncio.Task[bool]]()
+        while kept < world.groups:
+            while len(running) < world.groups + additional:
+                running.add(asyncio.ensure_future(group(next_group)))
+                next_group += 1
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            kept += sum(task.result() for task in done)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return asyncio.get_running_loop().time() / world.steps
 
 
-def _prompt_replication() -> Iterator[Case]:
-    for groups, members, published in ((64, 16, 1.84), (16, 32, 1.95), (32, 16, 1.30)):
-        world = reasoning(groups, members)
-        yield Case(
-            workload=f"prompt replication, {groups} x {members}",
-            peer="one request a prompt",
-            theirs=partial(held_together, world),
-            ours=_seconds(world, {}),
-            published=f"{published:.2f}x",
-            least=published,
-        )
-
-
-def _environments(steps: int) -> Iterator[Case]:
-    alone = _seconds(agentic(NORMAL), {})
-    lockstep: dict[str, Run] = {
-        "turn by turn": partial(batch_by_batch, agentic(NORMAL)),
-        "our own lockstep": _seconds(agentic(NORMAL), {"lockstep": True}),
-    }
-    for (peer, theirs), least in zip(lockstep.items(), (2.1, 1.8), strict=True):
-        yield Case(
-            workload="environment-level asynchrony, steps normal(10 s, 10 s)",
-            peer=peer,
-            theirs=theirs,
-            ours=alone,
-            published="892 s -> 362 s (2.46x)",
-            least=least,
-        )
-    normal, heavy = (agentic(latency_s, steps=steps) for latency_s in (NORMAL, HEAVY))
-    spare = {"surplus": "abort", "extra_members": 2}
-    synchronous, carried = _seconds(heavy, {}), _seconds(heavy, {"max_lag": 1.0})
-    yield Case(
-        workload="redundant environments, 4 more groups, 2 more members, heavy tail, max_lag 0",
-        peer="16 groups of 8",
-        theirs=synchronous,
-        ours=_seconds(heavy, {**spare, "extra_groups": 4}),
-        published="",
-        least=1.6,
-    )
-    yield Case(
-        workload="carry-over, 16 extra groups, heavy tail, max_lag 1",
-        peer="max_lag 0",
-        theirs=synchronous,
-        ours=carried,
-        published="async training: 1.68x SWE, 2.27x ALFWorld",
-        least=1.5,
-    )
-    yield Case(
-        workload="redundant environments, 4 more groups, 2 more members, heavy tail, max_lag 1",
-        peer="carry-over, max_lag 1",
-        theirs=carried,
-        ours=_seconds(heavy, {**spare, "max_lag": 1.0, "extra_groups": 20}),
-        published="1.08x SWE, 1.20x ALFWorld",
-        least=1.6,
-    )
-    yield Case(
-        workload="redundant environments, 4 more groups, 2 more members, normal steps, max_lag 1",
-        peer="carry-over, max_lag 1",
-        theirs=_seconds(normal, {"max_lag": 1.0}),
-        ours=_seconds(normal, {**spare, "max_lag": 1.0, "extra_groups": 20}),
-        published="1.08x SWE, 1.20x ALFWorld",
-        least=1.08,
-    )
-
-
-def cases(agent_steps: int = 3) -> list[Case]:
-    """All rows. `agent_steps`: how many steps a run of the agents has where groups may outlive a step."""
-    return [*_queue_scheduling(), *_prompt_replication(), *_environments(agent_steps)]
-
-
-# ---- the figures -------------------------------------------------------------------------------------------------------
-
-
-class Spread(NamedTuple):
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.0f} s [{self.low:.0f}, {self.high:.0f}]"
-
-
-def spread(numbers: list[float]) -> Spread:
-    return Spread(statistics.median(numbers), min(numbers), max(numbers))
-
-
-class Figures(NamedTuple):
-    ours: Spread
-    theirs: Spread
-    ratio: Spread  # seed by seed
-
-
-def measure(case: Case, num_seeds: int, known: dict[Run, list[float]]) -> Figures:
-    """`known` keeps what several rows share."""
-    for run in (case.ours, case.theirs):
-        if run not in known:
-            known[run] = [run(seed) for seed in range(num_seeds)]
-    ours, theirs = known[case.ours], known[case.theirs]
-    return Figures(spread(ours), spread(theirs), spread([t / o for t, o in zip(theirs, ours, strict=True)]))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = Options(__doc__)
-    parser.add("--seeds", 10, smoke=1)
-    options = parser.parse(argv)
-    rows: list[Row] = []
-    known = dict[Run, list[float]]()
-    for case in cases()[:1] if options.smoke else cases():
-        found = measure(case, options.seeds, known)
-        rows.append(cost(case.workload, METRIC, found.ours.median, case.peer, found.theirs.median, digits=2))
-        ratio = f"{found.ratio.median:.2f}x [{found.ratio.low:.2f}, {found.ratio.high:.2f}]"
-        say(f"{case.workload:72} {case.peer:22} {found.theirs!s:20} ours {found.ours!s:20} {ratio:20} {case.published}")
-    publish(rows, options)
-
-
-if __name__ == "__main__":
-    main()
+def by_running_prompts(world: World, seed: int, additional: int) -> float:
+    """Seconds a step of ROLL's queue scheduling: as many prompts as the batch has, and the additional ones, run at any time
+    until the batch has enough of them with a signal. Complete prompts do not count; what still runs is aborted."""
+    return run_virtual(_by_running_prompts(world, seed, additional))
