@@ -38,7 +38,6 @@ SHAPE = (
 )
 ONE_GPU = Path(__file__).parents[2] / "recipes/sim/one_gpu.toml"
 LENGTHS = SimConfig(lengths=DrawConfig(kind="geometric", mean=200))
-QUICK = ("--set", "pipeline.groups_per_step=2", "--set", "sim.lengths.mean=100", "--max-lag", "1")
 
 
 def config(*, path: str = "hub/name") -> RunConfig:
@@ -116,10 +115,10 @@ def test_engines_and_learner_slow_each_other_down_on_shared_gpus_alone() -> None
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [1, 6])
+@pytest.mark.parametrize("number", [1, 2])
 def test_a_plan_is_within_five_percent_of_the_best_of_all_settings(number: int) -> None:
-    """Two of the scenarios of `bench/plan.py`, with fewer steps."""
-    planner = planner_of(make_scenario(number), 8)
+    """Two of the scenarios of `bench/plan.py`, with fewer steps and less lag."""
+    planner = planner_of(make_scenario(number)._replace(max_lag=1.0), 6)
     plan = make_plan(planner)
     found = sweep(planner)
     assert found[plan.chosen.settings] >= 0.95 * max(found.values())
@@ -142,19 +141,20 @@ def test_lag_that_buys_next_to_nothing_is_not_planned() -> None:
     assert choose([tried(0, 80), tried(1, 100 - 110 * MARGIN), tried(2, 100)]).max_lag == 2
 
 
-def test_a_planned_config_is_simulated_and_read_back_as_it_is(tmp_path: Path) -> None:
-    out = tmp_path / "planned.toml"
-    code, text = plan_command(str(ONE_GPU), "--gpus", "2xH200", "--shape", SHAPE, "--out", str(out), "--json", *QUICK)
-    assert code == 0, text
-    found, config = msgspec.json.decode(text), load(out, RunConfig)
-    chosen = found["chosen"]["settings"]
-    assert config.engine.replicas == chosen["placed"]["engines"] and config.learner.ranks == chosen["placed"]["ranks"]
-    assert (config.pipeline.max_lag, config.engine.slots) == (chosen["max_lag"], chosen["slots"])
-    assert config.runtime == "ray" and config.resources.colocate == chosen["placed"]["is_shared"]
+def test_a_planned_config_is_simulated_and_read_back_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millstream.run.plan.MAX_STEPS", 8)
+    out, small = tmp_path / "planned.toml", ("--set", "pipeline.groups_per_step=2", "--set", "sim.lengths.mean=100")
+    words = ("--shape", SHAPE, *small, "--out", str(out))
+    code, text = plan_command(str(ONE_GPU), "--gpus", "2xH200", "--max-lag", "0.5", *words)
+    assert code == 0 and "times the throughput of synchronous training" in text, text
+    config = load(out, RunConfig)
+    assert (config.runtime, config.engine.replicas + config.learner.ranks) in [("ray", 2), ("ray", 4)]
     assert CliRunner().invoke(app, ["sim", str(out), "--set", "pipeline.steps=2"]).exit_code == 0
     assert ElementTree.parse(out.with_suffix(".svg")).getroot().tag.endswith("svg")
-    code, text = plan_command(str(out), "--gpus", "2xH200", "--shape", SHAPE, *QUICK)
-    assert code == 0 and "times the throughput of synchronous training" in text
+    code, text = plan_command(str(out), "--gpus", "H200", "--max-lag", "0", "--json", *words)
+    chosen, config = msgspec.json.decode(text)["chosen"]["settings"], load(out, RunConfig)
+    assert (config.runtime, config.pipeline.max_lag, config.engine.slots) == ("local", 0, chosen["slots"])
+    assert chosen["placed"] == {"ranks": 1, "engines": 1, "is_shared": True}
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

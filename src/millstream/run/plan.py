@@ -38,7 +38,7 @@ LAGS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 SLOT_SHARES = (1.0, 0.5, 0.25)  # of the slots that hold all rollouts in flight, or that fit
 EXTRA_SHARES = (1.0, 0.5)  # of the groups that max_lag allows beyond one batch
 SURPLUS_SHARES = (0.0, 0.25, 0.5, 1.0)  # of a batch, where surplus = "abort" allows any number
-MEMBER_SHARES = (0.0, 0.25, 0.5)  # of a group, likewise
+MEMBER_SHARES = (0.0, 0.25)  # of a group, likewise
 MAX_PLACES = 16  # ways to divide GPUs that are tried; of more GPUs, at equal distances
 MIN_STEPS, MAX_STEPS = 8, 24  # of a simulation, and two more for every version of lag
 USUAL_ROLLOUTS = 1000  # of a simulation: fewer a step give more steps
