@@ -40,9 +40,9 @@ EXTRA_SHARES = (1.0, 0.5)  # of the groups that max_lag allows beyond one batch
 SURPLUS_SHARES = (0.0, 0.25, 0.5, 1.0)  # of a batch, where surplus = "abort" allows any number
 MEMBER_SHARES = (0.0, 0.25)  # of a group, likewise
 MAX_PLACES = 16  # ways to divide GPUs that are tried; of more GPUs, at equal distances
-MIN_STEPS, MAX_STEPS = 8, 24  # of a simulation, and two more for every version of lag
+MIN_STEPS, MAX_STEPS = 4, 24  # of a simulation, and two more for every version of lag
 USUAL_ROLLOUTS = 1000  # of a simulation: fewer a step give more steps
-MAX_ROLLOUTS = 40_000  # of all simulations of a search; a rollout takes about a millisecond
+MAX_ROLLOUTS = 25_000  # of all simulations of a search; a rollout takes about a millisecond
 MAX_GUESS = 1.5  # times the guess of the best: beyond it a variation is not simulated
 MAX_GPUS = 4096
 NEVER_S = 1e9
@@ -147,7 +147,7 @@ class Planner:
         self._members = MEMBER_SHARES if is_greedy else (0.0,)
         wanted = USUAL_ROLLOUTS // self._load.num_rollouts
         self.steps = 2 * math.ceil(max_lag) + max(MIN_STEPS, min(MAX_STEPS, wanted))
-        self._num_rollouts = 0  # simulated so far
+        self._num_rollouts = 0  # that a search has simulated
         self._guesses: dict[Settings, float] = {}
 
     def _fit(self, placed: Placed, gpus: Gpus | None = None) -> Fit:
@@ -247,11 +247,12 @@ class Planner:
 
     def simulate(self, settings: Settings, *, steps: int | None = None, seed: int | None = None) -> Expected:
         config, steps = self.config_of(settings), self.steps if steps is None else steps
-        assert config.sim is not None
+        sim = config.sim
+        assert sim is not None
         pipeline = structs.replace(config.pipeline, steps=steps, stall_s=NEVER_S, deadline_s=NEVER_S)
         config = structs.replace(config, pipeline=pipeline, seed=config.seed if seed is None else seed)
         self._num_rollouts += steps * self._load.num_rollouts
-        events = simulate(config, config.sim).events
+        events = simulate(config, sim).events
         steps_made = [event for event in events if isinstance(event, Stepped)]
         first, lanes, summary = len(steps_made) // 4, lanes_of(events), summarise(events)
         begin, end = steps_made[first].at, steps_made[-1].at
@@ -274,6 +275,7 @@ class Planner:
     def search(self, lags: Sequence[float]) -> Settings:
         """The fastest that was found with one of these lags."""
         best = min(self.points(lags), key=lambda point: self.guess(self.settings_of(point)))
+        self._num_rollouts = 0
         is_better = True
         while is_better:
             before = best
