@@ -115,10 +115,9 @@ def test_engines_and_learner_slow_each_other_down_on_shared_gpus_alone() -> None
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_plan_is_within_five_percent_of_the_best_of_all_settings(number: int) -> None:
-    """Two of the scenarios of `bench/plan.py`, with fewer steps and less lag."""
-    planner = planner_of(make_scenario(number)._replace(max_lag=1.0), 6)
+def test_a_plan_is_within_five_percent_of_the_best_of_all_settings() -> None:
+    """One of the scenarios of `bench/plan.py`, with less lag."""
+    planner = planner_of(make_scenario(1)._replace(max_lag=1.0), 8)
     plan = make_plan(planner)
     found = sweep(planner)
     assert found[plan.chosen.settings] >= 0.95 * max(found.values())
