@@ -3,8 +3,8 @@
 Closed forms order all settings that fit in memory (`run.workload`), and the simulator judges (`run.simulate`): from the best
 guess one setting at a time is varied, and the fastest simulated one is kept, until no variation is faster. The fastest few are
 simulated again, for longer and with other random numbers. Lag is not free: of those within `MARGIN` of the fastest, the plan is
-the one with the lowest `max_lag`. What a plan expects comes from random numbers that did not choose it. The same input gives the
-same plan.
+the one with the lowest `max_lag`. What a plan expects comes from random numbers that did not choose it. The same input gives
+the same plan.
 """
 
 from __future__ import annotations
