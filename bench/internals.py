@@ -45,7 +45,7 @@ from millstream.pipeline.waits import Waits
 from millstream.run.check import check_config
 from millstream.run.folder import RunResult
 from millstream.run.garbage import seldom_collected
-from millstream.run.plan import Planner, Settings, make_plan
+from millstream.run.plan import Planner, Settings, plan_run
 from millstream.run.roofline import parse_gpus
 from millstream.run.sizes import shape_from
 from millstream.seeds import derive_seed

@@ -23,8 +23,8 @@ from internals import (
     Settings,
     SimConfig,
     SimEnvironmentConfig,
-    make_plan,
     parse_gpus,
+    plan_run,
     shape_from,
 )
 from millstream import ModelConfig, PipelineConfig, RolloutConfig, RunConfig
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in map(int, options.only.split(",")):
         scenario = make_scenario(number)
         planner, began = planner_of(scenario, options.steps), time.perf_counter()
-        plan = make_plan(planner)
+        plan = plan_run(planner)
         seconds = time.perf_counter() - began
         found = sweep(planner)
         chosen, best = plan.chosen.settings, max(found, key=lambda one: found[one])

@@ -23,7 +23,7 @@ from millstream.run.plan import (
     Settings,
     Tried,
     choose,
-    make_plan,
+    plan_run,
     planned_costs,
     planned_shape,
 )
@@ -118,7 +118,7 @@ def test_engines_and_learner_slow_each_other_down_on_shared_gpus_alone() -> None
 def test_a_plan_is_within_five_percent_of_the_best_of_all_settings() -> None:
     """One of the scenarios of `bench/plan.py`, with less lag."""
     planner = planner_of(make_scenario(1)._replace(max_lag=1.0), 8)
-    plan = make_plan(planner)
+    plan = plan_run(planner)
     found = sweep(planner)
     assert found[plan.chosen.settings] >= 0.95 * max(found.values())
     assert len(plan.tried) < len(found)

@@ -19,7 +19,7 @@ from millstream.errors import ConfigError, OutputError
 from millstream.events.lanes import COLORS
 from millstream.paths import kind_of, program
 from millstream.run.config import RunConfig
-from millstream.run.plan import Plan, Planner, Tried, make_plan, planned_costs, planned_shape
+from millstream.run.plan import Plan, Planner, Tried, plan_run, planned_costs, planned_shape
 from millstream.run.roofline import Gpus, parse_gpus
 
 MAX_SHOWN_TRIES = 8
@@ -65,7 +65,7 @@ def plan_command(
         model = planned_shape(config, shape)
         sim, notes = planned_costs(config, model, costs)
         planner = Planner(config, sim, model, found, max_lag=max_lag, is_calibrated=costs is not None)
-        plan = make_plan(planner, notes)
+        plan = plan_run(planner, notes)
         if out is not None:
             _write(out, plan, found)
         if as_json:

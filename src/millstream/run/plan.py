@@ -103,7 +103,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         return self.chosen.expected.rollouts_per_s / self.synchronous.expected.rollouts_per_s
 
 
-class Point(NamedTuple):
+class GridPoint(NamedTuple):
     """Settings by their place in the lists that are searched."""
 
     place: int
@@ -185,14 +185,14 @@ class Planner:
 
     # ---- settings ------------------------------------------------------------------------------------------------------
 
-    def points(self, lags: Sequence[float]) -> Iterator[Point]:
+    def points(self, lags: Sequence[float]) -> Iterator[GridPoint]:
         """All of them; some may stand for the same settings."""
         some = [number for number, lag in enumerate(self.lags) if lag in lags]
         sizes = (len(SLOT_SHARES), len(self._extra), len(self._members))
         for point in itertools.product(range(len(self.places)), some, *map(range, sizes)):
-            yield Point(*point)
+            yield GridPoint(*point)
 
-    def settings_of(self, point: Point) -> Settings:
+    def settings_of(self, point: GridPoint) -> Settings:
         pipeline, size = self.config.pipeline, self.config.rollout.group_size
         lag, placed, groups = self.lags[point.lag], self.places[point.place], pipeline.groups_per_step
         allowed = groups if pipeline.is_first_to_finish else full_budget(groups, lag) - groups
@@ -286,11 +286,11 @@ class Planner:
             is_better = best != before and self._num_rollouts < MAX_ROLLOUTS
         return self.settings_of(best)
 
-    def _varied(self, best: Point, name: str, lags: Sequence[float]) -> Point:
+    def _varied(self, best: GridPoint, name: str, lags: Sequence[float]) -> GridPoint:
         """The fastest of a point and those that differ from it in this one. Ways to divide GPUs are tried in one direction as
         long as it pays."""
         rate, limit = self.rate(self.settings_of(best)), MAX_GUESS * self.guess(self.settings_of(best))
-        sizes = Point(len(self.places), len(self.lags), len(SLOT_SHARES), len(self._extra), len(self._members))
+        sizes = GridPoint(len(self.places), len(self.lags), len(SLOT_SHARES), len(self._extra), len(self._members))
         here, values = getattr(best, name), range(getattr(sizes, name))
         if name == "lag":
             ways = [[value for value in values if self.lags[value] in lags]]
@@ -338,7 +338,7 @@ def choose(tried: Sequence[Tried]) -> Settings:
     return min(near, key=lambda one: (one.settings.max_lag, -one.expected.rollouts_per_s)).settings
 
 
-def make_plan(planner: Planner, notes: Sequence[str] = ()) -> Plan:
+def plan_run(planner: Planner, notes: Sequence[str] = ()) -> Plan:
     synchronous = planner.search([0.0])
     planner.search(planner.lags)
     tried = planner.tried()
