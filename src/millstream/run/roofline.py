@@ -113,7 +113,7 @@ class Fit(Struct, frozen=True, kw_only=True):
 
 
 class Placed(Struct, frozen=True, kw_only=True):
-    """How GPUs are divided: so many ranks and engines, one GPU each, or on shared GPUs both on each."""
+    """How GPUs are divided: ranks and engines with one GPU each, or on shared GPUs one of both on each."""
 
     ranks: int
     engines: int
