@@ -46,11 +46,14 @@ from millstream.run.calibrate import as_it_ran, calibrate
 from millstream.run.check import check_config
 from millstream.run.folder import RunResult
 from millstream.run.garbage import seldom_collected
+from millstream.run.plan import Planner, Settings, plan_run
+from millstream.run.roofline import parse_gpus
 from millstream.run.simulate import simulate
+from millstream.run.sizes import shape_from
 from millstream.seeds import derive_seed
 from millstream.serving.request import Pin
 from millstream.serving.router import Router
-from millstream.sim.config import DrawConfig, SimConfig
+from millstream.sim.config import DrawConfig, SimConfig, SimEnvironmentConfig
 from millstream.sim.costs import H200, H200_KV_TOKENS, Costs
 from millstream.sim.draws import Draw, at_most, constant, lognormal, mixture, pareto, truncated_normal, uniform
 from millstream.sim.engine import SimEngine

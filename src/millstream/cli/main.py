@@ -1,5 +1,5 @@
 """The command line: train, scale, set, status, export, eval, env check, audit, rollouts, diff, report, plot, trace, init,
-recipes, doctor, sim, calibrate, serve, serve-store.
+recipes, doctor, sim, calibrate, plan, serve, serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
 says what to type.
@@ -28,6 +28,7 @@ from millstream.cli.doctor import doctor_command
 from millstream.cli.dry_run import DryRun, ShowConfig, show_config, show_dry_run
 from millstream.cli.evaluate import evaluate_command
 from millstream.cli.export import export_command
+from millstream.cli.plan import plan_command
 from millstream.cli.plot import plot_command
 from millstream.cli.recipes import init_command, recipes_command
 from millstream.cli.rollouts import kept_lines, rollouts_command
@@ -348,6 +349,7 @@ app.command(name="init")(init_command)
 app.command(name="recipes")(recipes_command)
 app.command(name="sim")(sim_command)
 app.command(name="calibrate")(calibrate_command)
+app.command(name="plan")(plan_command)
 app.command(name="serve")(serve_command)
 app.command(name="serve-store")(serve_store_command)
 

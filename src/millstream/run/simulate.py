@@ -135,18 +135,25 @@ def _check(config: RunConfig, sim: SimConfig, draws: SimDraws) -> None:
 
 
 def _check_cache(config: RunConfig, sim: SimConfig, draws: SimDraws) -> None:
-    """The last request of a rollout has all turns before it in its prompt. Without a highest number of turns only the first
-    request is checked; the engine refuses the others."""
-    limit = config.rollout.max_tokens
-    turns = max(1, round(draws.turns.most)) if math.isfinite(draws.turns.most) else 1
-    sampled = limit if math.isinf(draws.lengths.most) else min(limit, max(1, round(draws.lengths.most)))
-    most = turns * sim.prompt_tokens + (turns - 1) * sampled + limit
+    turns, most = _most_turns(draws), longest_request(config, sim, draws)
     if sim.cache_tokens is not None and sim.cache_tokens < most:
         of = f"with {turns} turns, each of" if turns > 1 else "with"
         raise ConfigError(
             f"sim.cache_tokens = {sim.cache_tokens}, and a request may need {most} ({of} sim.prompt_tokens and at most "
             "rollout.max_tokens): set sim.cache_tokens higher, or rollout.max_tokens lower"
         )
+
+
+def longest_request(config: RunConfig, sim: SimConfig, draws: SimDraws) -> int:
+    """In tokens of the cache. The last request of a rollout has all turns before it in its prompt. Without a highest number of
+    turns only the first request is counted; the engine refuses the others."""
+    limit, turns = config.rollout.max_tokens, _most_turns(draws)
+    sampled = limit if math.isinf(draws.lengths.most) else min(limit, max(1, round(draws.lengths.most)))
+    return turns * sim.prompt_tokens + (turns - 1) * sampled + limit
+
+
+def _most_turns(draws: SimDraws) -> int:
+    return max(1, round(draws.turns.most)) if math.isfinite(draws.turns.most) else 1
 
 
 def _check_lengths(config: RunConfig, sim: SimConfig, longest: float) -> None:

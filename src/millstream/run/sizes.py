@@ -259,15 +259,16 @@ class Memory:
         self._rollouts = config.pipeline.groups_per_step * config.rollout.num_members
         self.longest = longest_rollout(config, shape.context)
         self.token_bytes = 2 * shape.keys * shape.layers * self._bytes
-        self.fixed = self._fixed(config)
+        self.engine = self._bytes * shape.trained if config.engine.kind == "torch" else 0.0  # weights of one
+        self.learner = self._learner(config)
+        self.fixed = self.learner + config.engine.replicas * self.engine
 
-    def _fixed(self, config: RunConfig) -> float:
-        """All that does not depend on a size."""
+    def _learner(self, config: RunConfig) -> float:
+        """With the scorers that are on its GPU: all that does not depend on a size. Adapters share the weights that they stand
+        on."""
         shape, size = self._shape, self._bytes
-        weights, own = size * shape.parameters, size * shape.trained  # of a copy: adapters share what they stand on
+        weights, own = size * shape.parameters, size * shape.trained
         total = weights + NUM_PUBLISHED * own + self._optimizer(shape.trained) / config.learner.ranks
-        if config.engine.kind == "torch":
-            total += config.engine.replicas * own
         if config.learner.mini_batches > 1 and config.proximal is None:
             total += own
         if config.proximal is not None and _is_here(config.proximal.device):
@@ -284,6 +285,13 @@ class Memory:
     def _optimizer(self, num_trained: int) -> float:
         """Gradient and two moments in float32, and masters unless the weights are their own."""
         return num_trained * (12 + (4 if self._bytes < 4 else 0))
+
+    def sharded(self, ranks: int) -> float:
+        """Of one rank of several on a cluster: its part of the masters, gradients and moments, two layers that are gathered,
+        with the gradient of one, and the embeddings, which stay gathered. Weights are published from the host's memory."""
+        shape = self._shape
+        layer, ends = shape.parameters / shape.layers, 2 * shape.words * shape.hidden
+        return 16 * shape.trained / ranks + self._bytes * (2 * layer + ends) + 4 * layer
 
     def pass_bytes(self, tokens: int) -> float:
         """Of one forward and backward pass of the learner."""

@@ -1,0 +1,205 @@
+"""`millstream plan`: what GPUs cost, what fits, and what is chosen, against a sweep of all settings."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from msgspec import structs
+from typer.testing import CliRunner
+
+from millstream.cli.main import app
+from millstream.config import load
+from millstream.errors import ConfigError
+from millstream.run.check import check_combinations
+from millstream.run.config import ModelConfig, RunConfig
+from millstream.run.plan import (
+    MARGIN,
+    Expected,
+    Planner,
+    Settings,
+    Tried,
+    choose,
+    plan_run,
+    planned_costs,
+    planned_shape,
+)
+from millstream.run.roofline import Placed, costs_on, fit_memory, gpu_table, parse_gpus, with_sharing
+from millstream.run.sizes import ModelShape, shape_from
+from millstream.sim.config import DrawConfig, SimConfig
+from plan import SHAPES, make_scenario, planner_of, sweep
+
+HEADS = "num_attention_heads=16,num_key_value_heads=8,head_dim=128"
+SHAPE = (
+    f"hidden_size=2048,num_hidden_layers=28,intermediate_size=6144,vocab_size=151936,tie_word_embeddings=true,{HEADS}"
+)
+ONE_GPU = Path(__file__).parents[2] / "recipes/sim/one_gpu.toml"
+LENGTHS = SimConfig(lengths=DrawConfig(kind="geometric", mean=200))
+
+
+def config(*, path: str = "hub/name") -> RunConfig:
+    return RunConfig(model=ModelConfig(path=path))
+
+
+def shape(name: str) -> ModelShape:
+    found = shape_from({**SHAPES[name], "tie_word_embeddings": True})
+    assert found is not None
+    return found
+
+
+def plan_command(*words: str) -> tuple[int, str]:
+    found = CliRunner().invoke(app, ["plan", *words])
+    return found.exit_code, found.output
+
+
+# ---- costs and memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "tokens_per_s", "trained_per_s"),
+    [("0.5B", 512, 77_000, 103_700), ("2B", 128, 35_900, 42_600), ("2B", 512, 54_100, 42_600)],
+)
+def test_the_costs_of_an_h200_are_those_that_were_measured(
+    name: str, requests: int, tokens_per_s: float, trained_per_s: float
+) -> None:
+    """docs/benchmarks.md: prompts of 160 tokens on average, 256 sampled ones; a compiled learner of one rank."""
+    gpus, placed = parse_gpus("2xH200"), Placed(ranks=1, engines=1, is_shared=False)
+    fitted = fit_memory(config(), shape(name), gpus, placed, longest_request=416, batch_tokens=1e5)
+    sim = costs_on(LENGTHS, shape(name), gpus, placed, fitted)
+    step_s = sim.costs.of_step(requests, requests * (160 + 128))
+    assert requests / step_s == pytest.approx(tokens_per_s, rel=0.15)
+    assert sim.train_tokens_per_s == pytest.approx(trained_per_s, rel=0.02)
+
+
+def test_every_kind_of_gpu_has_a_source_and_is_found_however_it_is_written() -> None:
+    for name, kind in gpu_table().gpu.items():
+        assert kind.source
+        assert parse_gpus(f"4x{name}").name == name
+    assert parse_gpus("rtx 4090").number == 1
+    assert parse_gpus("8 x NVIDIA H200").number == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("8xA100", "A100-40GB or A100-80GB"), ("8xTPU", "Known kinds: A100-40GB"), ("0xH200", "8xH200"), ("8", "8xH200")]
+)  # fmt: skip
+def test_an_unknown_gpu_is_refused_with_those_that_are_known(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        parse_gpus(text)
+
+
+@pytest.mark.parametrize("kind", list(gpu_table().gpu))
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_what_fits_is_within_the_memory_of_a_gpu_and_holds_the_longest_rollout(kind: str, name: str) -> None:
+    gpus, longest = parse_gpus(f"8x{kind}"), 4224
+    for ranks in (1, 3, 7, 8):
+        placed = Placed(ranks=ranks, engines=8 if ranks == 8 else 8 - ranks, is_shared=ranks == 8)
+        found = fit_memory(config(), shape(name), gpus, placed, longest_request=longest, batch_tokens=1e6)
+        if found.lack_gb <= 0:
+            assert max(found.learner_gb, found.engine_gb) <= 0.9 * gpus.kind.memory_gb + 1e-6
+            assert min(found.cache_tokens, found.micro_batch_tokens) >= longest
+        else:
+            assert found.where
+
+
+def test_engines_and_learner_slow_each_other_down_on_shared_gpus_alone() -> None:
+    shared, apart = Placed(ranks=2, engines=2, is_shared=True), Placed(ranks=1, engines=1, is_shared=False)
+    measured = structs.replace(LENGTHS, decode_slowdown=1.4, learner_keep=0.8)
+    assert with_sharing(measured, shared) == measured
+    assert with_sharing(measured, apart).decode_slowdown == with_sharing(measured, apart).learner_keep == 1
+    assert with_sharing(LENGTHS, shared).decode_slowdown == gpu_table().efficiency.decode_slowdown
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_within_five_percent_of_the_best_of_all_settings() -> None:
+    """One of the scenarios of `bench/plan.py`, with less lag."""
+    planner = planner_of(make_scenario(1)._replace(max_lag=1.0), 8)
+    plan = plan_run(planner)
+    found = sweep(planner)
+    assert found[plan.chosen.settings] >= 0.95 * max(found.values())
+    assert len(plan.tried) < len(found)
+    assert plan.synchronous.settings.max_lag == 0
+    check_combinations(plan.config)
+
+
+def test_lag_that_buys_next_to_nothing_is_not_planned() -> None:
+    def tried(max_lag: float, rollouts_per_s: float) -> Tried:
+        settings = Settings(
+            placed=Placed(ranks=1, engines=1, is_shared=True), max_lag=max_lag, slots=8, extra_groups=0, extra_members=0
+        )
+        expected = Expected(
+            step_s=1, rollouts_per_s=rollouts_per_s, tokens_per_s=1, engines_idle=0, learner_idle=0, mean_lag=0
+        )
+        return Tried(settings=settings, guess_s=1, expected=expected)
+
+    assert choose([tried(0, 80), tried(1, 100 - 90 * MARGIN), tried(2, 100)]).max_lag == 1
+    assert choose([tried(0, 80), tried(1, 100 - 110 * MARGIN), tried(2, 100)]).max_lag == 2
+
+
+def test_a_planned_config_is_simulated_and_read_back_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millstream.run.plan.MAX_STEPS", 8)
+    out, small = tmp_path / "planned.toml", ("--set", "pipeline.groups_per_step=2", "--set", "sim.lengths.mean=100")
+    words = ("--shape", SHAPE, *small, "--out", str(out))
+    code, text = plan_command(str(ONE_GPU), "--gpus", "2xH200", "--max-lag", "0.5", *words)
+    assert code == 0 and "times the throughput of synchronous training" in text, text
+    config = load(out, RunConfig)
+    assert (config.runtime, config.engine.replicas + config.learner.ranks) in [("ray", 2), ("ray", 4)]
+    assert CliRunner().invoke(app, ["sim", str(out), "--set", "pipeline.steps=2"]).exit_code == 0
+    assert ElementTree.parse(out.with_suffix(".svg")).getroot().tag.endswith("svg")
+    code, text = plan_command(str(out), "--gpus", "H200", "--max-lag", "0", "--json", *words)
+    chosen, config = msgspec.json.decode(text)["chosen"]["settings"], load(out, RunConfig)
+    assert (config.runtime, config.pipeline.max_lag, config.engine.slots) == ("local", 0, chosen["slots"])
+    assert chosen["placed"] == {"ranks": 1, "engines": 1, "is_shared": True}
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_does_not_fit_is_refused_with_gpus_on_which_it_does() -> None:
+    def planner(gpus: str) -> Planner:
+        return Planner(config(), LENGTHS, shape("8B"), parse_gpus(gpus))
+
+    with pytest.raises(ConfigError, match=r"does not fit on 2xH100.*--gpus (\S+) or --gpus (\S+),") as refused:
+        planner("2xH100")
+    words = str(refused.value).split()
+    advised = [word.rstrip(",") for before, word in itertools.pairwise(words) if before == "--gpus"]
+    assert len(advised) == 2 and all(planner(gpus).places for gpus in advised)
+
+
+def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert CliRunner().invoke(app, ["sim", str(ONE_GPU), "--out", str(run), "--set", "pipeline.steps=2"]).exit_code == 0
+    costs = tmp_path / "costs.toml"
+    costs.write_text(f'[sim.lengths]\nkind = "run"\npath = "{run}"\n')
+    same, other = load(ONE_GPU, RunConfig), load(ONE_GPU, RunConfig, ["model.tiny.layers=3"])
+    assert planned_costs(same, planned_shape(same), costs)[1] == []
+    with pytest.raises(ConfigError, match=r"of another model: .*layers 2, .* has .*layers 3,[\s\S]*calibrate"):
+        planned_costs(other, planned_shape(other), costs)
+    costs.write_text("[sim]\n")
+    assert "not checked" in planned_costs(other, planned_shape(other), costs)[1][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--set", "model.path=hub/name", "--set", "model.tiny="], "--shape hidden_size=4096"),
+        (["--shape", "hidden_size=64"], "--shape hidden_size=4096"),
+        (["--shape", f"{SHAPE},num_experts=8"], "mixture of experts"),
+        (["--set", "learner.lora.rank=8"], "--set learner.lora="),
+        (["--set", "engine.kind=vllm"], "--set engine.kind=torch"),
+        (["--set", "model.dtype=float32"], "--set model.dtype=auto"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_what_to_type(words: list[str], expected: str) -> None:
+    code, text = plan_command(str(ONE_GPU), "--gpus", "H200", *words)
+    assert code == 1 and expected in " ".join(text.split())
+
+
+def test_a_config_without_lengths_is_planned_with_a_note() -> None:
+    found, notes = planned_costs(config(), shape("2B"), None)
+    assert found.lengths.mean == config().rollout.max_tokens / 2
+    assert "sim.lengths" in notes[0]
