@@ -80,8 +80,26 @@ class Calibration(Struct, frozen=True, kw_only=True):
     """Of the run's config, that a simulation with these costs needs."""
 
 
+class FittedRun(Struct, frozen=True, kw_only=True):
+    """A run's costs, and the config that simulates it with them."""
+
+    events: list[Event]
+    config: RunConfig
+    sim: SimConfig
+    parameters: list[Fitted]
+    changes: list[str] = []
+    """As in `Calibration`."""
+
+
 def calibrate(run_dir: Path) -> Calibration:
     """Raises `ConfigError` if the run has too little to fit, or cannot be simulated."""
+    found = fit_run(run_dir)
+    compared = _compare(summarise(found.events), simulate(found.config, found.sim).result.summary)
+    return Calibration(sim=found.sim, parameters=found.parameters, compared=compared, changes=found.changes)
+
+
+def fit_run(run_dir: Path) -> FittedRun:
+    """Raises `ConfigError` if the run has too little to fit."""
     folder = RunFolder.of_run(run_dir)
     if not folder.events.exists():
         raise ConfigError(f"{run_dir} has no events.jsonl: calibrate a run that has trained for some steps")
@@ -117,8 +135,7 @@ def calibrate(run_dir: Path) -> Calibration:
     if (longest := max(lengths, default=0)) > config.rollout.max_tokens:
         changes.append(f"rollout.max_tokens={longest}")
         config = structs.replace(config, rollout=structs.replace(config.rollout, max_tokens=longest))
-    compared = _compare(summarise(events), simulate(config, sim).result.summary)
-    return Calibration(sim=sim, parameters=parameters, compared=compared, changes=changes)
+    return FittedRun(events=events, config=config, sim=sim, parameters=parameters, changes=changes)
 
 
 def _as_it_ran(config: RunConfig, events: Sequence[Event], num_steps: int) -> RunConfig:
