@@ -109,6 +109,15 @@ async def judge(task: Task, completion: str) -> float:
     return exact_match(task, completion)
 
 
+# ---- advice.py -------------------------------------------------------------------------------------------------------------
+
+
+async def late_reward(task: Task, completion: str, *, seconds: float) -> float:
+    """Exact match after this time."""
+    await asyncio.sleep(seconds)
+    return exact_match(task, completion)
+
+
 # ---- quality.py ------------------------------------------------------------------------------------------------------------
 
 

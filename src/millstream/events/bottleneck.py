@@ -1,8 +1,8 @@
 """What a run's time goes to, seen from the learner, and what holds it up most: one name. Reads only events.
 
-A step's time is training, publishing weights, and waiting for groups. A wait has one cause. For each the rule is what the events
-showed during it: how many rollouts were in flight, what these waited for, whether an engine was loading weights. Bookkeeping of
-a few operations an event: a terminal that shows it costs the run nothing.
+A step's time is training, publishing weights, and waiting for groups. A wait has one cause: the rules read what the events
+showed during it, how many rollouts were in flight, what these waited for, whether an engine was loading weights. An event takes
+a few microseconds, on the thread that shows it.
 """
 
 from __future__ import annotations
@@ -249,7 +249,11 @@ class TimeUse:
             return None
         steps = steps[min(len(steps) // 4, 4) :]
         total = _StepUse(
-            **{name: sum(getattr(step, name) for step in steps) for name in _StepUse.__struct_fields__ if name != "most"}
+            **{
+                name: sum(getattr(step, name) for step in steps)
+                for name in _StepUse.__struct_fields__
+                if name != "most"
+            }
         )
         seconds = max(total.seconds, 1e-9)
         shares = {
@@ -309,40 +313,24 @@ def _cause(use: _StepUse, num_slots: float | None) -> Name:
 
 
 def _message(name: Name, use: _StepUse, shares: dict[str, float], most: float) -> str:
-    training, publishing, waiting = shares.values()
-    seen = max(1, use.waits_seen)
-    few, in_use = use.few_rollouts / max(use.few_s, 1e-9), f"the learner waits {waiting:.0%} of the time"
+    training, publishing, waiting = (f"{share:.0%}" for share in shares.values())
+    waits, seen, seconds = f"the learner waits {waiting} of the time", max(1, use.waits_seen), max(use.seconds, 1e-9)
+    in_engines, in_environments = use.in_engines / seen, use.in_environments / seen
     filtered = use.num_filtered / max(1, use.num_filtered + use.num_trained)
-    match name:
-        case "learner":
-            return f"engines wait for the learner, which trains {training:.0%} of the time"
-        case "turns":
-            return f"engines and the learner take turns: it trains {training:.0%} of the time, while engines are idle, and waits {waiting:.0%}"
-        case "sync":
-            return (
-                f"weights take {publishing:.0%} of the time to publish, and {in_use}, for {use.few_loading_s / max(use.seconds, 1e-9):.0%} "
-                "while engines load them"
-            )
-        case "environment":
-            return (
-                f"{in_use} for environments and rewards: {use.in_environments / seen:.0f} rollouts are in them then, and "
-                f"{use.in_engines / seen:.0f} in engines"
-            )
-        case "slots":
-            return f"{in_use} while {use.queued / seen:.0f} requests queue for slots, and {use.running / seen:.0f} decode"
-        case "cache":
-            return f"{in_use} while {use.queued / seen:.0f} requests queue for room in the cache, although slots are free"
-        case "no-signal":
-            return f"{in_use}, and {filtered:.0%} of the groups are thrown away: their rewards are all equal"
-        case "failures":
-            return (
-                f"{in_use}: {use.num_failed / max(1, use.num_failed + use.num_ended):.0%} of the rollouts fail, and engines "
-                f"are gone {use.lost_s / max(use.engines_s, 1e-9):.0%} of the time"
-            )
-        case "stragglers":
-            return (
-                f"{in_use}, for {use.few_s / max(use.seconds, 1e-9):.0%} of the time for stragglers: {max(1.0, few):.0f} of up to "
-                f"{most:.0f} rollouts are left then"
-            )
-        case "engines":
-            return f"{in_use} for engines that are busy: up to {most:.0f} rollouts are in flight"
+    failed, lost = use.num_failed / max(1, use.num_failed + use.num_ended), use.lost_s / max(use.engines_s, 1e-9)
+    few = max(1.0, use.few_rollouts / max(use.few_s, 1e-9))
+    return {
+        "learner": f"engines wait for the learner, which trains {training} of the time",
+        "turns": f"engines are idle while the learner trains, {training} of the time, and it waits for them {waiting}",
+        "sync": f"publishing weights takes {publishing} of the time, and {waits}, for {use.few_loading_s / seconds:.0%} while "
+        "engines load them",
+        "environment": f"{waits}, for environments and rewards: {in_environments:.0f} rollouts are in them meanwhile, and "
+        f"{in_engines:.0f} in engines",
+        "slots": f"{waits}, while {use.queued / seen:.0f} requests queue for slots and {use.running / seen:.0f} decode",
+        "cache": f"{waits}, while {use.queued / seen:.0f} requests queue for room in the cache, although slots are free",
+        "no-signal": f"{waits}, and {filtered:.0%} of the groups are filtered: their rewards are all equal",
+        "failures": f"{waits}: {failed:.0%} of the rollouts fail, and engines are lost {lost:.0%} of the time",
+        "stragglers": f"{waits}, for {use.few_s / seconds:.0%} for stragglers: {few:.0f} of up to {most:.0f} rollouts are left "
+        "then",
+        "engines": f"{waits}, for engines that are busy: up to {most:.0f} rollouts are in flight",
+    }[name]

@@ -2,8 +2,8 @@
 
 The bottleneck is read from the events (`events.bottleneck`). A gain is simulated: the costs of the run are fitted
 (`run.calibrate`), the run is simulated as it is and with each change (`run.simulate`), and the gain is the ratio of their step
-times, so that what the model has wrong in both cancels. Each change that is worth naming is simulated again with other seeds and
-with costs drawn from their errors: these give the range. Advice is kept in the run folder (`advice.jsonl`), and is compared with
+times, so that what the model has wrong in both cancels. A change that is worth naming is simulated again with other seeds and
+with costs drawn from their errors, which gives the range. Advice is kept in the run folder (`advice.jsonl`), and held against
 the step times after a change that it named.
 """
 
@@ -121,7 +121,9 @@ def _too_few(folder: RunFolder, events: Sequence[Event]) -> str:
     num = sum(isinstance(event, Stepped) for event in events)
     changed = any(isinstance(event, SettingChanged) for event in events)
     since = " since its settings were changed" if changed and num >= MIN_STEPS else ""
-    found = f"the run in {folder.path} has too few steps for advice{since}: at least {MIN_STEPS} are needed, 20 are better"
+    found = (
+        f"the run in {folder.path} has too few steps for advice{since}: at least {MIN_STEPS} are needed, 20 are better"
+    )
     if holder_of(folder.path) is not None:
         return f"{found}. It is active: try again later"
     return f"{found}. To train it further:\n  {resume_command(folder.path, 'pipeline.steps=N')}"
@@ -191,7 +193,11 @@ class _Trials:
 
     def _changed(self, settings: Sequence[str]) -> RunConfig:
         config, sizes = self._fitted.config, self._sizes
-        as_run = [] if sizes is None else [f"engine.slots={sizes.slots}", f"learner.micro_batch_tokens={sizes.micro_batch_tokens}"]
+        as_run = (
+            []
+            if sizes is None
+            else [f"engine.slots={sizes.slots}", f"learner.micro_batch_tokens={sizes.micro_batch_tokens}"]
+        )
         changes = [*as_run, f"rollout.max_tokens={config.rollout.max_tokens}", *settings]
         return load(self._folder.config, RunConfig, changes)
 
@@ -214,7 +220,9 @@ class _Trials:
         wider = 1 + min(1.0, missed)
         low, high = 1 - (1 - low) / wider if low > 1 else low * (2 - wider), 1 + (high - 1) * wider
         command = self._command(one.settings)
-        return Promise(words=one.words, settings=one.settings, gain=gain, low=low, high=high, command=command, note=one.note)
+        return Promise(
+            words=one.words, settings=one.settings, gain=gain, low=low, high=high, command=command, note=one.note
+        )
 
     def _command(self, settings: Sequence[str]) -> str:
         if not settings:
@@ -257,7 +265,10 @@ def _with_seen(sim: SimConfig, events: Sequence[Event], found: Bottleneck) -> Si
         held = [
             span.num_context / span.num_steps
             for span in events
-            if isinstance(span, Span) and isinstance(span.num_steps, int) and isinstance(span.num_context, int) and span.num_steps
+            if isinstance(span, Span)
+            and isinstance(span.num_steps, int)
+            and isinstance(span.num_context, int)
+            and span.num_steps
         ]
         sim = structs.replace(sim, cache_tokens=round(float(np.quantile(held, 0.95))))
     return structs.replace(sim, failures=_failures(events))
@@ -350,7 +361,9 @@ def outcome_of(given: Sequence[Advice], events: Sequence[Event]) -> AdviceOutcom
     ends = ends[lag:]  # from then on all groups began under it
     num = len(ends) - 1
     gain = before.bottleneck.step_s / ((ends[-1] - ends[0]) / num) if num >= STEPS_AFTER else None
-    return AdviceOutcome(settings=settings, promised=None if promise is None else promise.gain, gain=gain, steps=max(0, num))
+    return AdviceOutcome(
+        settings=settings, promised=None if promise is None else promise.gain, gain=gain, steps=max(0, num)
+    )
 
 
 def _is_same(settings: Sequence[str], new: dict[str, object]) -> bool:

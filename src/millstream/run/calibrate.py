@@ -24,6 +24,8 @@ from millstream.errors import ConfigError
 from millstream.events import (
     Event,
     GroupLeft,
+    Resumed,
+    RolloutAborted,
     RolloutEnded,
     RolloutFailed,
     RolloutStarted,
@@ -318,17 +320,20 @@ def _lengths(sampled: Sequence[int], config: RunConfig) -> Fitted:
 
 
 def _latency(events: Sequence[Event], num_rollouts: int) -> Fitted:
-    """Rollouts in flight that no engine has are in their environment. By Little's law the mean of their number, divided by the
-    rate of rollouts, is the time of each in its environment. Read once a second (`Status`)."""
+    """Rollouts in flight that no engine has are in their environment, or queue for a place in it. By Little's law the mean of
+    the number in it, divided by the rate of rollouts, is the time of each. Read once a second (`Status`)."""
     in_flight, outside, times = 0, list[float](), list[float]()
     for event in events:
         match event:
             case RolloutStarted():
                 in_flight += 1
-            case RolloutEnded() | RolloutFailed():
+            case RolloutEnded() | RolloutFailed() | RolloutAborted():
                 in_flight -= 1
+            case Resumed():
+                in_flight = 0
             case Status() if event.budget:
-                outside.append(max(0.0, in_flight - event.requests_running - event.requests_waiting))
+                queued = sum(wait.count for wait in event.waits if wait.what.startswith("a place in "))
+                outside.append(max(0.0, in_flight - event.requests_running - event.requests_waiting - queued))
                 times.append(event.at)
     if len(outside) < MIN_SPANS:
         return Fitted(name="latency_s", value=0.0, error=None, why=f"the run has {len(outside)} readings of its state")

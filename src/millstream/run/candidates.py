@@ -108,8 +108,13 @@ def _learner(config: RunConfig, seen: Seen) -> Iterator[Candidate]:
 
 
 def _surroundings(config: RunConfig, sim: SimConfig, seen: Seen) -> Iterator[Candidate]:
-    """What has no key: environments, weights, prompts, failures."""
+    """Environments, weights, prompts, failures. Few of these have a key."""
     environment, name = sim.environment, seen.bottleneck.name
+    for number, one in enumerate(config.environment):
+        if one.max_concurrent is not None and name == "environment":
+            more = 2 * one.max_concurrent
+            words = f"{more} episodes of {one.shown} at once"
+            yield Candidate(words=words, settings=(f"environment.{number}.max_concurrent={more}",))
     latency_s = environment.latency_s.mean or 0.0
     if name == "environment" or latency_s > 2 * MATTERS * seen.bottleneck.step_s:
         sigma = environment.latency_s.sigma

@@ -296,12 +296,14 @@ class _SimRun:
 
     def _environment(self) -> SimEnvironment:
         found = self._sim.environment
+        limits = [one.max_concurrent for one in self._config.environment]
         return SimEnvironment(
             num_turns=self._draws.turns.draw,
             latency_s=self._draws.latency_s.draw,
             failure=found.failure,
             success=by_prompt(found.chance(), self._config.seed),
             prompt_tokens=self._sim.prompt_tokens,
+            max_concurrent=None if None in limits else sum(limit or 0 for limit in limits),
         )
 
     def _algorithm(self) -> Algorithm:

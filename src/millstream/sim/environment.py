@@ -30,7 +30,7 @@ class SimEnvironment:
     """Some turns, each followed by a step of some latency, which fails with some probability; a coin for a reward.
 
     The same seed gives the same episode: latencies, failures and reward do not depend on time. `failures` are
-    equally likely."""
+    equally likely. At most `max_concurrent` episodes are played at once; None: no limit."""
 
     def __init__(
         self,
@@ -41,7 +41,9 @@ class SimEnvironment:
         failures: Sequence[SimFailure] = (SimFailure.RAISE,),
         success: float | Success = 0.5,
         prompt_tokens: int = 4,
+        max_concurrent: int | None = None,
     ) -> None:
+        self._places = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
         self._num_turns: Draw = constant(num_turns) if isinstance(num_turns, int) else num_turns
         self._latency_s = latency_s
         self._failure = failure
@@ -50,6 +52,15 @@ class SimEnvironment:
         self._prompt = [1] * prompt_tokens
 
     async def rollout(self, context: Context) -> float:
+        if self._places is None:
+            return await self._play(context)
+        await context.waiting("a place in the environment", self._places.acquire(), is_timed=False)
+        try:
+            return await self._play(context)
+        finally:
+            self._places.release()
+
+    async def _play(self, context: Context) -> float:
         rng, num_sampled = random.Random(context.seed), 0
         for _ in range(max(1, round(self._num_turns(rng)))):
             completion = await context.generate(self._prompt)
