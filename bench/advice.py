@@ -83,7 +83,7 @@ SIMULATED_RUNS = (
     Planted(
         "busy engines",
         "engines",
-        ("engine.replicas=1", "sim.request_s=4e-4", "sim.lengths.sigma=0.1", "pipeline.max_lag=2"),
+        ("engine.replicas=1", "engine.slots=256", "sim.request_s=4e-4", "sim.lengths.sigma=0.1", "pipeline.max_lag=2"),
         "one more engine",
     ),
     Planted(

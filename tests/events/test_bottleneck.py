@@ -17,7 +17,13 @@ GOLDEN = Path(__file__).parents[1] / "golden/max_lag_2.jsonl"
 PLANTED = {
     "stragglers": ("sim.lengths.sigma=1.3",),
     "learner": ("sim.train_tokens_per_s=1500",),
-    "engines": ("engine.replicas=1", "sim.request_s=4e-4", "sim.lengths.sigma=0.1", "pipeline.max_lag=2"),
+    "engines": (
+        "engine.replicas=1",
+        "engine.slots=256",
+        "sim.request_s=4e-4",
+        "sim.lengths.sigma=0.1",
+        "pipeline.max_lag=2",
+    ),
     "environment": ("sim.environment.latency_s.mean=6",),
     "slots": ("engine.slots=6",),
     "cache": ("sim.cache_tokens=3000", "rollout.max_tokens=1024", "pipeline.max_lag=2"),
