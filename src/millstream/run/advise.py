@@ -40,7 +40,7 @@ from millstream.events.bottleneck import MIN_STEPS, Bottleneck, bottleneck_of
 from millstream.events.sinks import read_history
 from millstream.events.summary import summarise
 from millstream.paths import program
-from millstream.run.calibrate import Fitted, FittedRun, fit_run
+from millstream.run.calibrate import FittedRun, fit_run
 from millstream.run.candidates import Candidate, Seen, candidates
 from millstream.run.changes import WHILE_TRAINING
 from millstream.run.config import RunConfig
@@ -58,6 +58,7 @@ MIN_SIMULATED = 8  # steps
 MAX_SIMULATED = 40
 MAX_LENGTHS = 5_000
 MAX_ERROR = 0.5  # of a cost, relative
+MIN_SPREAD = 0.05  # of a gain, to both sides: what promises were wrong by in `bench/advice.py`
 SLOWDOWN = 1.5  # of engine and learner by each other, at most, where the run does not show it
 STEPS_AFTER = 4  # a change, at least, before its gain is known
 
@@ -155,15 +156,16 @@ class _Trials:
             gains = {one.words: [gain] for one, gain in named}
             for number in range(1, NUM_DRAWS + 1):
                 rng = random.Random(number)
-                drawn = _drawn(sim, self._fitted.parameters, rng, is_shared=not self._is_spread)
+                drawn = _drawn(sim, self._fitted, rng, is_shared=not self._is_spread)
                 again = self._step_s(config, drawn, seed=number)
                 for one, _ in named:
                     gain = self._gain(one, drawn, again, seed=number)
                     gains[one.words] += [] if gain is None else [gain]
         missed = abs(math.log(base / advice.bottleneck.step_s))
+        promises = [self._promise(one, gains[one.words], missed) for one, _ in named]
         return structs.replace(
             advice,
-            promises=tuple(self._promise(one, gains[one.words], missed) for one, _ in named),
+            promises=tuple(sorted(promises, key=lambda promise: -promise.gain)),
             simulated_step_s=base,
             uncertain=tuple(f"{one.name}: {one.why}" for one in self._fitted.parameters if one.why),
         )
@@ -216,9 +218,8 @@ class _Trials:
     def _promise(self, one: Candidate, gains: Sequence[float], missed: float) -> Promise:
         """The mean of the simulations. What the model misses of the run's own step time widens the range."""
         gain = math.exp(statistics.mean(map(math.log, gains)))
-        low, high = min(gains), max(gains)
-        wider = 1 + min(1.0, missed)
-        low, high = 1 - (1 - low) / wider if low > 1 else low * (2 - wider), 1 + (high - 1) * wider
+        factor = math.exp(MIN_SPREAD + min(1.0, missed))
+        low, high = min(*gains, gain / factor), max(*gains, gain * factor)
         command = self._command(one.settings)
         return Promise(
             words=one.words, settings=one.settings, gain=gain, low=low, high=high, command=command, note=one.note
@@ -308,11 +309,11 @@ def _lengths(events: Sequence[Event], file: Path) -> DrawConfig:
     return DrawConfig(kind="file", path=str(file))
 
 
-def _drawn(sim: SimConfig, parameters: Sequence[Fitted], rng: random.Random, *, is_shared: bool) -> SimConfig:
+def _drawn(sim: SimConfig, fitted: FittedRun, rng: random.Random, *, is_shared: bool) -> SimConfig:
     """Costs within their errors. `is_shared`: engines and the learner have the same machine; how much they slow each other
     down is drawn where the run does not show it."""
     changes = dict[str, float]()
-    for one in parameters:
+    for one in fitted.parameters:
         if one.name not in SimConfig.__struct_fields__ or one.name in ("prompt_tokens", "lengths") or not one.value:
             continue
         error = min(MAX_ERROR, (one.error or 0.0) / one.value)
@@ -322,7 +323,10 @@ def _drawn(sim: SimConfig, parameters: Sequence[Fitted], rng: random.Random, *, 
             changes[one.name] = slower if one.name == "decode_slowdown" else 1 / slower
     changes["decode_slowdown"] = max(1.0, changes.get("decode_slowdown", 1.0))
     changes["learner_keep"] = min(1.0, changes.get("learner_keep", 1.0))
-    return structs.replace(sim, **changes)
+    num_groups, share = sum(isinstance(event, GroupLeft) for event in fitted.events), sim.environment.no_signal
+    no_signal = share + rng.gauss(0, 1) * math.sqrt(share * (1 - share) / max(1, num_groups))
+    environment = structs.replace(sim.environment, no_signal=min(0.95, max(0.0, no_signal)))
+    return structs.replace(sim, environment=environment, **changes)
 
 
 # ---- the last advice -----------------------------------------------------------------------------------------------------
