@@ -42,7 +42,7 @@ RECENT = 50  # steps that are looked at
 FEW = 0.2  # of the most rollouts that a step had in flight
 MAIN = 0.5  # of a wait's time or rollouts: they are its cause
 QUEUED = 0.15  # of the requests: they wait for slots, or for the cache
-FULL = 0.85  # of the slots
+FULL = 0.75  # of the slots
 NO_SIGNAL = 1 / 3  # of the groups
 FAILED = 0.15  # of the rollouts, or of the engines' time
 MIN_STEPS = 3
@@ -110,6 +110,7 @@ class TimeUse:
     def __init__(self) -> None:
         self._steps: deque[_StepUse] = deque(maxlen=RECENT)
         self._slots: int | None = None  # of one engine; None: not known
+        self._has_pages = True  # whether the cache has a size that requests share
         self._reset()
 
     def _reset(self) -> None:
@@ -177,6 +178,7 @@ class TimeUse:
                 self._slots = _slots_in(event.text) or self._slots
             case SizesChosen():
                 self._slots = event.sizes.slots
+                self._has_pages = event.sizes.cache_gb is not None
             case RunStarted() | Resumed():
                 self._reset()
                 self._now = self._since = event.at
@@ -267,7 +269,10 @@ class TimeUse:
         return Bottleneck(name=name, message=message, steps=len(steps), step_s=seconds / len(steps), shares=shares)
 
     def _num_slots(self) -> float | None:
-        return None if self._slots is None else self._slots * max(1, len(self._versions.keys() - self._gone))
+        """Of all engines. None: not known, or a queue is never for the cache."""
+        if self._slots is None or not self._has_pages:
+            return None
+        return self._slots * max(1, len(self._versions.keys() - self._gone))
 
 
 def bottleneck_of(events: Iterable[Event]) -> Bottleneck | None:
