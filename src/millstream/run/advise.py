@@ -60,8 +60,9 @@ MAX_LENGTHS = 5_000
 MAX_ERROR = 0.5  # of a cost, relative
 MIN_SPREAD = 0.05  # of a gain, to both sides: what promises were wrong by in `bench/advice.py`
 SLOWDOWN = 2.0
-"""Of engine and learner by each other, at most, where they share a machine and the run does not show it. On one H200 it is 2 for
-decoding and 1.7 for training. The square root of it is what is assumed."""
+"""Of engine and learner by each other, at most, where they share a machine and the run does not show it. On one H200 it is 2
+for decoding and 1.7 for training. The square root of it is what is assumed."""
+OVERLAP = 0.5  # of the learner's time, with engines: below it a run need not show their slowdown
 STEPS_AFTER = 4  # a change, at least, before its gain is known
 
 
@@ -145,9 +146,11 @@ class _Trials:
         events = fitted.events
         started = next((event for event in events if isinstance(event, RunStarted)), None)
         self._is_simulated = started is not None and started.is_simulated
-        self._sizes = summarise(events).sizes
+        summary = summarise(events)
+        self._sizes = summary.sizes
         sim = _with_seen(fitted.sim, events, found)
-        self._sim = sim if self._is_spread else structs.replace(sim, **_slowed(fitted, math.sqrt(SLOWDOWN)))
+        self._has_overlap = self._is_spread or summary.overlap_share > OVERLAP
+        self._sim = sim if self._has_overlap else structs.replace(sim, **_slowed(fitted, math.sqrt(SLOWDOWN)))
 
     def complete(self, advice: Advice) -> Advice:
         config = self._fitted.config
@@ -159,7 +162,7 @@ class _Trials:
             gains = {one.words: [gain] for one, gain in named}
             for number in range(1, NUM_DRAWS + 1):
                 rng = random.Random(number)
-                drawn = _drawn(sim, self._fitted, rng, is_shared=not self._is_spread)
+                drawn = _drawn(sim, self._fitted, rng, has_overlap=self._has_overlap)
                 again = self._step_s(config, drawn, seed=number)
                 for one, _ in named:
                     gain = self._gain(one, drawn, again, seed=number)
@@ -319,16 +322,15 @@ def _slowed(fitted: FittedRun, slowdown: float) -> dict[str, float]:
     return {name: value for name, value in found.items() if name in unknown}
 
 
-def _drawn(sim: SimConfig, fitted: FittedRun, rng: random.Random, *, is_shared: bool) -> SimConfig:
-    """Costs within their errors. `is_shared`: engines and the learner have the same machine; how much they slow each other
-    down is drawn where the run does not show it."""
+def _drawn(sim: SimConfig, fitted: FittedRun, rng: random.Random, *, has_overlap: bool) -> SimConfig:
+    """Costs within their errors. `has_overlap`: they contain how much engine and learner slow each other down."""
     changes = dict[str, float]()
     for one in fitted.parameters:
         if one.name not in SimConfig.__struct_fields__ or one.name in ("prompt_tokens", "lengths") or not one.value:
             continue
         error = min(MAX_ERROR, (one.error or 0.0) / one.value)
         changes[one.name] = one.value * math.exp(rng.gauss(0, 1) * error)
-    if is_shared:
+    if not has_overlap:
         changes |= _slowed(fitted, rng.uniform(1, SLOWDOWN))
     changes["decode_slowdown"] = max(1.0, changes.get("decode_slowdown", 1.0))
     changes["learner_keep"] = min(1.0, changes.get("learner_keep", 1.0))

@@ -85,7 +85,7 @@ class Calibration(Struct, frozen=True, kw_only=True):
 class FittedRun(Struct, frozen=True, kw_only=True):
     """A run's costs, and the config that simulates it with them."""
 
-    events: list[Event]
+    events: Sequence[Event]
     config: RunConfig
     sim: SimConfig
     parameters: list[Fitted]
