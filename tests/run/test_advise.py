@@ -15,7 +15,7 @@ from millstream.events import Event, Resumed, SettingChanged, Stepped, encode_ev
 from millstream.events.bottleneck import Bottleneck
 from millstream.events.sinks import read_history
 from millstream.run import advise as module
-from millstream.run.advise import Advice, Promise, advise, keep_advice, outcome_of, read_advice
+from millstream.run.advise import Advice, PromisedGain, advise, keep_advice, outcome_of, read_advice
 from millstream.run.folder import RunFolder
 from millstream.run.simulate import costs_of, simulate
 from support.planted import planted_config
@@ -124,7 +124,7 @@ def given(at: float, step_s: float, *settings: str) -> Advice:
         at=at,
         version=8,
         bottleneck=seen,
-        promises=(Promise(words="a change", gain=1.3, low=1.2, high=1.4, settings=settings),),
+        promises=(PromisedGain(words="a change", gain=1.3, low=1.2, high=1.4, settings=settings),),
     )
 
 

@@ -12,7 +12,7 @@ import typer
 from millstream.cli.common import AsJson, console, errors, errors_shown
 from millstream.cli.show import bottleneck_lines
 from millstream.events import Event
-from millstream.run.advise import ADVICE, Advice, AdviceOutcome, Promise, advise, keep_advice, outcome_of
+from millstream.run.advise import ADVICE, Advice, AdviceOutcome, PromisedGain, advise, keep_advice, outcome_of
 
 
 def advise_command(
@@ -63,7 +63,7 @@ def outcome_lines(last: AdviceOutcome | None) -> list[str]:
     return [f"The last advice {said}; {last.gain:.2f}x came of it, over {last.steps} steps."]
 
 
-def _promise_lines(one: Promise) -> list[str]:
+def _promise_lines(one: PromisedGain) -> list[str]:
     note = f" ({one.note})" if one.note else ""
     lines = [f"{one.gain:.2f}x  with {one.words}{note}; between {one.low:.2f}x and {one.high:.2f}x"]
     return [*lines, *([f"  {one.command}"] if one.command else [])]

@@ -47,7 +47,7 @@ NO_SIGNAL = 1 / 3  # of the groups
 FAILED = 0.15  # of the rollouts, or of the engines' time
 MIN_STEPS = 3
 
-Name = Literal[
+BottleneckName = Literal[
     "learner",
     "turns",
     "sync",
@@ -64,7 +64,7 @@ Name = Literal[
 class Bottleneck(Struct, frozen=True, kw_only=True):
     """`shares`: of the time of these steps. They add up to 1, but for checkpoints and evaluations."""
 
-    name: Name
+    name: BottleneckName
     message: str
     steps: int
     step_s: float
@@ -187,7 +187,8 @@ class TimeUse:
                 self._steps.clear()
 
     def _advance(self, at: float) -> None:
-        seconds, self._now = max(0.0, at - self._now), max(self._now, at)
+        seconds = max(0.0, at - self._now)
+        self._now = max(self._now, at)
         if not seconds:
             return
         names = len(self._versions.keys() | self._gone)
@@ -289,7 +290,7 @@ def _slots_in(text: str) -> int | None:
     return None
 
 
-def _name(use: _StepUse, num_slots: float | None) -> Name:
+def _name(use: _StepUse, num_slots: float | None) -> BottleneckName:
     waiting_s = use.waiting_s
     if min(use.training_s, waiting_s) > MAIN * max(use.training_s, waiting_s) and use.idle_s > MAIN * use.training_s:
         return "turns"
@@ -301,7 +302,7 @@ def _name(use: _StepUse, num_slots: float | None) -> Name:
     return _cause(use, num_slots)
 
 
-def _cause(use: _StepUse, num_slots: float | None) -> Name:
+def _cause(use: _StepUse, num_slots: float | None) -> BottleneckName:
     """Of the waits."""
     if use.num_failed > FAILED * (use.num_ended + use.num_failed) or use.lost_s > FAILED * use.engines_s:
         return "failures"
@@ -317,7 +318,7 @@ def _cause(use: _StepUse, num_slots: float | None) -> Name:
     return "engines"
 
 
-def _message(name: Name, use: _StepUse, shares: dict[str, float], most: float) -> str:
+def _message(name: BottleneckName, use: _StepUse, shares: dict[str, float], most: float) -> str:
     training, publishing, waiting = (f"{share:.0%}" for share in shares.values())
     waits, seen, seconds = f"the learner waits {waiting} of the time", max(1, use.waits_seen), max(use.seconds, 1e-9)
     in_engines, in_environments = use.in_engines / seen, use.in_environments / seen

@@ -41,7 +41,7 @@ from millstream.events.sinks import read_history
 from millstream.events.summary import summarise
 from millstream.paths import program
 from millstream.run.calibrate import FittedRun, fit_run
-from millstream.run.candidates import Candidate, Seen, candidates
+from millstream.run.candidates import Seen, TriedChange, candidates
 from millstream.run.changes import WHILE_TRAINING
 from millstream.run.config import RunConfig
 from millstream.run.folder import RunFolder, holder_of, resume_command
@@ -66,7 +66,7 @@ OVERLAP = 0.5  # of the learner's time, with engines: below it a run need not sh
 STEPS_AFTER = 4  # a change, at least, before its gain is known
 
 
-class Promise(Struct, frozen=True, kw_only=True):
+class PromisedGain(Struct, frozen=True, kw_only=True):
     """A change, and how many times as fast the run would be, with a range. `settings` is empty where there is no key."""
 
     words: str
@@ -93,7 +93,7 @@ class Advice(Struct, frozen=True, kw_only=True):
     at: float
     version: int
     bottleneck: Bottleneck
-    promises: tuple[Promise, ...] = ()
+    promises: tuple[PromisedGain, ...] = ()
     simulated_step_s: float | None = None
     uncertain: tuple[str, ...] = ()
     why_none: str = ""
@@ -192,7 +192,7 @@ class _Trials:
             cache_gb=None if self._sizes is None else self._sizes.cache_gb,
         )
 
-    def _gain(self, one: Candidate, sim: SimConfig, base: float, seed: int = 0) -> float | None:
+    def _gain(self, one: TriedChange, sim: SimConfig, base: float, seed: int = 0) -> float | None:
         """None: the config cannot be changed so, or the changed run fails."""
         try:
             return base / self._step_s(self._changed(one.settings), one.costs(sim), seed=seed)
@@ -221,13 +221,13 @@ class _Trials:
         ends = [event.at for event in simulate(config, sim).events if isinstance(event, Stepped)]
         return (ends[around + num - 1] - ends[around - 1]) / num
 
-    def _promise(self, one: Candidate, gains: Sequence[float], missed: float) -> Promise:
+    def _promise(self, one: TriedChange, gains: Sequence[float], missed: float) -> PromisedGain:
         """The mean of the simulations. What the model misses of the run's own step time widens the range."""
         gain = math.exp(statistics.mean(map(math.log, gains)))
         factor = math.exp(MIN_SPREAD + min(1.0, missed))
         low, high = min(*gains, gain / factor), max(*gains, gain * factor)
         command = self._command(one.settings)
-        return Promise(
+        return PromisedGain(
             words=one.words, settings=one.settings, gain=gain, low=low, high=high, command=command, note=one.note
         )
 
@@ -248,9 +248,9 @@ class _Trials:
         return resume_command(folder.path, *settings, *more)
 
 
-def _worth_naming(tried: Sequence[tuple[Candidate, float]]) -> list[tuple[Candidate, float]]:
+def _worth_naming(tried: Sequence[tuple[TriedChange, float]]) -> list[tuple[TriedChange, float]]:
     """The largest gains first; not one that gives less than 5% more than another that sets the same key lower."""
-    best: list[tuple[Candidate, float]] = []
+    best: list[tuple[TriedChange, float]] = []
     for one, gain in tried:
         keys = {setting.partition("=")[0] for setting in one.settings}
         known = [other for before, other in best if keys and {s.partition("=")[0] for s in before.settings} == keys]
