@@ -167,7 +167,11 @@ def _compare(real: Summary, simulated: Summary) -> list[ComparedFigure]:
 
 
 def _decoding(events: Sequence[Event], run_dir: Path) -> list[Fitted]:
-    spans = [event for event in events if isinstance(event, Span) and event.what == "generate" and event.num_tokens]
+    spans = [
+        event
+        for event in events
+        if isinstance(event, Span) and event.what == "generate" and event.num_tokens > 0 < event.seconds
+    ]
     spans = _while_training(spans, events)
     counted = [span for span in spans if span.num_steps is not UNSET and span.num_steps]
     if len(counted) < MIN_SPANS:
@@ -199,7 +203,7 @@ def _decoding(events: Sequence[Event], run_dir: Path) -> list[Fitted]:
 
 def _training(events: Sequence[Event], ranks: int) -> list[Fitted]:
     spans = [event for event in events if isinstance(event, Span) and event.worker == "learner"]
-    passes = [span for span in spans if span.what == "accumulate" and span.num_tokens]
+    passes = [span for span in spans if span.what == "accumulate" and span.num_tokens > 0 < span.seconds]
     steps = [span for span in spans if span.what == "step"]
     busy = _busy(events, lambda span: span.what == "generate")
     shares = np.array([_share(busy, span.at - span.seconds, span.at) for span in passes])
