@@ -16,6 +16,7 @@ from millstream.events.bottleneck import Bottleneck
 from millstream.events.sinks import read_history
 from millstream.run import advise as module
 from millstream.run.advise import Advice, PromisedGain, advise, keep_advice, outcome_of, read_advice
+from millstream.run.candidates import TriedChange
 from millstream.run.folder import RunFolder
 from millstream.run.simulate import costs_of, simulate
 from support.planted import planted_config
@@ -184,3 +185,23 @@ def test_the_command_says_what_came_of_the_last_advice(run: Path, tmp_path: Path
         file.write(b"not advice\n")
     line = "The last advice promised 1.30x for pipeline.max_lag=1.0; 1.30x came of it, over 7 steps."
     assert line in said("advise", str(folder)) and line in said("report", str(folder))
+
+
+def test_the_command_to_type_fits_the_state_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the run were a real one: finished, or active."""
+    folder = a_run(tmp_path / "run", "engine.slots=6")
+    events = folder / "events.jsonl"
+    events.write_bytes(events.read_bytes().replace(b'"is_simulated":true', b'"is_simulated":false'))
+    lag = TriedChange(words="max_lag 2", settings=("pipeline.max_lag=2",))
+    slots = TriedChange(words="12 slots", settings=("engine.slots=12",))
+    monkeypatch.setattr(module, "candidates", lambda *_: [lag, slots])
+    monkeypatch.setattr(module, "WORTH", 0.0)
+
+    def commands() -> dict[str, str]:
+        return {one.words: one.command for one in advise(folder).promises}
+
+    assert commands()["12 slots"].endswith(f"train --resume {folder} --set engine.slots=12 --set pipeline.steps=N")
+    monkeypatch.setattr(module, "holder_of", lambda path: 1)
+    found = commands()
+    assert found["max_lag 2"].endswith(f"set {folder} pipeline.max_lag=2")
+    assert found["12 slots"].endswith(f"train --resume {folder} --set engine.slots=12")

@@ -169,6 +169,7 @@ class _Trials:
                     gains[one.words] += [] if gain is None else [gain]
         missed = abs(math.log(base / advice.bottleneck.step_s))
         promises = [self._promise(one, gains[one.words], missed) for one, _ in named]
+        promises = [promise for promise in promises if promise.gain >= WORTH]
         return structs.replace(
             advice,
             promises=tuple(sorted(promises, key=lambda promise: -promise.gain)),
