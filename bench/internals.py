@@ -31,6 +31,7 @@ from millstream.env.rewards import CompletionScorer, RewardConfig, exact_match, 
 from millstream.env.sandbox.sandbox import WALLS, Sandbox, SandboxBroken, what_is_contained
 from millstream.events import EventSink, Status
 from millstream.events.bias import BiasReport, bias_report
+from millstream.events.bottleneck import bottleneck_of
 from millstream.events.findings import findings_of
 from millstream.events.rollouts.writer import RolloutWriter
 from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink, read_events, read_history
@@ -42,13 +43,14 @@ from millstream.pipeline.pipeline import Algorithm, Parts, Pipeline
 from millstream.pipeline.schema import REFERENCE, Stage, store_tasks
 from millstream.pipeline.sync import WeightSync
 from millstream.pipeline.waits import Waits
+from millstream.run.advise import Advice, advise
 from millstream.run.calibrate import as_it_ran, calibrate
 from millstream.run.check import check_config
 from millstream.run.folder import RunResult
 from millstream.run.garbage import seldom_collected
 from millstream.run.plan import Planner, Settings, plan_run
 from millstream.run.roofline import parse_gpus
-from millstream.run.simulate import simulate
+from millstream.run.simulate import costs_of, simulate
 from millstream.run.sizes import shape_from
 from millstream.seeds import derive_seed
 from millstream.serving.request import Pin

@@ -119,6 +119,15 @@ async def late_match(task: Task, completion: str, *, mean_s: float, sigma: float
     return exact_match(task, completion)
 
 
+# ---- advice.py -------------------------------------------------------------------------------------------------------------
+
+
+async def late_reward(task: Task, completion: str, *, seconds: float) -> float:
+    """Exact match after this time."""
+    await asyncio.sleep(seconds)
+    return exact_match(task, completion)
+
+
 # ---- quality.py ------------------------------------------------------------------------------------------------------------
 
 

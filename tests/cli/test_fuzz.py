@@ -330,6 +330,7 @@ EDITS = st.lists(st.tuples(st.sampled_from(["insert", "delete", "replace", "cut"
 COMMANDS = [
     ["report"],
     ["report", "--json"],
+    ["advise"],
     ["trace"],
     ["audit"],
     ["audit", "--json"],
@@ -386,7 +387,7 @@ def test_whatever_is_typed_is_accepted_or_refused_in_one_message(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    commands = [["train"], ["train", "--resume"], ["report"], ["trace"], ["audit"], ["status"], ["eval"], ["scale"], ["export"], ["env", "check"], ["env", "check", "--args"]]  # fmt: skip
+    commands = [["train"], ["train", "--resume"], ["report"], ["advise"], ["trace"], ["audit"], ["status"], ["eval"], ["scale"], ["export"], ["env", "check"], ["env", "check", "--args"]]  # fmt: skip
     words = st.one_of(TEXTS, st.just("\udcff"), st.just("engines=" + "1" * 5000)).filter(lambda word: "\0" not in word)
 
     def check(case: tuple[list[str], list[str]]) -> None:

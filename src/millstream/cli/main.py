@@ -1,5 +1,5 @@
 """The command line: train, scale, set, status, export, eval, env check, audit, rollouts, diff, report, plot, trace, init,
-recipes, doctor, sim, calibrate, plan, serve, serve-store.
+recipes, doctor, sim, calibrate, plan, advise, serve, serve-store.
 
 A command parses its arguments, calls one function of the package and prints the result. Exit code 0, or 1 with a message that
 says what to type.
@@ -21,6 +21,7 @@ from msgspec import structs
 import millstream
 from millstream import config as configs
 from millstream.audit import audit, report_lines
+from millstream.cli.advise import advise_command, given_lines
 from millstream.cli.calibrate import calibrate_command
 from millstream.cli.common import AsJson, console, errors, errors_shown
 from millstream.cli.diff import diff_command
@@ -37,6 +38,7 @@ from millstream.cli.show import (
     Alarms,
     Lines,
     bias_tables,
+    bottleneck_lines,
     changed_lines,
     finding_lines,
     result_table,
@@ -48,11 +50,13 @@ from millstream.cli.view import View
 from millstream.errors import ConfigError
 from millstream.events import EventSink
 from millstream.events.bias import bias_report
+from millstream.events.bottleneck import bottleneck_of
 from millstream.events.findings import PastFinding, findings_of
 from millstream.events.sinks import read_history
 from millstream.paths import kind_of, program
 from millstream.pipeline.schedule import PipelineConfig
 from millstream.run import control
+from millstream.run.advise import read_advice
 from millstream.run.best import best_step
 from millstream.run.check import check_combinations
 from millstream.run.config import RunConfig
@@ -186,6 +190,8 @@ def _show_result(result: RunResult, keep_best: str | None) -> None:
         for line in finding_lines([PastFinding(finding, None) for finding in result.findings]):
             console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
         console.print()
+    for line in bottleneck_lines(result.summary.bottleneck):
+        console.out(line, highlight=False)
     console.out(f"run folder    {result.run_dir}\nsaved model   {result.run_dir}/model", highlight=False)
     name, folder, exported = program(), quote(result.run_dir), list[tuple[str, str]]()
     if keep_best is not None:
@@ -199,6 +205,7 @@ def _show_result(result: RunResult, keep_best: str | None) -> None:
         *exported,
         ("to verify what happened to every prompt", f"{name} audit {folder}"),
         ("to see whether long or hard rollouts were lost", f"{name} report {folder}"),
+        ("to see what would make it faster", f"{name} advise {folder}"),
         ("to evaluate the saved model again, and see what it writes", f"{name} eval {folder} --show 3"),
         ("to train with your own data, reward and model", f"{name} init mine.toml"),
     ):
@@ -285,17 +292,21 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Report which rollouts were trained. Shows what was admitted, trained, filtered, failed and aborted, tests whether long,
-    slow or hard rollouts were lost, and lists the findings: what says that the run did not learn."""
+    slow or hard rollouts were lost, and lists the findings: what says that the run did not learn. Names what holds the run up,
+    and shows the last advice (`millstream advise`)."""
     with errors_shown():
-        history = list(read_history(RunFolder.of_run(run_dir, EVENTS).events))
+        folder = RunFolder.of_run(run_dir, EVENTS)
+        history = list(read_history(folder.events))
         found, findings = bias_report(history), findings_of(history, run_dir)
+        held_up, given = bottleneck_of(history), read_advice(folder)
         if as_json:
             past = [{**structs.asdict(one), "until": until} for one, until in findings]
-            console.out(msgspec.json.encode({**structs.asdict(found), "findings": past}).decode(), highlight=False)
+            more = {"findings": past, "bottleneck": held_up, "advice": given[-1] if given else None}
+            console.out(msgspec.json.encode({**structs.asdict(found), **more}).decode(), highlight=False)
         else:
             for table in bias_tables(found):
                 console.print(table)
-            for line in finding_lines(findings):
+            for line in [*finding_lines(findings), *bottleneck_lines(held_up), *given_lines(given, history)]:
                 console.out(line, highlight=False)
 
 
@@ -350,6 +361,7 @@ app.command(name="recipes")(recipes_command)
 app.command(name="sim")(sim_command)
 app.command(name="calibrate")(calibrate_command)
 app.command(name="plan")(plan_command)
+app.command(name="advise")(advise_command)
 app.command(name="serve")(serve_command)
 app.command(name="serve-store")(serve_store_command)
 

@@ -35,6 +35,7 @@ from millstream.events import (
     Warned,
 )
 from millstream.events.bias import BiasReport
+from millstream.events.bottleneck import RECENT, Bottleneck, TimeUse
 from millstream.events.findings import PastFinding
 from millstream.events.metrics import StepMetrics, is_step
 from millstream.events.summary import Summary, path_words
@@ -94,6 +95,11 @@ def finding_lines(found: Sequence[PastFinding]) -> list[str]:
     return lines or ["no findings: nothing says that the run did not learn"]
 
 
+def bottleneck_lines(found: Bottleneck | None) -> list[str]:
+    """None: the run is too short to say."""
+    return [] if found is None else [f"bottleneck    {found.name}: {found.message}"]
+
+
 def resumed(event: Resumed) -> str:
     changes = f", with {', '.join(event.changes)}" if event.changes else ""
     return f"resumed from step {event.version}{changes}"
@@ -135,11 +141,14 @@ class Lines:
         self._counted_at = float("-inf")
         self._repeats: Counter[str] = Counter()
         self._paths: dict[str, str] = {}
+        self._use = TimeUse()
+        self._bottleneck = ""
 
     def emit(self, event: Event) -> None:
         row = self._metrics.add(event)
         self._left.add(event)
         self._rows += [row] if row is not None and is_step(row) else []
+        self._use.add(event)
         match event:
             case WarmedUp() if event.at - self._shown_at >= self.EVERY_S or event.step in (0, event.max_steps):
                 self._say(event.at, f"supervised step {warmed_words(event)}")
@@ -153,6 +162,7 @@ class Lines:
                 )
                 self._rows = []
                 self._shown_at = event.at
+                self._say_bottleneck(event.at)
             case Evaluated() if event.name != WARMUP:
                 failed = f" ({event.num_failed} failed: {event.failure})" if event.num_failed else ""
                 found = f"accuracy {event.accuracy:.3f} on {event.num_tasks} tasks{failed}"
@@ -176,6 +186,13 @@ class Lines:
                 self._say_repeats(event.at)
 
     recall = emit
+
+    def _say_bottleneck(self, at: float) -> None:
+        """When it is known, and when it is another."""
+        found = self._use.bottleneck()
+        if found is not None and found.name != self._bottleneck and found.steps >= RECENT // 4:
+            self._bottleneck = found.name
+            self._say(at, found.message)
 
     def _say_failed(self, event: RolloutFailed) -> None:
         """In full the first time; repetitions are counted, and the counts printed from time to time."""

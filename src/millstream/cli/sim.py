@@ -10,7 +10,7 @@ import typer
 
 from millstream import config as configs
 from millstream.cli.common import AsJson, console, errors_shown
-from millstream.cli.show import result_table
+from millstream.cli.show import bottleneck_lines, result_table
 from millstream.errors import ConfigError, OutputError
 from millstream.events.lanes import lanes_of, lanes_svg, lanes_text
 from millstream.paths import kind_of, program
@@ -51,7 +51,9 @@ def sim_command(
         console.print(result_table(found.result))
         engines, ranks = config.engine.num_engines, config.learner.ranks
         of_engines, of_ranks = "engine" + "s" * (engines != 1), "learner rank" + "s" * (ranks != 1)
-        console.out(f"simulated with {engines} {of_engines} and {ranks} {of_ranks}\n", highlight=False)
+        console.out(f"simulated with {engines} {of_engines} and {ranks} {of_ranks}", highlight=False)
+        for line in [*bottleneck_lines(found.result.summary.bottleneck), ""]:
+            console.out(line, highlight=False)
         for line in lanes_text(lanes):
             console.out(line, highlight=False)
         if out is not None:

@@ -36,6 +36,7 @@ from millstream.events import (
     WaitNow,
     WarmedUp,
 )
+from millstream.events.bottleneck import TimeUse
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import path_words
 from millstream.run.progress import TimeLeft, clock_time, speed_words
@@ -51,6 +52,7 @@ class View:
         self._num_steps = num_steps
         self._lag_bound = math.ceil(max_lag)
         self._metrics = StepMetrics()
+        self._use = TimeUse()
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._rewards: list[float] = []
         self._lags: dict[int, int] = {}
@@ -79,6 +81,7 @@ class View:
         self._now = max(self._now, event.at)
         row = self._metrics.add(event)
         self._left.add(event)
+        self._use.add(event)
         match event:
             case WarmedUp():
                 self._phase = f"supervised training: step {warmed_words(event)}"
@@ -157,6 +160,8 @@ class View:
         grid.add_row("speed", ", ".join(speed_words(self._recent)) or "-")
         lags = "  ".join(f"{lag}: {count}" for lag, count in sorted(self._lags.items()))
         grid.add_row("groups by lag", f"{lags or '-'}  (never above {self._lag_bound})")
+        if (found := self._use.bottleneck()) is not None:
+            grid.add_row("bottleneck", Text(found.message))
         for worker, path in self._paths.items():
             grid.add_row(worker, Text(path))
         if self._status is not None:

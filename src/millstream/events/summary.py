@@ -23,6 +23,7 @@ from millstream.events import (
     Span,
     Stepped,
 )
+from millstream.events.bottleneck import Bottleneck, bottleneck_of
 from millstream.events.findings import is_empty_step
 from millstream.types import Fate
 
@@ -57,6 +58,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     sizes: Sizes | None = None  # None: the log does not say
     groups_superseded: int = 0  # by a resume with another schedule: their prompts were fed again
     steps_empty: int = 0  # steps that trained nothing: no rollout was left, or the gradient was 0
+    bottleneck: Bottleneck | None = None  # None: too few steps
 
 
 Interval = tuple[float, float]
@@ -105,6 +107,7 @@ def summarise(events: Iterable[Event]) -> Summary:
         engine_share=total_length(generating) / seconds,
         paths={event.worker: path_words(event) for event in events if isinstance(event, PathChosen)},
         steps_empty=sum(map(is_empty_step, steps)),
+        bottleneck=bottleneck_of(events),
         sizes=next((event.sizes for event in reversed(events) if isinstance(event, SizesChosen)), None),
     )
 

@@ -25,6 +25,7 @@ from millstream.events import (
     Event,
     GroupAdmitted,
     GroupLeft,
+    Resumed,
     RolloutAborted,
     RolloutEnded,
     RolloutFailed,
@@ -86,7 +87,28 @@ class Calibration(Struct, frozen=True, kw_only=True):
     """Of the run's config, that a simulation with these costs needs."""
 
 
+class FittedRun(Struct, frozen=True, kw_only=True):
+    """A run's costs, and the config that simulates it with them."""
+
+    events: Sequence[Event]
+    config: RunConfig
+    sim: SimConfig
+    parameters: list[Fitted]
+    changes: list[str] = []
+    """As in `Calibration`."""
+
+
 def calibrate(run_dir: Path) -> Calibration:
+    """Raises `ConfigError` if the run has too little to fit, or cannot be simulated."""
+    found = fit_run(run_dir)
+    real, simulated = (
+        summarise(_settled(events, found.config)) for events in (found.events, simulate(found.config, found.sim).events)
+    )
+    compared = _compare(real, simulated)
+    return Calibration(sim=found.sim, parameters=found.parameters, compared=compared, changes=found.changes)
+
+
+def fit_run(run_dir: Path) -> FittedRun:
     """Raises `ConfigError` if the run has too little to fit, or cannot be simulated."""
     folder = RunFolder.of_run(run_dir)
     if not folder.events.exists():
@@ -109,14 +131,11 @@ def calibrate(run_dir: Path) -> Calibration:
     if changes:
         config = structs.replace(config, rollout=structs.replace(config.rollout, max_tokens=longest))
     sim = _sim_config({one.name: one.value for one in parameters}, events, run_dir)
-    simulated = simulate(config, sim).events
-    latency = _latency(events, simulated, config)
+    latency = _latency(events, simulate(config, sim).events, config)
     if latency.value:
         spread = _latency_spread(ended, latency.value)
         sim = structs.replace(sim, environment=structs.replace(sim.environment, latency_s=spread))
-        simulated = simulate(config, sim).events
-    compared = _compare(summarise(settled), summarise(_settled(simulated, config)))
-    return Calibration(sim=sim, parameters=[*parameters, latency], compared=compared, changes=changes)
+    return FittedRun(events=events, config=config, sim=sim, parameters=[*parameters, latency], changes=changes)
 
 
 def _sim_config(value: Mapping[str, float], events: Sequence[Event], run_dir: Path) -> SimConfig:
@@ -163,7 +182,11 @@ def _compare(real: Summary, simulated: Summary) -> list[ComparedFigure]:
 
 
 def _decoding(events: Sequence[Event], run_dir: Path) -> list[Fitted]:
-    spans = [event for event in events if isinstance(event, Span) and event.what == "generate" and event.num_tokens]
+    spans = [
+        event
+        for event in events
+        if isinstance(event, Span) and event.what == "generate" and event.num_tokens > 0 < event.seconds
+    ]
     counted = [span for span in spans if span.num_steps is not UNSET and span.num_steps]
     if len(counted) < MIN_SPANS:
         raise ConfigError(
@@ -194,7 +217,7 @@ def _decoding(events: Sequence[Event], run_dir: Path) -> list[Fitted]:
 
 def _training(events: Sequence[Event], ranks: int) -> list[Fitted]:
     spans = [event for event in events if isinstance(event, Span) and event.worker == "learner"]
-    passes = [span for span in spans if span.what == "accumulate" and span.num_tokens]
+    passes = [span for span in spans if span.what == "accumulate" and span.num_tokens > 0 < span.seconds]
     steps = [span for span in spans if span.what == "step"]
     busy = _busy(events, lambda span: span.what == "generate")
     shares = np.array([_share(busy, span.at - span.seconds, span.at) for span in passes])
@@ -276,10 +299,8 @@ def _outside_s(events: Sequence[Event], config: RunConfig) -> list[float]:
     number of such rollouts, divided by the rate of rollouts."""
     settled = _settled(events, config)
     bounds = np.linspace(settled[0].at, settled[-1].at, MIN_SPANS + 1)
-    ends = (RolloutEnded, RolloutFailed, RolloutAborted)
-    starts = np.array([event.at for event in events if isinstance(event, RolloutStarted)])
-    stops = np.array([event.at for event in events if isinstance(event, ends)])
-    waiting = [event.requests_waiting for event in settled if isinstance(event, Status)]
+    starts, stops = _in_flight(events)
+    waiting = [event.requests_waiting + _num_queued(event) for event in settled if isinstance(event, Status)]
     spans = [event for event in events if isinstance(event, Span) and event.what == "generate" and event.seconds]
     found = list[float]()
     for begin, end in pairwise(map(float, bounds)):
@@ -290,6 +311,25 @@ def _outside_s(events: Sequence[Event], config: RunConfig) -> list[float]:
         num_ended = int(((stops > begin) & (stops <= end)).sum())
         found.append(max(0.0, float(in_flight) - decoded - queued) / max(1, num_ended))
     return found
+
+
+def _in_flight(events: Sequence[Event]) -> tuple[Numbers, Numbers]:
+    """When rollouts began, and when they ended. A resume ends those that the process before it had in flight."""
+    starts, stops = list[float](), list[float]()
+    for event in events:
+        match event:
+            case RolloutStarted():
+                starts.append(event.at)
+            case RolloutEnded() | RolloutFailed() | RolloutAborted():
+                stops.append(event.at)
+            case Resumed():
+                stops += [event.at] * (len(starts) - len(stops))
+    return np.array(starts), np.array(stops)
+
+
+def _num_queued(status: Status) -> int:
+    """Rollouts that wait for a place in their environment."""
+    return sum(wait.count for wait in status.waits if wait.what.startswith("a place in "))
 
 
 def _inside(span: Span, begin: float, end: float) -> float:

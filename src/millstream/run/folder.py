@@ -10,6 +10,7 @@ warmup/          checkpoints of supervised training, until the model is saved
 reference/       the model after its warm-up, where that is the reference
 model/           the trained model
 summary.json     the run in numbers; written when the run is finished
+advice.jsonl     what `millstream advise` said: see `run.advise`
 trace.json       a timeline for ui.perfetto.dev
 control.json     while the run is active, where its control socket is: see `run.control`
 stacks.txt       waits and stacks, written when the run stalls or on SIGUSR1

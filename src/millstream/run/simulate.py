@@ -321,6 +321,7 @@ class _SimRun:
 
     def _environment(self) -> SimEnvironment:
         found = self._sim.environment
+        limits = [one.max_concurrent for one in self._config.environment]
         return SimEnvironment(
             num_turns=self._draws.turns.draw,
             latency_s=self._draws.latency_s.draw,
@@ -330,6 +331,7 @@ class _SimRun:
             prompt_tokens=self._sim.prompt_tokens,
             driver=self._driver,
             driver_s=self._sim.driver_s,
+            max_concurrent=None if None in limits else sum(limit or 0 for limit in limits),
         )
 
     def _algorithm(self) -> Algorithm:

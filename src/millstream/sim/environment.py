@@ -45,8 +45,8 @@ class SimEnvironment:
     """Some turns, each followed by a step of some latency, which fails with some probability; a coin for a reward.
 
     The same seed gives the same episode: latencies, failures and reward do not depend on time. `failures` are
-    equally likely. `graded`: instead of a coin, any number between 0 and 1.
-    Before and after each turn, `driver` works for half of `driver_s`."""
+    equally likely. `graded`: instead of a coin, any number between 0 and 1. At most `max_concurrent` episodes are played at
+    once; None: no limit. Before and after each turn, `driver` works for half of `driver_s`."""
 
     def __init__(
         self,
@@ -58,9 +58,11 @@ class SimEnvironment:
         success: float | Success = 0.5,
         graded: bool = False,
         prompt_tokens: int = 4,
+        max_concurrent: int | None = None,
         driver: SimDriver | None = None,
         driver_s: float = 0.0,
     ) -> None:
+        self._places = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
         self._num_turns: Draw = constant(num_turns) if isinstance(num_turns, int) else num_turns
         self._latency_s = latency_s
         self._failure = failure
@@ -72,6 +74,15 @@ class SimEnvironment:
         self._driver_s = driver_s
 
     async def rollout(self, context: Context) -> float:
+        if self._places is None:
+            return await self._play(context)
+        await context.waiting("a place in the environment", self._places.acquire(), is_timed=False)
+        try:
+            return await self._play(context)
+        finally:
+            self._places.release()
+
+    async def _play(self, context: Context) -> float:
         rng, num_sampled = random.Random(context.seed), 0
         for _ in range(max(1, round(self._num_turns(rng)))):
             await self._driver.work(self._driver_s / 2)
