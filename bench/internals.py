@@ -45,6 +45,7 @@ from millstream.pipeline.waits import Waits
 from millstream.run.check import check_config
 from millstream.run.folder import RunResult
 from millstream.run.garbage import seldom_collected
+from millstream.run.simulate import costs_of, simulate
 from millstream.seeds import derive_seed
 from millstream.serving.request import Pin
 from millstream.serving.router import Router

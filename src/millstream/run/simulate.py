@@ -24,6 +24,7 @@ from millstream.algo import advantage_of, needs_critic, needs_reference
 from millstream.clock import VirtualClock, run_virtual
 from millstream.config import load, to_toml
 from millstream.engine.base import SPAN_S
+from millstream.env.data import in_order
 from millstream.errors import ConfigError, OutputError
 from millstream.events import ConfigWritten, Event, EventSink, RunEnded, RunStarted
 from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink
@@ -225,10 +226,11 @@ class _SimRun:
                 deadline_s=config.pipeline.deadline_s,
             ),
         )
-        self._sink.emit(run_started(config, at=0.0, run_id=run_id, num_tasks=0, is_simulated=True))
+        num_tasks = len(self._draws.lengths.prompts)
+        self._sink.emit(run_started(config, at=0.0, run_id=run_id, num_tasks=num_tasks, is_simulated=True))
         pipeline = Pipeline(
             parts,
-            _tasks(),
+            self._tasks(),
             self._algorithm(),
             config=config.pipeline,
             rollout=config.rollout,
@@ -276,6 +278,7 @@ class _SimRun:
             costs=sim.costs,
             kv_tokens=sim.cache_tokens,
             num_tokens=self._draws.lengths.draw,
+            prompts=self._draws.lengths.prompts,
             load_s=constant(sim.load_s),
             seed=self._config.seed,
             news_s=NEWS_S if sim.failures.is_on else None,
@@ -314,6 +317,14 @@ class _SimRun:
             mini_batches=learner.mini_batches,
         )
 
+    def _tasks(self) -> Iterator[tuple[int, Task]]:
+        """Prompts with lengths of their own, epoch after epoch; otherwise tasks without end."""
+        prompts = self._draws.lengths.prompts
+        if not prompts:
+            return ((0, Task(id=f"task-{number}", prompt="?")) for number in itertools.count())
+        tasks = [Task(id=f"task-{number}", prompt="?", data={"number": number}) for number in range(len(prompts))]
+        return in_order(tasks, seed=self._config.seed, shuffle=self._config.data.shuffle)
+
     # ---- while the pipeline runs -----------------------------------------------------------------------------------------
 
     async def _report_status(self, pipeline: Pipeline) -> None:
@@ -346,8 +357,3 @@ class _SimRun:
         for name in names[node * per_node : (node + 1) * per_node]:
             if not self._engines[name].is_gone:
                 self._engines[name].crash(f"its node, {node}, has failed")
-
-
-def _tasks() -> Iterator[tuple[int, Task]]:
-    for number in itertools.count():
-        yield 0, Task(id=f"task-{number}", prompt="?")

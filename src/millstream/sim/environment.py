@@ -30,7 +30,7 @@ class SimEnvironment:
     """Some turns, each followed by a step of some latency, which fails with some probability; a coin for a reward.
 
     The same seed gives the same episode: latencies, failures and reward do not depend on time. `failures` are
-    equally likely."""
+    equally likely. The prompt begins with the number that the task has in its data, if any."""
 
     def __init__(
         self,
@@ -51,8 +51,9 @@ class SimEnvironment:
 
     async def rollout(self, context: Context) -> float:
         rng, num_sampled = random.Random(context.seed), 0
+        prompt = [context.task.data.get("number", 1), *self._prompt[1:]]
         for _ in range(max(1, round(self._num_turns(rng)))):
-            completion = await context.generate(self._prompt)
+            completion = await context.generate(prompt)
             num_sampled += len(completion.tokens)
             await asyncio.sleep(self._latency_s(rng))
             if rng.random() < self._failure and await self._fails(rng) is SimFailure.GARBAGE:
