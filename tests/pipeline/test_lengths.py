@@ -65,6 +65,7 @@ def sent(engines: list[SimEngine], length: dict[int, float]) -> tuple[list[int],
 
     async def play() -> None:
         router = Router(engines)
+        await router.generate(request(99), floor=0)  # from now on it knows a length
         router.rank_of = lambda group_id: (1, -length[group_id], 1)
         router.length_of = lambda group_id: length[group_id]
         async with asyncio.TaskGroup() as tasks:
