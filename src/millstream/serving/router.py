@@ -113,6 +113,10 @@ class Router:
     def num_engines(self) -> int:
         return len(self._replicas)
 
+    def num_requests(self, engine: Engine) -> int:
+        """That it has."""
+        return len(self._replicas[engine.name].requests) if self.serves(engine) else 0
+
     @property
     def num_waiting(self) -> int:
         return len(self._queue)
