@@ -1,20 +1,23 @@
 """Longest first (`pipeline.longest_first`) on and off, on lengths of a real model: gain, and what is trained.
 
-Lengths: `gsm8k_lengths.txt`, 8 answers of SmolLM2-135M-Instruct to each of 64 problems of GSM8K. How much of their variance is
-explained by the prompt: one-way analysis of variance. Simulated: the production pipeline on the virtual clock, whose rollouts
-have these lengths; 16 prompts of 8 a step, 4 steps an epoch, the first epoch (in which nothing is known) not counted. For real:
-a tiny model on this machine answers prompts of different lengths, with longest first on and off in turn. What is trained:
-means of the tokens and of the rewards of trained rollouts, and the bias report of each run.
+Lengths: `gsm8k_lengths.txt`, 8 answers of SmolLM2-135M-Instruct to each of 32 problems of GSM8K. How much of their variance the
+prompt explains: one-way analysis of variance. Simulated: the production pipeline on the virtual clock; rollouts have these
+lengths; 8 prompts of 8 a step, 4 steps an epoch, the first epoch (in which nothing is known) not counted. Then the same with
+log-normal lengths (mean 300, sigma 1) of which the prompt explains a given share. For real: a tiny model on this machine copies
+words of different lengths, with longest first on and off in turn. What is trained: means of the tokens and of the rewards of
+trained rollouts, and the bias report of each run.
 
     .venv/bin/python bench/longest_first.py [--json] [--smoke] [--steps 28] [--seeds 5] [--real-steps 24] [--repeat 3]
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from internals import MemorySink, bias_report, costs_of, recipe, simulate
@@ -23,9 +26,10 @@ from millstream.events import Event, GroupTaken, RolloutEnded, Stepped
 from report import ROOT, Options, Row, alone, cost, publish, say
 
 LENGTHS = ROOT / "bench/gsm8k_lengths.txt"
-PROMPTS = 64
-GROUPS = 16
+PROMPTS = 32
+GROUPS = 8
 MEMBERS = 8
+SHARES = (0.0, 0.1, 0.3, 0.6, 0.9)
 EPOCH = PROMPTS // GROUPS  # steps
 ON, OFF = "longest first", "in the order of admission"
 
@@ -40,7 +44,8 @@ class Case(NamedTuple):
         return f"{self.engines} x {self.slots} slots for batches of {batch}, max_lag {self.max_lag}"
 
 
-CASES = [Case(*sizes, max_lag) for max_lag in (0, 1, 2) for sizes in ((1, 32), (4, 8), (4, 16), (4, 32), (4, 64))]
+CASES = [Case(*sizes, max_lag) for max_lag in (0, 1, 2) for sizes in ((1, 16), (4, 4), (4, 8), (4, 16))]
+SWEEP = [Case(4, 4, 0), Case(4, 4, 1), Case(4, 16, 1)]
 
 
 class Found(NamedTuple):
@@ -92,7 +97,18 @@ def of_lengths() -> list[Row]:
 # ---- simulated -------------------------------------------------------------------------------------------------------------
 
 
-def simulated(case: Case, steps: int, seed: int, *, is_on: bool) -> Found:
+def write_lengths(path: Path, share: float) -> None:
+    """Log-normal ones, many for each prompt, which explains this share of the variance of their logarithm."""
+    rng = random.Random(0)
+    lines: list[str] = []
+    for _ in range(PROMPTS):
+        of_prompt = rng.gauss(math.log(300) - 0.5, math.sqrt(share))
+        drawn = (rng.lognormvariate(of_prompt, math.sqrt(1 - share)) for _ in range(200))
+        lines.append(" ".join(f"{max(1, min(4096, number)):.0f}" for number in drawn))
+    path.write_text("\n".join(lines))
+
+
+def simulated(case: Case, lengths: Path, steps: int, seed: int, *, is_on: bool) -> Found:
     config = recipe(
         "sim/one_gpu",
         f"seed={seed}",
@@ -108,7 +124,7 @@ def simulated(case: Case, steps: int, seed: int, *, is_on: bool) -> Found:
         "sim.learner_keep=1",
         "sim.lengths.kind=prompts",
         "sim.lengths.mean=",
-        f"sim.lengths.path={LENGTHS}",
+        f"sim.lengths.path={lengths}",
     )
     return found_in(simulate(config, costs_of(config)).events, EPOCH)
 
@@ -142,7 +158,7 @@ def real(steps: int, seed: int, max_lag: int, *, is_on: bool, is_smoke: bool) ->
             f"pipeline.groups_per_step={GROUPS}",
             f"rollout.group_size={MEMBERS}",
             "rollout.max_tokens=96",
-            "engine.slots=32",
+            "engine.slots=16",
             "warmup.max_steps=2" if is_smoke else "warmup.max_steps=400",
             "warmup.stop_at=0.9",
             "evaluation=",
@@ -185,19 +201,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add("--repeat", 3, smoke=1)
     options = parser.parse(argv)
     rows = of_lengths()
-    for case in CASES[:1] if options.smoke else CASES:
+
+    def compare(workload: str, case: Case, lengths: Path) -> list[Row]:
         on, off = (
-            [simulated(case, options.steps, seed, is_on=is_on) for seed in range(options.seeds)]
+            [simulated(case, lengths, options.steps, seed, is_on=is_on) for seed in range(options.seeds)]
             for is_on in (True, False)
         )
-        rows += rows_of(str(case), "seconds a step (virtual)", on, off)
+        return rows_of(workload, "seconds a step (virtual)", on, off)
+
+    for case in CASES[:1] if options.smoke else CASES:
+        rows += compare(f"GSM8K: {case}", case, LENGTHS)
+    with tempfile.TemporaryDirectory() as folder:
+        for share in SHARES[:1] if options.smoke else SHARES:
+            write_lengths(path := Path(folder) / "lengths.txt", share)
+            for case in SWEEP:
+                rows += compare(f"log-normal, {share:.0%} explained: {case}", case, path)
     for max_lag in (1,) if options.smoke else (0, 1):
         pairs = [
             [real(options.real_steps, seed, max_lag, is_on=is_on, is_smoke=options.smoke) for is_on in (True, False)]
             for seed in range(options.repeat)
         ]
         on, off = zip(*pairs, strict=True)
-        rows += rows_of(f"tiny model on a CPU, 32 slots, max_lag {max_lag}", "seconds a step", on, off)
+        rows += rows_of(f"for real: tiny model, 16 slots, max_lag {max_lag}", "seconds a step", on, off)
     publish(rows, options)
 
 
