@@ -2,8 +2,9 @@
 
 The channel owns the newest weights: what the engines start with is published to it before the run, and every version after
 its step. One task per engine fetches and loads. At most half of the engines load at the same time, so that the others keep
-generating. Those with the fewest requests load first: groups that start at the new version go to engines that have it. Weights that do not arrive are fetched again after a back-off; an engine that never gets them is given up, like one
-that died. An engine that starts during the run loads the newest version before it serves.
+generating. Those with the fewest requests load first: groups that start at the new version go to engines that have it.
+Weights that do not arrive are fetched again after a back-off; an engine that never gets them is given up, like one that died.
+An engine that starts during the run loads the newest version before it serves.
 """
 
 from __future__ import annotations
