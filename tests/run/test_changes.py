@@ -59,7 +59,7 @@ CHANGES = {
     "overdue": ["pipeline.overdue=restart", "pipeline.max_restarts=2"],
     "filter_zero_signal": ["pipeline.filter_zero_signal=true"],
     "max_replaced_per_step": ["pipeline.max_replaced_per_step=3"],
-    "stall_s": ["pipeline.stall_s=20", "pipeline.deadline_s=600"],
+    "stall_s": ["pipeline.stall_s=20", "pipeline.deadline_s=600", "pipeline.longest_first=true"],
     "learning_rate": ["learner.learning_rate=1e-4"],
     "schedule": ["learner.schedule=cosine", "learner.warmup_steps=2"],
     "weight_decay": ["learner.weight_decay=0.01", "learner.max_grad_norm=0.5"],

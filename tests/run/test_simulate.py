@@ -20,7 +20,17 @@ from millstream.audit import audit
 from millstream.cli import main
 from millstream.config import load
 from millstream.errors import ConfigError, MillstreamError, StallError
-from millstream.events import Event, ReplicaJoined, ReplicaLeft, Resumed, RolloutEnded, RolloutFailed, Span, Stepped
+from millstream.events import (
+    Event,
+    GroupAdmitted,
+    ReplicaJoined,
+    ReplicaLeft,
+    Resumed,
+    RolloutEnded,
+    RolloutFailed,
+    Span,
+    Stepped,
+)
 from millstream.events.lanes import MAX_LANES, lanes_of, lanes_svg, lanes_text
 from millstream.events.sinks import JsonlSink, read_history
 from millstream.run import simulate as module
@@ -232,6 +242,18 @@ def test_lengths_are_of_a_file_or_of_a_past_run(tmp_path: Path) -> None:
     again = simulated(*settings, "sim.lengths.kind=run", f"sim.lengths.path={tmp_path / 'run'}")
     for events in (first, again):
         assert {event.num_sampled for event in events if type(event).__name__ == "RolloutEnded"} == {7, 9}
+
+
+def test_prompts_of_a_file_come_in_epochs_and_keep_their_lengths(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("# three prompts\n7 8\n90\n300 301\n")
+    file = ("sim.lengths.kind=prompts", f"sim.lengths.path={tmp_path / 'lengths.txt'}")
+    events = simulated("sim.lengths.mean=", "sim.lengths.sigma=", *file)
+    admitted = {event.group_id: event for event in of(events, GroupAdmitted)}
+    assert [event.epoch for event in admitted.values()] == [number // 3 for number in range(len(admitted))]
+    lengths: dict[str, set[int]] = {}
+    for event in of(events, RolloutEnded):
+        lengths.setdefault(admitted[event.group_id].task_id, set()).add(event.num_sampled)
+    assert lengths == {"task-0": {7, 8}, "task-1": {90}, "task-2": {300, 301}}
 
 
 def test_a_wait_beyond_its_deadline_ends_a_simulated_run_as_it_would_a_real_one(tmp_path: Path) -> None:

@@ -16,13 +16,19 @@ from millstream.engine import EngineStats
 from millstream.errors import EngineError, EngineMisconfigured, RequestRefused
 from millstream.events import ReplicaJoined, ReplicaLeft, WeightsLoaded
 from millstream.events.sinks import MemorySink
+from millstream.pipeline.context import RunContext
 from millstream.pipeline.pipeline import Pipeline
+from millstream.pipeline.schema import store_tasks
+from millstream.pipeline.sync import WeightSync
+from millstream.pipeline.waits import Waits
 from millstream.serving import replica as bounds
 from millstream.serving.request import Lengths, RoutedRequest
 from millstream.serving.router import Router
 from millstream.sim.draws import Draw, constant, lognormal
 from millstream.sim.engine import SimEngine
+from millstream.store.memory import MemoryStore
 from millstream.types import Completion, Finish, Request, RequestKey
+from millstream.weights.local import LocalChannel
 from support.sim_requests import request
 from support.simulated import World, check, simulate
 
@@ -653,6 +659,25 @@ def test_of_several_replicas_at_most_half_load_at_the_same_time(num_engines: int
     loads = [(event.at - event.seconds, event.at) for event in outcome.sink.of(WeightsLoaded)]
     at_once = [sum(begin <= at < end for begin, end in loads) for at, _ in loads]
     assert max(at_once) == max(1, num_engines // 2)
+
+
+def test_the_replica_with_the_fewest_requests_loads_new_weights_first_and_gets_the_groups_that_need_them() -> None:
+    async def play() -> list[str]:
+        engines = [engine("busy", num_tokens=constant(1000)), engine("idle")]
+        router, channel, clock, sink = Router(engines), LocalChannel(), VirtualClock(), MemorySink()
+        waits = Waits(clock=clock, sink=sink, stall_s=1e6, deadline_s=1e6)
+        context = RunContext(store=MemoryStore(store_tasks()), waits=waits, clock=clock, sink=sink)
+        sync = WeightSync(context, channel, router, is_in_lockstep=False)
+        await channel.publish(0, {})
+        async with asyncio.TaskGroup() as context.tasks:
+            sync.start(0)
+            await until(0.1, router.generate(request(0), floor=0))
+            await sync.publish(1, {}, began=0.0)
+            await asyncio.sleep(1)
+            sync.finish(are_joining_lost=False)
+        return [event.engine for event in sink.of(WeightsLoaded)]
+
+    assert run_virtual(play()) == ["idle", "busy"]
 
 
 @settings(max_examples=60, deadline=None)

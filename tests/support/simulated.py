@@ -56,6 +56,8 @@ from millstream.store.memory import MemoryStore
 from millstream.types import Fate, Metrics, Sampling, Task, TrainRow
 from millstream.weights.local import LocalChannel
 
+NUM_PROMPTS = 5  # of an epoch, where what was sampled for a prompt before has an effect
+
 
 class World(Struct, frozen=True, kw_only=True):
     """Everything that may vary in a simulated run."""
@@ -65,6 +67,7 @@ class World(Struct, frozen=True, kw_only=True):
     group_size: int = 2
     max_lag: float = 1.0
     auto_lag: bool = False
+    longest_first: bool = False
     extra_groups: int | None = None
     surplus: Literal["carry_over", "abort"] = "carry_over"
     overdue: Literal["wait", "restart"] = "wait"
@@ -191,7 +194,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
 def tasks(world: World) -> Iterator[tuple[int, Task]]:
     numbers = itertools.count() if world.num_tasks is None else range(world.num_tasks)
     for number in numbers:
-        yield 0, Task(id=f"task-{number}", prompt="?")
+        epoch, number = divmod(number, NUM_PROMPTS) if world.longest_first else (0, number)
+        yield epoch, Task(id=f"task-{number}", prompt="?")
 
 
 def configs(world: World) -> tuple[PipelineConfig, RolloutConfig]:
@@ -200,6 +204,7 @@ def configs(world: World) -> tuple[PipelineConfig, RolloutConfig]:
         groups_per_step=world.groups_per_step,
         max_lag=world.max_lag,
         auto_lag=world.auto_lag,
+        longest_first=world.longest_first,
         lockstep=world.lockstep,
         extra_groups=world.extra_groups,
         surplus=world.surplus,

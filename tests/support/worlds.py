@@ -36,6 +36,7 @@ worlds = st.builds(
     max_replaced_per_step=st.sampled_from([None, 0, 2]),
     filter_zero_signal=st.booleans(),
     lockstep=st.booleans(),
+    longest_first=st.booleans(),
     overdue=st.sampled_from(["wait", "restart"]),
     max_restarts=st.integers(1, 2),
     extra_members=st.integers(0, 2),

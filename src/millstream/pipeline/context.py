@@ -9,6 +9,7 @@ from typing import Any
 from millstream.clock import Clock
 from millstream.events import Event, EventSink
 from millstream.events.rollouts import NO_ROLLOUTS, RolloutSink
+from millstream.pipeline.lengths import ExpectedLengths
 from millstream.pipeline.notify import Notifier, QuiescePoint
 from millstream.pipeline.waits import Waits
 from millstream.store import Store
@@ -58,6 +59,7 @@ class RunContext:
         self.next_prompt = 0  # the data cursor
         self.to_feed: set[int] = set()  # prompts before it that are fed again: those of superseded groups
         self.vacant: set[int] = set()  # groups whose place in the batch stays empty: nothing of them is trained
+        self.lengths: ExpectedLengths | None = None  # longest first
         self.tasks: asyncio.TaskGroup | None = None  # while the run lasts
         self.now = clock.now
         self.keep = rollouts.add  # a record of rollouts, after the event of the same moment

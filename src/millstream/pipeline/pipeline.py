@@ -24,6 +24,7 @@ from millstream.pipeline.batch import BatchTrainer, GroupTaker, TakenGroup
 from millstream.pipeline.context import GroupInFlight, RunContext
 from millstream.pipeline.critic import CriticUpdates
 from millstream.pipeline.grouping import members_of, rewards_of
+from millstream.pipeline.lengths import ExpectedLengths
 from millstream.pipeline.lockstep import Gate
 from millstream.pipeline.parts import AfterStep, Algorithm, Parts, TokenGroupReward
 from millstream.pipeline.policy import SchedulingPolicy, admission_for, complete_with, gate_for
@@ -81,6 +82,7 @@ class Pipeline:
             store=parts.store, waits=parts.waits, clock=parts.clock, sink=parts.sink, rollouts=parts.rollouts
         )
         is_in_lockstep = config.is_in_lockstep
+        self._context.lengths = ExpectedLengths() if config.longest_first and not is_in_lockstep else None
         self.router = router or Router(
             parts.engines, is_queueing=not is_in_lockstep, clock=parts.clock, sink=parts.sink
         )
@@ -93,6 +95,7 @@ class Pipeline:
         self._rollouts = self._build_rollouts(algorithm, rollout, seed, gate)
         self._policy = self._build_policy(gate, after_step)
         self.router.rank_of = self._policy.rank
+        self.router.length_of = None if self._context.lengths is None else self._policy.relative_length
         self.router.listeners.append(lambda change: self._context.notifier.notify())
         self._critic = self._build_critic(algorithm)
         self._proximal = self._build_proximal(algorithm)

@@ -7,6 +7,7 @@ The loops of the run ask it five questions:
     on_batch_full    train: what to do with groups that only this batch could have trained
     on_stepped       train: what must happen before the next group may start
     rank             router: which group's requests go first
+    relative_length  router: how long they are expected to be
 
 Options of `[pipeline]` and `[rollout]` that are decided here:
 
@@ -147,10 +148,17 @@ class SchedulingPolicy:
             await self._context.waits.on("the run", "what comes after the step", ended, deadline=False)
 
     def rank(self, group_id: int) -> RequestRank | None:
-        """The earliest deadline first; of these, the group with the fewest members in flight."""
+        """The earliest deadline first; of these, longest first, the prompt with the longest rollouts; of these, the group with
+        the fewest members in flight."""
         if group_id not in self._admission:
             return None
-        return self._admission.place(group_id).deadline, self._rollouts.num_living(group_id)
+        length = self.relative_length(group_id)
+        return self._admission.place(group_id).deadline, -length, self._rollouts.num_living(group_id)
+
+    def relative_length(self, group_id: int) -> float:
+        """Of its rollouts that have not ended, expected: 1 is that of all rollouts, or not known."""
+        lengths, group = self._context.lengths, self._context.groups.get(group_id)
+        return 1.0 if lengths is None or group is None else lengths.relative(group.task_id)
 
     # ---- slow groups -------------------------------------------------------------------------------------------------
 

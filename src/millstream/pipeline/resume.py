@@ -88,6 +88,7 @@ class Resumption:
             num_failed_in_a_row=self._finalizer.num_failed_in_a_row,
             next_prompt=self._context.next_prompt,
             to_feed=sorted(self._context.to_feed),
+            lengths={} if self._context.lengths is None else self._context.lengths.state(),
         )
         return PipelineState(ledger, replace(rows, is_closed=is_closed))
 
@@ -124,6 +125,8 @@ class Resumption:
         self._context.next_prompt = ledger.next_group if ledger.next_prompt < 0 else ledger.next_prompt
         self._context.to_feed = set(ledger.to_feed)
         self._context.vacant = set(ledger.vacant)
+        if self._context.lengths is not None:
+            self._context.lengths.restore(ledger.lengths)
         for group_id in superseded:
             task_id = state.ledger.groups[group_id].task_id
             self._finalizer.leave(group_id, Fate.SUPERSEDED, np.zeros(0), task_id=task_id)

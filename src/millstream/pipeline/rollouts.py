@@ -304,6 +304,9 @@ class Rollouts:
 
     def _record_rollout(self, parts: tuple[Rollout, ...], seconds: float, reward_parts: Mapping[str, float]) -> None:
         first, is_one = parts[0], len({part.agent for part in parts}) == 1
+        num_sampled = sum(int(np.count_nonzero(part.loss_mask)) for part in parts)
+        if self._context.lengths is not None:
+            self._context.lengths.add(self._context.groups[first.group_id].task_id, num_sampled)
         self._context.emit(
             RolloutEnded(
                 at=self._now(),
@@ -313,7 +316,7 @@ class Rollouts:
                 reward=first.reward,
                 rewards=[] if is_one else list({part.agent: part.reward for part in parts}.values()),
                 num_tokens=sum(len(part.tokens) for part in parts),
-                num_sampled=sum(int(np.count_nonzero(part.loss_mask)) for part in parts),
+                num_sampled=num_sampled,
                 num_parts=len(parts),
                 start_version=min(part.start_version for part in parts),
                 end_version=max(int(part.versions.max()) for part in parts),

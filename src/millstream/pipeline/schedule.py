@@ -19,6 +19,9 @@ class PipelineConfig(Struct, frozen=True, kw_only=True):
     auto_lag: bool = False
     """Use as little of max_lag as training needs, and say so: the lag is raised while the learner waits and engines have room,
     and lowered where it buys nothing (`pipeline.auto_lag`)."""
+    longest_first: bool = False
+    """Of the requests with one deadline, start those first whose prompt had the longest rollouts before, and spread them by
+    their expected lengths (`pipeline.lengths`). Not in lockstep."""
     lockstep: bool = True
     """With max_lag = 0: let decode batches depend on ids alone, so that a run repeats bit for bit. Every turn then waits for
     all others; without it, every rollout continues on its own."""

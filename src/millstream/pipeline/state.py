@@ -53,6 +53,8 @@ class Ledger(Struct, frozen=True, kw_only=True):
     """The data cursor: the number of the next prompt. -1: that of the next group, as it is until a prompt is fed again."""
     to_feed: list[int] = []
     """Prompts before it that are fed again: those of superseded groups."""
+    lengths: dict[str, tuple[int, float]] = {}
+    """Longest first: by task, how many rollouts have ended and their mean length (`pipeline.lengths`)."""
 
 
 class PipelineState(NamedTuple):

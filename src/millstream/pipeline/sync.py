@@ -2,8 +2,9 @@
 
 The channel owns the newest weights: what the engines start with is published to it before the run, and every version after
 its step. One task per engine fetches and loads. At most half of the engines load at the same time, so that the others keep
-generating. Weights that do not arrive are fetched again after a back-off; an engine that never gets them is given up, like one
-that died. An engine that starts during the run loads the newest version before it serves.
+generating. Those with the fewest requests load first: groups that start at the new version go to engines that have it.
+Weights that do not arrive are fetched again after a back-off; an engine that never gets them is given up, like one that died.
+An engine that starts during the run loads the newest version before it serves.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class WeightSync:
         self._notifier = Notifier()  # when a task of an engine may have something to do, and not at every group
         router.listeners.append(lambda change: self._notifier.notify())
         self._num_loading = 0
+        self._ready: set[Engine] = set()  # that load as soon as there is a newer version and it is their turn
         self._has_warned = False
         self._tasks: dict[Engine, asyncio.Task[None]] = {}  # one for each engine, until it ends
         self._joining: list[Engine] = []
@@ -81,14 +83,16 @@ class WeightSync:
         owner, num_failed = f"sync of {engine.name}", 0
         try:
             while True:
+                self._ready.add(engine)
                 newer = until(lambda: self._is_behind(engine) or not self._serves(engine))
                 with waits.idle(owner, "a newer version"):
                     await newer
                 if not self._serves(engine):
                     return
-                await waits.on(owner, "its turn to load", until(self._may_load))
+                await waits.on(owner, "its turn to load", until(lambda: self._may_load(engine)))
                 if not self._is_behind(engine):
                     continue  # an evaluation has pinned it meanwhile
+                self._ready.discard(engine)
                 self._num_loading += 1
                 try:
                     with self._router.pins.loading(engine):
@@ -105,6 +109,8 @@ class WeightSync:
                     await self._back_off(engine, owner, failure, num_failed)
         except EngineGone as error:
             self._router.lose(engine, error)
+        finally:
+            self._ready.discard(engine)
 
     def is_everywhere(self) -> bool:
         """Whether every engine serves the newest version."""
@@ -208,8 +214,12 @@ class WeightSync:
         """Whether it is to load a newer version. An engine that is pinned loads none."""
         return self._channel.version > engine.version and not self._router.pins.is_pinned(engine)
 
-    def _may_load(self) -> bool:
-        return self._is_in_lockstep or self._num_loading < max(1, self._router.num_engines // 2)
+    def _may_load(self, engine: Engine) -> bool:
+        if self._is_in_lockstep:
+            return True
+        most, has = max(1, self._router.num_engines // 2), self._router.num_requests(engine)
+        before = (one for one in self._ready if self._router.num_requests(one) < has and self._is_behind(one))
+        return self._num_loading < most and self._num_loading + sum(1 for _ in before) < most
 
     def _serves(self, engine: Engine) -> bool:
         return self._router.serves(engine)

@@ -62,7 +62,7 @@ RULES: Mapping[str, ChangeRule] = {
     **_may("rollouts", "rollout.", "group_size extra_members min_group_size max_parts max_tokens temperature stop"),
     **_may("now", "rollout.", "retries timeout_s keep_gb"),
     **_may("schedule", "pipeline.", "steps groups_per_step max_lag auto_lag lockstep extra_groups surplus"),
-    **_may("now", "pipeline.", "overdue max_restarts max_replaced_per_step stall_s deadline_s"),
+    **_may("now", "pipeline.", "longest_first overdue max_restarts max_replaced_per_step stall_s deadline_s"),
     **_may("rollouts", "pipeline.", "filter_zero_signal"),
     **_must_not("a run that trains and one that does not are two runs", "pipeline.", "rollouts_only"),
     **_must_not(OTHER_LOSS, "algorithm.", "name advantage loss correction correction_level kl kl_estimator"),

@@ -24,6 +24,7 @@ from millstream.algo import advantage_of, credit_for
 from millstream.clock import VirtualClock, run_virtual
 from millstream.config import load, to_toml
 from millstream.engine.base import SPAN_S
+from millstream.env.data import in_order
 from millstream.errors import ConfigError, OutputError
 from millstream.events import ConfigWritten, Event, EventSink, RunEnded, RunStarted
 from millstream.events.sinks import JsonlSink, MemorySink, MetricsSink
@@ -243,10 +244,11 @@ class _SimRun:
             critic=scorers.critic,
             proximal=scorers.proximal,
         )
-        self._sink.emit(run_started(config, at=0.0, run_id=run_id, num_tasks=0, is_simulated=True))
+        num_tasks = len(self._draws.lengths.prompts)
+        self._sink.emit(run_started(config, at=0.0, run_id=run_id, num_tasks=num_tasks, is_simulated=True))
         pipeline = Pipeline(
             parts,
-            _tasks(),
+            self._tasks(),
             self._algorithm(),
             config=config.pipeline,
             rollout=config.rollout,
@@ -294,6 +296,7 @@ class _SimRun:
             costs=sim.costs,
             kv_tokens=sim.cache_tokens,
             num_tokens=self._draws.lengths.draw,
+            prompts=self._draws.lengths.prompts,
             load_s=constant(sim.load_s),
             seed=self._config.seed,
             news_s=NEWS_S if sim.failures.is_on else None,
@@ -351,6 +354,14 @@ class _SimRun:
             else config.proximal.micro_batch_tokens,
         )
 
+    def _tasks(self) -> Iterator[tuple[int, Task]]:
+        """Prompts with lengths of their own, epoch after epoch; otherwise tasks without end."""
+        prompts = self._draws.lengths.prompts
+        if not prompts:
+            return ((0, Task(id=f"task-{number}", prompt="?")) for number in itertools.count())
+        tasks = [Task(id=f"task-{number}", prompt="?", data={"number": number}) for number in range(len(prompts))]
+        return in_order(tasks, seed=self._config.seed, shuffle=self._config.data.shuffle)
+
     # ---- while the pipeline runs -----------------------------------------------------------------------------------------
 
     async def _report_status(self, pipeline: Pipeline) -> None:
@@ -383,8 +394,3 @@ class _SimRun:
         for name in names[node * per_node : (node + 1) * per_node]:
             if not self._engines[name].is_gone:
                 self._engines[name].crash(f"its node, {node}, has failed")
-
-
-def _tasks() -> Iterator[tuple[int, Task]]:
-    for number in itertools.count():
-        yield 0, Task(id=f"task-{number}", prompt="?")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from millstream.serving.replica import Replica
 from millstream.serving.request import Pin, RoutedRequest
 
-RequestRank = tuple[int, int]  # (deadline, members left): smaller is more urgent
+RequestRank = tuple[float, ...]  # (deadline, minus the expected length, members left): smaller is more urgent
 ChooseReplica = Callable[[RoutedRequest], Replica | None]
 TURNS = 4  # one turn in this number is for requests without a rank
 

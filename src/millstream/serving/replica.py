@@ -126,7 +126,10 @@ class Replica:
 
     def _tokens_left(self, routed: RoutedRequest) -> float:
         at_most = routed.request.sampling.max_tokens - routed.num_sampled
-        return self._lengths.tokens_left(routed.num_sampled, at_most) if self._is_measured else at_most
+        if not self._is_measured:
+            return at_most
+        length = routed.length  # other answers, stretched by this, are what is expected of this one
+        return length * self._lengths.tokens_left(routed.num_sampled / length, at_most / length)
 
     def remove(self, routed: RoutedRequest) -> None:
         del self.requests[routed.request.key]

@@ -49,6 +49,7 @@ class RoutedRequest:
         self.floor = floor
         self.pin = pin  # only its engines may have it; None: any
         self.prefixes: list[CachedPrefix] = []
+        self.length = 1.0  # expected, relative to others
         self.work = 0.0  # tokens that it counts for on its replica
         self.prompt_work = 0.0  # how many of them for a prompt that is not computed yet
         self.engine: Engine | None = None  # that has it; None: it waits for one
@@ -120,7 +121,7 @@ class Lengths:
             oldest = self._recent.popleft()
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
 
-    def tokens_left(self, num_sampled: int, at_most: int) -> float:
+    def tokens_left(self, num_sampled: float, at_most: float) -> float:
         """The mean of what longer answers had left at this point; of one that is longer than all of them, as much again."""
         if not self._sorted:
             return at_most

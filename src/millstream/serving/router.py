@@ -4,7 +4,8 @@ A group's requests go only to engines at its start version or later, so that no 
 While there is room, a request goes to a replica at once; when there is none, it waits in the router's queue, and not in the
 queue of an engine that may turn out to be the slow one. Next is the group with the earliest deadline, of these the one with the
 fewest members left (`rank`), of these the oldest. Requests without a rank (an evaluation's) have every fourth turn. An
-evaluation's requests go only to engines that keep their weights for it (`serving.pins`).
+evaluation's requests go only to engines that keep their weights for it (`serving.pins`). With expected lengths (`length_of`)
+all requests pass through the queue: those of one turn of the event loop are sent in the order of their ranks.
 
 A request goes to the replica with room that would finish first with all that it has and with this request's prompt
 (`Replica.price`). A prompt that a replica has computed costs nothing there. So the turns of a conversation stay where their
@@ -58,8 +59,8 @@ class Router:
     """`is_queueing` False: everything goes to the engines at once, in the order of the calls, and the choice depends on these
     calls and on what has ended, not on measurements. That is what synchronous training needs to be repeatable.
 
-    `rank_of` gives the rank of a group; `listeners` are called with every `ReplicaChange`. `patience_s` may be set at any
-    time."""
+    `rank_of` gives the rank of a group, `length_of` how long its requests are expected to be, relative to others; `listeners`
+    are called with every `ReplicaChange`. `patience_s` may be set at any time."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class Router:
     ) -> None:
         self.patience_s = patience_s
         self.rank_of: RankOf = lambda group_id: None
+        self.length_of: Callable[[int], float] | None = None
         self.listeners: list[Callable[[ReplicaChange], None]] = []
         self._is_queueing = is_queueing
         self._clock = clock
@@ -86,6 +88,7 @@ class Router:
         self._replicas: dict[str, Replica] = {}
         self._numbers = itertools.count()
         self._order = ReplicaOrder(self._replicas)
+        self._is_dispatching = False  # in the next turn of the event loop
         self._is_many = False  # whether there was more than one at some time
         self._has_answered = False  # whether a replica has, at some time
         self.pins = Pins(
@@ -109,6 +112,10 @@ class Router:
     @property
     def num_engines(self) -> int:
         return len(self._replicas)
+
+    def num_requests(self, engine: Engine) -> int:
+        """That it has."""
+        return len(self._replicas[engine.name].requests) if self.serves(engine) else 0
 
     @property
     def num_waiting(self) -> int:
@@ -167,7 +174,8 @@ class Router:
         if routed.pin is not None:
             routed.pin.raise_if_lost()
         routed.prefixes = self._prefixes.of(routed.remaining) if self._is_many else []
-        replica = None if self._queue else self._order.cheapest(routed)
+        routed.length = 1.0 if self.length_of is None else self.length_of(routed.request.key.group_id)
+        replica = None if self._queue or self.length_of is not None else self._order.cheapest(routed)
         if replica is None:
             replica = await self._wait_for_replica(routed)
         else:
@@ -221,11 +229,19 @@ class Router:
                 replica.add(waiting.routed)
                 waiting.replica.set_result(replica)
 
+    def _dispatch_all(self) -> None:
+        self._is_dispatching = False
+        self.dispatch()
+
     async def _wait_for_replica(self, routed: RoutedRequest) -> Replica:
         waiting = WaitingRequest(routed, asyncio.get_running_loop().create_future())
         self._queue.push(waiting, self.rank_of(routed.request.key.group_id))
         self._start_patience()
-        self.dispatch()
+        if self.length_of is None:
+            self.dispatch()
+        elif not self._is_dispatching:
+            self._is_dispatching = True
+            asyncio.get_running_loop().call_soon(self._dispatch_all)
         try:
             return await waiting.replica
         except (asyncio.CancelledError, EngineError):

@@ -28,25 +28,28 @@ class Distribution(NamedTuple):
     draw: Draw
     most: float
     """The highest number that it gives. inf: it has none."""
+    prompts: tuple[Draw, ...] = ()
+    """Of kind "prompts": a draw for each prompt."""
 
 
 class DrawConfig(Struct, frozen=True, kw_only=True):
     """A distribution of lengths (tokens) or latencies (seconds)."""
 
-    kind: Literal["fixed", "geometric", "lognormal", "normal", "file", "run"] = "fixed"
+    kind: Literal["fixed", "geometric", "lognormal", "normal", "file", "prompts", "run"] = "fixed"
     """fixed: always the mean. geometric: without memory, as tokens of a model with random weights. lognormal: a heavy tail.
-    normal: values below 0 are drawn again. file: the numbers of a file, one a line. run: lengths of a run's rollouts, each
-    of all of its turns."""
+    normal: values below 0 are drawn again. file: the numbers of a file, one a line. prompts: as file, and a line has the
+    numbers of one prompt; as lengths, the run's data are these prompts, epoch after epoch. run: lengths of a run's rollouts,
+    each of all of its turns."""
     mean: float | None = None
     """Of fixed, geometric, lognormal and normal."""
     sigma: float | None = None
     """Of lognormal: the deviation of the logarithm. Of normal: the deviation."""
     path: str | None = None
-    """Of file: the file. Of run: the run folder."""
+    """Of file and prompts: the file, in which a line that begins with # is a comment. Of run: the run folder."""
 
     def __post_init__(self) -> None:
-        needed = {"mean"} if self.kind in ("fixed", "geometric") else {"path"} if self.kind in ("file", "run") else None
-        needed = {"mean", "sigma"} if needed is None else needed
+        of_file = self.kind in ("file", "prompts", "run")
+        needed = {"path"} if of_file else {"mean"} if self.kind in ("fixed", "geometric") else {"mean", "sigma"}
         given = {key for key in ("mean", "sigma", "path") if getattr(self, key) is not None}
         if given != needed:
             words = " and ".join(sorted(needed))
@@ -69,7 +72,11 @@ class DrawConfig(Struct, frozen=True, kw_only=True):
             case "normal":
                 return Distribution(truncated_normal(self.mean or 0.0, self.sigma or 1.0), math.inf)
             case "file":
-                return one_of(_numbers_in(Path(self.path or "")))
+                return one_of([number for line in _numbers_in(Path(self.path or "")) for number in line])
+            case "prompts":
+                lines = _numbers_in(Path(self.path or ""))
+                every = one_of([number for line in lines for number in line])
+                return every._replace(prompts=tuple(one_of(line).draw for line in lines))
             case "run":
                 return one_of(_lengths_of_run(Path(self.path or "")))
 
@@ -91,16 +98,18 @@ def _geometric(mean: float) -> Draw:
     return draw
 
 
-def _numbers_in(path: Path) -> list[float]:
+def _numbers_in(path: Path) -> list[list[float]]:
+    """By line."""
     try:
-        numbers = [float(line) for line in path.read_text().split()]
+        lines = [line.split() for line in path.read_text().splitlines() if not line.startswith("#")]
+        numbers = [[float(word) for word in line] for line in lines if line]
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}. Expected a file with a number on each line"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path}: {error}. Expected a number on each line") from error
-    if not numbers or not all(0 <= number < math.inf for number in numbers):
+    if not numbers or not all(0 <= number < math.inf for line in numbers for number in line):
         raise ConfigError(f"{path} has no numbers, or negative ones: expected a number of at least 0 on each line")
     return numbers
 

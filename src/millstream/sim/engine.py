@@ -14,6 +14,7 @@ import asyncio
 import math
 import random
 from collections import deque
+from collections.abc import Sequence
 
 from millstream.engine import EngineStats, OnSampled
 from millstream.errors import EngineError, EngineGone, RequestRefused
@@ -33,7 +34,8 @@ class SimEngine:
     """`token_s` is short for `costs` with a constant rate. `kv_tokens` None: the cache has no end. `news_s`: how often requests
     that are watched hear of their tokens; None: never, as the seam allows. With `has_prefix_cache` what was computed for a
     conversation, or for the prompt of its group, is not computed again until new weights come; it takes no room. `sharing`:
-    GPUs that it shares with a learner. `meter`: reports its decoding."""
+    GPUs that it shares with a learner. `meter`: reports its decoding. `prompts`: lengths of the prompt that a request's first
+    token names, instead of `num_tokens`."""
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class SimEngine:
         costs: Costs | None = None,
         kv_tokens: int | None = None,
         num_tokens: Draw = UP_TO_100,
+        prompts: Sequence[Draw] = (),
         load_s: Draw = FREE,
         version: int = 0,
         seed: int = 0,
@@ -63,6 +66,7 @@ class SimEngine:
         self._costs = Costs(step_s=token_s) if costs is None else costs
         self._kv_tokens = math.inf if kv_tokens is None else kv_tokens
         self._num_tokens = num_tokens
+        self._prompts = prompts
         self._load_s = load_s
         self._rng = random.Random(derive_seed(seed, name))
         self._batch = SimBatch(self._costs, kv_tokens=self._kv_tokens, version=version)
@@ -192,7 +196,8 @@ class SimEngine:
                 f"{request.key} may need {most} tokens of cache, {self.name} has {self._kv_tokens}: set sim.cache_tokens "
                 "higher, or rollout.max_tokens lower"
             )
-        length = max(1, round(self._num_tokens(random.Random(request.seed))) - request.num_sampled)
+        draw = self._prompts[request.tokens[0]] if self._prompts else self._num_tokens
+        length = max(1, round(draw(random.Random(request.seed))) - request.num_sampled)
         limit, done = request.sampling.max_tokens, asyncio.get_running_loop().create_future()
         finish = Finish.STOP if length <= limit else Finish.LENGTH
         job = SimRequest(request, min(length, limit), finish, None if self._news_s is None else on_sampled, done)

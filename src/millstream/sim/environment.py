@@ -46,7 +46,8 @@ class SimEnvironment:
 
     The same seed gives the same episode: latencies, failures and reward do not depend on time. `failures` are
     equally likely. `graded`: instead of a coin, any number between 0 and 1. At most `max_concurrent` episodes are played at
-    once; None: no limit. Before and after each turn, `driver` works for half of `driver_s`."""
+    once; None: no limit. Before and after each turn, `driver` works for half of `driver_s`. The prompt begins with the number
+    that the task has in its data, if any."""
 
     def __init__(
         self,
@@ -84,9 +85,10 @@ class SimEnvironment:
 
     async def _play(self, context: Context) -> float:
         rng, num_sampled = random.Random(context.seed), 0
+        prompt = [context.task.data.get("number", 1), *self._prompt[1:]]
         for _ in range(max(1, round(self._num_turns(rng)))):
             await self._driver.work(self._driver_s / 2)
-            completion = await context.generate(self._prompt)
+            completion = await context.generate(prompt)
             await self._driver.work(self._driver_s / 2)
             num_sampled += len(completion.tokens)
             await asyncio.sleep(self._latency_s(rng))
