@@ -48,7 +48,7 @@ def by_policy(world: World, policy: Policy, seed: int, window: int = WINDOW) -> 
 def by_pipeline(world: World, seed: int, *, window: int = WINDOW, extra_members: int = 0, **knobs: Any) -> float:
     """The production pipeline. `knobs`: of `PipelineConfig`. The last batches of a run have the engines to themselves: they are
     not measured."""
-    lag = math.ceil(knobs.get("max_lag", 0))
+    lag: int = math.ceil(knobs.get("max_lag", 0))
     skipped = 1 + lag
     found = ours(replace(world, steps=skipped + window + lag), seed, extra_members=extra_members, **knobs)
     ends: list[float] = [step.at for step in found.sink.of(Stepped)]
