@@ -48,10 +48,10 @@ def by_policy(world: World, policy: Policy, seed: int, window: int = WINDOW) -> 
 def by_pipeline(world: World, seed: int, *, window: int = WINDOW, extra_members: int = 0, **knobs: Any) -> float:
     """The production pipeline. `knobs`: of `PipelineConfig`. The last batches of a run have the engines to themselves: they are
     not measured."""
-    lag = math.ceil(knobs.get("max_lag", 0))
+    lag: int = math.ceil(knobs.get("max_lag", 0))
     skipped = 1 + lag
     found = ours(replace(world, steps=skipped + window + lag), seed, extra_members=extra_members, **knobs)
-    ends = [step.at for step in found.sink.of(Stepped)]
+    ends: list[float] = [step.at for step in found.sink.of(Stepped)]
     return (ends[skipped + window - 1] - ends[skipped - 1]) / window
 
 
@@ -179,8 +179,8 @@ class _EnvironmentLoop:
         self._environments = environments
         self._seed = seed
         self._engines = world.engines(seed)
-        self._generate = partial(Counted(), anywhere(self._engines))
-        self._counted: Counted = self._generate.func
+        self._counted = Counted()
+        self._generate = partial(self._counted, anywhere(self._engines))
         self._step = 0
         self._changed = asyncio.Condition()
         self._ended: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # members by group and episode
