@@ -217,7 +217,7 @@ class WeightSync:
     def _may_load(self, engine: Engine) -> bool:
         if self._is_in_lockstep:
             return True
-        most, has = max(1, self._router.num_engines // 2), self._router.num_requests(engine)
+        most, has = max(1, len(self._router.engines) // 2), self._router.num_requests(engine)
         before = (one for one in self._ready if self._router.num_requests(one) < has and self._is_behind(one))
         return self._num_loading < most and self._num_loading + sum(1 for _ in before) < most
 

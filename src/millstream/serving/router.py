@@ -109,10 +109,6 @@ class Router:
         replica = self._replicas.get(engine.name)
         return replica is not None and replica.engine is engine
 
-    @property
-    def num_engines(self) -> int:
-        return len(self._replicas)
-
     def num_requests(self, engine: Engine) -> int:
         """That it has."""
         return len(self._replicas[engine.name].requests) if self.serves(engine) else 0
@@ -219,6 +215,7 @@ class Router:
 
     def dispatch(self) -> None:
         """Room or versions have changed: send what can be sent."""
+        self._is_dispatching = False
         self.pins.grant()
         while self._queue and self._order.has_room():
             found = self._queue.pop(self._order.cheapest, self._order.has_room)
@@ -229,10 +226,6 @@ class Router:
                 replica.add(waiting.routed)
                 waiting.replica.set_result(replica)
 
-    def _dispatch_all(self) -> None:
-        self._is_dispatching = False
-        self.dispatch()
-
     async def _wait_for_replica(self, routed: RoutedRequest) -> Replica:
         waiting = WaitingRequest(routed, asyncio.get_running_loop().create_future())
         self._queue.push(waiting, self.rank_of(routed.request.key.group_id))
@@ -241,7 +234,7 @@ class Router:
             self.dispatch()
         elif not self._is_dispatching:
             self._is_dispatching = True
-            asyncio.get_running_loop().call_soon(self._dispatch_all)
+            asyncio.get_running_loop().call_soon(self.dispatch)
         try:
             return await waiting.replica
         except (asyncio.CancelledError, EngineError):
