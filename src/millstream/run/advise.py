@@ -264,11 +264,7 @@ def _worth_naming(tried: Sequence[tuple[TriedChange, float]]) -> list[tuple[Trie
 
 
 def _with_seen(sim: SimConfig, events: Sequence[Event], found: Bottleneck) -> SimConfig:
-    """With what calibration does not fit: the spread of latencies, the size of a cache that was full, engines that failed."""
-    latency_s = sim.environment.latency_s.mean or 0.0
-    if latency_s:
-        latency = _latency(latency_s, events)
-        sim = structs.replace(sim, environment=structs.replace(sim.environment, latency_s=latency))
+    """With what calibration does not fit: the size of a cache that was full, and engines that failed."""
     if found.name == "cache":
         held = [
             span.num_context / span.num_steps
@@ -280,18 +276,6 @@ def _with_seen(sim: SimConfig, events: Sequence[Event], found: Bottleneck) -> Si
         ]
         sim = structs.replace(sim, cache_tokens=round(float(np.quantile(held, 0.95))))
     return structs.replace(sim, failures=_failures(events))
-
-
-def _latency(mean_s: float, events: Sequence[Event]) -> DrawConfig:
-    """Its spread is that of the rollouts' seconds which their lengths do not explain."""
-    ended = [event for event in events if isinstance(event, RolloutEnded)]
-    lengths_N = np.array([[1.0, float(event.num_sampled)] for event in ended])
-    seconds_N = np.array([event.seconds for event in ended])
-    rest_N = seconds_N - lengths_N @ np.linalg.lstsq(lengths_N, seconds_N, rcond=None)[0]
-    spread = float(np.std(rest_N)) / mean_s
-    if spread < 0.1:
-        return DrawConfig(mean=mean_s)
-    return DrawConfig(kind="lognormal", mean=mean_s, sigma=math.sqrt(math.log1p(min(spread, 2.0) ** 2)))
 
 
 def _failures(events: Sequence[Event]) -> SimFailuresConfig:

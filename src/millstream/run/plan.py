@@ -28,7 +28,7 @@ from millstream.pipeline.admission import full_budget
 from millstream.run.config import RunConfig
 from millstream.run.device import find_shape, read_model_config
 from millstream.run.folder import RunFolder
-from millstream.run.roofline import Fit, Gpus, Placed, costs_on, fit_memory, gpu_table, with_sharing
+from millstream.run.roofline import Gpus, MemoryFit, Placed, costs_on, fit_memory, gpu_table, with_sharing
 from millstream.run.simulate import longest_request, simulate
 from millstream.run.sizes import MAX_SLOTS, MEAN_SHARE, MIN_SLOTS, ModelShape, shape_from
 from millstream.run.workload import guess_step_s, workload_of
@@ -89,7 +89,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     chosen: Tried
     synchronous: Tried
     """The fastest with max_lag = 0 on the same GPUs."""
-    fit: Fit
+    fit: MemoryFit
     config: RunConfig
     tried: list[Tried]
     """All that were simulated, with the random numbers of the search."""
@@ -152,7 +152,7 @@ class Planner:
         self._num_rollouts = 0  # that a search has simulated
         self._guesses: dict[Settings, float] = {}
 
-    def _fit(self, placed: Placed, gpus: Gpus | None = None) -> Fit:
+    def _fit(self, placed: Placed, gpus: Gpus | None = None) -> MemoryFit:
         tokens = self._load.num_rollouts * self._load.trained
         return fit_memory(
             self.config, self.shape, gpus or self.gpus, placed, longest_request=self._longest, batch_tokens=tokens
@@ -327,7 +327,7 @@ class Planner:
             found[point.place] = min(found[point.place], self.guess(self.settings_of(point)))
         return Curve(max_lag=max_lag, step_s=found)
 
-    def fit_of(self, settings: Settings) -> Fit:
+    def fit_of(self, settings: Settings) -> MemoryFit:
         return self._fits[settings.placed]
 
 

@@ -97,7 +97,7 @@ def _plain(name: str) -> str:
 # ---- memory ------------------------------------------------------------------------------------------------------------
 
 
-class Fit(Struct, frozen=True, kw_only=True):
+class MemoryFit(Struct, frozen=True, kw_only=True):
     """What of a run is in the memory of one GPU. `lack_gb`: above 0, it does not fit, and `where` says on whose GPU."""
 
     micro_batch_tokens: int = 0
@@ -128,10 +128,10 @@ class Placed(Struct, frozen=True, kw_only=True):
 
 def fit_memory(
     config: RunConfig, shape: ModelShape, gpus: Gpus, placed: Placed, *, longest_request: int, batch_tokens: float
-) -> Fit:
+) -> MemoryFit:
     """The largest passes and cache that fit; layers are recomputed where the activations would not fit otherwise."""
     is_compiled = config.learner.compile is True or (config.learner.compile == "auto" and placed.ranks == 1)
-    found = Fit(lack_gb=math.inf)
+    found = MemoryFit(lack_gb=math.inf)
     for is_recomputed in dict.fromkeys((config.learner.recompute, True)):
         learner = structs.replace(config.learner, recompute=is_recomputed)
         memory = Memory(structs.replace(config, learner=learner), shape, dtype="bfloat16", is_compiled=is_compiled)
@@ -144,7 +144,7 @@ def fit_memory(
 
 def _fit(
     config: RunConfig, memory: Memory, gpu: GpuKind, placed: Placed, longest_request: int, batch_tokens: float
-) -> Fit:
+) -> MemoryFit:
     room = USABLE * gpu.memory_gb * 1e9
     learner = memory.learner if placed.ranks == 1 else memory.sharded(placed.ranks)
     engine = memory.engine + memory.decoding(MAX_SLOTS)
@@ -154,7 +154,9 @@ def _fit(
     lacks = [memory.pass_bytes(least_pass) - for_pass, least_cache - for_cache]
     if max(lacks) > 0:
         where = "a GPU of the learner" if lacks[0] > 0 else "the GPU of an engine"
-        return Fit(lack_gb=max(lacks) / 1e9, where="a GPU of both learner and engine" if placed.is_shared else where)
+        return MemoryFit(
+            lack_gb=max(lacks) / 1e9, where="a GPU of both learner and engine" if placed.is_shared else where
+        )
     if config.learner.micro_batch_tokens == "auto":
         few = _power_of_two(max(least_pass, batch_tokens / MIN_PASSES / placed.ranks))
         tokens = min(few, max(least_pass, memory.largest_pass(for_pass / 2 if placed.is_shared else for_pass)))
@@ -163,7 +165,7 @@ def _fit(
     passing = memory.pass_bytes(tokens)
     cache = for_cache - (passing - memory.pass_bytes(least_pass) if placed.is_shared else 0.0)
     both = engine + cache
-    return Fit(
+    return MemoryFit(
         micro_batch_tokens=tokens,
         cache_tokens=int(cache / memory.token_bytes),
         cache_gb=math.floor(cache / 1e7) / 100,
@@ -180,7 +182,7 @@ def _power_of_two(number: float) -> int:
 # ---- time --------------------------------------------------------------------------------------------------------------
 
 
-def costs_on(sim: SimConfig, shape: ModelShape, gpus: Gpus, placed: Placed, fitted: Fit) -> SimConfig:
+def costs_on(sim: SimConfig, shape: ModelShape, gpus: Gpus, placed: Placed, fitted: MemoryFit) -> SimConfig:
     """The table with the costs of this shape on these GPUs. Lengths, prompts, environment and failures stay as they are."""
     gpu, share = gpus.kind, gpu_table().efficiency
     bandwidth, flops = gpu.bandwidth_gb_per_s * 1e9, gpu.bfloat16_tflops * 1e12
@@ -199,7 +201,7 @@ def costs_on(sim: SimConfig, shape: ModelShape, gpus: Gpus, placed: Placed, fitt
     )
 
 
-def _train_tokens_per_s(shape: ModelShape, gpu: GpuKind, placed: Placed, fitted: Fit) -> float:
+def _train_tokens_per_s(shape: ModelShape, gpu: GpuKind, placed: Placed, fitted: MemoryFit) -> float:
     """Of one rank. Several gather every layer twice a pass in bfloat16 and sum its gradients in float32, while they compute."""
     share = gpu_table().efficiency
     found = share.train_flops_compiled if fitted.is_compiled else share.train_flops
