@@ -119,7 +119,9 @@ class TimeUse:
         self._in_flight = 0
         self._published = 0
         self._versions: dict[str, int] = {}  # that engines have loaded
+        self._behind: set[str] = set()  # engines that have not loaded what is published
         self._gone: set[str] = set()
+        self._names: set[str] = set()  # of all engines
         self._stepped_at: float | None = None
         self._begin_interval()
         self._step = _StepUse()
@@ -156,10 +158,11 @@ class TimeUse:
                 self._add_span(event)
             case WeightsPublished():
                 self._published = event.version
+                self._behind = {name for name, version in self._versions.items() if version < event.version}
                 self._step.publishing_s += event.seconds
                 self._begin_interval()
             case WeightsLoaded():
-                self._versions[event.engine] = event.version
+                self._load(event.engine, event.version)
             case Status():
                 self._add_status(event)
             case Stepped():
@@ -171,9 +174,10 @@ class TimeUse:
         match event:
             case ReplicaLeft():
                 self._gone.add(event.engine)
+                self._names.add(event.engine)
             case ReplicaJoined():
                 self._gone.discard(event.engine)
-                self._versions[event.engine] = event.version
+                self._load(event.engine, event.version)
             case ConfigWritten():
                 self._slots = _slots_in(event.text) or self._slots
             case SizesChosen():
@@ -186,20 +190,24 @@ class TimeUse:
             case SettingChanged():
                 self._steps.clear()
 
+    def _load(self, engine: str, version: int) -> None:
+        self._versions[engine] = version
+        self._names.add(engine)
+        (self._behind.add if version < self._published else self._behind.discard)(engine)
+
     def _advance(self, at: float) -> None:
         seconds = max(0.0, at - self._now)
         self._now = max(self._now, at)
         if not seconds:
             return
-        names = len(self._versions.keys() | self._gone)
-        self._step.engines_s += seconds * names
+        self._step.engines_s += seconds * len(self._names)
         self._step.lost_s += seconds * len(self._gone)
         if not self._in_flight:
             self._none_s += seconds
         if self._in_flight <= max(1, FEW * self._usual_most()):
             self._few_s += seconds
             self._few_rollouts += seconds * self._in_flight
-            if any(version < self._published for version in self._versions.values()):
+            if self._behind:
                 self._few_loading_s += seconds
 
     def _usual_most(self) -> int:
@@ -216,7 +224,7 @@ class TimeUse:
 
     def _add_span(self, event: Span) -> None:
         if event.worker != "learner" and event.what == "generate":
-            self._versions.setdefault(event.worker, self._published)
+            self._load(event.worker, self._versions.get(event.worker, self._published))
         if event.worker != "learner":
             return
         if event.what != "copy weights":  # which is a part of publishing

@@ -79,11 +79,12 @@ class LineFile(Generic[T]):
         while self._unwritten:  # a full disk may take a part of it
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
-    def keep_only(self, is_kept: Callable[[bytes], bool]) -> None:
-        """Remove the other lines. Raises as `flush` does."""
+    def replace(self, is_kept: Callable[[bytes], bool], item: T) -> None:
+        """This item's line in place of those that are not kept. Raises as `flush` does."""
         with self._lock:
             self._flush()
-            _replace(self._path, [line for _, line in _lines(self._path) if is_kept(line)])
+            kept = [line for _, line in _lines(self._path) if is_kept(line)]
+            _replace(self._path, [*kept, self._line_of(item)])
             self._file.close()
             self._file = self._path.open("ab", buffering=0)
 
@@ -193,7 +194,8 @@ class MetricsSink:
             evaluation = _evaluation_of(row)
             if evaluation in self._evaluations:
                 with suppress(OSError, LogError, ValueError):  # a full disk, or an edited file: then both have a line
-                    self._file.keep_only(lambda line: _evaluation_of(json.loads(line)) != evaluation)
+                    self._file.replace(lambda line: _evaluation_of(json.loads(line)) != evaluation, row)
+                    return
             self._evaluations.add(evaluation)
         self._file.append(row)
 

@@ -9,6 +9,7 @@ Shapes: M trained tokens of a micro-batch, R rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -96,9 +97,10 @@ class Rank:
         """Compile the layers for every size of a pass before the first batch, while its rollouts are generated: a size that is
         compiled when it is first needed holds up that step."""
         self._has_sizes_to_compile = False
-        with self.optimizer.leaving_out(self.optimizer.names):
+        with self.optimizer.leaving_out(self.optimizer.names), suppress(torch.OutOfMemoryError):
+            # the batches may never fill a pass as these do: where memory does not suffice, larger sizes are not compiled
             for number in range(1, NUM_COMPILED_SIZES + 1):
-                self._passes.run(_rows_to_fill(number * self._quantum), self._discard, self.optimizer)
+                self._discard(_rows_to_fill(number * self._quantum))
 
     def _discard(self, rows: Sequence[TrainRow]) -> None:
         logprobs_M, _, _ = self._forward(self._rows(rows), needs_entropy=self._objective.needs_entropy)
@@ -215,14 +217,17 @@ class Rank:
 
 def _rows_to_fill(num_tokens: int) -> list[TrainRow]:
     """Rows that a pass of this many tokens can hold: they share their first token."""
-    length = min(MAX_FILLER, num_tokens)
-    row = TrainRow(
-        tokens=np.zeros(length, np.int32),
-        loss_mask=np.arange(length) > 0,
-        logprobs=np.zeros(length, np.float32),
-        advantages=np.zeros(length, np.float32),
-    )
-    return [row] * (num_tokens // length)
+    lengths = [MAX_FILLER] * (num_tokens // MAX_FILLER) + [num_tokens % MAX_FILLER]
+    return [
+        TrainRow(
+            tokens=np.zeros(length, np.int32),
+            loss_mask=np.arange(length) > 0,
+            logprobs=np.zeros(length, np.float32),
+            advantages=np.zeros(length, np.float32),
+        )
+        for length in lengths
+        if length > 1
+    ]
 
 
 def _local_parts(policy: Policy) -> list[Tensor]:

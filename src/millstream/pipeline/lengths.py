@@ -3,7 +3,8 @@ in its group.
 
 Of the requests with one deadline, those of the longest prompt start first (`SchedulingPolicy.rank`), and the router counts a
 request for as many tokens as its prompt lets expect, so that long ones go where least is to be sampled. What is admitted, its
-start, its deadline, and what is trained do not depend on it.
+start and its deadline do not depend on it, and where nothing is aborted (`surplus = "carry_over"`, `overdue = "wait"`) what is
+trained does not either.
 """
 
 from __future__ import annotations

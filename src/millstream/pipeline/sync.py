@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NoReturn
 
 from millstream.engine import Engine
@@ -89,7 +90,10 @@ class WeightSync:
                     await newer
                 if not self._serves(engine):
                     return
-                await waits.on(owner, "its turn to load", until(lambda: self._may_load(engine)))
+                turn = until(lambda: self._may_load(engine) or not self._serves(engine))
+                await waits.on(owner, "its turn to load", turn)
+                if not self._serves(engine):
+                    return
                 if not self._is_behind(engine):
                     continue  # an evaluation has pinned it meanwhile
                 self._ready.discard(engine)
@@ -111,6 +115,7 @@ class WeightSync:
             self._router.lose(engine, error)
         finally:
             self._ready.discard(engine)
+            self._notifier.notify()  # it may have been the one that others let load first
 
     def is_everywhere(self) -> bool:
         """Whether every engine serves the newest version."""
@@ -217,9 +222,16 @@ class WeightSync:
     def _may_load(self, engine: Engine) -> bool:
         if self._is_in_lockstep:
             return True
-        most, has = max(1, len(self._router.engines) // 2), self._router.num_requests(engine)
-        before = (one for one in self._ready if self._router.num_requests(one) < has and self._is_behind(one))
-        return self._num_loading < most and self._num_loading + sum(1 for _ in before) < most
+        places = max(1, len(self._router.engines) // 2) - self._num_loading
+        if places < 1:
+            return False
+        has = self._router.num_requests(engine)
+        before = (
+            one
+            for one in self._ready
+            if self._router.num_requests(one) < has and self._is_behind(one) and self._serves(one)
+        )
+        return len(list(islice(before, places))) < places
 
     def _serves(self, engine: Engine) -> bool:
         return self._router.serves(engine)

@@ -136,8 +136,8 @@ class Router:
     # ---- one request -------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request, *, floor: int, pin: Pin | None = None) -> Completion:
-        """On engines at version `floor` or later, or on those of a pin. If one has room, the request is queued there before
-        this first suspends. Raises `PinLost` when the last engine of the pin is gone."""
+        """On engines at version `floor` or later, or on those of a pin. Without `length_of`, if one has room, the request is
+        queued there before this first suspends. Raises `PinLost` when the last engine of the pin is gone."""
         if request.key in self._requests:
             raise EngineError(f"{request.key} is in flight already")
         if (
@@ -182,6 +182,9 @@ class Router:
         # with one replica no other could continue after the tokens that are reported
         on_sampled = partial(replica.on_sampled, routed) if self._is_many else None
         try:
+            if routed.is_aborted or routed.is_moving:  # between the choice of a replica and here
+                routed.lose_replica()
+                return
             completion = await engine.generate(remaining, on_sampled)
         except EngineError as error:
             self._on_failure(replica, routed, error)
