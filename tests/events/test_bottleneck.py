@@ -46,6 +46,11 @@ def test_what_was_planted_is_named(name: str) -> None:
     assert "%" in found.message and sum(found.shares.values()) == pytest.approx(1, abs=0.1)
 
 
+def test_where_every_group_is_filtered_nothing_else_is_named() -> None:
+    found = bottleneck_of(simulated("sim.environment.no_signal=1", "pipeline.filter_zero_signal=true"))
+    assert found is not None and found.name == "no-signal" and "nothing is trained" in found.message, found
+
+
 def test_rollouts_that_wait_for_a_place_in_their_environment_wait_for_it() -> None:
     found = bottleneck_of(simulated("environment=[{max_concurrent=4}]"))
     assert found is not None and found.name == "environment", found

@@ -21,6 +21,7 @@ from millstream.errors import LearnerError, ModelError
 from millstream.learner import LearnerConfig
 from millstream.learner.optimizer import learning_rate_share
 from millstream.learner.packing import Packer
+from millstream.learner.rank import rows_to_fill
 from millstream.learner.rows import RowTensors, share_prompts
 from millstream.learner.scorer import TorchScorer
 from millstream.learner.torch import TorchLearner, save_trained
@@ -452,6 +453,12 @@ def test_compiled_layers_change_no_gradient_and_are_compiled_once_for_each_size(
         assert torch.allclose(gradient(one, some), plainly, atol=1e-5 * float(plainly.abs().max()), rtol=1e-3)
         compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert compiled[0] and set(compiled) == {compiled[0]}, "every micro-batch here is filled up to 128 tokens"
+
+
+@pytest.mark.parametrize("num_tokens", [2, 32, 513, 1000, 1200, 4096])
+def test_rows_to_fill_a_pass_have_its_size(num_tokens: int) -> None:
+    filled = RowTensors(rows_to_fill(num_tokens), torch.device("cpu"), quantum=max(1, num_tokens // 4))
+    assert num_tokens * 3 / 4 < filled.num_computed <= num_tokens
 
 
 @pytest.mark.slow

@@ -130,3 +130,9 @@ def test_a_run_whose_engine_does_not_count_steps_is_refused(tmp_path: Path) -> N
     (tmp_path / "run/events.jsonl").write_bytes(b"".join(kept))
     with pytest.raises(MillstreamError, match=r"has 0 spans of decoding with counts of steps"):
         calibrate(tmp_path / "run")
+
+
+def test_a_run_that_trained_nothing_is_refused(tmp_path: Path) -> None:
+    a_run(tmp_path / "run", "sim.environment.no_signal=1", "pipeline.filter_zero_signal=true")
+    with pytest.raises(MillstreamError, match="has trained nothing after its first steps"):
+        calibrate(tmp_path / "run")

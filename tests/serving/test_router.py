@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from millstream.clock import VirtualClock, run_virtual
 from millstream.engine import EngineStats
-from millstream.errors import EngineError, EngineMisconfigured, RequestRefused
+from millstream.errors import EngineError, EngineGone, EngineMisconfigured, RequestRefused
 from millstream.events import ReplicaJoined, ReplicaLeft, WeightsLoaded
 from millstream.events.sinks import MemorySink
 from millstream.pipeline.context import RunContext
@@ -678,6 +678,40 @@ def test_the_replica_with_the_fewest_requests_loads_new_weights_first_and_gets_t
         return [event.engine for event in sink.of(WeightsLoaded)]
 
     assert run_virtual(play()) == ["idle", "busy"]
+
+
+def test_a_replica_that_is_lost_when_weights_are_published_holds_no_other_up() -> None:
+    async def play() -> list[str]:
+        engines = [engine("busy", num_tokens=constant(1000)), engine("lost")]
+        router, channel, clock, sink = Router(engines), LocalChannel(), VirtualClock(), MemorySink()
+        waits = Waits(clock=clock, sink=sink, stall_s=1e6, deadline_s=1e6)
+        context = RunContext(store=MemoryStore(store_tasks()), waits=waits, clock=clock, sink=sink)
+        sync = WeightSync(context, channel, router, is_in_lockstep=False)
+        await channel.publish(0, {})
+        async with asyncio.TaskGroup() as context.tasks:
+            sync.start(0)
+            task = await until(0.1, router.generate(request(0), floor=0))
+            await sync.publish(1, {}, began=0.0)
+            router.lose(engines[1], EngineGone("as planned"))
+            await asyncio.sleep(1)
+            sync.finish(are_joining_lost=False)
+            await task
+        return [event.engine for event in sink.of(WeightsLoaded)]
+
+    assert run_virtual(play()) == ["busy"]
+
+
+def test_an_abort_reaches_a_request_whose_replica_was_chosen_in_the_same_moment() -> None:
+    async def play() -> tuple[Completion, float]:
+        router = Router([engine("one", num_tokens=constant(120))])
+        router.length_of = lambda group_id: 1.0
+        task = asyncio.create_task(router.generate(request(1), floor=0))
+        while not await router.abort(request(1).key):
+            await asyncio.sleep(0)
+        return await task, asyncio.get_running_loop().time()
+
+    completion, seconds = run_virtual(play())
+    assert completion.finish is Finish.ABORT and not completion.tokens and seconds < 0.1
 
 
 @settings(max_examples=60, deadline=None)

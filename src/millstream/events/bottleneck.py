@@ -299,6 +299,8 @@ def _slots_in(text: str) -> int | None:
 
 
 def _name(use: _StepUse, num_slots: float | None) -> BottleneckName:
+    if use.num_filtered and not use.num_trained:  # no group was taken, so no wait has ended
+        return "no-signal"
     waiting_s = use.waiting_s
     if min(use.training_s, waiting_s) > MAIN * max(use.training_s, waiting_s) and use.idle_s > MAIN * use.training_s:
         return "turns"
@@ -342,7 +344,8 @@ def _message(name: BottleneckName, use: _StepUse, shares: dict[str, float], most
         f"{in_engines:.0f} in engines",
         "slots": f"{waits}, while {use.queued / seen:.0f} requests queue for slots and {use.running / seen:.0f} decode",
         "cache": f"{waits}, while {use.queued / seen:.0f} requests queue for room in the cache, although slots are free",
-        "no-signal": f"{waits}, and {filtered:.0%} of the groups are filtered: their rewards are all equal",
+        "no-signal": f"{waits if use.num_trained else 'nothing is trained'}, and {filtered:.0%} of the groups are filtered: "
+        "their rewards are all equal",
         "failures": f"{waits}: {failed:.0%} of the rollouts fail, and engines are lost {lost:.0%} of the time",
         "stragglers": f"{waits}, for {use.few_s / seconds:.0%} for stragglers: {few:.0f} of up to {most:.0f} rollouts are left "
         "then",

@@ -100,7 +100,7 @@ class Rank:
         with self.optimizer.leaving_out(self.optimizer.names), suppress(torch.OutOfMemoryError):
             # the batches may never fill a pass as these do: where memory does not suffice, larger sizes are not compiled
             for number in range(1, NUM_COMPILED_SIZES + 1):
-                self._discard(_rows_to_fill(number * self._quantum))
+                self._discard(rows_to_fill(number * self._quantum))
 
     def _discard(self, rows: Sequence[TrainRow]) -> None:
         logprobs_M, _, _ = self._forward(self._rows(rows), needs_entropy=self._objective.needs_entropy)
@@ -215,7 +215,7 @@ class Rank:
             buffers[name].copy_(value)
 
 
-def _rows_to_fill(num_tokens: int) -> list[TrainRow]:
+def rows_to_fill(num_tokens: int) -> list[TrainRow]:
     """Rows that a pass of this many tokens can hold: they share their first token."""
     lengths = [MAX_FILLER] * (num_tokens // MAX_FILLER) + [num_tokens % MAX_FILLER]
     return [

@@ -43,7 +43,7 @@ from millstream.paths import program
 from millstream.run.config import RunConfig
 from millstream.run.device_queue import spans_on_device
 from millstream.run.fit_costs import Numbers, fit_costs, slower
-from millstream.run.folder import RunFolder
+from millstream.run.folder import RunFolder, resume_command
 from millstream.run.simulate import simulate
 from millstream.sim.config import DrawConfig, SimConfig, SimEnvironmentConfig
 from millstream.types import Fate, Finish
@@ -118,11 +118,11 @@ def fit_run(run_dir: Path) -> FittedRun:
     if num_steps < 2:
         raise ConfigError(
             f"the run in {run_dir} has {num_steps} steps: at least 2 are needed, 20 and more are better. To train it further:\n"
-            f"  {program()} train --resume {run_dir}"
+            f"  {resume_command(run_dir, 'pipeline.steps=20')}"
         )
     config = as_it_ran(load(folder.config, RunConfig), events, num_steps)
     settled = _settled(events, config)
-    decoding, training = _decoding(settled, run_dir), _training(settled, config.learner.ranks)
+    decoding, training = _decoding(settled, run_dir), _training(settled, config.learner.ranks, run_dir)
     ended = [event for event in events if isinstance(event, RolloutEnded) and event.finish is not Finish.ABORT]
     lengths, changes = [event.num_sampled for event in ended], list[str]()
     if (longest := max(lengths, default=0)) > config.rollout.max_tokens:
@@ -189,9 +189,13 @@ def _decoding(events: Sequence[Event], run_dir: Path) -> list[Fitted]:
     ]
     counted = [span for span in spans if span.num_steps is not UNSET and span.num_steps]
     if len(counted) < MIN_SPANS:
+        why = (
+            "train it for more steps"
+            if len(counted) == len(spans) > 0
+            else 'they are written by the native engine (engine.kind = "torch"), from this version on'
+        )
         raise ConfigError(
-            f"the run in {run_dir} has {len(counted)} spans of decoding with counts of steps, and {MIN_SPANS} are needed: "
-            'they are written by the native engine (engine.kind = "torch"), from this version on'
+            f"the run in {run_dir} has {len(counted)} spans of decoding with counts of steps, and {MIN_SPANS} are needed: {why}"
         )
     columns = [[_count(s.num_steps), s.num_tokens, _count(s.num_context), _count(s.num_prompt)] for s in counted]
     seconds = np.array([span.seconds for span in counted])
@@ -215,10 +219,15 @@ def _decoding(events: Sequence[Event], run_dir: Path) -> list[Fitted]:
     ]
 
 
-def _training(events: Sequence[Event], ranks: int) -> list[Fitted]:
+def _training(events: Sequence[Event], ranks: int, run_dir: Path) -> list[Fitted]:
     spans = [event for event in events if isinstance(event, Span) and event.worker == "learner"]
     passes = [span for span in spans if span.what == "accumulate" and span.num_tokens > 0 < span.seconds]
     steps = [span for span in spans if span.what == "step"]
+    if not passes:
+        raise ConfigError(
+            f"the run in {run_dir} has trained nothing after its first steps: its groups were filtered, or it is too short. "
+            f"To see what became of them: {program()} report {run_dir}"
+        )
     busy = _busy(events, lambda span: span.what == "generate")
     shares = np.array([_share(busy, span.at - span.seconds, span.at) for span in passes])
     of_steps = [np.array(_share(busy, span.at - span.seconds, span.at)) for span in steps]
