@@ -79,6 +79,7 @@ def pytest_runtest_teardown() -> Iterator[None]:
     process, and each would take 6 s of CPU to start."""
     yield
     left = import_variables(dict(os.environ))
+    left.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # vLLM sets it when it is imported
     if left != IMPORTED_WITH:
         for name in left.keys() | IMPORTED_WITH.keys():
             os.environ.pop(name, None)

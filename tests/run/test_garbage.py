@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 
+from millstream.run import garbage
 from millstream.run.garbage import THRESHOLDS, seldom_collected
 
 
@@ -39,10 +40,20 @@ def test_what_existed_before_a_run_can_be_freed_after_it() -> None:
 
 
 @pytest.mark.usefixtures("nothing_frozen")
-def test_what_existed_before_a_run_can_be_freed_after_it_where_objects_were_frozen_at_the_start_as_in_python_3_12() -> (
-    None
-):
+def test_objects_that_the_caller_has_frozen_stay_frozen() -> None:
     gc.freeze()
+    with seldom_collected():
+        pass
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_existed_before_a_run_can_be_freed_after_it_where_python_starts_with_frozen_objects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gc.freeze()
+    monkeypatch.setattr(garbage, "FROZEN_AT_START", gc.get_freeze_count())
     node = Node()
     gone = weakref.ref(node)
     with seldom_collected():

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 THRESHOLDS = (50_000, 50, 100)
+FROZEN_AT_START = gc.get_freeze_count()  # Python 3.12 starts with some objects frozen
 
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Afterwards nothing is frozen, whatever was before (Python 3.12 starts with some objects frozen): what stays frozen is
-    never freed, and a model and its cache are part of cycles."""
-    before = gc.get_threshold()
+    """Afterwards all is as before: what stays frozen is never freed, and a model and its cache are part of cycles."""
+    before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > FROZEN_AT_START
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
@@ -26,4 +26,5 @@ def seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
