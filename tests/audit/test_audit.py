@@ -122,7 +122,7 @@ class Run:
         rows = self.forge_metrics(self.metrics())
         (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         if isinstance(self.events[-1], RunEnded):
-            summary = self.forge_summary(structs.asdict(summarise(self.history())))
+            summary = self.forge_summary(msgspec.to_builtins(summarise(self.history())))
             (path / "summary.json").write_text(json.dumps(summary))
         if self.config:
             (path / "config.toml").write_text(self.config)
