@@ -24,9 +24,8 @@ from millstream.run.plan import (
     Tried,
     choose,
     plan_run,
-    planned_costs,
-    planned_shape,
 )
+from millstream.run.plan_input import planned_costs, planned_shape
 from millstream.run.roofline import Placed, costs_on, fit_memory, gpu_table, parse_gpus, with_sharing
 from millstream.run.sizes import ModelShape, shape_from
 from millstream.sim.config import DrawConfig, SimConfig
