@@ -22,7 +22,7 @@ from millstream.events import Stepped
 from millstream.events.lanes import lanes_of
 from millstream.events.summary import summarise
 from millstream.pipeline.admission import full_budget
-from millstream.run.changes import changed_settings, tables_of
+from millstream.run.changes import ChangedSetting, changed_settings, tables_of
 from millstream.run.config import RunConfig
 from millstream.run.plan_input import check_planned
 from millstream.run.roofline import Gpus, MemoryFit, Placed, costs_on, fit_memory, gpu_table, with_sharing
@@ -202,12 +202,12 @@ class Planner:
                 words = f"{f'{words} ' if one != gpus else ''}--set pipeline.groups_per_step={groups}"
                 with_groups.append((words, one, larger))
         yield [*((words, one, config) for words, one in more[1:]), *with_groups]
-        kinds = [
-            Gpus(name=name, kind=kind, number=gpus.number)
-            for name, kind in gpu_table().gpu.items()
-            if kind.memory_gb > gpus.kind.memory_gb
+        kinds = [(name, kind) for name, kind in gpu_table().gpu.items() if kind.memory_gb > gpus.kind.memory_gb]
+        yield [
+            (f"--gpus {number}x{name}", Gpus(name=name, kind=kind, number=number), config)
+            for number in numbers
+            for name, kind in kinds
         ]
-        yield [(f"--gpus {one.number}x{one.name}", one, config) for one in kinds]
         limits = [1 << power for power in range(rollout.max_tokens.bit_length() - 1, 3, -1)]
         yield [
             (
@@ -391,9 +391,14 @@ def plan_run(planner: Planner, notes: Sequence[str] = ()) -> Plan:
         tried=tried,
         places=planner.places,
         curves=[planner.curve(lag) for lag in planner.lags],
-        changed=[str(change) for change in changes if not change.key.startswith("sim")],
+        changed=[_as_typed(change) for change in changes if not change.key.startswith("sim")],
         notes=list(notes),
     )
+
+
+def _as_typed(change: ChangedSetting) -> str:
+    """As `--set` takes it."""
+    return str(change._replace(new=str(change.new).lower()) if isinstance(change.new, bool) else change)
 
 
 def _places(num_gpus: int, num_rollouts: int) -> list[Placed]:
