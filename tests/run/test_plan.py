@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 from millstream.cli.main import app
 from millstream.config import load, to_toml
 from millstream.errors import ConfigError
+from millstream.events import Sizes, SizesChosen
+from millstream.events.sinks import JsonlSink
 from millstream.learner.config import LearnerConfig, ReferenceConfig
 from millstream.pipeline.rollouts import RolloutConfig
 from millstream.pipeline.schedule import PipelineConfig
@@ -247,6 +249,11 @@ def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
     same, other = load(ONE_GPU, RunConfig), load(ONE_GPU, RunConfig, ["model.tiny.layers=3"])
     (note,) = planned_costs(same, planned_shape(same), costs)[1]
     assert f"costs are those of {costs}: on which device they were measured is not known" in note
+    sizes = Sizes(dtype="float32", slots=8, cache_gb=None, micro_batch_tokens=1024, is_compiled=False)
+    sink = JsonlSink(run / "events.jsonl")
+    sink.emit(SizesChosen(at=0, sizes=sizes, device="cpu"))
+    sink.close()
+    assert "measured on a CPU, not on a GPU" in planned_costs(same, planned_shape(same), costs)[1][0]
     with pytest.raises(ConfigError, match=r"of another model: .*layers 2, .* has .*layers 3,[\s\S]*calibrate"):
         planned_costs(other, planned_shape(other), costs)
     costs.write_text("[sim]\n")
