@@ -69,7 +69,7 @@ def plan_command(
         sim, notes = planned_costs(config, model, costs)
         planner = Planner(config, sim, model, found, max_lag=max_lag, is_calibrated=costs is not None)
         with errors.status("searching") as status:  # shown in a terminal only
-            planner.report = lambda num_simulated: status.update(f"simulated {num_simulated} settings")
+            planner.report = lambda num_simulated: status.update(f"settings simulated: {num_simulated}")
             plan = plan_run(planner, [*notes, *plan_notes(config, shape)])
         if out is not None:
             _write(out, plan, found)
