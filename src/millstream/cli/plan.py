@@ -13,13 +13,14 @@ import typer
 from rich.table import Table
 
 from millstream import config as configs
-from millstream.cli.common import AsJson, console, errors_shown
+from millstream.cli.common import AsJson, console, errors, errors_shown
 from millstream.config import to_toml
 from millstream.errors import ConfigError, OutputError
 from millstream.events.lanes import COLORS
 from millstream.paths import kind_of, program
 from millstream.run.config import RunConfig
-from millstream.run.plan import Plan, Planner, Tried, plan_run, planned_costs, planned_shape
+from millstream.run.plan import Plan, Planner, Tried, plan_run
+from millstream.run.plan_input import plan_notes, planned_costs, planned_shape
 from millstream.run.roofline import Gpus, parse_gpus
 
 MAX_SHOWN_TRIES = 8
@@ -30,7 +31,7 @@ def plan_command(
     path: Annotated[
         Path, typer.Argument(metavar="RUN.toml", help="The config of the run: model, batch, lengths, environment.")
     ],
-    gpus: Annotated[str, typer.Option("--gpus", metavar="NUMBERxKIND", help="The GPUs: 8xH200.")],
+    gpus: Annotated[str, typer.Option("--gpus", metavar="NUMBERxKIND", help="The GPUs: 8xH200. H200 is one of them.")],
     costs: Annotated[
         Path | None,
         typer.Option(
@@ -62,10 +63,14 @@ def plan_command(
         if kind_of(path) == "folder":
             raise ConfigError(f"{path} is a folder: expected a config. Of a run: {path}/config.toml")
         config, found = configs.load(path, RunConfig, overrides or []), parse_gpus(gpus)
+        if out is not None:
+            _check_out(out)
         model = planned_shape(config, shape)
         sim, notes = planned_costs(config, model, costs)
         planner = Planner(config, sim, model, found, max_lag=max_lag, is_calibrated=costs is not None)
-        plan = plan_run(planner, notes)
+        with errors.status("searching") as status:  # shown in a terminal only
+            planner.report = lambda num_simulated: status.update(f"settings simulated: {num_simulated}")
+            plan = plan_run(planner, [*notes, *plan_notes(config, shape)])
         if out is not None:
             _write(out, plan, found)
         if as_json:
@@ -78,6 +83,17 @@ def plan_command(
         if out is not None:
             console.out(f"\nwrote {out} and {out.with_suffix('.svg')}. To see it run:", highlight=False)
             console.out(f"  {program()} sim {quote(str(out))}", highlight=False)
+
+
+def _check_out(out: Path) -> None:
+    """Before the search. Raises `ConfigError` for a file that cannot be written, or is there."""
+    if out.suffix == ".svg":
+        raise ConfigError(f"--out {out}: expected the name of a config, FILE.toml. The plot is next to it, FILE.svg")
+    if kind_of(out.parent, "--out") != "folder":
+        raise ConfigError(f"--out {out}: {out.parent} is not a folder. Type:\n  mkdir -p {quote(str(out.parent))}")
+    for path in (out, out.with_suffix(".svg")):
+        if kind_of(path, "--out") is not None:
+            raise ConfigError(f"--out {out}: {path} is there already. Type another name, or remove it")
 
 
 def _write(out: Path, plan: Plan, gpus: Gpus) -> None:
@@ -157,6 +173,7 @@ def plan_lines(plan: Plan) -> list[str]:
             "redundancy: none. With --set pipeline.surplus=abort more groups and members than needed may be planned, and the "
             "slowest of them are aborted: biased against slow rollouts"
         )
+    lines.append(f"changed in the config: {' '.join(plan.changed) or 'nothing'}")
     return [*lines, *(f"note: {note}" for note in plan.notes)]
 
 

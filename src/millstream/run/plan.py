@@ -11,28 +11,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import Struct, structs
 
 from millstream.cluster.resources import ResourcesConfig
-from millstream.config import load, parse_value
 from millstream.errors import ConfigError
 from millstream.events import Stepped
 from millstream.events.lanes import lanes_of
 from millstream.events.summary import summarise
-from millstream.paths import program
 from millstream.pipeline.admission import full_budget
+from millstream.run.changes import ChangedSetting, changed_settings, tables_of
 from millstream.run.config import RunConfig
-from millstream.run.device import find_shape, read_model_config
-from millstream.run.folder import RunFolder
+from millstream.run.plan_input import check_planned
 from millstream.run.roofline import Gpus, MemoryFit, Placed, costs_on, fit_memory, gpu_table, with_sharing
 from millstream.run.simulate import longest_request, simulate
-from millstream.run.sizes import MAX_SLOTS, MEAN_SHARE, MIN_SLOTS, ModelShape, shape_from
+from millstream.run.sizes import MAX_SLOTS, MIN_SLOTS, USABLE, ModelShape
 from millstream.run.workload import guess_step_s, workload_of
-from millstream.sim.config import CostsFile, DrawConfig, SimConfig
+from millstream.sim.config import SimConfig
 
 MARGIN = 0.02
 LAGS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
@@ -47,6 +44,7 @@ MAX_ROLLOUTS = 25_000  # of all simulations of a search; a rollout takes about a
 NUM_FINALISTS = 4  # simulated again, for longer: the fastest of many short simulations is fast partly by chance
 MAX_GUESS = 1.5  # times the guess of the best: beyond it a variation is not simulated
 MAX_GPUS = 4096
+MAX_MORE = 64  # GPUs that are tried beyond those of the plan, where these are too few
 NEVER_S = 1e9
 
 
@@ -95,6 +93,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """All that were simulated, with the random numbers of the search."""
     places: list[Placed]
     curves: list[Curve]
+    changed: list[str]
+    """Keys of the config that the plan changes, as KEY=VALUE."""
     notes: list[str]
 
     @property
@@ -115,7 +115,7 @@ class GridPoint(NamedTuple):
 
 class Planner:
     """All settings of a config on these GPUs, and what each is guessed and simulated to take. `is_calibrated`: `sim` has the
-    costs of a real run; otherwise they are those of the roofline."""
+    costs of a real run; otherwise they are those of the roofline. `report` gets the number of simulated settings."""
 
     def __init__(
         self,
@@ -126,21 +126,23 @@ class Planner:
         *,
         max_lag: float = 2.0,
         is_calibrated: bool = False,
+        report: Callable[[int], None] = lambda num_simulated: None,
     ) -> None:
-        _check_planned(config)
+        check_planned(config)
         if not 1 <= gpus.number <= MAX_GPUS:
             raise ConfigError(f"--gpus {gpus.number}x{gpus.name}: expected 1 to {MAX_GPUS:,} GPUs")
         self.config = structs.replace(config, run_dir=None)
         self.shape = shape
         self.gpus = gpus
         self.lags = tuple(sorted({lag for lag in (*LAGS, max_lag) if lag <= max_lag}))
+        self.report = report
         self.simulated: dict[Settings, Expected] = {}
         self._sim = sim
         self._is_calibrated = is_calibrated
         draws = sim.read_draws()
+        self._draws = draws
         self._load = workload_of(config, sim, draws)
-        self._longest = longest_request(config, sim, draws)
-        self._fits = {placed: self._fit(placed) for placed in _places(gpus.number, self._load.num_rollouts)}
+        self._fits = dict(self._fits_of(self.config, gpus))
         self.places = [placed for placed, fit in self._fits.items() if fit.lack_gb <= 0]
         if not self.places:
             raise ConfigError(self._does_not_fit())
@@ -152,36 +154,70 @@ class Planner:
         self._num_rollouts = 0  # that a search has simulated
         self._guesses: dict[Settings, float] = {}
 
-    def _fit(self, placed: Placed, gpus: Gpus | None = None) -> MemoryFit:
-        tokens = self._load.num_rollouts * self._load.trained
-        return fit_memory(
-            self.config, self.shape, gpus or self.gpus, placed, longest_request=self._longest, batch_tokens=tokens
-        )
+    def _fits_of(self, config: RunConfig, gpus: Gpus) -> Iterator[tuple[Placed, MemoryFit]]:
+        """For each way to divide these GPUs."""
+        num_rollouts = config.pipeline.groups_per_step * config.rollout.group_size
+        longest, tokens = longest_request(config, self._sim, self._draws), num_rollouts * self._load.trained
+        for placed in _places(gpus.number, num_rollouts):
+            yield (
+                placed,
+                fit_memory(config, self.shape, gpus, placed, longest_request=longest, batch_tokens=tokens),
+            )
 
     def _does_not_fit(self) -> str:
-        """With the GPUs on which it would fit."""
+        """With what fits."""
         gpus, shape = self.gpus, self.shape
         least = min(self._fits.values(), key=lambda fit: fit.lack_gb)
-        larger = [structs.replace(gpus, number=gpus.number + more) for more in range(1, 65)]
-        others = [
-            Gpus(name=name, kind=kind, number=gpus.number)
-            for name, kind in gpu_table().gpu.items()
-            if kind.memory_gb > gpus.kind.memory_gb
+        engine_gb, longest = 2 * shape.trained / 1e9, longest_request(self.config, self._sim, self._draws)
+        is_too_large = engine_gb > USABLE * gpus.kind.memory_gb
+        alone = f"An engine has one GPU, which cannot hold its weights of {engine_gb:.1f} GB. " if is_too_large else ""
+        found = [
+            next((words for words, one, config in way if self._is_fitting(config, one)), None) for way in self._others()
         ]
-        fitting = [
-            next(
-                (one for one in some if any(self._fit(placed, one).lack_gb <= 0 for placed in _places(one.number))),
-                None,
-            )
-            for some in (larger, others)
-        ]
-        typed = " or ".join(f"--gpus {one.number}x{one.name}" for one in fitting if one is not None)
-        shorter = "--set rollout.max_tokens=... with a lower number, or a smaller model"
+        typed = " or ".join(words for words in found if words is not None)
+        advice = f"Type {typed}, or train a smaller model" if typed else "Train a smaller model"
         return (
             f"a model of {shape.parameters / 1e9:.1f}B parameters does not fit on {gpus.number}x{gpus.name}, however they are "
             f"divided: {least.where} needs {least.lack_gb:.1f} GB more than {gpus.kind.memory_gb:g} GB for weights, "
-            f"optimizer, and a rollout of {self._longest} tokens. Type {f'{typed}, ' if typed else ''}{shorter}"
+            f"optimizer, a pass of the learner, and a rollout of {longest} tokens. {alone}{advice}"
         )
+
+    def _is_fitting(self, config: RunConfig, gpus: Gpus) -> bool:
+        return any(fit.lack_gb <= 0 for _, fit in self._fits_of(config, gpus))
+
+    def _others(self) -> Iterator[list[tuple[str, Gpus, RunConfig]]]:
+        """By what is changed: what to type, and the GPUs and the config with it; the smallest change first. There are no more
+        ranks than rollouts a step, so that more GPUs may need more groups."""
+        config, gpus, pipeline, rollout = self.config, self.gpus, self.config.pipeline, self.config.rollout
+        if config.learner.micro_batch_tokens != "auto":
+            learner = structs.replace(config.learner, micro_batch_tokens="auto")
+            words = "--set learner.micro_batch_tokens=auto"
+            yield [(words, gpus, structs.replace(config, learner=learner))]
+        numbers = range(gpus.number, min(MAX_GPUS, gpus.number + MAX_MORE) + 1)
+        more = [(f"--gpus {number}x{gpus.name}", structs.replace(gpus, number=number)) for number in numbers]
+        with_groups = list[tuple[str, Gpus, RunConfig]]()
+        for words, one in more:
+            if (groups := -(-one.number // rollout.group_size)) > pipeline.groups_per_step:
+                larger = structs.replace(config, pipeline=structs.replace(pipeline, groups_per_step=groups))
+                words = f"{f'{words} ' if one != gpus else ''}--set pipeline.groups_per_step={groups}"
+                with_groups.append((words, one, larger))
+        yield [*((words, one, config) for words, one in more[1:]), *with_groups]
+        kinds = [(name, kind) for name, kind in gpu_table().gpu.items() if kind.memory_gb > gpus.kind.memory_gb]
+        yield [
+            (f"--gpus {number}x{name}", Gpus(name=name, kind=kind, number=number), config)
+            for number in numbers
+            for name, kind in kinds
+        ]
+        limits = [1 << power for power in range(rollout.max_tokens.bit_length() - 1, 3, -1)]
+        yield [
+            (
+                f"--set rollout.max_tokens={limit}",
+                gpus,
+                structs.replace(config, rollout=structs.replace(rollout, max_tokens=limit)),
+            )
+            for limit in limits
+            if limit < rollout.max_tokens
+        ]
 
     # ---- settings ------------------------------------------------------------------------------------------------------
 
@@ -272,6 +308,7 @@ class Planner:
         """Rollouts trained a second, simulated once."""
         if settings not in self.simulated:
             self.simulated[settings] = self.simulate(settings)
+            self.report(len(self.simulated))
         return self.simulated[settings].rollouts_per_s
 
     def search(self, lags: Sequence[float]) -> Settings:
@@ -344,23 +381,30 @@ def plan_run(planner: Planner, notes: Sequence[str] = ()) -> Plan:
     tried = planner.tried()
     finalists = dict.fromkeys([*(one.settings for one in tried[:NUM_FINALISTS]), choose(tried)])
     chosen = choose([planner.again(settings, 1) for settings in finalists])
-    found = planner.again(chosen, 2)
+    found, config = planner.again(chosen, 2), planner.config_of(chosen)
+    changes = changed_settings(tables_of(planner.config), tables_of(config))
     return Plan(
         chosen=found,
         synchronous=found if chosen == synchronous else planner.again(synchronous, 2),
         fit=planner.fit_of(chosen),
-        config=planner.config_of(chosen),
+        config=config,
         tried=tried,
         places=planner.places,
         curves=[planner.curve(lag) for lag in planner.lags],
+        changed=[_as_typed(change) for change in changes if not change.key.startswith("sim")],
         notes=list(notes),
     )
 
 
-def _places(num_gpus: int, num_rollouts: int | None = None) -> list[Placed]:
+def _as_typed(change: ChangedSetting) -> str:
+    """As `--set` takes it."""
+    return str(change._replace(new=str(change.new).lower()) if isinstance(change.new, bool) else change)
+
+
+def _places(num_gpus: int, num_rollouts: int) -> list[Placed]:
     """Shared GPUs, then those of the learner, from one to all but one; no more ranks than rollouts."""
     stride = max(1, num_gpus // MAX_PLACES)
-    ranks = [number for number in range(stride, num_gpus, stride) if num_rollouts is None or number <= num_rollouts]
+    ranks = [number for number in range(stride, num_gpus, stride) if number <= num_rollouts]
     return [
         Placed(ranks=num_gpus, engines=num_gpus, is_shared=True),
         *(Placed(ranks=number, engines=num_gpus - number, is_shared=False) for number in ranks),
@@ -377,80 +421,3 @@ def _resources(config: RunConfig, placed: Placed, *, is_one_gpu: bool) -> dict[s
     )
     model = structs.replace(config.model, device="auto")
     return {"runtime": "ray", "resources": resources, "model": model}
-
-
-# ---- what is planned ---------------------------------------------------------------------------------------------------
-
-
-def _check_planned(config: RunConfig) -> None:
-    if config.learner.lora is not None:
-        raise ConfigError("[learner.lora] is not planned: what adapters cost is not known. Type --set learner.lora=")
-    if config.engine.kind != "torch":
-        raise ConfigError(
-            f'engine.kind = "{config.engine.kind}" is not planned: only our own engine is, with one GPU each. Type --set '
-            "engine.kind=torch --set engine.http= --set engine.vllm="
-        )
-    if config.model.dtype == "float32":
-        raise ConfigError(
-            'model.dtype = "float32" is not planned: the rates of GPUs are of bfloat16. Type --set model.dtype=auto'
-        )
-
-
-def planned_shape(config: RunConfig, described: str | None = None) -> ModelShape:
-    """Of the config's model, or as typed: keys of a model's config.json. Raises `ConfigError` where it is not known."""
-    to_type = (
-        "--shape hidden_size=4096,num_hidden_layers=36,num_attention_heads=32,num_key_value_heads=8,"
-        "intermediate_size=12288,vocab_size=151936"
-    )
-    if described is not None:
-        pairs = [pair.partition("=") for pair in described.split(",")]
-        text = {key.strip(): parse_value(value.strip(), f"--shape {pair}") for key, pair, value in pairs}
-        found, where = shape_from(text), f"--shape {described}"
-    else:
-        text, where = read_model_config(config) or {}, f"model.path = {config.model.path!r}"
-        found = find_shape(config)
-    inner = text.get("text_config") or text
-    if any(inner.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise ConfigError(
-            f"{where} is a mixture of experts, which is not planned: its costs do not follow from its shape"
-        )
-    if found is None:
-        raise ConfigError(
-            f"{where}: the shape of the model is not known, since its config.json is not here or lacks a number. Type --set "
-            f"model.path=FOLDER, or what config.json says:\n  {to_type}"
-        )
-    return found
-
-
-def planned_costs(config: RunConfig, shape: ModelShape, costs: Path | None) -> tuple[SimConfig, list[str]]:
-    """The `[sim]` table that a plan begins with, and what was assumed. Raises `ConfigError` for costs of another model."""
-    if costs is not None:
-        sim = load(costs, CostsFile).sim
-        return sim, _check_calibrated(sim, shape, costs)
-    if config.sim is not None:
-        return config.sim, []
-    mean = MEAN_SHARE * config.rollout.max_tokens
-    note = (
-        f"lengths are not known: assumed geometric, with a mean of {mean:g} tokens. To say them: --set "
-        "'sim.lengths={kind=\"lognormal\", mean=..., sigma=...}'"
-    )
-    return SimConfig(lengths=DrawConfig(kind="geometric", mean=mean)), [note]
-
-
-def _check_calibrated(sim: SimConfig, shape: ModelShape, costs: Path) -> list[str]:
-    """`calibrate` takes the lengths of its run, which says of which model the costs are."""
-    folder = RunFolder(Path(sim.lengths.path or ""))
-    calibrated = None
-    if sim.lengths.kind == "run" and folder.config.is_file():
-        calibrated = find_shape(load(folder.config, RunConfig))
-    if calibrated is None:
-        return [f"of which model the costs in {costs} are is not known: not checked"]
-    sizes = ("parameters", "layers", "hidden", "keys")
-    found, wanted = (", ".join(f"{key} {getattr(one, key):,}" for key in sizes) for one in (calibrated, shape))
-    if found != wanted:
-        raise ConfigError(
-            f"the costs in {costs} are of another model: {found}, and the model of the plan has {wanted}. Calibrate a run of "
-            f"this model, or leave --costs out:\n  {program()} train RUN.toml --set pipeline.steps=20\n"
-            f"  {program()} calibrate RUN"
-        )
-    return []

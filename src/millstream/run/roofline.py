@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from millstream.config import load
+from millstream.config import MAX_SECONDS, load
 from millstream.errors import ConfigError
 from millstream.run.config import RunConfig
 from millstream.run.sizes import MAX_SLOTS, MIN_PASS, USABLE, Memory, ModelShape
@@ -148,7 +148,8 @@ def _fit(
     room = USABLE * gpu.memory_gb * 1e9
     learner = memory.learner if placed.ranks == 1 else memory.sharded(placed.ranks)
     engine = memory.engine + memory.decoding(MAX_SLOTS)
-    least_pass, least_cache = max(MIN_PASS, longest_request), longest_request * memory.token_bytes
+    is_auto, least_cache = config.learner.micro_batch_tokens == "auto", longest_request * memory.token_bytes
+    least_pass = max(longest_request, MIN_PASS if is_auto else config.learner.pass_tokens)
     for_pass = room - learner - (engine + least_cache if placed.is_shared else 0.0)
     for_cache = room - engine - (learner + memory.pass_bytes(least_pass) if placed.is_shared else 0.0)
     lacks = [memory.pass_bytes(least_pass) - for_pass, least_cache - for_cache]
@@ -157,18 +158,17 @@ def _fit(
         return MemoryFit(
             lack_gb=max(lacks) / 1e9, where="a GPU of both learner and engine" if placed.is_shared else where
         )
-    if config.learner.micro_batch_tokens == "auto":
+    tokens = least_pass
+    if is_auto:
         few = _power_of_two(max(least_pass, batch_tokens / MIN_PASSES / placed.ranks))
         tokens = min(few, max(least_pass, memory.largest_pass(for_pass / 2 if placed.is_shared else for_pass)))
-    else:
-        tokens = config.learner.pass_tokens
     passing = memory.pass_bytes(tokens)
     cache = for_cache - (passing - memory.pass_bytes(least_pass) if placed.is_shared else 0.0)
     both = engine + cache
     return MemoryFit(
-        micro_batch_tokens=tokens,
+        micro_batch_tokens=tokens if is_auto else config.learner.pass_tokens,
         cache_tokens=int(cache / memory.token_bytes),
-        cache_gb=math.floor(cache / 1e7) / 100,
+        cache_gb=max(1, math.floor(cache / 1e7)) / 100,
         learner_gb=(learner + passing + (both if placed.is_shared else 0.0)) / 1e9,
         engine_gb=(both + (learner + passing if placed.is_shared else 0.0)) / 1e9,
     )
@@ -187,14 +187,16 @@ def costs_on(sim: SimConfig, shape: ModelShape, gpus: Gpus, placed: Placed, fitt
     gpu, share = gpus.kind, gpu_table().efficiency
     bandwidth, flops = gpu.bandwidth_gb_per_s * 1e9, gpu.bfloat16_tflops * 1e12
     weight_bytes, cache_bytes = 2 * shape.parameters, 4 * shape.keys * shape.layers
+    forward = min(MAX_SECONDS, share.prefill_flops * flops / (2 * shape.parameters))
     return structs.replace(
         sim,
         floor_s=share.layer_s * shape.layers,
         weights_s=weight_bytes / (share.weights_read * bandwidth),
         request_s=2 * shape.parameters / (share.decode_flops * flops),
         context_token_s=cache_bytes / (share.cache_read * bandwidth),
-        prefill_tokens_per_s=share.prefill_flops * flops / (2 * shape.parameters),
-        train_tokens_per_s=_train_tokens_per_s(shape, gpu, placed, fitted),
+        prefill_tokens_per_s=forward,
+        score_tokens_per_s=forward,
+        train_tokens_per_s=min(MAX_SECONDS, _train_tokens_per_s(shape, gpu, placed, fitted)),
         train_step_s=share.optimizer_s + 30 * shape.trained / placed.ranks / (share.weights_read * bandwidth),
         publish_s=weight_bytes / (share.publish_gb_per_s * 1e9),
         load_s=weight_bytes / (share.load_gb_per_s * 1e9),
