@@ -158,6 +158,7 @@ def real(steps: int, seed: int, max_lag: int, *, is_on: bool, is_smoke: bool) ->
             f"pipeline.groups_per_step={GROUPS}",
             f"rollout.group_size={MEMBERS}",
             "rollout.max_tokens=96",
+            "model.tiny.context=192",
             "engine.slots=16",
             "warmup.max_steps=2" if is_smoke else "warmup.max_steps=400",
             "warmup.stop_at=0.9",
