@@ -117,6 +117,10 @@ def test_a_damaged_checkpoint_is_named_and_kept_and_the_one_before_is_exported(d
     subprocess.run(["cp", "-r", str(done), str(run_dir)], check=True)
     newest = run_dir / "checkpoints/step-000004"
     (newest / "ledger.json").unlink()
+    if steps_in(done)[-2] == 0:  # a busy machine writes fewer
+        with pytest.raises(ConfigError, match="no checkpoint but that of step 0"):
+            millstream.export(run_dir, tmp_path / "model")
+        return
     found = millstream.export(run_dir, tmp_path / "model")
     assert found.step == steps_in(done)[-2] and len(found.troubles) == 1 and "step-000004" in found.troubles[0]
     assert newest.is_dir(), "that is for a resume to set aside"
