@@ -661,28 +661,12 @@ def test_of_several_replicas_at_most_half_load_at_the_same_time(num_engines: int
     assert max(at_once) == max(1, num_engines // 2)
 
 
-def test_the_replica_with_the_fewest_requests_loads_new_weights_first_and_gets_the_groups_that_need_them() -> None:
+def loaded(other: str, *, is_lost: bool) -> list[str]:
+    """The replicas that load the next version, in order: one that decodes, and another, idle, which may be lost as it is
+    published."""
+
     async def play() -> list[str]:
-        engines = [engine("busy", num_tokens=constant(1000)), engine("idle")]
-        router, channel, clock, sink = Router(engines), LocalChannel(), VirtualClock(), MemorySink()
-        waits = Waits(clock=clock, sink=sink, stall_s=1e6, deadline_s=1e6)
-        context = RunContext(store=MemoryStore(store_tasks()), waits=waits, clock=clock, sink=sink)
-        sync = WeightSync(context, channel, router, is_in_lockstep=False)
-        await channel.publish(0, {})
-        async with asyncio.TaskGroup() as context.tasks:
-            sync.start(0)
-            await until(0.1, router.generate(request(0), floor=0))
-            await sync.publish(1, {}, began=0.0)
-            await asyncio.sleep(1)
-            sync.finish(are_joining_lost=False)
-        return [event.engine for event in sink.of(WeightsLoaded)]
-
-    assert run_virtual(play()) == ["idle", "busy"]
-
-
-def test_a_replica_that_is_lost_when_weights_are_published_holds_no_other_up() -> None:
-    async def play() -> list[str]:
-        engines = [engine("busy", num_tokens=constant(1000)), engine("lost")]
+        engines = [engine("busy", num_tokens=constant(1000)), engine(other)]
         router, channel, clock, sink = Router(engines), LocalChannel(), VirtualClock(), MemorySink()
         waits = Waits(clock=clock, sink=sink, stall_s=1e6, deadline_s=1e6)
         context = RunContext(store=MemoryStore(store_tasks()), waits=waits, clock=clock, sink=sink)
@@ -692,13 +676,22 @@ def test_a_replica_that_is_lost_when_weights_are_published_holds_no_other_up() -
             sync.start(0)
             task = await until(0.1, router.generate(request(0), floor=0))
             await sync.publish(1, {}, began=0.0)
-            router.lose(engines[1], EngineGone("as planned"))
+            if is_lost:
+                router.lose(engines[1], EngineGone("as planned"))
             await asyncio.sleep(1)
             sync.finish(are_joining_lost=False)
             await task
         return [event.engine for event in sink.of(WeightsLoaded)]
 
-    assert run_virtual(play()) == ["busy"]
+    return run_virtual(play())
+
+
+def test_the_replica_with_the_fewest_requests_loads_new_weights_first_and_gets_the_groups_that_need_them() -> None:
+    assert loaded("idle", is_lost=False) == ["idle", "busy"]
+
+
+def test_a_replica_that_is_lost_when_weights_are_published_holds_no_other_up() -> None:
+    assert loaded("lost", is_lost=True) == ["busy"]
 
 
 def test_an_abort_reaches_a_request_whose_replica_was_chosen_in_the_same_moment() -> None:
