@@ -110,8 +110,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def news_s(self) -> float:
-        """How often the native engine reports the tokens of a request that is watched. A process that reads the reports of many
-        engines has as many to read as of two."""
+        """Seconds between reports of a request's tokens by the native engine; 0: at every decode step. Proportional to the
+        number of engines, so that the driver's load does not grow with it."""
         return 0.0 if self.replicas == 1 else NEWS_S * self.replicas
 
     @property

@@ -1,7 +1,7 @@
 """A trial of every reward before a run: one call with the gold answer of a real task, one with nonsense, as a run makes them.
 
 A reward that fails the calls of several tasks would fail every rollout, and is refused. One that is slow is reported, not
-refused: a server behind it may need its time. So are rewards of which none tells the gold answer from nonsense. Rewards that
+refused: a server behind it may be slow to start. So are rewards of which none tells the gold answer from nonsense. Rewards that
 ask a model over HTTP are not called. The start of a run calls neither coroutines, which may keep something of the event loop of
 their first call, nor the user's classes, which may be expensive to construct; `--dry-run` does.
 """
