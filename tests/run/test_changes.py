@@ -327,12 +327,12 @@ def test_rollouts_of_steps_that_were_undone_stay_void_through_a_resume_that_keep
 ) -> None:
     run_dir, step = copied(stopped, tmp_path), made(stopped)
     with pytest.raises(Stopped):
-        resume(run_dir, changes=["checkpoint.keep=9"], sinks=[StopAt(step + 2)])
+        resume(run_dir, changes=["checkpoint.keep=9", f"pipeline.steps={2 * STEPS}"], sinks=[StopAt(step + 2)])
     go_back(run_dir, step)
     with pytest.raises(Stopped):
         resume(run_dir, changes=["rollout.keep_gb=0", "trackers.name=mine"], sinks=[StopAt(step + 1)])
     off = made(run_dir)
-    last = STEPS + 4  # beyond the groups that were in flight when none was kept
+    last = 2 * STEPS + 4  # beyond the groups that were in flight when none was kept
     resume(run_dir, changes=["rollout.keep_gb=1", f"pipeline.steps={last}"])
     assert_clean(run_dir)
     assert changes_in(run_dir)["rollout.keep_gb"] == (0, 1, off) and "trackers.name" in changes_in(run_dir)
@@ -347,14 +347,14 @@ def test_a_finished_run_that_trains_on_and_is_stopped_and_killed_has_each_rollou
 ) -> None:
     run_dir = copied(finished, tmp_path)
     with pytest.raises(Stopped):
-        resume(run_dir, changes=["pipeline.steps=11", "checkpoint.keep=9"], sinks=[StopAt(STEPS + 1)])
+        resume(run_dir, changes=[f"pipeline.steps={2 * STEPS}", "checkpoint.keep=19"], sinks=[StopAt(STEPS + 1)])
     begun = made(run_dir)
     with pytest.raises(Stopped):
         resume(run_dir, sinks=[StopAt(begun + 1)])
     go_back(run_dir, begun)
     resume(run_dir)
     assert_clean(run_dir)
-    assert num_trained(run_dir) == dict.fromkeys(range(1, 12), 16)
+    assert num_trained(run_dir) == dict.fromkeys(range(1, 2 * STEPS + 1), 16)
     assert missing_rollouts(RolloutDump(run_dir), run_dir / "events.jsonl") == (0, 0, {})
 
 
