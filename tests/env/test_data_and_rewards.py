@@ -20,7 +20,7 @@ from millstream.env.rewards import CompletionScorer, RewardConfig, exact_match, 
 from millstream.env.single_turn import SingleTurn
 from millstream.errors import ConfigError, DataError, RewardFailed
 from millstream.rpc.threads import DaemonThreads
-from millstream.types import Completion, Finish, Message, Task
+from millstream.types import Message, Task
 
 TASK = Task(id="1", prompt="2+2=", answer="4", data={"level": 3})
 
@@ -350,13 +350,9 @@ def test_the_single_turn_environment_shows_the_prompt_and_scores_the_answer() ->
             assert what == "reward exact_match"
             return await work
 
-        async def generate(self, tokens: list[int]) -> Completion:
-            assert tokens == [1, 2, 3]
-            return Completion(tokens=(4, 9), logprobs=(0.0, 0.0), versions=(0, 0), finish=Finish.STOP)
+        async def ask(self, content: object) -> str:
+            assert content == TASK.prompt
+            return "4"
 
-    environment = SingleTurn(
-        encode=lambda task: [1, 2, 3],
-        decode=lambda tokens: str(tokens[0]),
-        scorer=CompletionScorer([(exact_match, RewardConfig())]),
-    )
+    environment = SingleTurn(CompletionScorer([(exact_match, RewardConfig())]))
     assert asyncio.run(environment.rollout(Context())) == 1.0

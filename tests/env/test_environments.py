@@ -443,7 +443,7 @@ def run_config(**changes: Any) -> RunConfig:
 def test_the_example_of_a_single_turn_is_its_prompt_and_its_answer_and_nothing_is_scored() -> None:
     text = text_with(None)
     kind = find_environment(EnvironmentConfig())
-    single = SingleTurn(encode=lambda task: text.opening(task.prompt), decode=text.decode, scorer=None)  # type: ignore[arg-type]
+    single = SingleTurn(scorer=None)  # type: ignore[arg-type]
     script = GoldExamples(Environments([Hosted(kind, single, text)]), text, run_config(data={"toy": "sort_digits"}))
     (row,) = asyncio.run(script.rows(Task(id="1", prompt="31>", answer="13")))
     prompt, answer = text.opening("31>"), [*text.encode("13"), text.end_token]

@@ -27,6 +27,13 @@ QWEN3 = (
     "<|im_start|>{{ m.role }}\n{{ content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+HERMES = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "Call: <tool_call>...</tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }} <|im_end|>{% endif %}{% endfor %}"
@@ -36,7 +43,7 @@ THINKING = ["<think>", "</think>"]
 
 
 def text_with(template: str | None) -> TokenizerText:
-    tokenizer: Any = character_tokenizer(string.ascii_letters + string.digits + " \n.,?!:+-*/=<>|[]()_'\"^")
+    tokenizer: Any = character_tokenizer(string.ascii_letters + string.digits + " \n.,?!:+-*/=<>|[](){}_'\"^;")
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.add_tokens(THINKING)
     tokenizer.eos_token = "<|im_end|>"

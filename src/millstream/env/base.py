@@ -51,6 +51,11 @@ class Text(Protocol):
         """The token that ends a turn."""
         ...
 
+    @property
+    def tool_format(self) -> str:
+        """How the chat template writes calls of tools: see `env.tools.parse`."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Text in the middle of a sequence: no token is added. Special tokens in the text are recognized."""
         ...
@@ -63,8 +68,8 @@ class Text(Protocol):
         """A chat as text, up to the model's turn. Raises `DataError` for messages that the template refuses."""
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Without special tokens."""
+    def decode(self, tokens: Sequence[int], *, is_raw: bool = False) -> str:
+        """Without special tokens, unless it `is_raw`."""
         ...
 
 
@@ -82,8 +87,9 @@ class Context(Protocol):
         `RequestRefused` if they exceed the model's context: the trajectory is then unchanged."""
         ...
 
-    async def ask(self, content: Content) -> str:
-        """Append this text and return the model's answer. It is a user turn of the chat template if it is messages, or if the
+    async def ask(self, content: Content, *, is_raw: bool = False) -> str:
+        """Append this text and return the model's answer; with its special tokens, but for the end of its turn, if it `is_raw`.
+        It is a user turn of the chat template if it is messages, or if the
         task's prompt is a chat and the tokenizer has a template (the task's system messages then come first); plain text
         otherwise. Sampled tokens are kept as they are: they are never encoded again."""
         ...

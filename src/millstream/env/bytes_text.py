@@ -18,6 +18,7 @@ class ByteText:
 
     has_chat = True
     end_token = SPECIAL["<|im_end|>"]
+    tool_format = "hermes"
 
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = []
@@ -32,5 +33,6 @@ class ByteText:
         turns = (f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n" for message in messages)
         return "".join(turns) + "<|im_start|>assistant\n"
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+    def decode(self, tokens: Sequence[int], *, is_raw: bool = False) -> str:
+        names = {number: name.encode() if is_raw else b"" for name, number in SPECIAL.items()}
+        return b"".join(names.get(token, bytes([token % 256])) for token in tokens).decode("utf-8", "replace")

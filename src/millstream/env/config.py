@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from millstream.env.tools.config import AUTO, ToolConfig
 from millstream.errors import ConfigError
 
 SINGLE_TURN = "single_turn"
@@ -23,6 +24,10 @@ class EnvironmentConfig(Struct, frozen=True, kw_only=True):
     # which may have removed earlier thinking; if it has, a new part begins (`rollout.max_parts`).
     thinking: Literal["keep", "drop"] = "keep"
     max_concurrent: int | None = None  # episodes at once; more wait in FIFO order. None: no limit
+    # Functions that the model may call while it answers, and MCP servers: see docs/tools.md
+    tools: tuple[str | ToolConfig, ...] = ()
+    tool_format: str = AUTO  # how calls are written. auto: as the chat template teaches; else see `env.tools.parse`
+    max_tool_rounds: int = 16  # turns with calls before an answer
     step_timeout_s: float = 60.0  # between two turns of the model, and before the first. Rewards have their own limit
     process: bool = False  # play episodes in worker processes: one that hangs or crashes is killed and replaced
     share: float = 1.0  # the proportion of its tasks, if several environments make tasks
@@ -34,8 +39,10 @@ class EnvironmentConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("share must be a number above 0, and step_timeout_s, too")
         if self.max_concurrent is not None and self.max_concurrent < 1:
             raise ValueError("max_concurrent must be at least 1")
+        if self.max_tool_rounds < 1:
+            raise ValueError("max_tool_rounds must be at least 1")
         if self.process and self.use == SINGLE_TURN:
-            raise ValueError("single_turn needs no process: its rewards have time limits")
+            raise ValueError("single_turn needs no process: its rewards and tools have time limits")
 
     @property
     def shown(self) -> str:

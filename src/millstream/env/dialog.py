@@ -54,6 +54,10 @@ def without_end(text: Text, tokens: list[int], after: Completion) -> list[int]:
     return tokens[place + 1 :] if not text.decode(tokens[:place]).strip() else tokens
 
 
+def _without_end(completion: Completion) -> Sequence[int]:
+    return completion.tokens[:-1] if completion.finish is Finish.STOP else completion.tokens
+
+
 class Conversation:
     """A `millstream.env.Context` that adds text to a context of tokens."""
 
@@ -69,7 +73,7 @@ class Conversation:
         self._last: Completion | None = None
         self._is_chat = False
 
-    async def ask(self, content: Content) -> str:
+    async def ask(self, content: Content, *, is_raw: bool = False) -> str:
         if self._last is None:
             self._is_chat = not isinstance(content, str) or self._is_task_chat()
         if not self._is_chat and not isinstance(content, str):
@@ -80,7 +84,7 @@ class Conversation:
         except BaseException:  # including cancellation
             del self._messages[num_messages:]  # they were not sent
             raise
-        answer = self.text.decode(completion.tokens)
+        answer = self.text.decode(_without_end(completion) if is_raw else completion.tokens, is_raw=is_raw)
         if self._is_chat:
             self._messages.append(Message(role="assistant", content=answer))
         return answer

@@ -50,6 +50,7 @@ class PlayEpisode(Struct, frozen=True):
     seed: int
     has_chat: bool
     end_token: int
+    tool_format: str
 
 
 class EpisodeReply(Struct, frozen=True):
@@ -154,7 +155,8 @@ class _EnvironmentWorker(Remote):
         contexts = [context]
         failed: RolloutError | None = None
         self._calls = asyncio.Queue()
-        begin = PlayEpisode(context.task, context.seed, context.text.has_chat, context.text.end_token)
+        text = context.text
+        begin = PlayEpisode(context.task, context.seed, text.has_chat, text.end_token, text.tool_format)
         ending = asyncio.wrap_future(self.call(begin, EpisodeReply))
         ending.add_done_callback(lambda _: self._calls.put_nowait(None))
         try:
@@ -180,8 +182,8 @@ async def _call_context(contexts: list[Context], call: ContextCall) -> Any:
     match call.method:
         case "generate":
             return await context.generate(call.argument)
-        case "ask":
-            return await context.ask(_content(call.argument))
+        case "ask" | "ask_raw":
+            return await context.ask(_content(call.argument), is_raw=call.method == "ask_raw")
         case "earned":
             return context.earned(call.argument)
         case "part":
@@ -193,8 +195,8 @@ async def _call_context(contexts: list[Context], call: ContextCall) -> Any:
             return text.opening(_content(call.argument))
         case "render":
             return text.render(msgspec.convert(call.argument, list[Message]))
-        case "decode":
-            return text.decode(call.argument)
+        case "decode" | "decode_raw":
+            return text.decode(call.argument, is_raw=call.method == "decode_raw")
         case _:
             raise EnvironmentFailed(f"a worker called {call.method!r}, which is not a method of a context")
 

@@ -28,6 +28,7 @@ class _RemoteText:
         self._channel = channel
         self.has_chat = episode.has_chat
         self.end_token = episode.end_token
+        self.tool_format = episode.tool_format
 
     def encode(self, text: str) -> list[int]:
         return self._call("encode", text, list[int])  # type: ignore[no-any-return]
@@ -38,8 +39,8 @@ class _RemoteText:
     def render(self, messages: Sequence[Message]) -> str:
         return str(self._call("render", list(messages), str))
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._call("decode", list(tokens), str))
+    def decode(self, tokens: Sequence[int], *, is_raw: bool = False) -> str:
+        return str(self._call("decode_raw" if is_raw else "decode", list(tokens), str))
 
     def _call(self, method: str, argument: Any, answer: Any) -> Any:
         return self._channel.call(ContextCall(0, method, argument), answer).result()
@@ -61,8 +62,9 @@ class _RemoteContext:
         completion: Completion = await asyncio.wrap_future(self._channel.call(call, Completion))
         return completion
 
-    async def ask(self, content: Content) -> str:
-        call = ContextCall(self._part, "ask", content if isinstance(content, str) else list(content))
+    async def ask(self, content: Content, *, is_raw: bool = False) -> str:
+        method = "ask_raw" if is_raw else "ask"
+        call = ContextCall(self._part, method, content if isinstance(content, str) else list(content))
         return str(await asyncio.wrap_future(self._channel.call(call, str)))
 
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:

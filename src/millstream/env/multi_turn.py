@@ -1,7 +1,8 @@
 """Environments with `reset` and `step`: one instance per episode, turn by turn, until a step is done.
 
 Methods may be plain or coroutine functions. Plain ones are called on a thread, so that a slow one blocks no other, unless the
-class has `is_quick = True`. An episode that runs out of turns, or of the model's context, ends with the reward so far.
+class has `is_quick = True`. An attribute `tools` lists functions or methods that the model may call before it acts. An episode
+that runs out of turns, or of the model's context, ends with the reward so far.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from millstream.env.base import Context, Step
+from millstream.env.tools import ToolContext, tools_of
 from millstream.errors import EnvironmentFailed, RequestRefused
 from millstream.rpc.threads import DaemonThreads
 from millstream.types import Message
@@ -37,6 +39,7 @@ class MultiTurn:
         self._is_quick = is_quick
         self._max_turns = max_turns
         self._threads: DaemonThreads | None = None
+        self._tool_threads: DaemonThreads | None = None
 
     async def rollout(self, context: Context) -> float:
         game = await self._call(self._make)
@@ -50,6 +53,9 @@ class MultiTurn:
 
     async def _play(self, game: Any, context: Context) -> float:
         reward = 0.0
+        if tools := getattr(game, "tools", ()):
+            self._tool_threads = self._tool_threads or DaemonThreads(f"tools of {self._name}", most=MAX_THREADS)
+            context = ToolContext(context, tools_of(tools, self._tool_threads))
         observation = await self._call(lambda: game.reset(context.task, context.seed))
         for turn in range(self._max_turns or int(getattr(game, "max_turns", MAX_TURNS))):
             _check_observation(observation, f"{self._name}.{'step' if turn else 'reset'}")

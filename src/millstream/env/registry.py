@@ -17,6 +17,7 @@ from millstream.env.data import DataSet
 from millstream.env.dialog import Conversation
 from millstream.env.isolated import Isolated
 from millstream.env.resolve import EnvironmentKind
+from millstream.env.tools import AUTO, ToolContext, configured_tools, parser_named
 from millstream.errors import ConfigError, DataError, EnvironmentFailed
 from millstream.rpc.process import Launcher
 from millstream.types import Completion, Task
@@ -33,6 +34,9 @@ class Hosted:
         self.kind = kind
         self.environment = environment
         self._text = text
+        self._tools = configured_tools(kind.config.tools, launcher) if kind.config.tools else None
+        is_auto = kind.config.tool_format == AUTO
+        self._parse = None if is_auto else parser_named(kind.config.tool_format)
         self._isolated = Isolated(kind.config, launcher) if kind.config.process else None
         limit = kind.config.max_concurrent
         self._places = None if limit is None else asyncio.Semaphore(limit)
@@ -43,7 +47,7 @@ class Hosted:
             await context.waiting(f"a place in {self.kind.name}", self._places.acquire(), is_timed=False)
         try:
             if self.kind.config.use == SINGLE_TURN:  # its rewards have limits of their own
-                return await environment.rollout(Conversation(context, self._text))
+                return await environment.rollout(self._spoken(context))
             return await self._play_in_time(environment, context)
         finally:
             if self._places is not None:
@@ -55,7 +59,7 @@ class Hosted:
         timed = _Timed(context, _StepClock(limit, config.step_timeout_s))
         try:
             async with limit:
-                return await environment.rollout(Conversation(timed, self._text, thinking=config.thinking))
+                return await environment.rollout(self._spoken(timed))
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -65,8 +69,18 @@ class Hosted:
                 "environment.step_timeout_s sets the limit"
             ) from error
 
+    def _spoken(self, context: Context) -> Context:
+        """With text, and with the tools of the config."""
+        config = self.kind.config
+        spoken = Conversation(context, self._text, thinking=config.thinking)
+        if self._tools is None:
+            return spoken
+        return ToolContext(spoken, self._tools, parse=self._parse, max_rounds=config.max_tool_rounds)
+
     async def close(self) -> None:
-        """Close the worker processes, and the environment if it has `close`."""
+        """Close the worker processes and tools, and the environment if it has `close`."""
+        if self._tools is not None:
+            await self._tools.close()
         if self._isolated is not None:
             await self._isolated.close()
         if hasattr(self.environment, "close"):
@@ -107,9 +121,9 @@ class _Timed:
     def text(self) -> Text:
         return self._context.text
 
-    async def ask(self, content: Content) -> str:
+    async def ask(self, content: Content, *, is_raw: bool = False) -> str:
         with self._clock.stopped():
-            return await self._context.ask(content)
+            return await self._context.ask(content, is_raw=is_raw)
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
         with self._clock.stopped():

@@ -20,6 +20,7 @@ from millstream.env.base import Environment
 from millstream.env.config import SINGLE_TURN, EnvironmentConfig
 from millstream.env.multi_turn import MultiTurn, is_quick
 from millstream.env.rewards.find import find_reward, meant
+from millstream.env.tools import AUTO, configured_tools, parser_named
 from millstream.errors import ConfigError, DataError
 from millstream.types import Task
 
@@ -51,6 +52,10 @@ class EnvironmentKind(Struct, frozen=True, kw_only=True, eq=False):
 
 def find_environment(config: EnvironmentConfig) -> EnvironmentKind:
     """Raises `ConfigError`, which says what was expected and where."""
+    if config.tools:
+        configured_tools(config.tools)  # raises
+        if config.tool_format != AUTO:
+            parser_named(config.tool_format)
     if config.use == SINGLE_TURN:
         if config.args:
             raise ConfigError("environment single_turn takes no args: it has [data] and [[reward]]")

@@ -1,23 +1,17 @@
-"""The environment of most data sets: send the prompt, let the model answer once, score the answer."""
+"""The environment of most data sets: send the prompt, let the model answer, score the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from millstream.env.base import Context
 from millstream.env.rewards import CompletionScorer
-from millstream.types import Task
 
 
 class SingleTurn:
-    def __init__(
-        self, *, encode: Callable[[Task], list[int]], decode: Callable[[Sequence[int]], str], scorer: CompletionScorer
-    ) -> None:
-        self._encode = encode
-        self._decode = decode
+    """One turn of the model, or, with tools, as many as it has calls to make."""
+
+    def __init__(self, scorer: CompletionScorer) -> None:
         self._scorer = scorer
 
     async def rollout(self, context: Context) -> float:
-        completion = await context.generate(self._encode(context.task))
-        scoring = self._scorer.score(context.task, self._decode(completion.tokens))
-        return await context.waiting(self._scorer.name, scoring)
+        answer = await context.ask(context.task.prompt)
+        return await context.waiting(self._scorer.name, self._scorer.score(context.task, answer))

@@ -170,7 +170,7 @@ class EpisodePart:
     def text(self) -> Text:
         raise EnvironmentFailed("this context speaks tokens: `millstream.env.dialog.Conversation` gives it words")
 
-    async def ask(self, content: Content) -> str:
+    async def ask(self, content: Content, *, is_raw: bool = False) -> str:
         return self.text.decode([])  # raises
 
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:

@@ -155,15 +155,13 @@ def build_environment(
     """The environments of a run. Data sets are scored with these rewards. `launcher` starts processes on a cluster; None: on
     this machine."""
 
-    def single_turn() -> SingleTurn:
-        return SingleTurn(
-            encode=lambda task: text.opening(task.prompt),
-            decode=text.decode,
-            scorer=CompletionScorer(rewards, launcher),
-        )
-
     watched = structs.replace(text, is_watched=True)
-    return Environments([Hosted(kind, kind.environment or single_turn(), watched, launcher) for kind in kinds])
+    return Environments(
+        [
+            Hosted(kind, kind.environment or SingleTurn(CompletionScorer(rewards, launcher)), watched, launcher)
+            for kind in kinds
+        ]
+    )
 
 
 RunEngine = TorchEngine | HttpEngine

@@ -121,7 +121,8 @@ class _Checker:
         self._seed = seed
         self._block_s = block_s
         self._text = ByteText()
-        self.hosted = Hosted(kind, kind.environment or self._single_turn(rewards), self._text)
+        environment = kind.environment or SingleTurn(CompletionScorer(prepare_rewards(rewards)))
+        self.hosted = Hosted(kind, environment, self._text)
         self._player = Player(
             environment=self.hosted,
             sampling=Sampling(max_tokens=LONG),
@@ -131,10 +132,6 @@ class _Checker:
         )
         self.findings: dict[str, EnvironmentFinding] = {}
         self.num_episodes = 0
-
-    def _single_turn(self, rewards: Sequence[RewardConfig]) -> SingleTurn:
-        scorer = CompletionScorer(prepare_rewards(rewards))
-        return SingleTurn(encode=lambda task: self._text.opening(task.prompt), decode=self._text.decode, scorer=scorer)
 
     def _find(self, name: str, what: str) -> None:
         """Record a finding; only the first of each name is kept."""

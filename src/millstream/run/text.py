@@ -12,6 +12,7 @@ from msgspec import Struct, field
 from transformers import PreTrainedTokenizerBase
 
 from millstream.env import Content
+from millstream.env.tools import format_of
 from millstream.errors import DataError
 from millstream.run.check_machine import NO_TEMPLATE
 from millstream.types import ROLES, TOOLS_ROLE, Message, Task
@@ -44,6 +45,10 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
     @property
     def end_token(self) -> int:
         return int(self.tokenizer.eos_token_id)
+
+    @property
+    def tool_format(self) -> str:
+        return format_of(str(self.tokenizer.chat_template or ""))
 
     def encode(self, text: str) -> list[int]:
         """Short texts are kept: environments say the same ones again and again."""
@@ -118,5 +123,5 @@ class TokenizerText(Struct, frozen=True, kw_only=True, eq=False):
         pieces = (task.prompt[begin:end] for token, (begin, end) in spans if token == self.tokenizer.unk_token_id)
         return list(dict.fromkeys(pieces))
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], *, is_raw: bool = False) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=not is_raw))
