@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from millstream.cli.main import app
 from millstream.clock import RealClock
-from millstream.engine import Engine, EngineConfig, EngineStats, OnSampled
+from millstream.engine import EngineConfig, OnSampled
 from millstream.env.bytes_text import ByteText
 from millstream.errors import ConfigError, EngineError, EngineGone, RequestRefused
 from millstream.events.sinks import MemorySink
@@ -39,57 +39,16 @@ from millstream.serve.limits import HttpLimits
 from millstream.serve.openai.detokenize import TextStream
 from millstream.serve.openai.service import LONG_PROMPT, ModelServiceConfig, Served, host_model
 from millstream.serve.openai.sessions import SessionLimits
-from millstream.types import Completion, Finish, Message, Request, RequestKey, Sampled, Weights
+from millstream.types import Completion, Message, Request, Sampled, Weights
 from support.commands import start_command
+from support.openai_server import CONTEXT, ScriptedEngine, client_of, listening, served
 from support.talk import CHATML, NO_SYSTEM, text_with
 from support.tiny import make, plain
 
-CONTEXT = 256
 TOKEN = "a-token-of-the-tests"
 Json = dict[str, Any]
 DOCS = (Path(__file__).parents[2] / "docs/serving.md").read_text()
 HTTP = httpx.Client(timeout=20, trust_env=False)
-
-
-class ScriptedEngine:
-    """Says what is written here, turn by turn, token by token; a turn that ends with `...` goes on until its length. See
-    `millstream.engine.Engine`."""
-
-    name, slots, version = "scripted", 8, 3
-
-    def __init__(
-        self, text: TokenizerText, says: Sequence[str] = (), *, step_s: float = 0.0, tells: bool = True
-    ) -> None:
-        self._text, self._says, self._step_s, self._tells = text, iter(says), step_s, tells
-        self.requests: list[Request] = []
-        self.aborted: list[RequestKey] = []
-
-    async def generate(self, request: Request, on_sampled: OnSampled | None = None) -> Completion:
-        self.requests.append(request)
-        said = next(self._says)
-        tokens = [token for character in said.removesuffix("...") for token in self._text.encode(character)]
-        tokens += [tokens[-1]] * 10_000 if said.endswith("...") else [self._text.end_token]
-        tokens = tokens[: request.sampling.max_tokens]
-        try:
-            for token in tokens[:-1]:
-                await asyncio.sleep(self._step_s)
-                if on_sampled is not None and self._tells:
-                    on_sampled(Sampled((token,), (-0.5,), (3,)))
-        except asyncio.CancelledError:
-            self.aborted.append(request.key)
-            raise
-        finish = Finish.STOP if tokens[-1] == self._text.end_token else Finish.LENGTH
-        num = len(tokens)
-        return Completion(tokens=tuple(tokens), logprobs=(-0.5,) * num, versions=(3,) * num, finish=finish)
-
-    async def abort(self, key: RequestKey) -> None: ...
-    async def pause(self) -> None: ...
-    async def resume(self) -> None: ...
-    async def load(self, version: int, weights: Weights) -> None: ...
-    async def close(self) -> None: ...
-
-    def stats(self) -> EngineStats:
-        return EngineStats(running=0, waiting=0, tokens_generated=0, requests_finished=0)
 
 
 class BrokenEngine(ScriptedEngine):
@@ -125,56 +84,6 @@ class RefusingEngine(ScriptedEngine):
             await asyncio.sleep(0.05)
             raise RequestRefused("never, on purpose")
         return await super().generate(request, on_sampled)
-
-
-def served(text: TokenizerText, engine: Engine, *, context: int = CONTEXT) -> Served:
-    return Served(
-        name="tiny",
-        engine=engine,
-        text=text,
-        end_tokens=(text.end_token,),
-        vocabulary=len(text.tokenizer),
-        context=context,
-    )
-
-
-@contextmanager
-def listening(make: Callable[[], Served], *, token: str | None = None, **limits: Any) -> Iterator[str]:
-    """A server on a thread of its own, as it would be in another process; the address of it."""
-    ready: list[str] = []
-    is_up, loop = threading.Event(), asyncio.new_event_loop()
-
-    def on_ready(url: str) -> None:
-        ready.append(url)
-        is_up.set()
-
-    async def program() -> None:
-        one = make()
-        try:
-            await host_model(one, ModelServiceConfig(port=0, **limits), token=token, on_ready=on_ready)
-        finally:
-            await one.engine.close()
-
-    task = loop.create_task(program())
-    thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.gather(task, return_exceptions=True)))
-    thread.start()
-    assert is_up.wait(30)
-    try:
-        yield ready[0]
-    finally:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join(30)
-        loop.close()
-
-
-def client_of(url: str, *, token: str = "none", retries: int = 0) -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"{url}/v1",
-        api_key=token,
-        max_retries=retries,
-        timeout=30,
-        http_client=openai.DefaultHttpxClient(trust_env=False),
-    )
 
 
 @contextmanager
@@ -576,7 +485,7 @@ WRONG_CHAT: list[tuple[Json, str]] = [
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-    ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]}, "messages[0].tool_call_id"),
     ({"messages": [user("a" * 300)]}, "messages"),
     ({"messages": [user("a")], "max_tokens": 256}, "messages"),
 ]

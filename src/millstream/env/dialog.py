@@ -80,10 +80,12 @@ class Conversation:
             raise EnvironmentFailed("the conversation began as plain text: messages cannot be added to it")
         num_messages = len(self._messages)
         try:
-            completion = await self.generate(self._tokens_for(content))
+            tokens = self._tokens_for(content)
+            completion = await self._context.generate(tokens)
         except BaseException:  # including cancellation
             del self._messages[num_messages:]  # they were not sent
             raise
+        self._add(tokens, completion)
         answer = self.text.decode(_without_end(completion) if is_raw else completion.tokens, is_raw=is_raw)
         if self._is_chat:
             self._messages.append(Message(role="assistant", content=answer))
@@ -91,9 +93,12 @@ class Conversation:
 
     async def generate(self, tokens: Sequence[int]) -> Completion:
         completion = await self._context.generate(tokens)
+        self._add(tokens, completion)
+        return completion
+
+    def _add(self, tokens: Sequence[int], completion: Completion) -> None:
         self._shown += [*tokens, *completion.tokens]
         self._last = completion
-        return completion
 
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
         return await self._context.waiting(what, work, is_timed=is_timed)

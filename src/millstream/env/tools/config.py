@@ -17,7 +17,7 @@ class ToolConfig(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()  # starts an MCP server, which is spoken to over its standard input and output
     url: str = ""  # of an MCP server over HTTP
     timeout_s: float = 30.0  # of one call
-    max_characters: int = 8192  # of a result; the model is told how many more there were
+    max_characters: int = 8192  # of a result; the model sees how many more there were
     process: bool = False  # call the function in a worker process, which is killed past the limit
     workers: int | None = None  # the most worker processes. None: the number of cores, at most 8
 

@@ -27,12 +27,12 @@ class ToolContext:
     ) -> None:
         self.task = context.task
         self.seed = context.seed
-        self.calls: list[tuple[ToolCall | InvalidCall, str]] = []  # of the episode, with what the model was told
+        self.calls: list[tuple[ToolCall | InvalidCall, str]] = []  # of the episode, with what the model saw
         self._context = context
         self._tools = tools
         self._parse = parse or parser_named(context.text.tool_format)
         self._max_rounds = max_rounds
-        self._is_told = False
+        self._has_schemas = False
 
     @property
     def text(self) -> Text:
@@ -53,9 +53,9 @@ class ToolContext:
 
     def _with_schemas(self, content: Content) -> Content:
         """The first messages say which tools there are."""
-        if self._is_told:
+        if self._has_schemas:
             return content
-        self._is_told = True
+        self._has_schemas = True
         messages = [Message(role="user", content=content)] if isinstance(content, str) else list(content)
         if isinstance(content, str) and not isinstance(self.task.prompt, str):
             messages = [*(one for one in self.task.prompt if one.role == "system"), *messages]

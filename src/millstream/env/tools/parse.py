@@ -5,7 +5,7 @@
     mistral    [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], or [TOOL_CALLS]add[ARGS]{"a": 1}  Mistral
     json       an answer that is one such object, or a list of them, in a ```json fence or not         anything else
 
-Text that means to be a call and is none is an `InvalidCall`: the model is told why. Another format is a function of the
+Text that means to be a call and is none is an `InvalidCall`: the model sees why. Another format is a function of the
 answer's text, special tokens included but for the end of the turn, that returns an `AssistantTurn`.
 """
 

@@ -20,7 +20,7 @@ DESCRIBED = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.+?)(?=^\s*\w+\s*(?:\([^
 
 
 class ToolFunction(Struct, frozen=True, kw_only=True, eq=False):
-    """What the model is told of a function, and what checks its arguments."""
+    """What the model sees of a function, and what checks its arguments."""
 
     name: str
     description: str

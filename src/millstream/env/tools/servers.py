@@ -1,6 +1,6 @@
 """Tools of an MCP server, through the `mcp` package: started by the first rollout that needs it, one for all rollouts.
 
-A server that was lost is started again by the next call; the call that lost it fails, and the model is told."""
+A server that was lost is started again by the next call; the call that lost it fails, and the model sees why."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ class ToolServer:
                 ready.set_exception(ToolFailed(f"the MCP server {self._name} does not start: {_reason(error)}"))
 
     async def _disconnect(self) -> None:
-        task, self._client, self._task = self._task, None, None
+        task = self._task
+        self._client = None
+        self._task = None
         self._closing.set()
         if task is not None:
             with suppress(TimeoutError, Exception):  # it was lost: what ends it does not matter

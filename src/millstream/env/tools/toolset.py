@@ -33,7 +33,7 @@ class ToolSet:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """In the order of the config: what the model is told."""
+        """In the order of the config: what the model sees."""
         return [tool.schema for tool in self._tools.values()]
 
     async def open(self) -> None:
@@ -52,7 +52,7 @@ class ToolSet:
             return f"Error: there is no tool {call.name!r}. Tools: {', '.join(self._tools)}"
         try:
             return result_text(await tool.call(call.arguments), tool.config.max_characters)
-        except Exception as error:  # user code, or its server: the model is told
+        except Exception as error:  # user code, or its server: the model sees it
             return f"Error: {call.name}: {failure_text(error, tool.config)}"
 
     async def close(self) -> None:

@@ -6,12 +6,17 @@ or may be the beginning of a stop string is held back.
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct
 
 from millstream.env import Text
-from millstream.types import Sampled
+from millstream.env.tools.parse import Parser, ToolCall
+from millstream.serve.openai.request_schema import tool_call_fields
+from millstream.types import Message, Sampled
 
 UNKNOWN = "\ufffd"
 MAX_UNCERTAIN = 3  # bytes of an incomplete character: each may decode to `UNKNOWN`
@@ -23,6 +28,7 @@ class TextPiece(Struct, frozen=True, kw_only=True):
     text: str
     sampled: Sampled
     offsets: tuple[int, ...]  # for each token, the length of the final text before it
+    calls: tuple[dict[str, Any], ...] = ()  # of tools, as `request_schema.tool_call_fields` has them
 
 
 class TextStream:
@@ -36,6 +42,7 @@ class TextStream:
         self.versions: list[int] = []
         self._offsets: list[int] = []
         self.final = ""  # the final text so far, without the stop string
+        self.calls: tuple[dict[str, Any], ...] = ()
         self.is_stopped = False  # by a stop string: later tokens are ignored
         self._begin = 0  # of the window of tokens that is decoded again
         self._mark = 0  # where that window begins next time
@@ -73,7 +80,23 @@ class TextStream:
         return TextPiece(text=text, sampled=self.sampled(begin), offsets=tuple(self._offsets[begin:]))
 
     def whole(self) -> TextPiece:
-        return TextPiece(text=self.final, sampled=self.sampled(), offsets=tuple(self._offsets))
+        sampled, offsets = self.sampled(), tuple(self._offsets)
+        return TextPiece(text=self.final, sampled=sampled, offsets=offsets, calls=self.calls)
+
+    def find_calls(self, parse: Parser, end_tokens: Sequence[int]) -> None:
+        """Calls of tools are no part of the text. Text that means to be a call and is none stays."""
+        tokens = self.tokens[:-1] if self.tokens and self.tokens[-1] in end_tokens else self.tokens
+        turn = parse(self._text.decode(tokens, is_raw=True))
+        calls = [call for call in turn.calls if isinstance(call, ToolCall)]
+        if self.is_stopped or not calls or len(calls) < len(turn.calls):
+            return
+        self.final = turn.content
+        self.calls = tuple(tool_call_fields(secrets.token_hex(5)[1:], call.name, call.arguments) for call in calls)
+
+    def message(self) -> Message:
+        """The answer as the caller will send it back."""
+        fields = json.dumps({"tool_calls": self.calls}) if self.calls else ""
+        return Message(role="assistant", content=self.final, fields=fields)
 
     def sampled(self, begin: int = 0) -> Sampled:
         return Sampled(tuple(self.tokens[begin:]), tuple(self.logprobs[begin:]), tuple(self.versions[begin:]))

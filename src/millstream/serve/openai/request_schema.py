@@ -2,17 +2,18 @@
 
 A parameter that would change the answer and is not supported is refused by name, and so is an unknown one. Ignored are only
 `return_token_ids` and what identifies the caller (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`). Values without
-an effect (`best_of = 1`, an empty list of tools) are accepted.
+an effect (`best_of = 1`) are accepted.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from msgspec import Struct
 
 from millstream.serve.http import HttpError
-from millstream.types import Message
+from millstream.types import TOOLS_ROLE, Message
 
 PromptInput = str | tuple[int, ...] | tuple[Message, ...]  # text, token ids, or a chat
 
@@ -80,6 +81,17 @@ class ContentPart(Struct, kw_only=True):
     text: str | None = None
 
 
+class SentFunction(Struct, kw_only=True):
+    name: str
+    arguments: str = ""  # a JSON object
+
+
+class SentToolCall(Struct, kw_only=True):
+    id: str
+    function: SentFunction
+    type: str = "function"
+
+
 class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
@@ -88,8 +100,8 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: list[SentToolCall] | None = None
+    tool_call_id: str | None = None
 
 
 class ChatBody(CompletionFields, kw_only=True):
@@ -97,7 +109,7 @@ class ChatBody(CompletionFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
@@ -116,7 +128,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "top_logprobs": (0,),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -146,13 +157,14 @@ class CompletionRequest(Struct, frozen=True, kw_only=True):
     top_k: int = 0
     stop_tokens: tuple[int, ...] | None = None  # None: the model's own
     num_sampled: int = 0
+    has_tools: bool = False  # answers may have calls of tools
     is_echoed: bool = False  # the prompt is part of the answer, with its log-probabilities
 
 
 def parse_request(body: CompletionBody | ChatBody, *, session_id: str | None) -> CompletionRequest:
     """Raises `BadRequest` for what is not supported or out of range."""
     _check_neutral(body)
-    prompts = (_chat(body.messages),) if isinstance(body, ChatBody) else _prompts(body.prompt)
+    prompts = (_chat(body),) if isinstance(body, ChatBody) else _prompts(body.prompt)
     num_choices = _within("n", 1 if body.n is None else body.n, 1, MAX_CHOICES)
     if len(prompts) * num_choices > MAX_CHOICES:
         raise BadRequest(f"{len(prompts)} prompts and n = {num_choices}: at most {MAX_CHOICES} answers at a time", "n")
@@ -185,7 +197,7 @@ def parse_request(body: CompletionBody | ChatBody, *, session_id: str | None) ->
 def _extensions(body: CompletionBody | ChatBody) -> dict[str, Any]:
     """Parameters of a completion beyond OpenAI's API."""
     if isinstance(body, ChatBody):
-        return {}
+        return {"has_tools": _has_tools(body)}
     top_k, num_sampled = body.top_k or 0, body.num_sampled or 0
     if top_k < 0:
         raise BadRequest(f"top_k = {top_k}: expected at least 0, which is all tokens", "top_k")
@@ -223,24 +235,68 @@ def _is_list(prompt: str | list[int | str | list[int]]) -> bool:
     return isinstance(prompt, list) and not isinstance(prompt[0], int)
 
 
-def _chat(messages: list[ChatMessage]) -> tuple[Message, ...]:
-    if not messages:
+def _has_tools(body: ChatBody) -> bool:
+    return bool(body.tools) and body.tool_choice != "none"
+
+
+def _chat(body: ChatBody) -> tuple[Message, ...]:
+    if not body.messages:
         raise BadRequest("messages is empty: expected at least one", "messages")
-    return tuple(_message(number, message) for number, message in enumerate(messages))
+    messages = tuple(_message(number, message) for number, message in enumerate(body.messages))
+    if not _has_tools(body):
+        return messages
+    for number, tool in enumerate(body.tools or ()):
+        function = tool.get("function")
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            expected = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
+            raise BadRequest(f"tools[{number}]: expected {expected}", "tools")
+    return (Message(role=TOOLS_ROLE, content=json.dumps(body.tools)), *messages)
 
 
 def _message(number: int, message: ChatMessage) -> Message:
     where = f"messages[{number}]"
-    for name in ("name", "refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id"):
+    for name in ("refusal", "annotations", "audio", "function_call"):
         if getattr(message, name):
             raise BadRequest(f"{where}.{name} is not supported here: leave it out", f"{where}.{name}")
+    if message.role == TOOLS_ROLE:
+        raise BadRequest(f"{where}.role is {TOOLS_ROLE!r}: the tools are a field of the request", f"{where}.role")
+    for name, role in (("name", "tool"), ("tool_call_id", "tool"), ("tool_calls", "assistant")):
+        if getattr(message, name) and message.role != role:
+            raise BadRequest(f"{where}.{name} is of a message of role {role}: leave it out", f"{where}.{name}")
+    fields: dict[str, Any] = {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
+    if message.tool_calls:
+        fields["tool_calls"] = [_tool_call(one, f"{where}.tool_calls") for one in message.tool_calls]
+    return Message(role=message.role, content=_content(message, where), fields=json.dumps(fields) if fields else "")
+
+
+def _content(message: ChatMessage, where: str) -> str:
     parts = message.content
     if parts is None or isinstance(parts, str):
-        return Message(role=message.role, content=parts or "")
+        return parts or ""
     for part in parts:
         if part.type != "text" or part.text is None:
             raise BadRequest(f"{where}.content has a part of type {part.type!r}: expected text", f"{where}.content")
-    return Message(role=message.role, content="".join(part.text or "" for part in parts))
+    return "".join(part.text or "" for part in parts)
+
+
+def _tool_call(call: SentToolCall, where: str) -> dict[str, Any]:
+    """As chat templates have it: the arguments as an object."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError as error:
+        raise BadRequest(f"{where}: the arguments of {call.function.name} are not JSON: {error}", where) from error
+    if not isinstance(arguments, dict):
+        raise BadRequest(f"{where}: the arguments of {call.function.name} are not a JSON object", where)
+    return tool_call_fields(call.id, call.function.name, arguments)
+
+
+def tool_call_fields(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """One of the `tool_calls` of a message. What a client sends back is equal to what it was sent."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _within(name: str, value: int, low: int, high: int) -> int:
@@ -317,4 +373,4 @@ def check_prompt(prompt: PromptInput, what: str, *, context: int) -> int:
 def num_characters_of(prompt: PromptInput) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(one.role) + len(one.content) for one in prompt if isinstance(one, Message))
+    return sum(len(one.role) + len(one.content) + len(one.fields) for one in prompt if isinstance(one, Message))

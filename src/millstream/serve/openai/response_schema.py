@@ -7,6 +7,7 @@ A log-probability is that of the token under the distribution that it was sample
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -42,6 +43,7 @@ class ResponseWriter:
         }
         self._chunk_head = self._head | {"object": "chat.completion.chunk" if request.is_chat else kind}
         self._num_chunks = 0
+        self._calling: set[int] = set()  # answers that have calls of tools
 
     def whole(
         self, answers: Iterable[tuple[TextPiece, Finish]], scores: Sequence[PromptScores] | None = None
@@ -61,11 +63,16 @@ class ResponseWriter:
         """The next text of one answer; without a piece, its end."""
         choice: ResponseJson = {
             "index": index,
-            "finish_reason": None if finish is None else finish.value,
+            "finish_reason": None if finish is None else self._finish_reason(index, finish),
             "logprobs": None,
         }
-        text = "" if piece is None else piece.text
-        choice |= {"delta": {"content": text} if text else {}} if self._request.is_chat else {"text": text}
+        if piece is not None and piece.calls:
+            self._calling.add(index)
+        text, calls = ("", ()) if piece is None else (piece.text, piece.calls)
+        content: ResponseJson = {"content": text} if text else {}
+        if calls:
+            content["tool_calls"] = [{"index": n, **_sent(call)} for n, call in enumerate(calls)]
+        choice |= {"delta": content} if self._request.is_chat else {"text": text}
         if piece is not None:
             choice |= self._tokens(piece)
         return self._chunk({"choices": [choice]})
@@ -107,7 +114,14 @@ class ResponseWriter:
         content: ResponseJson = {"text": piece.text}
         if self._request.is_chat:
             content = {"message": {"role": "assistant", "content": piece.text}}
-        return {"index": index, "finish_reason": finish.value, "logprobs": None} | content | self._tokens(piece)
+        if piece.calls:
+            self._calling.add(index)
+            content["message"] |= {"content": piece.text or None, "tool_calls": [_sent(call) for call in piece.calls]}
+        reason = self._finish_reason(index, finish)
+        return {"index": index, "finish_reason": reason, "logprobs": None} | content | self._tokens(piece)
+
+    def _finish_reason(self, index: int, finish: Finish) -> str:
+        return "tool_calls" if index in self._calling else finish.value
 
     def _echoed(self, choice: ResponseJson, prompt: Sequence[int], scores: PromptScores | None) -> ResponseJson:
         """The prompt's text and, where they were asked for, its log-probabilities before those of the answer. The first token
@@ -155,6 +169,12 @@ class ResponseWriter:
             "content": [{"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs],
             "refusal": None,
         }
+
+
+def _sent(call: ResponseJson) -> ResponseJson:
+    """A call of a tool as OpenAI's API has it: its arguments as a string."""
+    function = call["function"]
+    return call | {"function": {"name": function["name"], "arguments": json.dumps(function["arguments"])}}
 
 
 def error_json(

@@ -37,6 +37,7 @@ from starlette.routing import Route
 from millstream.clock import Clock, RealClock
 from millstream.engine import Engine
 from millstream.env import Text
+from millstream.env.tools import parser_named
 from millstream.errors import DataError, EngineError, EngineGone, EnvironmentFailed, RequestRefused, WeightsError
 from millstream.seeds import derive_seed
 from millstream.serve.auth import RETRY_AFTER_S, AccessControl
@@ -128,6 +129,7 @@ class ModelService:
         self._short_prompts = ThreadPoolExecutor(1, "tokenizer")  # tokenizing must not block the event loop,
         self._long_prompts = ThreadPoolExecutor(1, "tokenizer of long prompts")  # nor a long prompt the short ones
         self._scoring = ThreadPoolExecutor(1, "prompt scores")
+        self._parse = parser_named(served.text.tool_format)
         self._broken: str | None = None
 
     def routes(self) -> list[Route]:
@@ -318,12 +320,14 @@ class ModelService:
     async def _answer_one(self, generation: Generation, index: int, on_piece: OnPiece | None) -> Answered:
         """One answer. A stop string ends it as soon as it is complete."""
         answer = TextStream(self._served.text, generation.call.stops)
+        streams = on_piece is not None and not generation.call.has_tools  # a call is no text: it must be whole
 
         def on_sampled(sampled: Sampled) -> None:
             answer.add(sampled)
             if answer.is_stopped:
                 generating.cancel()  # aborts it in the engine
-            elif on_piece is not None and (piece := answer.take()) is not None:
+            elif streams and (piece := answer.take()) is not None:
+                assert on_piece is not None
                 on_piece(index, piece, None)
 
         request = self._request(generation, index)
@@ -345,8 +349,10 @@ class ModelService:
             raise
         if finish is Finish.ABORT:
             raise EngineError("the engine was closed before the answer was done")
+        if generation.call.has_tools:
+            answer.find_calls(self._parse, self._served.end_tokens)
         if on_piece is not None:
-            on_piece(index, answer.take(), None)
+            on_piece(index, answer.whole() if generation.call.has_tools else answer.take(), None)
             on_piece(index, None, finish)
         return answer, finish
 

@@ -208,7 +208,7 @@ def _and_answer(prompt: PromptInput, answer: TextStream) -> PromptInput:
         return prompt + answer.final
     messages = tuple(one for one in prompt if isinstance(one, Message))
     if messages:
-        return (*messages, Message(role="assistant", content=answer.final))
+        return (*messages, answer.message())
     return (*(one for one in prompt if isinstance(one, int)), *answer.tokens)
 
 
