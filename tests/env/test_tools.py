@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import subprocess
 import sys
@@ -17,15 +16,17 @@ import pytest
 
 from millstream.config import convert
 from millstream.env.config import EnvironmentConfig
-from millstream.env.registry import Environments, Hosted
+from millstream.env.data import DataSet
+from millstream.env.registry import Environments
 from millstream.env.resolve import find_environment
-from millstream.env.rewards import CompletionScorer, RewardConfig, exact_match
-from millstream.env.single_turn import SingleTurn
 from millstream.env.tools import InvalidCall, ToolCall, format_of, parser_named, tool_function
 from millstream.errors import ConfigError, DataError
 from millstream.pipeline.episode import Player
+from millstream.run.check_machine import PlayedTasks
+from millstream.run.check_prompts import check_lengths
 from millstream.types import Completion, Finish, Message, Request, RequestKey, Sampling, Task
-from support.talk import CHATML, HERMES, Scripted, text_with
+from support.talk import CHATML, HERMES, text_with
+from support.tool_talk import calling, hosted, play, results
 
 TOOLS = '''
 import asyncio, os, time
@@ -110,37 +111,6 @@ async def free(context):
 def own(tmp_path: Path) -> str:
     (tmp_path / "tools.py").write_text(TOOLS)
     return str(tmp_path / "tools.py")
-
-
-def hosted(config: dict[str, Any], template: str | None = HERMES) -> Hosted:
-    kind = find_environment(convert(config, EnvironmentConfig, where="environment"))
-    single = SingleTurn(CompletionScorer([(exact_match, RewardConfig())]))
-    return Hosted(kind, kind.environment or single, text_with(template))
-
-
-def play(config: dict[str, Any], *says: str, template: str | None = HERMES, **options: Any) -> tuple[Any, Scripted]:
-    """The reward of one episode, and what the model saw and said."""
-    options = {"task": Task(id="1", prompt="2+2=", answer="4"), **options}
-    scripted = Scripted(text_with(template), says, **options)
-
-    async def program() -> Any:
-        environments = Environments([hosted(config, template)])
-        try:
-            return await environments.rollout(scripted.episode)
-        finally:
-            await environments.close()
-
-    return asyncio.run(program()), scripted
-
-
-def calling(name: str, **arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def results(scripted: Scripted) -> list[str]:
-    """What the tools said, in the order that the model saw it."""
-    shown = scripted.shown(scripted.requests[-1].tokens)
-    return [part.partition("</tool_response>")[0] for part in shown.split("<tool_response>")[1:]]
 
 
 def result_of(own: str, name: str, *, table: dict[str, Any] | None = None, **arguments: Any) -> str:
@@ -500,3 +470,25 @@ def test_a_server_that_does_not_start_fails_its_rollouts_by_name(tmp_path: Path)
     pytest.importorskip("mcp")
     with pytest.raises(Exception, match=r"the MCP server .*nothing.py does not start"):
         play({"tools": [{"command": [sys.executable, str(tmp_path / "nothing.py")]}]}, "4")
+
+
+# ---- before a run ------------------------------------------------------------------------------------------------------
+
+
+def played(own: str) -> PlayedTasks:
+    kind = find_environment(convert({"tools": [f"{own}:add"]}, EnvironmentConfig, where="environment"))
+    return PlayedTasks(kinds=[kind], data=DataSet(train=(Task(id="1", prompt="p"),), held_out=()), max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "the environment single_turn has tools: .*has no chat template"),
+        (CHATML, "the environment single_turn has tools: the chat has tools, and .* does not show them"),
+        (HERMES.replace("{{ m.content }}</tool_response>", ""), "does not show messages of the role tool"),
+    ],
+)
+def test_a_template_without_tools_or_results_is_found_before_the_run(own: str, template: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_lengths(played(own), 4096, text_with(template))
+    assert check_lengths(played(own), 4096, text_with(HERMES)) == 1

@@ -74,6 +74,10 @@ def checked_room(config: RunConfig, played: PlayedTasks) -> Iterator[str]:
     """Raises `DataError` for a prompt that surely does not fit. Warns of characters that a [model.tiny] does not know."""
     if config.model.tiny is None:
         return
+    if tooled := [kind.name for kind in played.kinds if kind.config.tools]:
+        raise ConfigError(
+            f"the environment {tooled[0]} has tools, and a [model.tiny] has no chat template: set model.path"
+        )
     tasks, alphabet = played.shown_tasks(), set(config.model.tiny.alphabet)
     for task in tasks:  # a token for each character
         place = played.data.place_of(task)
@@ -96,6 +100,8 @@ def needs_tokenizer(config: RunConfig, played: PlayedTasks) -> bool:
     limit, most = find_context(config), played.max_tokens
     if config.model.path is None or not Path(config.model.path).is_dir():
         return False
+    if any(kind.config.tools for kind in played.kinds):
+        return True
     for task in played.shown_tasks():
         prompt = task.prompt
         if not isinstance(prompt, str) or (limit and len(prompt.encode()) + SPECIAL_TOKENS + most > limit):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from millstream.errors import DataError, ModelError
+from millstream.env.tools import configured_tools, tool_call_fields
+from millstream.errors import ConfigError, DataError, ModelError
 from millstream.model.load import load_tokenizer
 from millstream.model.tiny import character_tokenizer
 from millstream.run.check_machine import PlayedTasks, find_context
 from millstream.run.config import ModelConfig, RunConfig
 from millstream.run.text import TokenizerText
+from millstream.types import TOOLS_ROLE, Message
 
 MAX_PIECES = 5
+RESULT = "result of the tool"
 
 
 def checked_with_tokenizer(config: RunConfig, played: PlayedTasks) -> Iterator[str]:
@@ -46,6 +50,7 @@ def load_checked_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 def check_lengths(played: PlayedTasks, limit: int | None, text: TokenizerText) -> int:
     """Raises `DataError` for a prompt that the chat template refuses, or that leaves no room for an answer in the model's
     context, of `limit` tokens. The number of prompts checked."""
+    check_tools(played, text)
     tasks = played.shown_tasks()
     for task in tasks:
         place = played.data.place_of(task)
@@ -56,6 +61,23 @@ def check_lengths(played: PlayedTasks, limit: int | None, text: TokenizerText) -
         if limit is not None:
             played.check_length(length, limit, place)
     return len(tasks)
+
+
+def check_tools(played: PlayedTasks, text: TokenizerText) -> None:
+    """Raises `ConfigError` for an environment with tools, if the chat template shows either them or their results not."""
+    for kind in played.kinds:
+        if not kind.config.tools:
+            continue
+        schemas = configured_tools(kind.config.tools).schemas or [{"type": "function", "function": {"name": "?"}}]
+        offer = Message(role=TOOLS_ROLE, content=json.dumps(schemas))
+        called = {"tool_calls": [tool_call_fields("call00001", "?", {})]}
+        asked = (Message(role="user", content="?"), Message(role="assistant", content="", fields=json.dumps(called)))
+        result = Message(role="tool", content=RESULT, fields=json.dumps({"tool_call_id": "call00001", "name": "?"}))
+        try:
+            if RESULT not in text.render([offer, *asked, result]):
+                raise DataError("the model's chat template does not show messages of the role tool")
+        except DataError as error:
+            raise ConfigError(f"the environment {kind.name} has tools: {error}") from error
 
 
 def unknown_text(text: TokenizerText, played: PlayedTasks) -> str:

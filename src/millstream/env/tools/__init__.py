@@ -14,7 +14,7 @@ wrong: the model sees it, and the rollout continues.
 
 from millstream.env.tools.config import AUTO, ToolConfig
 from millstream.env.tools.context import ToolContext
-from millstream.env.tools.parse import AssistantTurn, InvalidCall, ToolCall, format_of, parser_named
+from millstream.env.tools.parse import AssistantTurn, InvalidCall, ToolCall, format_of, parser_named, tool_call_fields
 from millstream.env.tools.schema import ToolFunction, tool_function
 from millstream.env.tools.toolset import ToolSet, configured_tools, tools_of
 
@@ -30,6 +30,7 @@ __all__ = [
     "configured_tools",
     "format_of",
     "parser_named",
+    "tool_call_fields",
     "tool_function",
     "tools_of",
 ]

@@ -14,8 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from millstream.env import Text
-from millstream.env.tools.parse import Parser, ToolCall
-from millstream.serve.openai.request_schema import tool_call_fields
+from millstream.env.tools.parse import Parser, ToolCall, tool_call_fields
 from millstream.types import Message, Sampled
 
 UNKNOWN = "\ufffd"

@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from millstream.env.tools import tool_call_fields
 from millstream.serve.http import HttpError
 from millstream.types import TOOLS_ROLE, Message
 
@@ -292,11 +293,6 @@ def _tool_call(call: SentToolCall, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise BadRequest(f"{where}: the arguments of {call.function.name} are not a JSON object", where)
     return tool_call_fields(call.id, call.function.name, arguments)
-
-
-def tool_call_fields(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """One of the `tool_calls` of a message. What a client sends back is equal to what it was sent."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _within(name: str, value: int, low: int, high: int) -> int:
