@@ -65,13 +65,17 @@ def _tool_function(function: Callable[..., Any], is_bound: bool, given: frozense
         if default is parameter.empty:
             fields.append((parameter.name, kind))
         else:
-            fields.append((parameter.name, kind, msgspec.field(default_factory=lambda value=default: value)))
+            fields.append((parameter.name, kind, msgspec.field(default_factory=functools.partial(_given, default))))
     try:
         arguments = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
         schema = msgspec.json.schema(arguments)
     except TypeError as error:
         raise ConfigError(f"the tool {name} has an argument that JSON has no type for: {error}") from error
     return ToolFunction(name=name, description=texts[""], parameters=_flat(schema), arguments=arguments)
+
+
+def _given(default: Any) -> Any:
+    return default
 
 
 def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:

@@ -44,13 +44,11 @@ class ToolServer:
     async def start(self) -> list[ServerTool]:
         """Its tools. Raises `ToolFailed` if it does not start."""
         client = await self._connected()
-        found, cursor = [], None
-        while not found or cursor:
-            listed = await client.list_tools(cursor=cursor)
+        listed = await client.list_tools()
+        found = [ServerTool(self, _schema(tool)) for tool in listed.tools]
+        while listed.next_cursor is not None:
+            listed = await client.list_tools(cursor=listed.next_cursor)
             found += [ServerTool(self, _schema(tool)) for tool in listed.tools]
-            cursor = listed.next_cursor
-            if not listed.tools:
-                break
         if not found:
             raise ToolFailed(f"the MCP server {self._name} has no tools")
         self.is_started = True
