@@ -27,6 +27,7 @@ from millstream.types import Task
 BUILT_IN_ENVIRONMENTS = {
     "frozen_lake": "millstream.env.games.frozen_lake:FrozenLake",
     "gymnasium": "millstream.env.games.gym_text:GymText",
+    "lookup": "millstream.env.games.lookup:Lookup",
     "reasoning_gym": "millstream.env.games.reasoning:ReasoningGym",
     "verifiers": "millstream.env.games.verifiers_env:Verifiers",
 }

@@ -3,6 +3,8 @@ the same code as any other."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from msgspec import Struct
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -18,13 +20,16 @@ class TinyShape(Struct, frozen=True, kw_only=True):
     context: int
 
 
-def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
-    """One token a character, and <pad>, <eos>, <unk> before them."""
+def character_tokenizer(alphabet: str, tokens: Sequence[str] = (), chat_template: str = "") -> PreTrainedTokenizerBase:
+    """One token a character, <pad>, <eos>, <unk> before them, and `tokens` after them."""
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    made.add_tokens(list(tokens))
+    made.chat_template = chat_template or None
+    return made
 
 
 def tiny_model(

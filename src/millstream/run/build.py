@@ -42,12 +42,12 @@ from millstream.model.gpu_share import training_share
 from millstream.model.load import context_length, decoder_of, load_model, new_model, num_cores
 from millstream.model.locate import check_path
 from millstream.model.lora import LoraConfig
-from millstream.model.tiny import TinyShape, character_tokenizer, tiny_model
+from millstream.model.tiny import TinyShape, tiny_model
 from millstream.pipeline.pipeline import Algorithm, TokenGroupReward
 from millstream.pipeline.schema import Stage, store_tasks
 from millstream.rpc.process import Launcher, engine_names
 from millstream.run.check_machine import check_engine_device, no_gpu
-from millstream.run.check_prompts import load_checked_tokenizer
+from millstream.run.check_prompts import load_checked_tokenizer, tokenizer_of
 from millstream.run.config import ModelConfig, RunConfig, critic_of, server_token
 from millstream.run.device import on_cluster
 from millstream.run.sizes import CPU, ModelDevice, ModelShape, shape_from
@@ -74,7 +74,7 @@ def skeleton_of(config: RunConfig) -> PreTrainedModel:
         if model.tiny is not None:
             tiny = model.tiny
             shape = TinyShape(hidden=tiny.hidden, layers=tiny.layers, heads=tiny.heads, context=tiny.context)
-            made = tiny_model(shape, character_tokenizer(tiny.alphabet), seed=config.seed)
+            made = tiny_model(shape, tokenizer_of(model), seed=config.seed)
         else:
             found = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
             made = new_model(found, seed=config.seed, trust_remote_code=model.trust_remote_code)
@@ -88,7 +88,7 @@ def _plain_model(config: ModelConfig, *, seed: int) -> tuple[PreTrainedModel, Pr
     dtype = getattr(torch, config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32")
     if config.tiny is not None:
         tiny = config.tiny
-        tokenizer = character_tokenizer(tiny.alphabet)
+        tokenizer = tokenizer_of(config)
         shape = TinyShape(hidden=tiny.hidden, layers=tiny.layers, heads=tiny.heads, context=tiny.context)
         return tiny_model(shape, tokenizer, seed=seed, dtype=dtype).to(device), tokenizer
     path = config.path or ""

@@ -72,12 +72,11 @@ def check_answers(config: RunConfig, most: int, key: str = "rollout.max_tokens")
 
 def checked_room(config: RunConfig, played: PlayedTasks) -> Iterator[str]:
     """Raises `DataError` for a prompt that surely does not fit. Warns of characters that a [model.tiny] does not know."""
-    if config.model.tiny is None:
+    if config.model.tiny is None or config.model.tiny.chat_template:
         return
     if tooled := [kind.name for kind in played.kinds if kind.config.tools]:
-        raise ConfigError(
-            f"the environment {tooled[0]} has tools, and a [model.tiny] has no chat template: set model.path"
-        )
+        why = f"the environment {tooled[0]} has tools, and [model.tiny] has no chat template"
+        raise ConfigError(f"{why}: set model.tiny.chat_template, or model.path")
     tasks, alphabet = played.shown_tasks(), set(config.model.tiny.alphabet)
     for task in tasks:  # a token for each character
         place = played.data.place_of(task)

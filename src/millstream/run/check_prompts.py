@@ -32,7 +32,9 @@ def checked_with_tokenizer(config: RunConfig, played: PlayedTasks) -> Iterator[s
 
 
 def tokenizer_of(config: ModelConfig) -> PreTrainedTokenizerBase:
-    return load_checked_tokenizer(config) if config.tiny is None else character_tokenizer(config.tiny.alphabet)
+    if config.tiny is None:
+        return load_checked_tokenizer(config)
+    return character_tokenizer(config.tiny.alphabet, config.tiny.tokens, config.tiny.chat_template)
 
 
 def load_checked_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -47,8 +47,12 @@ class TinyConfig(Struct, frozen=True, kw_only=True):
     context: int = 64
     alphabet: str = toy.ALPHABET
     """The characters that it knows, each once."""
+    tokens: tuple[str, ...] = ()  # texts of several characters that are one token each
+    chat_template: str = ""  # in Jinja, as in `tokenizer_config.json`; its end of a turn is <eos>. Empty: there is none
 
     def __post_init__(self) -> None:
+        if not all(self.tokens) or len({*self.tokens, *self.alphabet}) < len(self.tokens) + len(self.alphabet):
+            raise ValueError("tokens must be texts, each of them once, and none of them a character of the alphabet")
         if not self.alphabet or len(set(self.alphabet)) < len(self.alphabet):
             raise ValueError("alphabet must have characters, each of them once")
         for key, most in (("hidden", 16_384), ("layers", 1_024), ("heads", 1_024), ("context", 1_048_576)):

@@ -118,7 +118,7 @@ def tiny_shape(tiny: TinyConfig) -> ModelShape | None:
             "num_hidden_layers": tiny.layers,
             "num_attention_heads": tiny.heads,
             "intermediate_size": 3 * tiny.hidden,
-            "vocab_size": len(tiny.alphabet) + 3,
+            "vocab_size": len(tiny.alphabet) + len(tiny.tokens) + 3,
             "max_position_embeddings": tiny.context,
         }
     )

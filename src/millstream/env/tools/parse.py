@@ -110,6 +110,11 @@ def parser_named(name: str) -> Parser:
     return PARSERS[name]
 
 
+def call_text(name: str, **arguments: Any) -> str:
+    """A call in the format hermes: a turn of a perfect player."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
 def tool_call_fields(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """One of the `tool_calls` of a message, as chat templates have it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
