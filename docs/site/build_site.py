@@ -29,7 +29,7 @@ GENERATED = {
 }
 PICTURES = {".svg", ".png"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".sbatch": "bash"}
-LINK = re.compile(r"(\]\()(?!https?:)([^)#\s]+)((?:#[^)\s]*)?\))")
+LINK = re.compile(r"\[([^][]*)\]\((?!https?:)([^)#\s]+)((?:#[^)\s]*)?)\)")
 NAV_ENTRY = re.compile(r"^\s*- (?:[^#:]+: )?([\w./-]+\.md)\s*$", flags=re.M)
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
@@ -44,17 +44,27 @@ def nav_entries() -> list[str]:
     return NAV_ENTRY.findall((ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2])
 
 
-def with_code_pages(text: str, page: Path, linked: set[Path]) -> str:
-    """The page with links to the pages of the files that it links to, which are added to `linked`."""
+def for_the_site(text: str, page: Path, linked: set[Path]) -> str:
+    """The page with two kinds of links changed: one whose text is the name of a page gets that page's title, and one to a file
+    that is no page leads to a page of it, which is added to `linked`."""
 
     def change(match: re.Match[str]) -> str:
-        target = (page.parent / match[2]).resolve()
-        if target.suffix == ".md" or target.suffix in PICTURES or not target.is_file():
+        words, path, anchor = match.groups()
+        target = (page.parent / path).resolve()
+        if target.suffix in PICTURES or not target.is_file():
             return match[0]
-        linked.add(target)
-        return f"{match[1]}{match[2]}.md{match[3]}"
+        if target.suffix != ".md":
+            linked.add(target)
+            path += ".md"
+        elif Path(words).name == target.name:
+            words = title_of(target)
+        return f"[{words}]({path}{anchor})"
 
     return LINK.sub(change, text)
+
+
+def title_of(page: Path) -> str:
+    return page.read_text().partition("# ")[2].partition("\n")[0]
 
 
 def code_page(path: Path) -> str:
@@ -73,7 +83,7 @@ def collect() -> None:
     shutil.rmtree(PAGES, ignore_errors=True)
     linked: set[Path] = set()
     for page in sources():
-        write(str(page.relative_to(ROOT)), with_code_pages(page.read_text(), page, linked))
+        write(str(page.relative_to(ROOT)), for_the_site(page.read_text(), page, linked))
     for path in sorted(linked):
         write(f"{path.relative_to(ROOT)}.md", code_page(path))
     for relative, make in GENERATED.items():

@@ -83,11 +83,17 @@ def test_every_page_is_in_the_navigation_once(tmp_path: Path, monkeypatch: pytes
     assert "docs/gone.md is in the navigation of mkdocs.yml, and there is no such page" in found
 
 
-def test_a_file_that_a_page_links_to_becomes_a_page(tmp_path: Path) -> None:
+def test_a_file_that_a_page_links_to_becomes_a_page() -> None:
     linked: set[Path] = set()
-    text = "[a](recipes/demo.toml), [b](docs/terminal.svg), [c](docs/rewards.md#x), [d](https://e.org/x.py)"
-    assert build_site.with_code_pages(text, ROOT / "README.md", linked) == text.replace("demo.toml", "demo.toml.md")
+    text = "[a](recipes/demo.toml), ![b](docs/terminal.svg), [c](docs/rewards.md#data), [d](https://e.org/x.py)"
+    assert build_site.for_the_site(text, ROOT / "README.md", linked) == text.replace("demo.toml", "demo.toml.md")
     assert linked == {ROOT / "recipes/demo.toml"}
+
+
+def test_a_link_with_the_name_of_a_page_gets_its_title() -> None:
+    text = "[docs/rewards.md](docs/rewards.md#data) and [rewards](docs/rewards.md)"
+    changed = "[Rewards](docs/rewards.md#data) and [rewards](docs/rewards.md)"
+    assert build_site.for_the_site(text, ROOT / "README.md", set()) == changed
 
 
 @pytest.mark.parametrize(
