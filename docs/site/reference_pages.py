@@ -83,17 +83,17 @@ def text_below(body: Sequence[ast.stmt], at: int) -> str:
 
 
 def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """On one line, or with a line for each argument."""
     word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    line = f"{word} {node.name}({ast.unparse(node.args)}){result}"
-    if len(line) <= MAX_LINE:
-        return line
-    arguments = "".join(f"    {argument},\n" for argument in _arguments(node.args))
-    return f"{word} {node.name}(\n{arguments}){result}"
+    arguments = [_spaced(one) for one in _arguments(node.args)]
+    line = f"{word} {node.name}({', '.join(arguments)}){result}"
+    lines = "".join(f"    {one},\n" for one in arguments)
+    return line if len(line) <= MAX_LINE else f"{word} {node.name}(\n{lines}){result}"
 
 
 def _arguments(args: ast.arguments) -> Iterator[str]:
-    """One argument a line: split where no bracket is open."""
+    """Split where no bracket is open."""
     depth = start = 0
     text = ast.unparse(args)
     for at, letter in enumerate(text):
@@ -101,7 +101,14 @@ def _arguments(args: ast.arguments) -> Iterator[str]:
         if letter == "," and depth == 0:
             yield text[start:at].strip()
             start = at + 1
-    yield text[start:].strip()
+    if text:
+        yield text[start:].strip()
+
+
+def _spaced(argument: str) -> str:
+    """`a: int=0` as `a: int = 0`."""
+    name, colon, rest = argument.partition(": ")
+    return f"{name}{colon}{re.sub('=', ' = ', rest, count=1)}"
 
 
 def field_texts(kind: type[Struct]) -> dict[str, str]:
@@ -277,16 +284,17 @@ def command_page(name: str, command: Any) -> str:
     options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
     words = [(one.metavar or one.name.upper()) + ("..." if one.nargs != 1 else "") for one in arguments]
     usage = [word if one.required else f"[{word}]" for word, one in zip(words, arguments, strict=True)]
-    rows = [[f"`{word}`", cell(one.help or ""), ""] for word, one in zip(words, arguments, strict=True)]
+    rows = [[f"`{word}`", cell(one.help or "")] for word, one in zip(words, arguments, strict=True)]
     for one in options:
         takes = "" if one.is_flag else f" {one.metavar or one.name.upper()}"
         names = ", ".join(f"`{text}{takes}`" for text in (*one.opts, *one.secondary_opts))
         has_default = not one.is_flag and one.default is not None and not callable(one.default)
-        rows.append([names, cell(one.help or ""), f"`{one.default}`" if has_default else ""])
+        default = f" Default: `{one.default}`." if has_default else ""
+        rows.append([names, cell(one.help or "") + default])
     lines = [f"## `{name}`", "", inspect.cleandoc(command.help or ""), ""]
     lines += [code(" ".join([name, *(["[OPTIONS]"] if options else []), *usage]), "text"), ""]
     if rows:
-        lines += [table(["argument or option", "meaning", "default"], rows), ""]
+        lines += [table(["argument or option", "meaning"], rows), ""]
     return "\n".join(lines)
 
 
