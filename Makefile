@@ -187,7 +187,7 @@ $(VENV)/.installed-plots: $(INSTALLED)
 	touch $@
 
 $(VENV)/.installed-docs: $(INSTALLED)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	$(BIN)/pip install --quiet --constraint constraints.txt zensical
 	touch $@
 
 clean:
