@@ -19,7 +19,7 @@ LOWEST_TORCH ?= 2.11.0
 # them. So what is started here has to write it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-trackers test-lm-eval test-peers test-lowest second-day smoke check format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
+.PHONY: demo test test-slow test-gpu test-ray test-vllm test-envs test-trackers test-lm-eval test-peers test-lowest second-day smoke check docs format bench crash-matrix changes-matrix bench-trl bench-losses bench-store bench-quality example clean
 
 demo: $(INSTALLED)
 	$(BIN)/millstream train recipes/demo.toml
@@ -75,11 +75,15 @@ example: $(INSTALLED)
 	$(BIN)/python examples/one_file.py
 	$(BIN)/python examples/small_loop.py
 
-check: $(INSTALLED)
+check: $(INSTALLED) docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The documentation site, in build/html: a few seconds. Broken links, missing pages and what is loaded from elsewhere fail.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python docs/site/build_site.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
@@ -182,5 +186,9 @@ $(VENV)/.installed-plots: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plots]'
 	touch $@
 
+$(VENV)/.installed-docs: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt zensical
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(TRL) $(TQ) $(VLLM) $(VERL) $(LOWEST) $(TRACKERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build $(VENV) $(TRL) $(TQ) $(VLLM) $(VERL) $(LOWEST) $(TRACKERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -41,13 +41,13 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True):
     trace: float | None = None  # gae (lambda): 1 is return minus value, 0 relies on the critic after one token
     # truncated_is, decoupled_ppo, ppo, cispo, topr, weighted_topr, gspo, kimi, reinforce, or your own
     loss: str = ""
-    aggregation: Aggregation | None = None
+    aggregation: Aggregation | None = None  # how losses of tokens become one number: see docs/algorithms.md
     fixed_length: int | None = None  # the constant of aggregation = "fixed_length". None: rollout.max_tokens
-    clip_low: float | None = None
+    clip_low: float | None = None  # see clip_high
     clip_high: float | None = None  # ratios are clipped to [1 - clip_low, 1 + clip_high]
     dual_clip: float | None = None  # PPO: the loss of a negative is at most this times |A|
     ratio_cap: float | None = None  # the upper bound of importance weights
-    positive_weight: float | None = None
+    positive_weight: float | None = None  # see negative_weight
     negative_weight: float | None = None  # weighted TOPR: by the sign of the advantage
     regularisation: float | None = None  # kimi: tau, the strength of the pull to the behaviour policy
     # A weight prox/mu for a loss without a correction of its own (reinforce): truncated at ratio_cap, or 0 outside of

@@ -43,13 +43,13 @@ class DataConfig(Struct, frozen=True, kw_only=True):
     passed: bool = False
     toy: str | None = None  # a task that is made on the spot, such as "sort_digits"
     size: int = 4096  # tasks to make, where they are made on the spot: by `toy`, or by the environment
-    prompt_key: str = "prompt"
-    answer_key: str = "answer"
+    prompt_key: str = "prompt"  # the field of a record that is the prompt
+    answer_key: str = "answer"  # the field that is the gold answer, if there is one
     # Makes a chat of every prompt that is a string, for models with a chat template: this as the system's message, and
     # the prompt as the user's. "": the user's alone. None: strings stay strings.
     system: str | None = None
     holdout: int = 256  # tasks set aside for evaluation: chosen by seed, never trained
-    shuffle: bool = True
+    shuffle: bool = True  # another order in every epoch, by the seed
     # A run folder whose rollouts are trained again, batch by batch, instead of new ones: see docs/rollouts.md. The tasks are
     # still read, for evaluations.
     rollouts: str | None = None

@@ -14,12 +14,12 @@ PASS_TOKENS = 8192
 
 
 class LearnerConfig(Struct, frozen=True, kw_only=True):
-    learning_rate: float = 1e-5
+    learning_rate: float = 1e-5  # of AdamW, after the steps in which it rises
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: keep the rate, or decay it towards 0, which it would reach one step after the last."""
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    warmup_steps: int = 0  # the first steps, in which the learning rate rises from 0
+    weight_decay: float = 0.0  # of AdamW
+    max_grad_norm: float = 1.0  # a larger gradient is scaled down to this norm
     micro_batch_tokens: int | Literal["auto"] = "auto"
     """Tokens of one forward and backward pass, on each rank; bounds the memory. auto: what fits on the GPU, at most 16,384; on
     a CPU 8,192."""
@@ -102,10 +102,10 @@ class CriticConfig(Struct, frozen=True, kw_only=True):
     """A Hugging Face checkpoint to start from. None: the model that reinforcement learning starts from."""
     device: str | None = None
     """cpu, cuda or cuda:1. None: where the model is."""
-    learning_rate: float = 1e-5
+    learning_rate: float = 1e-5  # of AdamW
     warmup_steps: int = 0
     """Steps over which the learning rate rises to its value."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 1.0  # a larger gradient is scaled down to this norm
     value_clip: float | None = 0.2
     """How far from the value that was computed for the rollout a step still pulls a value. None: no bound."""
     micro_batch_tokens: int = 8192

@@ -21,8 +21,8 @@ class LoraConfig(Struct, frozen=True, kw_only=True):
     """A linear layer W becomes W + alpha / rank * B A (https://arxiv.org/abs/2106.09685). There is no dropout: the
     log-probabilities of a row must not depend on chance."""
 
-    rank: int = 16
-    alpha: float = 32.0
+    rank: int = 16  # of the matrices A and B
+    alpha: float = 32.0  # the update is multiplied by alpha / rank
     # Names of linear layers within the decoder's layers, such as "q_proj". Empty: all of them; never the head.
     targets: tuple[str, ...] = ()
     path: str | None = None

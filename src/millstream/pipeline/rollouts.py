@@ -39,7 +39,7 @@ class RolloutConfig(Struct, frozen=True, kw_only=True):
     """Token sequences that one rollout may have: of several agents, or of a chat whose template rewrites what was said."""
     max_tokens: int = 256
     """Tokens that one turn may sample."""
-    temperature: float = 1.0
+    temperature: float = 1.0  # of sampling; log-probabilities are of the same distribution
     stop: tuple[str, ...] = ()
     """Text that ends a turn, in addition to the tokenizer's end token. It is part of what was sampled, and trained."""
     retries: int = 1

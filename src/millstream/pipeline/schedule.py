@@ -13,7 +13,7 @@ from millstream.pipeline.admission import full_budget
 class PipelineConfig(Struct, frozen=True, kw_only=True):
     steps: int = 100
     """Batches of reinforcement learning. 0: none; what the `[warmup]` table says is all the training there is."""
-    groups_per_step: int = 16
+    groups_per_step: int = 16  # groups of a batch; rollout.group_size rollouts each
     max_lag: float = 1.0
     """The asynchronous ratio: how many versions old a rollout's start may be when it is trained. 0 is synchronous."""
     auto_lag: bool = False

@@ -41,10 +41,10 @@ Table = TypeVar("Table", ReferenceConfig | None, CriticConfig | None, LoraConfig
 class TinyConfig(Struct, frozen=True, kw_only=True):
     """A small model with characters for tokens and random weights from the run's seed."""
 
-    hidden: int = 64
-    layers: int = 2
-    heads: int = 4
-    context: int = 64
+    hidden: int = 64  # the size of the hidden states
+    layers: int = 2  # of the decoder
+    heads: int = 4  # of the attention
+    context: int = 64  # tokens of a prompt and its completion together
     alphabet: str = toy.ALPHABET
     """The characters that it knows, each once."""
     tokens: tuple[str, ...] = ()  # texts of several characters that are one token each
@@ -90,8 +90,8 @@ class WarmupConfig(Struct, frozen=True, kw_only=True):
     """Instead: how often each example is trained. Every epoch has another order."""
     batch_size: int = 64
     """Examples a step. learner.micro_batch_tokens limits how many are in one forward pass."""
-    learning_rate: float = 3e-3
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    learning_rate: float = 3e-3  # after the steps in which it rises
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # as learner.schedule
     warmup_steps: int = 0
     """The first steps, in which the learning rate rises from 0."""
     stop_at: float | None = None
@@ -139,13 +139,13 @@ class EvaluationConfig(Struct, frozen=True, kw_only=True):
     """greedy: the most likely tokens, one sample a task. both: sampled and, before and after training, greedy as well."""
     temperature: float | None = None
     """None: rollout.temperature."""
-    top_p: float = 1.0
+    top_p: float = 1.0  # sample from the most likely tokens that together have this probability
     max_tokens: int | None = None
     """None: rollout.max_tokens."""
     pass_reward: float = 1.0
     """A sample with this reward or more has passed."""
-    at_start: bool = True
-    at_end: bool = True
+    at_start: bool = True  # evaluate before training
+    at_end: bool = True  # evaluate after training
 
     def __post_init__(self) -> None:
         counts = [n for n in (self.every_steps, self.tasks, self.samples, self.max_tokens) if n is not None]
@@ -171,7 +171,7 @@ class EvaluationConfig(Struct, frozen=True, kw_only=True):
 class RunConfig(Struct, frozen=True, kw_only=True):
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
-    seed: int = 0
+    seed: int = 0  # of all random numbers: data, weights, sampling
     run_dir: str | None = None
     """The run's folder. None: runs/NAME-NUMBER, named after the config file."""
     reward: tuple[RewardConfig, ...] = field(default_factory=lambda: (RewardConfig(),))

@@ -154,7 +154,7 @@ class SimEnvironmentConfig(Struct, frozen=True, kw_only=True):
 class PlannedFailure(Struct, frozen=True, kw_only=True):
     """A `[[sim.failures.planned]]` table."""
 
-    at_s: float
+    at_s: float  # simulated seconds since the start of the run
     node: int
     """Engines of node i are i * engines_per_node and those that follow."""
 
@@ -169,7 +169,7 @@ class SimFailuresConfig(Struct, frozen=True, kw_only=True):
     node_mean_s: float | None = None
     """The mean time between two failures of one node. None: only planned ones."""
     planned: tuple[PlannedFailure, ...] = ()
-    engines_per_node: int = 1
+    engines_per_node: int = 1  # these fail together
     restart_s: float = 60.0
     """From the failure of an engine to a new one that can load weights; the fleet's back-off comes before it."""
 

@@ -18,7 +18,7 @@ PASS_IT = "a config names functions, it does not hold them: pass a function to t
 class RewardConfig(Struct, frozen=True, kw_only=True):
     # A name of `millstream.env.rewards.BUILT_IN`, `package.module:function`, or `file.py:function`.
     function: str = "exact_match"
-    weight: float = 1.0
+    weight: float = 1.0  # a rollout's reward is the sum of its rewards times their weights
     timeout_s: float = 30.0  # of one call, without the wait for a free thread, process or connection
     args: dict[str, Any] = {}  # keyword arguments of the function, or of the constructor of a class
     # Call it in a worker process, which is killed past the limit. None: the default of a built-in; false for your own.
