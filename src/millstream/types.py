@@ -80,6 +80,13 @@ class Sampling(Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
 
 
+class TurnLimits(Struct, frozen=True, kw_only=True):
+    """What one turn of a rollout may have less than the others."""
+
+    max_tokens: int | None = None  # None: as the rollout's sampling says
+    stop_strings: tuple[str, ...] = ()  # besides those of the rollout's sampling
+
+
 class Request(Struct, frozen=True, kw_only=True):
     key: RequestKey
     tokens: tuple[int, ...]

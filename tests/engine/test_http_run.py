@@ -24,7 +24,7 @@ from millstream.model.load import save_model
 from millstream.model.safetensors_io import TENSORS, read_weights, write_weights
 from millstream.run.build import build_model
 from millstream.run.config import ModelConfig, RunConfig
-from millstream.serve.openai.model import ServedConfig, build_served
+from millstream.run.serve_model import ServedConfig, build_served
 from millstream.serve.openai.service import ModelServiceConfig, model_app
 from support.servers import Close, millstream_serve, serving
 from support.tiny import SHAPE, VOCABULARY, make

@@ -85,7 +85,7 @@ def serve_command(
 ) -> None:
     """Serve a model with OpenAI's API. Completions, chats, streams, and sessions that become rollouts, over HTTP."""
     with errors_shown():
-        from millstream.serve.openai import model
+        from millstream.run import serve_model as model
         from millstream.serve.openai import service as openai
 
         chosen = model.ServedConfig(

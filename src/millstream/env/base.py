@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from msgspec import Struct
 
-from millstream.types import Completion, Message, Task
+from millstream.types import Completion, Message, Task, TurnLimits
 
 T = TypeVar("T")
 Content = str | Sequence[Message]  # of an environment's turn: text, or the messages of a chat
@@ -82,7 +82,7 @@ class Context(Protocol):
     @property
     def text(self) -> Text: ...
 
-    async def generate(self, tokens: Sequence[int]) -> Completion:
+    async def generate(self, tokens: Sequence[int], limits: TurnLimits | None = None) -> Completion:
         """Append these tokens to the trajectory (not trained) and let the model generate its turn (trained). Raises
         `RequestRefused` if they exceed the model's context: the trajectory is then unchanged."""
         ...

@@ -12,6 +12,9 @@ from millstream.env.tools.config import AUTO, ToolConfig
 from millstream.errors import ConfigError
 
 SINGLE_TURN = "single_turn"
+AGENT = "agent"
+BUILT_BY_RUN = (SINGLE_TURN, AGENT)
+"""Environments that need the run's rewards, or its engines."""
 
 
 class EnvironmentConfig(Struct, frozen=True, kw_only=True):
@@ -41,8 +44,10 @@ class EnvironmentConfig(Struct, frozen=True, kw_only=True):
             raise ValueError("max_concurrent must be at least 1")
         if self.max_tool_rounds < 1:
             raise ValueError("max_tool_rounds must be at least 1")
-        if self.process and self.use == SINGLE_TURN:
-            raise ValueError("single_turn needs no process: its rewards and tools have time limits")
+        if self.process and self.use in BUILT_BY_RUN:
+            raise ValueError(f"{self.use} needs no process: its rewards and tools, or its program, have time limits")
+        if self.tools and self.use == AGENT:
+            raise ValueError("an agent has its own tools: leave tools out")
 
     @property
     def shown(self) -> str:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from millstream.env.base import Content, Context, Text
 from millstream.errors import EnvironmentFailed
-from millstream.types import TOOLS_ROLE, Completion, Finish, Message
+from millstream.types import TOOLS_ROLE, Completion, Finish, Message, TurnLimits
 
 T = TypeVar("T")
 # Text that no environment sends and no template changes: it has neither space nor markup.
@@ -91,8 +91,8 @@ class Conversation:
             self._messages.append(Message(role="assistant", content=answer))
         return answer
 
-    async def generate(self, tokens: Sequence[int]) -> Completion:
-        completion = await self._context.generate(tokens)
+    async def generate(self, tokens: Sequence[int], limits: TurnLimits | None = None) -> Completion:
+        completion = await self._context.generate(tokens, limits)
         self._add(tokens, completion)
         return completion
 

@@ -25,7 +25,7 @@ from millstream.errors import EnvironmentFailed, MillstreamError, RequestRefused
 from millstream.rpc.call import Remote
 from millstream.rpc.pool import WorkerPool
 from millstream.rpc.process import Launcher, LocalLauncher, WorkerProcess
-from millstream.types import Message, Task
+from millstream.types import Message, Task, TurnLimits
 
 ENVIRONMENT_WORKER = "millstream.env.isolated_worker:serve_environment"
 MAX_BYTES = 64 << 20  # of one message
@@ -181,7 +181,7 @@ async def _call_context(contexts: list[Context], call: ContextCall) -> Any:
     context, text = contexts[call.part], contexts[0].text
     match call.method:
         case "generate":
-            return await context.generate(call.argument)
+            return await context.generate(*msgspec.convert(call.argument, tuple[list[int], TurnLimits | None]))
         case "ask" | "ask_raw":
             return await context.ask(_content(call.argument), is_raw=call.method == "ask_raw")
         case "earned":

@@ -17,7 +17,7 @@ from millstream.errors import MillstreamError
 from millstream.rpc import threads
 from millstream.rpc.call import Channel
 from millstream.rpc.serve import exit_if_blocked, serve_calls
-from millstream.types import Completion, Message
+from millstream.types import Completion, Message, TurnLimits
 
 T = TypeVar("T")
 OURS = Path(__file__).parent
@@ -57,8 +57,8 @@ class _RemoteContext:
         self.seed = episode.seed
         self.text = _RemoteText(channel, episode)
 
-    async def generate(self, tokens: Sequence[int]) -> Completion:
-        call = ContextCall(self._part, "generate", list(map(int, tokens)))
+    async def generate(self, tokens: Sequence[int], limits: TurnLimits | None = None) -> Completion:
+        call = ContextCall(self._part, "generate", (list(map(int, tokens)), limits))
         completion: Completion = await asyncio.wrap_future(self._channel.call(call, Completion))
         return completion
 

@@ -20,7 +20,7 @@ from millstream.env.resolve import EnvironmentKind
 from millstream.env.tools import AUTO, ToolContext, configured_tools, parser_named
 from millstream.errors import ConfigError, DataError, EnvironmentFailed
 from millstream.rpc.process import Launcher
-from millstream.types import Completion, Task
+from millstream.types import Completion, Task, TurnLimits
 
 T = TypeVar("T")
 
@@ -125,9 +125,9 @@ class _Timed:
         with self._clock.stopped():
             return await self._context.ask(content, is_raw=is_raw)
 
-    async def generate(self, tokens: Sequence[int]) -> Completion:
+    async def generate(self, tokens: Sequence[int], limits: TurnLimits | None = None) -> Completion:
         with self._clock.stopped():
-            return await self._context.generate(tokens)
+            return await self._context.generate(tokens, limits)
 
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
         with nullcontext() if is_timed else self._clock.stopped():
@@ -177,7 +177,7 @@ def name_of(task: Task, names: Sequence[str]) -> str:
 
 def single_turn_tasks(kinds: Sequence[EnvironmentKind], tasks: Iterable[Task]) -> Iterator[Task]:
     """Those whose prompt is what the model is shown first, and whose answers the rewards score."""
-    names, shown = [kind.name for kind in kinds], {kind.name for kind in kinds if kind.environment is None}
+    names, shown = [kind.name for kind in kinds], {kind.name for kind in kinds if kind.config.use == SINGLE_TURN}
     return (task for task in tasks if name_of(task, names) in shown)
 
 

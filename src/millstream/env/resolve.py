@@ -16,8 +16,9 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from millstream.env.agent import agent_config
 from millstream.env.base import Environment
-from millstream.env.config import SINGLE_TURN, EnvironmentConfig
+from millstream.env.config import AGENT, BUILT_BY_RUN, SINGLE_TURN, EnvironmentConfig
 from millstream.env.multi_turn import MultiTurn, is_quick
 from millstream.env.rewards.find import find_reward, meant
 from millstream.env.tools import AUTO, configured_tools, parser_named
@@ -42,7 +43,7 @@ class EnvironmentKind(Struct, frozen=True, kw_only=True, eq=False):
     """A resolved environment."""
 
     config: EnvironmentConfig
-    environment: Environment | None  # None: `single_turn`, which the run builds from its rewards
+    environment: Environment | None  # None: of `BUILT_BY_RUN`
     make_tasks: Callable[[int, int], list[Task]] | None = None  # (num, seed) -> tasks. None: they come from a data set
     gold: Gold | None = None  # empty for a task without gold turns. None: no task has any
 
@@ -57,6 +58,9 @@ def find_environment(config: EnvironmentConfig) -> EnvironmentKind:
         configured_tools(config.tools)  # raises
         if config.tool_format != AUTO:
             parser_named(config.tool_format)
+    if config.use == AGENT:
+        agent_config(config)  # raises
+        return EnvironmentKind(config=config, environment=None)
     if config.use == SINGLE_TURN:
         if config.args:
             raise ConfigError("environment single_turn takes no args: it has [data] and [[reward]]")
@@ -90,7 +94,7 @@ class _FreeForm:
 
 def _target(use: str) -> Any:
     if ":" not in use and use not in BUILT_IN_ENVIRONMENTS:
-        known = [SINGLE_TURN, *BUILT_IN_ENVIRONMENTS]
+        known = [*BUILT_BY_RUN, *BUILT_IN_ENVIRONMENTS]
         raise ConfigError(
             f"no environment {use!r}: use {', '.join(known)}, or one of your own: file.py:Name or package.module:Name"
             f"{meant(use, known)}"

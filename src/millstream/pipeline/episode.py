@@ -32,7 +32,7 @@ from millstream.errors import (
 from millstream.pipeline.limit import Limit
 from millstream.pipeline.waits import Waits
 from millstream.seeds import request_seed
-from millstream.types import Completion, Finish, Request, RequestKey, Rollout, Sampling, Task
+from millstream.types import Completion, Finish, Request, RequestKey, Rollout, Sampling, Task, TurnLimits
 
 T = TypeVar("T")
 Generate = Callable[[Request], Awaitable[Completion]]
@@ -188,13 +188,13 @@ class EpisodePart:
     def part(self, agent: int = 0) -> EpisodePart:
         return self._episode.add_part(agent)
 
-    async def generate(self, tokens: Sequence[int]) -> Completion:
+    async def generate(self, tokens: Sequence[int], limits: TurnLimits | None = None) -> Completion:
         if self._is_generating:
             raise EnvironmentFailed("context.generate was called while another turn was being sampled: take turns")
         self._is_generating = True
         sequence = [*self._tokens, *tokens]
         try:
-            completion = await self._episode.request(self, len(self.turns), sequence)
+            completion = await self._episode.request(self, len(self.turns), sequence, limits)
         finally:
             self._is_generating = False
         sequence.extend(completion.tokens)
@@ -292,7 +292,9 @@ class Episode(EpisodePart):
             result: T = await self._wait(what, work)
         return result
 
-    async def request(self, part: EpisodePart, turn: int, tokens: Sequence[int]) -> Completion:
+    async def request(
+        self, part: EpisodePart, turn: int, tokens: Sequence[int], limits: TurnLimits | None
+    ) -> Completion:
         """Sample one turn of a part. Raises `EnvironmentFailed` if more than `max_parts` parts have turns."""
         key = RequestKey(
             group_id=self._key.group_id,
@@ -301,7 +303,8 @@ class Episode(EpisodePart):
             turn=part.index * TURNS_PER_PART + turn,
         )
         seed = request_seed(self._run_seed, self._role, key)
-        request = Request(key=key, tokens=tuple(tokens), sampling=self._sampling, seed=seed)
+        sampling = self._sampling if limits is None else _limited(self._sampling, limits)
+        request = Request(key=key, tokens=tuple(tokens), sampling=sampling, seed=seed)
         async with self._turn:
             if not part.turns and sum(bool(one.turns) for one in self._parts) >= self._max_parts:
                 raise EnvironmentFailed(
@@ -344,6 +347,12 @@ class Episode(EpisodePart):
         if self._is_cut:
             rollouts[-1] = structs.replace(rollouts[-1], finish=Finish.LENGTH)
         return tuple(rollouts)
+
+
+def _limited(sampling: Sampling, limits: TurnLimits) -> Sampling:
+    most = sampling.max_tokens if limits.max_tokens is None else min(limits.max_tokens, sampling.max_tokens)
+    stops = (*sampling.stop_strings, *limits.stop_strings)
+    return structs.replace(sampling, max_tokens=most, stop_strings=stops)
 
 
 def _rewards(reward: Any, *, num_agents: int) -> list[float]:

@@ -26,6 +26,8 @@ from millstream.engine.native.engine import TorchEngine
 from millstream.engine.native.host import EngineHost, ThreadHost
 from millstream.engine.native.process import local_process
 from millstream.engine.vllm.engine import build_vllm
+from millstream.env import Environment
+from millstream.env.config import SINGLE_TURN
 from millstream.env.registry import Environments, Hosted
 from millstream.env.resolve import EnvironmentKind
 from millstream.env.rewards import CompletionScorer, ConfiguredRewards, group_scorer
@@ -53,6 +55,7 @@ from millstream.run.device import on_cluster
 from millstream.run.sizes import CPU, ModelDevice, ModelShape, shape_from
 from millstream.run.text import TokenizerText
 from millstream.seeds import derive_seed
+from millstream.serve.agents.environment import make_agent
 from millstream.store import Reads
 from millstream.types import Sampling, Task
 
@@ -150,18 +153,28 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def build_environment(
-    kinds: Sequence[EnvironmentKind], text: TokenizerText, rewards: ConfiguredRewards, launcher: Launcher | None = None
+    kinds: Sequence[EnvironmentKind],
+    text: TokenizerText,
+    rewards: ConfiguredRewards,
+    launcher: Launcher | None = None,
+    *,
+    ends: tuple[int, ...] = (),
 ) -> Environments:
-    """The environments of a run. Data sets are scored with these rewards. `launcher` starts processes on a cluster; None: on
-    this machine."""
+    """The environments of a run. Data sets and agents are scored with these rewards. `launcher` starts processes on a cluster;
+    None: on this machine. `ends`: the tokens that end a turn; empty: the tokenizer's."""
+
+    def built(kind: EnvironmentKind) -> Environment:
+        if kind.environment is not None:
+            return kind.environment
+        scorer = CompletionScorer(rewards, launcher)
+        if kind.config.use == SINGLE_TURN:
+            return SingleTurn(scorer)
+        return make_agent(
+            kind.config, text, scorer, end_tokens=ends or (text.end_token,), vocabulary=len(text.tokenizer)
+        )
 
     watched = structs.replace(text, is_watched=True)
-    return Environments(
-        [
-            Hosted(kind, kind.environment or SingleTurn(CompletionScorer(rewards, launcher)), watched, launcher)
-            for kind in kinds
-        ]
-    )
+    return Environments([Hosted(kind, built(kind), watched, launcher) for kind in kinds])
 
 
 RunEngine = TorchEngine | HttpEngine

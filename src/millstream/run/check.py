@@ -17,7 +17,7 @@ from millstream.algo import check_algorithm, needs_critic, reads_proximal
 from millstream.cluster.resources import ResourcesConfig, placement_lines, placement_of
 from millstream.config import to_toml
 from millstream.engine.vllm.config import check_installed
-from millstream.env.config import SINGLE_TURN, check_environments
+from millstream.env.config import AGENT, BUILT_BY_RUN, SINGLE_TURN, check_environments
 from millstream.env.data import DataSet, PassedData, check_hub_data, read
 from millstream.env.registry import check_tasks, single_turn_tasks
 from millstream.env.resolve import EnvironmentKind, find_environment, make_tasks
@@ -275,6 +275,11 @@ def _check_environments(config: RunConfig) -> None:
     check_environments(config.environment)
     rollouts = config.pipeline.groups_per_step * config.rollout.num_members
     for one in config.environment:
+        if config.pipeline.is_in_lockstep and one.use == AGENT:
+            raise ConfigError(
+                f"environment {one.shown}: when an agent calls the model depends on its own speed, and pipeline.max_lag = 0 is "
+                "in lockstep, bit for bit: set pipeline.lockstep = false, or max_lag above 0"
+            )
         if config.pipeline.is_in_lockstep and one.max_concurrent is not None and one.max_concurrent < rollouts:
             raise ConfigError(
                 f"environment {one.shown}: max_concurrent = {one.max_concurrent} does not go with pipeline.max_lag = 0, where "
@@ -311,13 +316,13 @@ def _checked_data(config: RunConfig, kinds: Sequence[EnvironmentKind], data: Dat
                 f"{len(data.train)} tasks to train on: the same task is more than once in a step"
             )
     for kind in kinds:
-        if kind.environment is not None:
+        if kind.config.use != SINGLE_TURN:
             yield f"checked: the environment {kind.name} is there"
 
 
 def _checked_rewards(reward: PassedRewards | None, config: RunConfig) -> Iterator[str]:
     """That they are there, and take their arguments."""
-    if all(one.use != SINGLE_TURN for one in config.environment):
+    if all(one.use not in BUILT_BY_RUN for one in config.environment):
         return
     for function, one in prepare_rewards(config.reward, reward):
         check_reward(function, one)

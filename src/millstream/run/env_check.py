@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from msgspec import Struct, structs
 
 from millstream import config as configs
-from millstream.env.bytes_text import ByteText
-from millstream.env.config import EnvironmentConfig
+from millstream.env import Environment
+from millstream.env.bytes_text import SPECIAL, ByteText
+from millstream.env.config import SINGLE_TURN, EnvironmentConfig
 from millstream.env.data import read
 from millstream.env.isolated import NotMade
 from millstream.env.multi_turn import NothingToShow
@@ -121,8 +122,7 @@ class _Checker:
         self._seed = seed
         self._block_s = block_s
         self._text = ByteText()
-        environment = kind.environment or SingleTurn(CompletionScorer(prepare_rewards(rewards)))
-        self.hosted = Hosted(kind, environment, self._text)
+        self.hosted = Hosted(kind, kind.environment or self._built(rewards), self._text)
         self._player = Player(
             environment=self.hosted,
             sampling=Sampling(max_tokens=LONG),
@@ -132,6 +132,15 @@ class _Checker:
         )
         self.findings: dict[str, EnvironmentFinding] = {}
         self.num_episodes = 0
+
+    def _built(self, rewards: Sequence[RewardConfig]) -> Environment:
+        scorer = CompletionScorer(prepare_rewards(rewards))
+        if self._kind.config.use == SINGLE_TURN:
+            return SingleTurn(scorer)
+        from millstream.serve.agents.environment import make_agent
+
+        ends = (self._text.end_token,)
+        return make_agent(self._kind.config, self._text, scorer, end_tokens=ends, vocabulary=len(SPECIAL) + 256)
 
     def _find(self, name: str, what: str) -> None:
         """Record a finding; only the first of each name is kept."""

@@ -47,7 +47,9 @@ def _environment(one: EvaluationConfig, prepared: Prepared) -> Environments:
     if not one.environment and not one.reward:
         return prepared.environment
     rewards = prepare_rewards(one.reward) if one.reward else prepared.rewards
-    return build.build_environment(kinds_of(one, prepared.config), prepared.text, rewards, prepared.backend.launcher)
+    kinds, launcher = kinds_of(one, prepared.config), prepared.backend.launcher
+    ends = build.end_tokens(prepared.model, prepared.tokenizer)
+    return build.build_environment(kinds, prepared.text, rewards, launcher, ends=ends)
 
 
 def _sampling(one: EvaluationConfig, sampling: Sampling) -> Sampling:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import uvicorn
@@ -18,6 +19,14 @@ from millstream.serve.limits import ConnectionTable, HttpLimits, LimitedProtocol
 GRACE_S = 2
 
 
+class _Inside(uvicorn.Server):
+    """A server in a program that has its own signal handlers."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 async def listen(
     app: ASGIApp,
     host: str,
@@ -27,6 +36,7 @@ async def listen(
     max_requests: int,
     limits: HttpLimits,
     on_ready: Callable[[str], None],
+    handles_signals: bool = True,
 ) -> None:
     """Port 0: a free one. `on_ready` is called with the URL. Requests that wait at the end are cancelled. `token` is what the
     app requires: raises `ConfigError` if other machines can reach the host and there is none. `max_requests` is the number
@@ -45,7 +55,7 @@ async def listen(
             raise ConfigError(f"cannot listen on {host}:{port}: {wrong.strerror or wrong}") from wrong
         name = f"[{host}]" if is_six else host
         protocol = partial(LimitedProtocol, limits=limits, table=table)
-        server = uvicorn.Server(
+        server = (uvicorn.Server if handles_signals else _Inside)(
             uvicorn.Config(
                 RequestLimits(app, limits),
                 http=protocol,  # type: ignore[arg-type]  # called, never subclassed

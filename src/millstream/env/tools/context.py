@@ -10,7 +10,7 @@ from millstream.env.base import Content, Context, Text
 from millstream.env.tools.parse import AssistantTurn, InvalidCall, Parser, ToolCall, parser_named
 from millstream.env.tools.toolset import ToolSet
 from millstream.errors import EnvironmentFailed, RequestRefused
-from millstream.types import TOOLS_ROLE, Completion, Message
+from millstream.types import TOOLS_ROLE, Completion, Message, TurnLimits
 
 T = TypeVar("T")
 MAX_ROUNDS = 16
@@ -76,8 +76,8 @@ class ToolContext:
         fields = {"tool_call_id": f"call{len(self.calls):05d}", **({"name": name} if name else {})}
         return Message(role="tool", content=result, fields=json.dumps(fields))
 
-    async def generate(self, tokens: Sequence[int]) -> Completion:
-        return await self._context.generate(tokens)
+    async def generate(self, tokens: Sequence[int], limits: TurnLimits | None = None) -> Completion:
+        return await self._context.generate(tokens, limits)
 
     async def waiting(self, what: str, work: Awaitable[T], *, is_timed: bool = True) -> T:
         return await self._context.waiting(what, work, is_timed=is_timed)

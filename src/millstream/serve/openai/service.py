@@ -63,8 +63,16 @@ from millstream.serve.openai.response_schema import (
     json_response,
     stream_event,
 )
-from millstream.serve.openai.sessions import SessionLimits, Sessions, Turn, continued, opening, session_json
-from millstream.types import Finish, RequestKey, Sampled, Sampling
+from millstream.serve.openai.sessions import (
+    SessionLimits,
+    SessionPart,
+    Sessions,
+    Turn,
+    continued,
+    opening,
+    session_json,
+)
+from millstream.types import Completion, Finish, RequestKey, Sampled, Sampling
 from millstream.types import Request as EngineRequest
 
 B = TypeVar("B", CompletionBody, ChatBody)
@@ -228,7 +236,7 @@ class ModelService:
     async def _answer(self, request: Request, kind: type[B]) -> Response:
         body: CompletionFields = await self._bodies.read(request, kind)
         assert isinstance(body, CompletionBody | ChatBody)
-        parsed = parse_request(body, session_id=request.headers.get("x-session-id"))
+        parsed = parse_request(body, session_id=self._session_id(request))
         self._check_model(parsed.model)
         generation = await until_disconnect(request, self._tokenize(parsed))
         writer = ResponseWriter(parsed, generation.prompts, model=self._served.name, text=self._served.text)
@@ -237,6 +245,9 @@ class ModelService:
         scores = await until_disconnect(request, self._scores(generation)) if parsed.is_echoed else None
         answers = await until_disconnect(request, self._all(generation))
         return json_response(writer.whole(((answer.whole(), finish) for answer, finish in answers), scores))
+
+    def _session_id(self, request: Request) -> str | None:
+        return request.headers.get("x-session-id")
 
     async def _scores(self, generation: Generation) -> list[PromptScores] | None:
         """Of every prompt; None if no log-probabilities were asked for."""
@@ -314,8 +325,14 @@ class ModelService:
         if generation.turn is not None:
             answer, finish = found[0]
             is_ended_by_model = answer.tokens[-1] in self._served.end_tokens
-            self._sessions.end(generation.turn, answer, finish, is_ended_by_model=is_ended_by_model)
+            self._on_part(
+                generation.turn,
+                self._sessions.end(generation.turn, answer, finish, is_ended_by_model=is_ended_by_model),
+            )
         return found
+
+    def _on_part(self, turn: Turn, part: SessionPart | None) -> None:
+        """A session has grown by this turn. None: it was deleted meanwhile."""
 
     async def _answer_one(self, generation: Generation, index: int, on_piece: OnPiece | None) -> Answered:
         """One answer. A stop string ends it as soon as it is complete."""
@@ -331,7 +348,7 @@ class ModelService:
                 on_piece(index, piece, None)
 
         request = self._request(generation, index)
-        generating = asyncio.ensure_future(self._served.engine.generate(request, on_sampled))
+        generating = asyncio.ensure_future(self._generate(generation, request, on_sampled))
         finish = Finish.STOP
         try:
             completion = await generating
@@ -355,6 +372,11 @@ class ModelService:
             on_piece(index, answer.whole() if generation.call.has_tools else answer.take(), None)
             on_piece(index, None, finish)
         return answer, finish
+
+    async def _generate(
+        self, generation: Generation, request: EngineRequest, on_sampled: Callable[[Sampled], None]
+    ) -> Completion:
+        return await self._served.engine.generate(request, on_sampled)
 
     def _request(self, generation: Generation, index: int) -> EngineRequest:
         number, call = index // generation.call.num_choices, generation.call
@@ -416,10 +438,14 @@ def model_app(
     """The service as an ASGI application, on the event loop of the engine."""
     config = config or ModelServiceConfig()
     service = ModelService(served, config, clock or RealClock())
+    return service_app(service, token=token, max_requests=config.max_requests)
+
+
+def service_app(service: ModelService, *, token: str | None, max_requests: int) -> Starlette:
     return Starlette(
         routes=service.routes(),
         middleware=[
-            Middleware(AccessControl, token=token, limit=config.max_requests, refuse=error_json, full=TOO_MANY),
+            Middleware(AccessControl, token=token, limit=max_requests, refuse=error_json, full=TOO_MANY),
         ],
         exception_handlers={
             HttpError: lambda request, wrong: _refused(wrong),

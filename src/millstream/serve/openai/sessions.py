@@ -122,12 +122,13 @@ class Sessions:
         self._use(session_id, session)
         return Turn(session_id=session_id, prompt=prompt, tokens=tuple(tokens), room=room, before=before)
 
-    def end(self, turn: Turn, answer: TextStream, finish: Finish, *, is_ended_by_model: bool) -> None:
-        """Add the answer. If another call has continued the same part meanwhile, this one becomes a part of its own, in which
-        the shared tokens are not marked as sampled. Nothing is added to a session that was deleted meanwhile."""
+    def end(self, turn: Turn, answer: TextStream, finish: Finish, *, is_ended_by_model: bool) -> SessionPart | None:
+        """Add the answer; the part that has it. If another call has continued the same part meanwhile, this one becomes a part
+        of its own, in which the shared tokens are not marked as sampled. Nothing is added to a session that was deleted
+        meanwhile."""
         session = self._sessions.get(turn.session_id)
         if session is None:
-            return
+            return None
         self._num_tokens -= session.num_tokens
         self._use(turn.session_id, session)
         place = next((n for n, part in enumerate(session.parts) if part is turn.before), None)
@@ -138,6 +139,7 @@ class Sessions:
         else:
             session.parts[place] = part
         self._num_tokens += session.num_tokens
+        return part
 
     def _use(self, session_id: str, session: Session) -> None:
         session.used_at = self._clock.now()

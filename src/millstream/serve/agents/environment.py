@@ -1,0 +1,88 @@
+"""The environment `agent`: every rollout starts a program that calls the model over HTTP, and is scored when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from millstream import imports
+from millstream.env import Context, Text
+from millstream.env.agent import agent_config
+from millstream.env.config import EnvironmentConfig
+from millstream.env.rewards import CompletionScorer
+from millstream.env.rewards.call import finite_number
+from millstream.errors import EnvironmentFailed, RolloutError, shown
+from millstream.rpc.threads import DaemonThreads
+from millstream.serve.agents.gateway import MODEL, AgentGateway, AgentSession
+from millstream.serve.agents.program import AgentAccess, AgentResult, agent_folder, run_command, run_function
+
+MAX_THREADS = 256
+
+
+def make_agent(
+    config: EnvironmentConfig, text: Text, scorer: CompletionScorer, *, end_tokens: tuple[int, ...], vocabulary: int
+) -> AgentEnvironment:
+    """Raises `ConfigError`."""
+    agent = agent_config(config)
+    gateway = AgentGateway(text, end_tokens=end_tokens, vocabulary=vocabulary, max_calls=agent.max_calls)
+    return AgentEnvironment(config, gateway, scorer)
+
+
+class AgentEnvironment:
+    """`scorer`: the run's rewards, of the text that an agent returns or prints."""
+
+    def __init__(self, config: EnvironmentConfig, gateway: AgentGateway, scorer: CompletionScorer) -> None:
+        agent = agent_config(config)
+        self._name = config.shown
+        self._gateway = gateway
+        self._scorer = scorer
+        self._command = agent.command
+        self._function: Callable[..., Any] | None = imports.load_function(agent.function) if agent.function else None
+        self._score: Callable[..., Any] | None = imports.load_function(agent.score) if agent.score else None
+        self._threads = DaemonThreads(f"agents of {self._name}", most=MAX_THREADS)
+
+    async def rollout(self, context: Context) -> float:
+        async with agent_folder() as folder, self._gateway.opened(context) as session:
+            access = AgentAccess(base_url=session.url, api_key=session.key, model=MODEL, folder=folder)
+            result = await self._result(context, session, access)
+            return await self._reward(context, result)
+
+    async def _result(self, context: Context, session: AgentSession, access: AgentAccess) -> AgentResult:
+        """Run the program, and generate its turns in this task."""
+        running = asyncio.create_task(self._run(context, access))
+        running.add_done_callback(lambda _: session.calls.put_nowait(None))
+        try:
+            while (call := await session.calls.get()) is not None:
+                await session.answer(call)
+            if session.num_calls > self._gateway.max_calls:
+                raise EnvironmentFailed(
+                    f"{self._name} made more than {self._gateway.max_calls} calls: args.max_calls sets the limit"
+                )
+            return await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _run(self, context: Context, access: AgentAccess) -> AgentResult:
+        if self._function is None:
+            return await run_command(self._command, context.task, access)
+        try:
+            return await run_function(self._function, context.task, access, self._threads)
+        except RolloutError:
+            raise
+        except Exception as error:  # user code: any error fails this rollout only
+            raise EnvironmentFailed(f"{self._name} raised {type(error).__name__}: {shown(str(error))}") from error
+
+    async def _reward(self, context: Context, result: AgentResult) -> float:
+        if self._score is not None:
+            value = self._score(context.task, result)
+            value = await value if inspect.isawaitable(value) else value
+            return finite_number(value, "score")
+        if result.reward is not None:
+            return finite_number(result.reward, self._name)
+        return await context.waiting(self._scorer.name, self._scorer.score(context.task, result.text))
+
+    async def close(self) -> None:
+        await self._gateway.close()

@@ -1,0 +1,212 @@
+"""The engines of a run for programs that speak OpenAI's API.
+
+Each rollout has a key of its own, which is the id of a session (`serve.openai.sessions`). A call with this key is generated in
+the rollout's own task through its `Context`, so that the lag bound, time limits, aborts and retries hold as for any other
+environment. A call that continues an earlier one extends that part, token for token; any other begins a new part. Sampling is
+that of the run: `max_tokens` and `stop` of a call only shorten its answer, its temperature and seed have no effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.requests import Request
+from starlette.routing import Route
+
+from millstream.clock import RealClock
+from millstream.engine import EngineStats
+from millstream.env import Context, Text
+from millstream.errors import EnvironmentFailed, RolloutError
+from millstream.serve.limits import HttpLimits
+from millstream.serve.listen import listen
+from millstream.serve.openai.request_schema import BadRequest
+from millstream.serve.openai.service import Generation, ModelService, ModelServiceConfig, Served, service_app
+from millstream.serve.openai.sessions import SessionLimits, SessionPart, Turn
+from millstream.types import Completion, Sampled, TurnLimits
+from millstream.types import Request as EngineRequest
+
+MODEL = "policy"  # its name for agents
+HOST = "127.0.0.1"
+MANY = 1 << 20
+LIMITS = SessionLimits(sessions=MANY, idle_s=float(1 << 30), tokens=MANY, all_tokens=1 << 40)
+"""The rollout bounds its session: in time, calls and tokens."""
+
+
+class AgentCall:
+    """One call of an agent, until the rollout has answered it."""
+
+    def __init__(self, turn: Turn, limits: TurnLimits) -> None:
+        self.turn = turn
+        self.limits = limits
+        self.reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+
+
+class AgentSession:
+    """The calls of one rollout, and the parts that they become. `url` and `key` are what its program needs."""
+
+    def __init__(self, url: str, key: str, context: Context) -> None:
+        self.url = url
+        self.key = key
+        self.num_calls = 0
+        self.calls: asyncio.Queue[AgentCall | None] = asyncio.Queue()  # None: the program has ended
+        self._context = context
+        self._unused: list[Context] = [context]
+        self._parts: dict[SessionPart, Context] = {}  # those that can be continued
+        self._generated: dict[Turn, Context] = {}  # of answers that are on their way to the agent
+
+    async def answer(self, call: AgentCall) -> None:
+        """Generate this turn. Raises what ends the rollout; what only refuses the call is raised in the agent."""
+        before = call.turn.before
+        part = None if before is None else self._parts.pop(before, None)
+        is_new = part is None  # a new conversation, an edited history, or the second call that continues one place
+        if part is None:
+            part = self._unused.pop() if self._unused else self._context.part()
+        num_known = 0 if is_new or before is None else len(before.token_ids)
+        try:
+            completion = await self._unless_gone(call, part, call.turn.tokens[num_known:])
+        except RolloutError as error:
+            completion = None
+            if not call.reply.done():
+                call.reply.set_exception(error)
+        if completion is not None:
+            self._generated[call.turn] = part
+            call.reply.set_result(completion)
+        elif is_new or before is None:
+            self._unused.append(part)
+        else:
+            self._parts[before] = part
+
+    async def _unless_gone(self, call: AgentCall, part: Context, tokens: Sequence[int]) -> Completion | None:
+        """None: the agent does not wait for its answer any more. The turn was aborted, and leaves nothing behind."""
+        generating = asyncio.ensure_future(part.generate(tokens, call.limits))
+        call.reply.add_done_callback(lambda reply: generating.cancel())
+        try:
+            return await generating
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if own is not None and own.cancelling():
+                generating.cancel()
+                raise
+            if call.reply.cancelled():
+                return None
+            raise
+
+    def keep(self, turn: Turn, grown: SessionPart) -> None:
+        """The next call may continue this part."""
+        self._parts[grown] = self._generated.pop(turn)
+
+    def close(self) -> None:
+        while not self.calls.empty():
+            call = self.calls.get_nowait()
+            if call is not None:
+                call.reply.cancel()
+
+
+class AgentGateway(ModelService):
+    """Started by the first rollout, on a free port of this machine; closed with the environment."""
+
+    def __init__(self, text: Text, *, end_tokens: tuple[int, ...], vocabulary: int, max_calls: int) -> None:
+        served = Served(
+            name=MODEL, engine=_NoEngine(), text=text, end_tokens=end_tokens, vocabulary=vocabulary, context=MANY
+        )
+        super().__init__(served, ModelServiceConfig(port=0, sessions=LIMITS, max_requests=MANY), RealClock())
+        self.max_calls = max_calls
+        self._agents: dict[str, AgentSession] = {}
+        self._url = ""
+        self._listening: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+
+    @asynccontextmanager
+    async def opened(self, context: Context) -> AsyncIterator[AgentSession]:
+        """A session for one rollout. Its key is refused afterwards."""
+        await self._start()
+        key = self._sessions.create()
+        session = self._agents[key] = AgentSession(f"{self._url}/v1", key, context)
+        try:
+            yield session
+        finally:
+            del self._agents[key]
+            self._sessions.delete(key)
+            session.close()
+
+    def routes(self) -> list[Route]:
+        """Without those that make and show sessions."""
+        return [route for route in super().routes() if not route.path.startswith("/v1/sessions")]
+
+    async def close(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if self._url:
+                return
+            ready = asyncio.get_running_loop().create_future()
+            serving = listen(
+                service_app(self, token=None, max_requests=MANY),
+                HOST,
+                0,
+                token=None,
+                max_requests=MANY,
+                limits=HttpLimits(),
+                on_ready=ready.set_result,
+                handles_signals=False,
+            )
+            self._listening = asyncio.create_task(serving)
+            await asyncio.wait([ready, self._listening], return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                await self._listening  # raises why
+            self._url = ready.result()
+
+    def _session_id(self, request: Request) -> str:
+        """The key, as OpenAI's clients send it, or Anthropic's."""
+        key = request.headers.get("x-api-key") or request.headers.get("authorization", "").partition(" ")[2].strip()
+        if key not in self._agents:
+            raise BadRequest("no rollout has this key, or it has ended", status=401)
+        return key
+
+    async def _generate(
+        self, generation: Generation, request: EngineRequest, on_sampled: Callable[[Sampled], None]
+    ) -> Completion:
+        turn = generation.turn
+        session = None if turn is None else self._agents.get(turn.session_id)
+        if turn is None or session is None:
+            raise BadRequest("the rollout has ended", status=401)
+        session.num_calls += 1
+        if session.num_calls > self.max_calls:
+            raise BadRequest(
+                f"more than {self.max_calls} calls in one rollout: args.max_calls sets the limit", status=429
+            )
+        most = generation.call.max_tokens
+        call = AgentCall(turn, TurnLimits(max_tokens=most, stop_strings=generation.call.stops))
+        session.calls.put_nowait(call)
+        return await call.reply
+
+    def _on_part(self, turn: Turn, part: SessionPart | None) -> None:
+        session = self._agents.get(turn.session_id)
+        if session is not None and part is not None:
+            session.keep(turn, part)
+
+
+class _NoEngine:
+    """What the service shows of an engine: rollouts generate by themselves."""
+
+    name = MODEL
+    slots = MANY
+    version = 0
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=0, waiting=0, tokens_generated=0, requests_finished=0)
+
+    async def generate(self, request: EngineRequest, on_sampled: Any = None) -> Completion:
+        raise EnvironmentFailed("an agent calls with the key of its rollout")
+
+    async def abort(self, key: Any) -> None: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def load(self, version: int, weights: Any) -> None: ...
+    async def close(self) -> None: ...

@@ -1,0 +1,131 @@
+"""One run of an agent: a command in a folder and a process group of its own, or a function of the user's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from millstream.env.rewards.call import is_coroutine
+from millstream.errors import EnvironmentFailed, shown
+from millstream.rpc.threads import DaemonThreads
+from millstream.types import Task
+
+MAX_OUTPUT = 1 << 20  # bytes of standard output and error that are kept, from the end
+REWARD_FILE = "reward.json"
+TASK_FILE = "task.json"
+FOLDER_PREFIX = "millstream-agent-"
+END_S = 5.0
+
+
+class AgentAccess(Struct, frozen=True, kw_only=True):
+    """What an agent needs to reach the model."""
+
+    base_url: str  # of OpenAI's API
+    api_key: str  # of this rollout alone
+    model: str
+    folder: Path  # empty, and removed with the rollout
+
+
+class AgentResult(Struct, frozen=True, kw_only=True):
+    """What an agent left behind."""
+
+    value: Any  # what the function returned; of a command, its standard output
+    folder: Path
+    reward: float | None = None  # that the agent gave itself: a number that the function returned, or in reward.json
+
+    @property
+    def text(self) -> str:
+        return self.value if isinstance(self.value, str) else "" if self.value is None else str(self.value)
+
+
+@asynccontextmanager
+async def agent_folder() -> AsyncIterator[Path]:
+    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=FOLDER_PREFIX))
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+async def run_function(
+    function: Callable[..., Any], task: Task, access: AgentAccess, threads: DaemonThreads
+) -> AgentResult:
+    """`function(task, access)`: a coroutine function, or a plain one, which is called on a thread."""
+    if is_coroutine(function):
+        value = await function(task, access)
+    else:
+        value = await threads.call(lambda: function(task, access))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return AgentResult(value=value, folder=access.folder, reward=float(value) if is_number else None)
+
+
+async def run_command(command: tuple[str, ...], task: Task, access: AgentAccess) -> AgentResult:
+    """Raises `EnvironmentFailed` for a command that cannot be started, or that ends with another code than 0. Ends it, with all
+    that it has started, when the rollout is cancelled."""
+    (access.folder / TASK_FILE).write_bytes(msgspec.json.encode(task))
+    process = await _started(command, access)
+    try:
+        output, errors, _ = await asyncio.gather(_end_of(process.stdout), _end_of(process.stderr), process.wait())
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what it has left running
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await process.wait()
+    if process.returncode:
+        last = shown((errors.strip() or output.strip()).rpartition("\n")[2])
+        raise EnvironmentFailed(f"the agent ended with code {process.returncode}: {last}")
+    return AgentResult(value=output, folder=access.folder, reward=_own_reward(access.folder))
+
+
+async def _started(command: tuple[str, ...], access: AgentAccess) -> asyncio.subprocess.Process:
+    variables = {
+        "OPENAI_BASE_URL": access.base_url,
+        "OPENAI_API_KEY": access.api_key,
+        "OPENAI_MODEL": access.model,
+        "MILLSTREAM_TASK": str(access.folder / TASK_FILE),
+    }
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            cwd=access.folder,
+            env={**os.environ, **variables},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise EnvironmentFailed(f"the agent cannot be started: {command[0]}: {error.strerror or error}") from error
+
+
+async def _end_of(stream: asyncio.StreamReader | None) -> str:
+    """The last bytes of a stream, read to its end."""
+    assert stream is not None
+    kept = bytearray()
+    while read := await stream.read(1 << 16):
+        kept += read
+        del kept[: max(0, len(kept) - MAX_OUTPUT)]
+    return kept.decode("utf-8", "replace")
+
+
+def _own_reward(folder: Path) -> float | None:
+    path = folder / REWARD_FILE
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text())
+        return float(value["reward"] if isinstance(value, dict) else value)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EnvironmentFailed(f'the agent left a {REWARD_FILE} that is not {{"reward": NUMBER}}: {error}') from error

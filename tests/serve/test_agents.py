@@ -1,0 +1,326 @@
+"""Agents that are programs: their calls over OpenAI's API, by its real client, become the parts of a rollout, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from millstream.config import convert
+from millstream.env.config import EnvironmentConfig
+from millstream.env.registry import Environments, Hosted
+from millstream.env.resolve import find_environment
+from millstream.env.rewards import CompletionScorer, RewardConfig, exact_match
+from millstream.errors import ConfigError, EnvironmentFailed, RequestRefused
+from millstream.pipeline.episode import EpisodeResult, Player
+from millstream.pipeline.limit import Limit
+from millstream.serve.agents.environment import make_agent
+from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task
+from support.talk import HERMES, text_with
+
+AGENT = '''
+import json, os, pathlib, subprocess, sys, time
+from openai import OpenAI, AsyncOpenAI, APIStatusError
+
+def client(access, kind=OpenAI):
+    return kind(base_url=access.base_url, api_key=access.api_key, max_retries=0)
+
+def say(c, messages, **more):
+    return c.chat.completions.create(model="policy", messages=messages, **more).choices[0].message
+
+def solve(task, access):
+    """Two turns of one conversation; the second answer counts."""
+    c, messages = client(access), [{"role": "user", "content": task.prompt}]
+    messages += [say(c, messages), {"role": "user", "content": "sure?"}]
+    return say(c, messages).content
+
+async def asolve(task, access):
+    c = client(access, AsyncOpenAI)
+    found = await c.chat.completions.create(model="policy", messages=[{"role": "user", "content": task.prompt}])
+    return found.choices[0].message.content
+
+def number(task, access):
+    say(client(access), [{"role": "user", "content": "a"}])
+    return 0.25
+
+def several(task, access):
+    """A planner, a worker of its own, the planner again; then the first question again with another ending."""
+    c, plan = client(access), [{"role": "user", "content": "plan"}]
+    first = say(c, plan)
+    say(c, [{"role": "system", "content": "worker"}, {"role": "user", "content": "work"}])
+    say(c, [*plan, first, {"role": "user", "content": "go on"}])
+    say(c, [*plan, first, {"role": "user", "content": "or not"}])
+    return "4"
+
+def tooled(task, access):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    c, messages = client(access), [{"role": "user", "content": task.prompt}]
+    while (answer := say(c, messages, tools=tools)).tool_calls:
+        messages.append(answer)
+        for call in answer.tool_calls:
+            total = sum(json.loads(call.function.arguments).values())
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(total)})
+    return answer.content
+
+def short(task, access):
+    return say(client(access), [{"role": "user", "content": "a"}], max_tokens=3, stop=["x"], temperature=0.2).content
+
+def silent(task, access):
+    return "4"
+
+def raises(task, access):
+    raise KeyError("lost")
+
+def endless(task, access):
+    while True:
+        say(client(access), [{"role": "user", "content": "a"}])
+
+def hangs(task, access):
+    say(client(access), [{"role": "user", "content": "a"}])
+    time.sleep(60)
+
+def leaves(task, access):
+    say(client(access), [{"role": "user", "content": "a"}])
+    (access.folder / "note").write_text("left")
+    return "x"
+
+def score(task, result):
+    return 0.5 + len((result.folder / "note").read_text())
+
+def full(task, access):
+    c = client(access)
+    try:
+        say(c, [{"role": "user", "content": "long " * 99}])
+    except APIStatusError as error:
+        return f"{error.status_code}"
+    return "4"
+'''
+PROGRAM = """
+import json, os, subprocess, sys
+from openai import OpenAI
+task = json.load(open(os.environ["MILLSTREAM_TASK"]))
+answer = OpenAI(max_retries=0).chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=[{"role": "user", "content": task["prompt"]}])
+mode = sys.argv[1]
+if mode == "fails":
+    print("so sorry", file=sys.stderr)
+    sys.exit(3)
+if mode == "child":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    open(sys.argv[2], "w").write(f"{child.pid} {os.getcwd()}")
+if mode == "hangs":
+    open(sys.argv[2], "w").write(f"{os.getpid()} {os.getcwd()}")
+    import time; time.sleep(99)
+if mode == "reward":
+    json.dump({"reward": 0.75}, open("reward.json", "w"))
+if mode == "wrong":
+    open("reward.json", "w").write("good")
+print(answer.choices[0].message.content, end="")
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return str(tmp_path / "agent.py")
+
+
+class Model:
+    """Says what is written here, and keeps what it was sent."""
+
+    def __init__(self, *says: str, room: int = 10_000) -> None:
+        self.text = text_with(HERMES)
+        self.requests: list[Request] = []
+        self._says = iter(says)
+        self._room = room
+
+    async def generate(self, request: Request) -> Completion:
+        if len(request.tokens) > self._room:
+            raise RequestRefused("no room")
+        await asyncio.sleep(0)
+        self.requests.append(request)
+        tokens = (*self.text.encode(next(self._says, "4")), self.text.end_token)[: request.sampling.max_tokens]
+        finish = Finish.STOP if tokens[-1] == self.text.end_token else Finish.LENGTH
+        zeros = (0.0,) * len(tokens)
+        return Completion(tokens=tokens, logprobs=zeros, versions=(3,) * len(tokens), finish=finish)
+
+
+def play(
+    args: dict[str, Any], model: Model, *, limit_s: float = 30.0, max_parts: int = 8, **config: Any
+) -> EpisodeResult:
+    kind = find_environment(convert({"use": "agent", "args": args, **config}, EnvironmentConfig, where="environment"))
+    task = Task(id="1", prompt="2+2=", answer="4")
+
+    async def program() -> EpisodeResult:
+        scorer = CompletionScorer([(exact_match, RewardConfig())])
+        ends, num = (model.text.end_token,), len(model.text.tokenizer)
+        agent = make_agent(kind.config, model.text, scorer, end_tokens=ends, vocabulary=num)
+        environments = Environments([Hosted(kind, agent, model.text)])
+        sampling = Sampling(max_tokens=256)
+        player = Player(environments, sampling, run_seed=0, role="train", max_parts=max_parts)
+        try:
+            return await player.play(task, RequestKey(group_id=0, member=0), model.generate, limit=Limit(limit_s))
+        finally:
+            await environments.close()
+
+    return asyncio.run(program())
+
+
+def failure(args: dict[str, Any], model: Model | None = None, **more: Any) -> str:
+    result = play(args, model or Model(), **more)
+    assert isinstance(result.failure, EnvironmentFailed), result
+    return str(result.failure)
+
+
+# ---- calls become parts ------------------------------------------------------------------------------------------------
+
+
+def test_the_turns_of_a_conversation_are_one_part_with_the_tokens_that_were_sampled(own: str) -> None:
+    model = Model("maybe 5", "4")
+    result = play({"function": f"{own}:solve"}, model)
+    assert result.failure is None, result.failure
+    (part,) = result.parts
+    ends = model.text.end_token
+    sampled = [*model.text.encode("maybe 5"), ends, *model.text.encode("4"), ends]
+    assert part.reward == 1.0 and part.tokens[part.loss_mask].tolist() == sampled
+    assert part.tokens[: len(model.requests[1].tokens)].tolist() == list(model.requests[1].tokens)
+    assert (part.versions[part.loss_mask] == 3).all() and (part.versions[~part.loss_mask] == -1).all()
+
+
+def test_other_conversations_and_other_continuations_are_parts_of_their_own(own: str) -> None:
+    model = Model("first", "second", "third", "fourth")
+    parts = play({"function": f"{own}:several"}, model).parts
+    said = [model.text.decode(part.tokens[part.loss_mask].tolist()) for part in parts]
+    assert said == ["firstthird", "second", "fourth"], "every sampled token is trained in one part only"
+    shown = [model.text.decode(part.tokens.tolist()) for part in parts]
+    assert "go on" in shown[0] and "worker" in shown[1] and "first" in shown[2] and "or not" in shown[2]
+
+
+def test_calls_of_tools_stay_in_their_part(own: str) -> None:
+    call = '<tool_call>{"name":  "add", "arguments": {"a": 1, "b": 3}}</tool_call>'
+    model = Model(call, "4")
+    (part,) = play({"function": f"{own}:tooled"}, model).parts
+    shown = str(model.text.tokenizer.decode(part.tokens))
+    assert part.reward == 1.0 and call in shown and "<tool_response>4</tool_response>" in shown
+
+
+def test_a_call_only_shortens_what_the_run_samples(own: str) -> None:
+    model = Model("abcdef")
+    play({"function": f"{own}:short"}, model)
+    sampling = model.requests[0].sampling
+    assert (sampling.max_tokens, sampling.stop_strings, sampling.temperature) == (3, ("x",), 1.0)
+
+
+def test_more_parts_than_the_rollout_may_have_fail_it_by_name(own: str) -> None:
+    said = failure({"function": f"{own}:several"}, max_parts=1)
+    assert "raised" in said and "more than 1 sequences in one rollout" in said
+
+
+def test_a_prompt_without_room_is_refused_and_the_agent_decides(own: str) -> None:
+    result = play({"function": f"{own}:full"}, Model(room=50))
+    assert result.failure is not None and "without a token sampled" in str(result.failure)
+
+
+# ---- functions and programs --------------------------------------------------------------------------------------------
+
+
+def test_a_coroutine_a_number_and_a_score_are_rewards(own: str) -> None:
+    assert play({"function": f"{own}:asolve"}, Model()).parts[0].reward == 1.0
+    assert play({"function": f"{own}:number"}, Model()).parts[0].reward == 0.25
+    assert play({"function": f"{own}:leaves", "score": f"{own}:score"}, Model()).parts[0].reward == 4.5
+
+
+def test_a_program_gets_its_task_and_its_key_by_variables_and_its_output_is_scored(own: str) -> None:
+    command = [sys.executable, str(Path(own).with_name("program.py"))]
+    assert play({"command": [*command, "plain"]}, Model()).parts[0].reward == 1.0
+    assert play({"command": [*command, "reward"]}, Model("nonsense")).parts[0].reward == 0.75
+    assert "ended with code 3: so sorry" in failure({"command": [*command, "fails"]})
+    assert "left a reward.json that is not" in failure({"command": [*command, "wrong"]})
+    assert "cannot be started: /no/such/program" in failure({"command": ["/no/such/program"]})
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("mode", ["child", "hangs"])
+def test_nothing_is_left_of_a_program_that_has_ended_or_hangs(own: str, mode: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(own).with_name("program.py")), mode, str(tmp_path / "left")]
+    result = play({"command": command}, Model(), limit_s=30.0 if mode == "child" else 4.0)
+    assert (result.failure is None) == (mode == "child")
+    pid, folder = (tmp_path / "left").read_text().split()
+    for _ in range(100):
+        if not is_alive(int(pid)):
+            break
+        time.sleep(0.05)
+    assert not is_alive(int(pid)) and not Path(folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("silent", "the environment ended without a token sampled"),
+        ("raises", "raised KeyError: 'lost'"),
+        ("endless", "agent made more than 5 calls: args.max_calls sets the limit"),
+    ],
+)
+def test_an_agent_that_goes_wrong_is_a_failed_rollout_by_name(own: str, name: str, message: str) -> None:
+    assert message in failure({"function": f"{own}:{name}", "max_calls": 5})
+
+
+def test_an_agent_that_hangs_fails_when_its_time_between_two_turns_is_up(own: str) -> None:
+    assert "took longer than 0.5 s between two turns" in failure({"function": f"{own}:hangs"}, step_timeout_s=0.5)
+
+
+# ---- who may call ------------------------------------------------------------------------------------------------------
+
+SPY = '''
+import httpx, pathlib
+def spy(task, access):
+    """Another's key, no key, and what is not for agents; then one right call."""
+    def post(path, key, body=None):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        body = {"messages": [{"role": "user", "content": "a"}]} if body is None else body
+        return httpx.post(f"{access.base_url}/{path}", headers=headers, json=body, trust_env=False).status_code
+    seen = [post("chat/completions", "session-" + "0" * 32), post("chat/completions", ""), post("sessions", access.api_key, {}),
+            httpx.get(f"{access.base_url}/sessions/{access.api_key}", trust_env=False).status_code,
+            post("millstream/weights", access.api_key, {"path": "/", "version": 1}), post("chat/completions", access.api_key)]
+    pathlib.Path(task.data["out"]).write_text(repr((seen, access.base_url, access.api_key)))
+    return "4"
+'''
+
+
+def test_only_the_key_of_a_rollout_is_served_and_only_while_it_lasts(tmp_path: Path) -> None:
+    (tmp_path / "spy.py").write_text(SPY.replace('task.data["out"]', repr(str(tmp_path / "out"))))
+    assert play({"function": f"{tmp_path}/spy.py:spy"}, Model()).failure is None
+    seen, url, key = eval((tmp_path / "out").read_text())
+    assert seen == [401, 401, 404, 404, 404, 200] and len(key) > 30
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/models", trust_env=False)
+
+
+# ---- config ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"args": {}}, "an agent is one of command and function"),
+        ({"args": {"function": "nowhere.py:solve"}}, "no file nowhere.py"),
+        ({"args": {"command": ["a"], "max_calls": 0}}, "max_calls must be at least 1"),
+        ({"args": {"commands": ["a"]}}, "commands"),
+        ({"args": {"command": ["a"]}, "tools": ["a.py:b"]}, "an agent has its own tools"),
+        ({"args": {"command": ["a"]}, "process": True}, "agent needs no process"),
+    ],
+)
+def test_a_table_that_is_no_agent_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):
+        find_environment(convert({"use": "agent", **config}, EnvironmentConfig, where="environment"))
