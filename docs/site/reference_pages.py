@@ -216,9 +216,11 @@ def shown_default(field: structs.FieldInfo) -> str:
     if field.default is None:
         return "unset"
     value = field.default if field.default is not NODEFAULT else field.default_factory()
+    if value in ((), [], {}, ""):
+        return "empty"
     if isinstance(value, Struct) or struct_of(field.type) is not None:
         return "its defaults"
-    return f"`{msgspec.json.encode(value).decode()}`" if value not in ((), [], {}, "") else "empty"
+    return f"`{msgspec.json.encode(value).decode()}`"
 
 
 def header(section: Section) -> str:

@@ -31,8 +31,10 @@ def test_every_key_of_a_config_is_on_its_page_with_a_meaning(keys: dict[str, str
     sections = {one.path: one for one in reference_pages.sections()}
     for path in _paths(RunConfig):
         parts = [part for part in path.split(".") if part != "0"]
-        while (table := sections.get(".".join(parts[:-1]))) and table.same_as is not None:
-            parts = [*table.same_as.split("."), parts[-1]]
+        for num in range(len(parts) - 1, 0, -1):
+            table = sections.get(".".join(parts[:num]))
+            if table is not None and table.same_as is not None:
+                parts = [*table.same_as.split("."), *parts[num:]]
         assert keys.get(".".join(parts)), f"{path}: give the field a docstring or a comment in its config struct"
 
 

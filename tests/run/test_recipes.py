@@ -26,7 +26,13 @@ from support.talk import CHATML
 ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.toml"))}
 CLUSTER = {path.stem: path for path in sorted((ROOT / "recipes/cluster").glob("*.toml"))}
-NEEDS = {"gsm8k": "math_verify", "reasoning_gym": "reasoning_gym", "smollm2": "reasoning_gym", "demo_ray": "ray"}
+NEEDS = {
+    "gsm8k": "math_verify",
+    "reasoning_gym": "reasoning_gym",
+    "smollm2": "reasoning_gym",
+    "demo_ray": "ray",
+    "agent": "openai",
+}
 """Libraries of the extras that a recipe says it needs."""
 FEW = {
     "data.holdout": 4,

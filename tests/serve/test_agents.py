@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from pathlib import Path
@@ -13,16 +12,12 @@ import pytest
 
 from millstream.config import convert
 from millstream.env.config import EnvironmentConfig
-from millstream.env.registry import Environments, Hosted
+from millstream.env.games.lookup import Lookup
 from millstream.env.resolve import find_environment
-from millstream.env.rewards import CompletionScorer, RewardConfig, exact_match
-from millstream.errors import ConfigError, EnvironmentFailed, RequestRefused
-from millstream.pipeline.episode import EpisodeResult, Player
-from millstream.pipeline.limit import Limit
-from millstream.serve.agents.environment import make_agent
-from millstream.types import Completion, Finish, Request, RequestKey, Sampling, Task
-from support.talk import HERMES, text_with
+from millstream.errors import ConfigError, EnvironmentFailed
+from support.agents import Model, play
 
+ROOT = Path(__file__).parents[2]
 AGENT = '''
 import json, os, pathlib, subprocess, sys, time
 from openai import OpenAI, AsyncOpenAI, APIStatusError
@@ -130,47 +125,6 @@ def own(tmp_path: Path) -> str:
     return str(tmp_path / "agent.py")
 
 
-class Model:
-    """Says what is written here, and keeps what it was sent."""
-
-    def __init__(self, *says: str, room: int = 10_000) -> None:
-        self.text = text_with(HERMES)
-        self.requests: list[Request] = []
-        self._says = iter(says)
-        self._room = room
-
-    async def generate(self, request: Request) -> Completion:
-        if len(request.tokens) > self._room:
-            raise RequestRefused("no room")
-        await asyncio.sleep(0)
-        self.requests.append(request)
-        tokens = (*self.text.encode(next(self._says, "4")), self.text.end_token)[: request.sampling.max_tokens]
-        finish = Finish.STOP if tokens[-1] == self.text.end_token else Finish.LENGTH
-        zeros = (0.0,) * len(tokens)
-        return Completion(tokens=tokens, logprobs=zeros, versions=(3,) * len(tokens), finish=finish)
-
-
-def play(
-    args: dict[str, Any], model: Model, *, limit_s: float = 30.0, max_parts: int = 8, **config: Any
-) -> EpisodeResult:
-    kind = find_environment(convert({"use": "agent", "args": args, **config}, EnvironmentConfig, where="environment"))
-    task = Task(id="1", prompt="2+2=", answer="4")
-
-    async def program() -> EpisodeResult:
-        scorer = CompletionScorer([(exact_match, RewardConfig())])
-        ends, num = (model.text.end_token,), len(model.text.tokenizer)
-        agent = make_agent(kind.config, model.text, scorer, end_tokens=ends, vocabulary=num)
-        environments = Environments([Hosted(kind, agent, model.text)])
-        sampling = Sampling(max_tokens=256)
-        player = Player(environments, sampling, run_seed=0, role="train", max_parts=max_parts)
-        try:
-            return await player.play(task, RequestKey(group_id=0, member=0), model.generate, limit=Limit(limit_s))
-        finally:
-            await environments.close()
-
-    return asyncio.run(program())
-
-
 def failure(args: dict[str, Any], model: Model | None = None, **more: Any) -> str:
     result = play(args, model or Model(), **more)
     assert isinstance(result.failure, EnvironmentFailed), result
@@ -224,6 +178,18 @@ def test_more_parts_than_the_rollout_may_have_fail_it_by_name(own: str) -> None:
 def test_a_prompt_without_room_is_refused_and_the_agent_decides(own: str) -> None:
     result = play({"function": f"{own}:full"}, Model(room=50))
     assert result.failure is not None and "without a token sampled" in str(result.failure)
+
+
+def test_the_same_agent_in_the_run_and_as_a_program_sends_the_same_tokens_with_the_same_seeds() -> None:
+    task = next(iter(Lookup.tasks(1, 0, failures=1.0)))
+    gold = Lookup.gold(task)
+    inside, outside = Model(*gold), Model(*gold)
+    white = play({}, inside, use="lookup", task=task)
+    black = play({"function": f"{ROOT}/recipes/data/lookup_agent.py:solve"}, outside, task=task)
+    assert [part.reward for part in (*white.parts, *black.parts)] == [1.0, 1.0] and len(inside.requests) == 8
+    assert inside.requests == outside.requests
+    for name in ("tokens", "loss_mask", "versions"):
+        assert (getattr(white.parts[0], name) == getattr(black.parts[0], name)).all()
 
 
 # ---- functions and programs --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from millstream.env.rewards.find import meant
 from millstream.errors import ConfigError
 from millstream.paths import kind_of, program
 
-DATA = re.compile(r'"recipes/data/([\w.-]+)"')  # a file of the package that a recipe reads
+DATA = re.compile(r'"recipes/data/([\w.-]+)(?::\w+)?"')  # a file of the package that a recipe reads
 
 
 def recipe_folder() -> Path:
@@ -72,7 +72,7 @@ def _copies(name: str, path: Path) -> dict[Path, bytes]:
     text = text.replace(f" recipes/{name}.toml", f" {quote(str(path))}")  # in comments that say what to type
     files = {path.parent / file: (data / file).read_bytes() for file in DATA.findall(text)}
     for file in DATA.findall(text):
-        text = text.replace(f'"recipes/data/{file}"', f'"{(path.parent / file).as_posix()}"')
+        text = text.replace(f'"recipes/data/{file}', f'"{(path.parent / file).as_posix()}')
     return {path: text.encode(), **files}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from millstream import imports
 from millstream.env.agent import agent_config
 from millstream.env.base import Environment
 from millstream.env.config import AGENT, BUILT_BY_RUN, SINGLE_TURN, EnvironmentConfig
@@ -59,8 +60,9 @@ def find_environment(config: EnvironmentConfig) -> EnvironmentKind:
         if config.tool_format != AUTO:
             parser_named(config.tool_format)
     if config.use == AGENT:
-        agent_config(config)  # raises
-        return EnvironmentKind(config=config, environment=None)
+        agent = agent_config(config)
+        function = imports.load_function(agent.function) if agent.function else None
+        return _kind(config, None, function)
     if config.use == SINGLE_TURN:
         if config.args:
             raise ConfigError("environment single_turn takes no args: it has [data] and [[reward]]")
@@ -136,7 +138,7 @@ def accepted(function: Callable[..., Any], args: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in args.items() if name in names}
 
 
-def _kind(config: EnvironmentConfig, environment: Environment, has: Any) -> EnvironmentKind:
+def _kind(config: EnvironmentConfig, environment: Environment | None, has: Any) -> EnvironmentKind:
     tasks, gold, args = getattr(has, "tasks", None), getattr(has, "gold", None), config.args
     return EnvironmentKind(
         config=config,
