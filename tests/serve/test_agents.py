@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -101,9 +102,6 @@ from openai import OpenAI
 task = json.load(open(os.environ["MILLSTREAM_TASK"]))
 answer = OpenAI(max_retries=0).chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=[{"role": "user", "content": task["prompt"]}])
 mode = sys.argv[1]
-if mode == "fails":
-    print("so sorry", file=sys.stderr)
-    sys.exit(3)
 if mode == "child":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     open(sys.argv[2], "w").write(f"{child.pid} {os.getcwd()}")
@@ -112,8 +110,6 @@ if mode == "hangs":
     import time; time.sleep(99)
 if mode == "reward":
     json.dump({"reward": 0.75}, open("reward.json", "w"))
-if mode == "wrong":
-    open("reward.json", "w").write("good")
 print(answer.choices[0].message.content, end="")
 """
 
@@ -205,8 +201,8 @@ def test_a_program_gets_its_task_and_its_key_by_variables_and_its_output_is_scor
     command = [sys.executable, str(Path(own).with_name("program.py"))]
     assert play({"command": [*command, "plain"]}, Model()).parts[0].reward == 1.0
     assert play({"command": [*command, "reward"]}, Model("nonsense")).parts[0].reward == 0.75
-    assert "ended with code 3: so sorry" in failure({"command": [*command, "fails"]})
-    assert "left a reward.json that is not" in failure({"command": [*command, "wrong"]})
+    assert "ended with code 3: so sorry" in failure({"command": ["sh", "-c", "echo so sorry >&2; exit 3"]})
+    assert "left a reward.json that is not" in failure({"command": ["sh", "-c", "echo good > reward.json"]})
     assert "cannot be started: /no/such/program" in failure({"command": ["/no/such/program"]})
 
 
@@ -217,17 +213,45 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("mode", ["child", "hangs"])
-def test_nothing_is_left_of_a_program_that_has_ended_or_hangs(own: str, mode: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(own).with_name("program.py")), mode, str(tmp_path / "left")]
-    result = play({"command": command}, Model(), limit_s=30.0 if mode == "child" else 4.0)
-    assert (result.failure is None) == (mode == "child")
-    pid, folder = (tmp_path / "left").read_text().split()
-    for _ in range(100):
-        if not is_alive(int(pid)):
-            break
+def test_nothing_is_left_of_a_program_that_has_ended(own: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(own).with_name("program.py")), "child", str(tmp_path / "left")]
+    assert play({"command": command}, Model()).failure is None
+    assert_gone(tmp_path / "left")
+
+
+def test_nothing_is_left_of_a_program_whose_time_is_up(tmp_path: Path) -> None:
+    command = ["sh", "-c", f"sleep 99 & echo $! $(pwd) > {tmp_path}/left; wait"]
+    assert "no reward after 2 s" in str(play({"command": command}, Model(), limit_s=2.0).failure)
+    assert_gone(tmp_path / "left")
+
+
+KILLED = """
+import sys
+sys.path[:0] = {path!r}
+from support.agents import Model, play
+play({{"command": {command!r}}}, Model())
+"""
+
+
+def test_nothing_is_left_of_a_program_whose_run_was_killed(own: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(own).with_name("program.py")), "hangs", str(tmp_path / "left")]
+    code = KILLED.format(path=sys.path, command=command)
+    with subprocess.Popen([sys.executable, "-c", code]) as run:
+        while not (tmp_path / "left").is_file() or len((tmp_path / "left").read_text().split()) < 2:
+            assert run.poll() is None
+            time.sleep(0.05)
+        run.kill()
+    assert_gone(tmp_path / "left")
+
+
+def assert_gone(left: Path) -> None:
+    """The process and the folder that are written there."""
+    pid, folder = left.read_text().split()
+    for _ in range(200):
+        if not is_alive(int(pid)) and not Path(folder).parent.exists():
+            return
         time.sleep(0.05)
-    assert not is_alive(int(pid)) and not Path(folder).exists()
+    raise AssertionError((is_alive(int(pid)), Path(folder).parent.exists()))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from millstream.env.rewards.call import finite_number
 from millstream.errors import EnvironmentFailed, RolloutError, shown
 from millstream.rpc.threads import DaemonThreads
 from millstream.serve.agents.gateway import MODEL, AgentGateway, AgentSession
-from millstream.serve.agents.program import AgentAccess, AgentResult, agent_folder, run_command, run_function
+from millstream.serve.agents.program import AgentAccess, AgentPlaces, AgentResult, run_command, run_function
 
 MAX_THREADS = 256
 
@@ -41,10 +41,11 @@ class AgentEnvironment:
         self._command = agent.command
         self._function: Callable[..., Any] | None = imports.load_function(agent.function) if agent.function else None
         self._score: Callable[..., Any] | None = imports.load_function(agent.score) if agent.score else None
+        self._places = AgentPlaces()
         self._threads = DaemonThreads(f"agents of {self._name}", most=MAX_THREADS)
 
     async def rollout(self, context: Context) -> float:
-        async with agent_folder() as folder, self._gateway.opened(context) as session:
+        async with self._places.folder() as folder, self._gateway.opened(context) as session:
             access = AgentAccess(base_url=session.url, api_key=session.key, model=MODEL, folder=folder)
             result = await self._result(context, session, access)
             return await self._reward(context, result)
@@ -67,7 +68,7 @@ class AgentEnvironment:
 
     async def _run(self, context: Context, access: AgentAccess) -> AgentResult:
         if self._function is None:
-            return await run_command(self._command, context.task, access)
+            return await run_command(self._command, context.task, access, self._places)
         try:
             return await run_function(self._function, context.task, access, self._threads)
         except RolloutError:
@@ -86,3 +87,4 @@ class AgentEnvironment:
 
     async def close(self) -> None:
         await self._gateway.close()
+        await self._places.close()

@@ -30,6 +30,7 @@ from millstream.types import Request as EngineRequest
 
 MODEL = "policy"  # its name for agents
 HOST = "127.0.0.1"
+ENDED = "the rollout of this key has ended"
 MANY = 1 << 20
 LIMITS = SessionLimits(sessions=MANY, idle_s=float(1 << 30), tokens=MANY, all_tokens=1 << 40)
 """The rollout bounds its session: in time, calls and tokens."""
@@ -65,15 +66,19 @@ class AgentSession:
         if part is None:
             part = self._unused.pop() if self._unused else self._context.part()
         num_known = 0 if is_new or before is None else len(before.token_ids)
+        completion: Completion | None = None
+        refusal: Exception = BadRequest(ENDED, status=401)
         try:
             completion = await self._unless_gone(call, part, call.turn.tokens[num_known:])
         except RolloutError as error:
-            completion = None
-            if not call.reply.done():
-                call.reply.set_exception(error)
+            refusal = error
+        finally:
+            if completion is None and not call.reply.done():
+                call.reply.set_exception(refusal)
         if completion is not None:
-            self._generated[call.turn] = part
-            call.reply.set_result(completion)
+            if not call.reply.done():  # else the agent has gone in this moment: the part is not continued
+                self._generated[call.turn] = part
+                call.reply.set_result(completion)
         elif is_new or before is None:
             self._unused.append(part)
         else:
@@ -101,8 +106,8 @@ class AgentSession:
     def close(self) -> None:
         while not self.calls.empty():
             call = self.calls.get_nowait()
-            if call is not None:
-                call.reply.cancel()
+            if call is not None and not call.reply.done():
+                call.reply.set_exception(BadRequest(ENDED, status=401))
 
 
 class AgentGateway(ModelService):
@@ -175,7 +180,7 @@ class AgentGateway(ModelService):
         turn = generation.turn
         session = None if turn is None else self._agents.get(turn.session_id)
         if turn is None or session is None:
-            raise BadRequest("the rollout has ended", status=401)
+            raise BadRequest(ENDED, status=401)
         session.num_calls += 1
         if session.num_calls > self.max_calls:
             raise BadRequest(

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -19,6 +21,7 @@ from msgspec import Struct
 from millstream.env.rewards.call import is_coroutine
 from millstream.errors import EnvironmentFailed, shown
 from millstream.rpc.threads import DaemonThreads
+from millstream.serve.agents import guard
 from millstream.types import Task
 
 MAX_OUTPUT = 1 << 20  # bytes of standard output and error that are kept, from the end
@@ -49,13 +52,44 @@ class AgentResult(Struct, frozen=True, kw_only=True):
         return self.value if isinstance(self.value, str) else "" if self.value is None else str(self.value)
 
 
-@asynccontextmanager
-async def agent_folder() -> AsyncIterator[Path]:
-    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=FOLDER_PREFIX))
-    try:
-        yield folder
-    finally:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+class AgentPlaces:
+    """Folders of agents, and the guard that ends what a killed run has left (`serve.agents.guard`)."""
+
+    def __init__(self) -> None:
+        self._base: Path | None = None
+        self._guard: subprocess.Popen[str] | None = None
+
+    @asynccontextmanager
+    async def folder(self) -> AsyncIterator[Path]:
+        """An empty folder for one rollout."""
+        made = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=self._base or self._begin()))
+        try:
+            yield made
+        finally:
+            await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
+
+    def _begin(self) -> Path:
+        self._base = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        command = [sys.executable, "-S", "-E", guard.__file__, str(self._base)]
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        return self._base
+
+    def started(self, pid: int) -> None:
+        self._tell(f"+{pid}")
+
+    def ended(self, pid: int) -> None:
+        self._tell(f"-{pid}")
+
+    def _tell(self, line: str) -> None:
+        assert self._guard is not None and self._guard.stdin is not None
+        with suppress(BrokenPipeError):  # the guard was killed: the run still ends its agents by itself
+            self._guard.stdin.write(f"{line}\n")
+            self._guard.stdin.flush()
+
+    async def close(self) -> None:
+        if self._guard is not None:
+            with suppress(BrokenPipeError):
+                await asyncio.to_thread(self._guard.communicate)
 
 
 async def run_function(
@@ -70,11 +104,12 @@ async def run_function(
     return AgentResult(value=value, folder=access.folder, reward=float(value) if is_number else None)
 
 
-async def run_command(command: tuple[str, ...], task: Task, access: AgentAccess) -> AgentResult:
+async def run_command(command: tuple[str, ...], task: Task, access: AgentAccess, places: AgentPlaces) -> AgentResult:
     """Raises `EnvironmentFailed` for a command that cannot be started, or that ends with another code than 0. Ends it, with all
     that it has started, when the rollout is cancelled."""
     (access.folder / TASK_FILE).write_bytes(msgspec.json.encode(task))
     process = await _started(command, access)
+    places.started(process.pid)
     try:
         output, errors, _ = await asyncio.gather(_end_of(process.stdout), _end_of(process.stderr), process.wait())
     finally:
@@ -83,6 +118,7 @@ async def run_command(command: tuple[str, ...], task: Task, access: AgentAccess)
         with suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await process.wait()
+        places.ended(process.pid)
     if process.returncode:
         last = shown((errors.strip() or output.strip()).rpartition("\n")[2])
         raise EnvironmentFailed(f"the agent ended with code {process.returncode}: {last}")
