@@ -1,15 +1,20 @@
-"""The live terminal view: progress, reward, lag, and what every part waits for.
+"""The live terminal view: progress, reward, lag, a sample of training, and what every part waits for.
 
-Reads only events. Where there is no terminal, `show.Lines` is used.
+Reads only events. It is drawn where it can be redrawn in place (`can_redraw`), elsewhere `show.Lines` is used. What other
+processes write to standard error meanwhile appears above it, and a terminal whose size changes is drawn again from the top: no
+parts of earlier drawings are left.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections import deque
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -29,6 +34,7 @@ from millstream.events import (
     RolloutFailed,
     RunStarted,
     Sample,
+    SampleShown,
     SettingChanged,
     SizesChosen,
     Status,
@@ -36,13 +42,22 @@ from millstream.events import (
     WaitNow,
     WarmedUp,
 )
-from millstream.events.bottleneck import TimeUse
+from millstream.events.bottleneck import BottleneckName, TimeUse
 from millstream.events.metrics import StepMetrics
 from millstream.events.summary import path_words
 from millstream.run.progress import TimeLeft, clock_time, speed_words
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 RECENT = 20  # steps that the shown rates and rewards are averaged over
+LABELS = 28  # columns that are not those of the sparkline
+MIN_TABLE = 60  # columns of a terminal that has room for a table of waits
+
+
+def can_redraw(console: Console) -> bool:
+    """Whether it is a terminal that moves its cursor: not a pipe or a file, even where colors are forced, not a dumb terminal,
+    and not the log of a CI system, which some give a terminal."""
+    is_log = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    return console.file.isatty() and not console.is_dumb_terminal and not is_log
 
 
 class View:
@@ -57,7 +72,7 @@ class View:
         self._rewards: list[float] = []
         self._lags: dict[int, int] = {}
         self._accuracies: list[str] = []
-        self._sample: Sample | None = None
+        self._sample: Sample | None = None  # of training
         self._notes: deque[str] = deque(maxlen=3)
         self._status: Status | None = None
         self._warmed: WarmedUp | None = None
@@ -68,13 +83,16 @@ class View:
         self._version = 0
         self._now = 0.0
         self._num_failed = 0
-        self._live = Live(self, console=console, refresh_per_second=4, transient=False)
+        self._live = _Redrawn(self, console=console, refresh_per_second=4, transient=False)
+        self._above = _LinesAbove(console)
 
     def __enter__(self) -> View:
         self._live.start()
+        self._above.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._above.stop()
         self._live.stop()
 
     def emit(self, event: Event) -> None:
@@ -98,6 +116,7 @@ class View:
                 self._status = event
             case Evaluated() if event.name != WARMUP:
                 self._accuracies.append(f"{event.name} {event.accuracy:.3f}")
+            case SampleShown():
                 self._sample = event.sample
             case Resumed():
                 self._phase = "reinforcement learning"
@@ -123,12 +142,15 @@ class View:
 
     # ---- drawing -------------------------------------------------------------------------------------------------------
 
-    def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [self._progress(), self._numbers()]
-        if self._status is not None:
-            parts += [Text(), self._waits(self._status)]
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        found = self._use.bottleneck()
+        parts: list[RenderableType] = [self._progress(), self._numbers(max(8, min(40, options.max_width - LABELS)))]
+        parts += [] if found is None else [Text(f"bottleneck: {found.message}", style="bold")]
         parts += [Text(note, style="yellow") for note in (*self._notes, self._failure) if note]
-        return Panel(Group(*parts), title="[bold]millstream[/]", subtitle=self._phase, border_style="cyan")
+        if self._status is not None:
+            waits = self._waits(self._status, None if found is None else found.name)
+            parts += [Text(), *([_grid(waits)] if options.max_width >= MIN_TABLE else map(_line, waits))]
+        yield Panel(Group(*parts), title="[bold]millstream[/]", subtitle=self._phase, border_style="cyan")
 
     def _progress(self) -> RenderableType:
         grid = Table.grid(padding=(0, 1), expand=True)
@@ -148,20 +170,21 @@ class View:
         left = self._left.words()
         return f"{clock_time(self._now)} so far, {left}" if left else f"{clock_time(self._now)} so far"
 
-    def _numbers(self) -> RenderableType:
+    def _numbers(self, width: int) -> RenderableType:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
         grid.add_column()
-        reward = f"{self._mean('reward'):.3f}  [green]{sparkline(self._rewards)}[/]" if self._rewards else "-"
+        reward = f"{self._mean('reward'):.3f}  [green]{sparkline(self._rewards, width)}[/]" if self._rewards else "-"
         grid.add_row("reward", reward)
-        grid.add_row("accuracy", ", ".join(self._accuracies) or "-")
+        accuracies = (
+            self._accuracies if len(self._accuracies) <= 4 else [self._accuracies[0], "...", *self._accuracies[-2:]]
+        )
+        grid.add_row("accuracy", ", ".join(accuracies) or "-")
         if self._sample is not None:
-            grid.add_row("a sample", Text(sample_line(self._sample)))
+            grid.add_row("a rollout", Text(sample_line(self._sample)))
         grid.add_row("speed", ", ".join(speed_words(self._recent)) or "-")
         lags = "  ".join(f"{lag}: {count}" for lag, count in sorted(self._lags.items()))
         grid.add_row("groups by lag", f"{lags or '-'}  (never above {self._lag_bound})")
-        if (found := self._use.bottleneck()) is not None:
-            grid.add_row("bottleneck", Text(found.message))
         for worker, path in self._paths.items():
             grid.add_row(worker, Text(path))
         if self._status is not None:
@@ -177,13 +200,81 @@ class View:
         values: list[float] = [row[name] for row in self._recent]
         return sum(values) / max(1, len(values))
 
-    def _waits(self, status: Status) -> RenderableType:
-        grid = Table.grid(padding=(0, 1))
+    def _waits(self, status: Status, bottleneck: BottleneckName | None) -> list[tuple[Text, Text, Text]]:
+        rows = []
         for wait in sorted(status.waits, key=_order):
-            grid.add_row(
-                Text(_owner(wait), style="bold"), Text(f"waiting for {wait.what}"), Text(_since(wait), style="dim")
-            )
-        return grid
+            note = Text(_since(wait), style="dim")
+            if bottleneck is not None and _is_of(wait, bottleneck):
+                note.append(", the bottleneck" if note else "the bottleneck", style="bold yellow")
+            rows.append((Text(_owner(wait), style="bold"), Text(f"waiting for {wait.what}"), note))
+        return rows
+
+
+def _grid(rows: list[tuple[Text, Text, Text]]) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def _line(row: tuple[Text, Text, Text]) -> Text:
+    return Text(" ").join(text for text in row if text)
+
+
+class _Redrawn(Live):
+    """When the size of the terminal has changed, what was drawn before is somewhere else: everything is cleared first."""
+
+    def refresh(self) -> None:
+        size = self.console.size
+        if size != getattr(self, "_drawn_size", size):
+            self.console.control(Control.clear(), Control.home())
+        self._drawn_size = size
+        super().refresh()
+
+
+class _LinesAbove:
+    """While the view is drawn, what this process's libraries and its workers write to standard error itself is printed above
+    it, line by line."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._real: int | None = None
+
+    def start(self) -> None:
+        if not os.isatty(2):
+            return
+        self._real = os.dup(2)
+        reading, writing = os.pipe()
+        os.dup2(writing, 2)
+        os.close(writing)
+        self._thread = threading.Thread(target=self._print, args=(reading,), name="lines above", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._real is not None:
+            os.dup2(self._real, 2)
+            os.close(self._real)
+            self._real = None
+            self._thread.join(0.5)  # a worker that is ending may still have the other end
+
+    def _print(self, reading: int) -> None:
+        with open(reading, errors="replace") as lines:  # a descriptor
+            for line in lines:
+                self._console.out(line.rstrip("\n"), highlight=False)
+
+
+def _is_of(wait: WaitNow, bottleneck: BottleneckName) -> bool:
+    """Whether this is the wait that holds the run up."""
+    match bottleneck:
+        case "learner" | "turns":
+            return wait.owner == "train" and wait.what.startswith("the learner")
+        case "sync":
+            return wait.owner.startswith("sync") and wait.what != "a newer version"
+        case "environment":
+            return wait.owner == "rollouts" and wait.what not in ("an engine", "the other rollouts of the step")
+        case "no-signal":
+            return wait.owner == "train" and wait.what == "a complete group"
+    return wait.owner == "rollouts" and wait.what == "an engine"
 
 
 def _owner(wait: WaitNow) -> str:

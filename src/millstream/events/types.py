@@ -170,6 +170,18 @@ class RolloutFailed(Event, frozen=True, kw_only=True):
     num_sampled: int = 0  # tokens of the turns it had finished
 
 
+class RolloutSpan(Event, frozen=True, kw_only=True):
+    """A part of a rollout, from `at - seconds` to `at`: a turn ("generate"), or what its environment waited for by name: a
+    tool, a reward. Written where they are exported (`[traces]`)."""
+
+    group_id: int
+    member: int
+    attempt: int
+    what: str
+    seconds: float
+    num_tokens: int = 0  # that a turn sampled
+
+
 class RolloutAborted(Event, frozen=True, kw_only=True):
     """A rollout was ended on purpose, in the engine and in its environment."""
 
@@ -240,6 +252,9 @@ class WeightsLoaded(Event, frozen=True, kw_only=True):
     engine: str
     version: int
     seconds: float
+
+
+DRAINED = "it was drained"  # why an engine left that was to leave
 
 
 class ReplicaLeft(Event, frozen=True, kw_only=True):
@@ -344,6 +359,7 @@ class Status(Event, frozen=True, kw_only=True):
     budget: int
     waits: list[WaitNow]
     loop_s: float | UnsetType = UNSET  # processor time of the driver's event loop, since its thread began
+    loop_lag_s: float | UnsetType = UNSET  # by which the event loop woke up too late since the last reading
 
 
 class WarmedUp(Event, frozen=True, kw_only=True):
@@ -382,6 +398,14 @@ class Estimate(Struct, frozen=True, kw_only=True):
     value: float
     low: float
     high: float
+
+
+class SampleShown(Event, frozen=True, kw_only=True):
+    """A rollout of training as text, every few seconds: for a person who watches."""
+
+    group_id: int
+    member: int
+    sample: Sample
 
 
 class EvaluationStarted(Event, frozen=True, kw_only=True):
@@ -460,6 +484,7 @@ class StopRequested(Event, frozen=True, kw_only=True):
 class RunEnded(Event, frozen=True, kw_only=True):
     outcome: str
     version: int
+    message: str | UnsetType = UNSET  # of the error that ended it
 
 
 class EventSink(Protocol):

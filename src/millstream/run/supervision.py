@@ -92,10 +92,14 @@ class Supervision:
         return is_cancelled
 
     async def _report_status(self) -> None:
+        lag_s = 0.0
         while True:
             with suppress(StoreError):  # the store is being closed
-                self._run.log.emit(structs.replace(await self._run.status(), loop_s=time.thread_time()))
+                status = await self._run.status()
+                self._run.log.emit(structs.replace(status, loop_s=time.thread_time(), loop_lag_s=lag_s))
+            due = self._loop.time() + STATUS_S
             await asyncio.sleep(STATUS_S)
+            lag_s = max(0.0, self._loop.time() - due)
 
     # ---- stopping ----------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.engine.failures import NOT_FORGIVEN
 from millstream.errors import EngineError, EngineGone, EngineMisconfigured, InvariantError, PinLost
-from millstream.events import EventSink, ReplicaJoined, ReplicaLeft
+from millstream.events import DRAINED, EventSink, ReplicaJoined, ReplicaLeft
 from millstream.serving.order import ReplicaOrder
 from millstream.serving.pins import Pins
 from millstream.serving.queue import RequestQueue, RequestRank, WaitingRequest
@@ -278,7 +278,7 @@ class Router:
         with suppress(EngineGone):  # what it had continues elsewhere in any case
             await asyncio.gather(*(replica.engine.abort(routed.request.key) for routed in moving))
         await replica.emptied.wait()
-        self._remove(replica, "it was drained", len(moving))
+        self._remove(replica, DRAINED, len(moving))
 
     def lose(self, engine: Engine, error: EngineError) -> None:
         """It is gone: its requests continue elsewhere. Raises `EngineError` if it was the last and none is waited for, and what
