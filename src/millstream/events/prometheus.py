@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from msgspec import UNSET
 
 from millstream.events.bottleneck import TimeUse
-from millstream.events.metrics import StepMetrics, is_step
+from millstream.events.metrics import StepMetrics, is_step, metric_key
 from millstream.events.types import (
     CheckpointFailed,
     CheckpointSealed,
@@ -115,6 +115,10 @@ OF_ROW = {
 }
 """Keys of a row of `metrics.jsonl`, and their families."""
 LEARNER_SECONDS = ("training", "waiting", "sync", "other")
+PLAIN_COUNTERS = (
+    *("groups_admitted_total", "groups_restarted_total", "rollouts_trained_total", "tokens_trained_total"),
+    *("stalls_total", "warnings_total", "checkpoint_failures_total", "learner_restarts_total"),
+)
 
 
 class PrometheusMetrics:
@@ -128,9 +132,16 @@ class PrometheusMetrics:
         self._lags = [0] * (len(LAG_BUCKETS) + 1)
         self._lag_sum = 0
         self._engines: set[str] = set()
-        for name, family in FAMILIES.items():
-            if family.kind == "counter" and name in ("groups_admitted_total", "stalls_total", "warnings_total"):
-                self._add(name, 0)
+        self._begin_counters()
+
+    def _begin_counters(self) -> None:
+        """A rate is right from the first increase on only where the counter was 0 before."""
+        for name in PLAIN_COUNTERS:
+            self._add(name, 0)
+        for outcome in ("ended", "retried", "failed", "aborted"):
+            self._add("rollouts_total", 0, outcome=outcome)
+        for fate in Fate:
+            self._add("groups_left_total", 0, fate=fate.value)
 
     def set_run(self, *, run_id: str, name: str, steps: int, lag_bound: int) -> None:
         with self._lock:
@@ -182,7 +193,7 @@ class PrometheusMetrics:
                 self._add("rollouts_trained_total", event.num_rollouts)
                 self._add("tokens_trained_total", event.num_tokens)
                 for name, value in event.metrics.items():
-                    self._set("learner_metric", value, name=name)
+                    self._set("learner_metric", value, name=metric_key(name))
                 found, names = self._use.bottleneck(), self._values["bottleneck"]
                 names.clear()
                 if found is not None:
@@ -243,10 +254,10 @@ class PrometheusMetrics:
             counts[labels] = counts.get(labels, 0) + wait.count
             longest[labels] = max(longest.get(labels, 0.0), wait.seconds)
 
-    def _set(self, name: str, value: float, **labels: str) -> None:
+    def _set(self, name: str, value: float, /, **labels: str) -> None:
         self._values[name][tuple(labels.items())] = value
 
-    def _add(self, name: str, value: float, **labels: str) -> None:
+    def _add(self, name: str, value: float, /, **labels: str) -> None:
         values, key = self._values[name], tuple(labels.items())
         values[key] = values.get(key, 0) + value
 
