@@ -1,7 +1,7 @@
 """The live terminal view: progress, reward, lag, a sample of training, and what every part waits for.
 
-Reads only events. It is drawn where it can be redrawn in place (`can_redraw`), elsewhere `show.Lines` is used. What other
-processes write to standard error meanwhile appears above it, and a terminal whose size changes is drawn again from the top: no
+Reads only events. It is drawn where it can be redrawn in place (`can_redraw`), elsewhere `show.Lines` is used. What is written
+to the terminal meanwhile appears above it, and a terminal whose size changes is drawn again from the top: no
 parts of earlier drawings are left.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 from collections import deque
 from typing import Any
@@ -83,8 +84,8 @@ class View:
         self._version = 0
         self._now = 0.0
         self._num_failed = 0
-        self._live = _Redrawn(self, console=console, refresh_per_second=4, transient=False)
-        self._above = _LinesAbove(console)
+        self._live = _Redrawn(self, console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
+        self._above = _LinesAbove(self._live)
 
     def __enter__(self) -> View:
         self._live.start()
@@ -231,36 +232,43 @@ class _Redrawn(Live):
         self._drawn_size = size
         super().refresh()
 
+    def print_above(self, line: str) -> None:
+        with self._lock:  # else a drawing in between would have another height
+            self.console.out(line, highlight=False)
+
 
 class _LinesAbove:
-    """While the view is drawn, what this process's libraries and its workers write to standard error itself is printed above
-    it, line by line."""
+    """While the view is drawn, what is written to standard output and standard error, by this process, its libraries and its
+    workers, is printed above it, line by line: all of it goes through one pipe, which one thread reads."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._real: int | None = None
+    def __init__(self, live: _Redrawn) -> None:
+        self._live = live
 
     def start(self) -> None:
-        if not os.isatty(2):
-            return
-        self._real = os.dup(2)
         reading, writing = os.pipe()
-        os.dup2(writing, 2)
-        os.close(writing)
+        self._stdout = sys.stdout
+        self._stderr = os.dup(2) if os.isatty(2) else None
+        if self._stderr is not None:
+            os.dup2(writing, 2)
+        self._lines = os.fdopen(writing, "w", buffering=1, errors="replace")
+        self._lines.rich_proxied_file = self._stdout  # type: ignore[attr-defined]  # a console writes to the terminal itself
+        sys.stdout = self._lines
         self._thread = threading.Thread(target=self._print, args=(reading,), name="lines above", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        if self._real is not None:
-            os.dup2(self._real, 2)
-            os.close(self._real)
-            self._real = None
-            self._thread.join(0.5)  # a worker that is ending may still have the other end
+        sys.stdout = self._stdout
+        if self._stderr is not None:
+            sys.stderr.flush()
+            os.dup2(self._stderr, 2)
+            os.close(self._stderr)
+        self._lines.close()
+        self._thread.join(0.5)  # a worker that is ending may still have the other end
 
     def _print(self, reading: int) -> None:
-        with open(reading, errors="replace") as lines:  # a descriptor
+        with os.fdopen(reading, errors="replace") as lines:
             for line in lines:
-                self._console.out(line.rstrip("\n"), highlight=False)
+                self._live.print_above(line.rstrip("\n"))
 
 
 def _is_of(wait: WaitNow, bottleneck: BottleneckName) -> bool:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from millstream.env.data import PassedData, in_order
 from millstream.env.rewards import PassedRewards, was_passed
@@ -143,7 +143,8 @@ def _run(
     branch: Branch | None = None,
 ) -> RunResult:
     """All phases but the first, with a log that says how they ended."""
-    tracking, best, outcome = Tracking(prepared.config), None, (FINISHED, UNSET)
+    tracking, best = Tracking(prepared.config), None
+    outcome: tuple[str, str | UnsetType] = FINISHED, UNSET
     log: RunLog | None = None
     run: ActiveRun | None = None
     try:

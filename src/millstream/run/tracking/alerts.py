@@ -108,20 +108,20 @@ class AlertSink:
         next_at: dict[AlertKind, float] = {}
         while True:
             due = [next_at[kind] for kind in waiting]
-            try:
+            item, is_over = None, False
+            with suppress(queue.Empty):
                 item = self._events.get(timeout=max(0.0, min(due) - time.monotonic()) if due else None)
-            except queue.Empty:
-                item = ()
-            if item:
+                is_over = item is None
+            if item is not None:
                 alert = self._alert(*item)
                 waiting.setdefault(alert.kind, []).append(alert)
                 if isinstance(item[1], RunEnded):
                     next_at[alert.kind] = 0.0
             for kind in list(waiting):
-                if item is None or time.monotonic() >= next_at.get(kind, 0.0):
+                if is_over or time.monotonic() >= next_at.get(kind, 0.0):
                     self._send(waiting.pop(kind))
                     next_at[kind] = time.monotonic() + self._config.every_s
-            if item is None:
+            if is_over:
                 return
 
     def _alert(self, step: int, event: Event) -> Alert:

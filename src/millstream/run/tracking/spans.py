@@ -250,7 +250,7 @@ def _watched(exporter: Any, place: str, warn: Callable[[str], None]) -> Any:
     """An exporter that warns when spans are lost, once until some arrive again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    class Watched(SpanExporter):
+    class Watched(SpanExporter):  # type: ignore[misc]  # an optional package: mypy does not read it
         is_finishing = False
 
         def __init__(self) -> None:
