@@ -28,16 +28,11 @@ from millstream.run.tracking.alerts import AlertSink
 from millstream.run.tracking.config import AlertsConfig, split_address
 from millstream.run.tracking.prometheus import MAX_CLIENTS, PrometheusSink
 from millstream.types import Task
+from support.ports import free_port
 from support.runs import assert_clean
 from support.stage_runs import config
 
 SMALL = ("pipeline.steps=4", "pipeline.groups_per_step=4", "data.size=60", "data.holdout=4")
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def get(port: int, path: str = "/metrics") -> tuple[int, str]:
