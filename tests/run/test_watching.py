@@ -19,7 +19,7 @@ import pytest
 from millstream import train
 from millstream.config import load
 from millstream.errors import ConfigError, OutputError
-from millstream.events import DRAINED, Event, FindingMade, ReplicaLeft, RunEnded, Stalled, Stepped, Warned
+from millstream.events import DRAINED, Event, FindingMade, ReplicaLeft, RunEnded, SampleShown, Stalled, Stepped, Warned
 from millstream.events.sinks import read_events
 from millstream.run.active import ActiveRun
 from millstream.run.config import RunConfig
@@ -176,6 +176,8 @@ def test_a_run_is_scraped_while_it_trains_and_its_end_is_an_alert_to_the_command
     assert hook.bodies == [alert] and alert["text"] == "run: the run finished at step 4"
     assert hook.url not in (tmp_path / "run/config.toml").read_text(), "the variable is in the config, not the URL"
     assert hook.url not in (tmp_path / "run/events.jsonl").read_text()
+    samples = [e.sample for e in read_events(tmp_path / "run/events.jsonl") if isinstance(e, SampleShown)]
+    assert samples and all(one.prompt.endswith(">") and one.answer and one.completion for one in samples), "of training"
     assert_clean(tmp_path / "run")
 
 

@@ -145,15 +145,17 @@ class View:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         found = self._use.bottleneck()
-        parts: list[RenderableType] = [self._progress(), self._numbers(max(8, min(40, options.max_width - LABELS)))]
+        width, is_narrow = options.max_width, options.max_width < MIN_TABLE
+        parts: list[RenderableType] = [self._progress(is_narrow), self._numbers(max(8, min(40, width - LABELS)))]
         parts += [] if found is None else [Text(f"bottleneck: {found.message}", style="bold")]
-        parts += [Text(note, style="yellow") for note in (*self._notes, self._failure) if note]
+        notes = (note if len(note) <= 4 * width else f"{note[: 4 * width]}…" for note in (*self._notes, self._failure))
+        parts += [Text(note, style="yellow") for note in notes if note]
         if self._status is not None:
             waits = self._waits(self._status, None if found is None else found.name)
-            parts += [Text(), *([_grid(waits)] if options.max_width >= MIN_TABLE else map(_line, waits))]
+            parts += [Text(), *(map(_line, waits) if is_narrow else [_grid(waits)])]
         yield Panel(Group(*parts), title="[bold]millstream[/]", subtitle=self._phase, border_style="cyan")
 
-    def _progress(self) -> RenderableType:
+    def _progress(self, is_narrow: bool) -> RenderableType:
         grid = Table.grid(padding=(0, 1), expand=True)
         for ratio in (None, 1, None):
             grid.add_column(ratio=ratio)
@@ -163,7 +165,7 @@ class View:
         grid.add_row(
             Text(f"step {done}/{num_steps}", style="bold"),
             ProgressBar(total=max(1, num_steps), completed=done),
-            Text(self._time_left()),
+            Text((is_narrow and self._left.words()) or self._time_left()),
         )
         return grid
 

@@ -136,7 +136,7 @@ class _RunTracks:
 
     def entries(self) -> Iterator[Entry]:
         ends = [at for at, _ in self._phases[1:]] + [self.last]
-        for (begin, phase), end in zip(self._phases, ends, strict=True):
+        for (begin, phase), end in zip(self._phases, ends, strict=False):  # of no phase, no end
             if phase:
                 yield _complete(RUN, PHASES, Slice(begin, max(begin, end), phase, {}))
         tracks = _free_tracks([(one.begin, one.end) for one in self._evaluations])
@@ -176,6 +176,7 @@ class _Workers:
         self.steps: dict[int, Slice] = {}
         self.taken: dict[int, int] = {}
         self._tracks: dict[str, int] = {}
+        self._ends: dict[str, float] = {}
         self._last_step: Slice | None = None
 
     @property
@@ -210,7 +211,9 @@ class _Workers:
         if name not in self._tracks:
             self._tracks[name] = len(self._tracks) + 1
             yield _track_name(WORKERS, self._tracks[name], name)
-        yield _complete(WORKERS, self._tracks[name], one)
+        begin = min(max(one.begin, self._ends.get(name, one.begin)), one.end)  # an engine's report may arrive late
+        self._ends[name] = max(one.end, self._ends.get(name, one.end))
+        yield _complete(WORKERS, self._tracks[name], one._replace(begin=begin))
 
 
 def _version_slice(event: WeightsPublished | WeightsLoaded) -> Slice:

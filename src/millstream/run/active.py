@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from msgspec import UNSET, UnsetType, structs
@@ -72,6 +72,7 @@ class ActiveRun:
         self.at_work: Stoppable | None = None  # what a first signal lets finish its batch
         self.stopped_by: signal.Signals | None = None
         self.grace: asyncio.TimerHandle | None = None
+        self.send_alerts: Callable[[], None] = lambda: None  # those that wait; called where the process ends at once
         self.is_done = False
 
     @property

@@ -163,6 +163,7 @@ def _run(
         void_undone(run)
         run.emit_begun()
         tracking.start(run)
+        run.send_alerts = tracking.send_alerts
         asyncio.run(_phases(run))
     except BaseException as error:  # whatever ended it: the log says so
         outcome = type(error).__name__, str(error) if isinstance(error, Exception) else UNSET

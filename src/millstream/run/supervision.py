@@ -146,12 +146,14 @@ class Supervision:
         far as possible, and the process exits."""
         run = self._run
         _exit_later(1)  # even the log may block
-        run.emit_ended("StallError")
+        run.emit_ended("StallError", reason)
         with suppress(OSError):
             run.log.sync()
         sys.stderr.write(f"StallError: {reason}. Stacks are in {run.folder.stacks}. ")
         sys.stderr.write(f"To resume the run:\n  {resume_command(run.folder.path)}\n")
         sys.stderr.flush()
+        run.log.show_rest()
+        run.send_alerts()
         os._exit(1)
 
     # ---- the control socket ------------------------------------------------------------------------------------------

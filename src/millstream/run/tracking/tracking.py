@@ -54,10 +54,14 @@ class Tracking:
         for tracker in self._trackers:
             tracker.start(tracked, run.warn)
 
-    def finish(self, result: RunResult | None) -> None:
-        """`result`: None if the run was stopped or has failed."""
+    def send_alerts(self) -> None:
+        """Those that wait. No more are sent afterwards."""
         if self._alerts is not None:
             self._alerts.finish()
+
+    def finish(self, result: RunResult | None) -> None:
+        """`result`: None if the run was stopped or has failed."""
+        self.send_alerts()
         for tracker in self._trackers:
             tracker.finish({} if result is None else _numbers(result), is_finished=result is not None)
         if self._spans is not None:
