@@ -67,7 +67,7 @@ def test_the_view_is_drawn_in_terminals_only_not_in_pipes_dumb_terminals_and_the
     monkeypatch.setenv("CI", "true")
     assert not can_redraw(terminal.console())
     monkeypatch.setattr(main, "console", terminal.console())
-    with main._shown(PipelineConfig(), None) as (shown,):
+    with main._shown(PipelineConfig()) as (shown,):
         assert isinstance(shown, Lines)
 
 

@@ -117,9 +117,10 @@ def test_work_that_is_reported_late_does_not_overlap_what_was_reported_before() 
 
 def test_the_rules_find_what_is_wrong_with_a_trace() -> None:
     name = {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "a"}}
-    one = {"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 0.0, "dur": 10.0}
-    assert problems_of({"traceEvents": [name, one, {**one, "ts": 2.0, "dur": 5.0}]}) == [], "one is inside the other"
-    assert problems_of({"traceEvents": [name, one, {**one, "ts": 5.0}]})[0].startswith("slices overlap")
+    one = {"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 0, "dur": 10}
+    assert problems_of({"traceEvents": [name, one, {**one, "ts": 2, "dur": 5}]}) == [], "one is inside the other"
+    assert problems_of({"traceEvents": [name, one, {**one, "ts": 5}]})[0].startswith("slices overlap")
+    assert problems_of({"traceEvents": [name, {**one, "ts": 0.5}]})[0].startswith("not in whole microseconds")
     assert problems_of({"traceEvents": [one]}) == ["track (1, 1) has no name"]
-    arrow = {"ph": "s", "name": "a", "cat": "a", "id": 1, "pid": 1, "tid": 1, "ts": 50.0}
+    arrow = {"ph": "s", "name": "a", "cat": "a", "id": 1, "pid": 1, "tid": 1, "ts": 50}
     assert len(problems_of({"traceEvents": [name, one, arrow]})) == 2, "it ends nowhere, and begins in nothing"

@@ -77,7 +77,7 @@ CHANGES = {
     "keep_gb": ["rollout.keep_gb=1"],
     "trackers": ["trackers.project=mine", "trackers.name=this"],
     "metrics": [f"metrics.prometheus=:{free_port()}"],
-    "alerts": ["alerts.command=true", "alerts.every_s=60"],
+    "alerts": ["alerts.command='exit 0'", "alerts.every_s=60"],
     "reward.weight": ["reward.0.weight=0.5"],
     "reward.timeout_s": ["reward.0.timeout_s=10"],
     "environment": ["environment.0.max_concurrent=4", "environment.0.step_timeout_s=30"],

@@ -19,7 +19,7 @@ import pytest
 from millstream import train
 from millstream.config import load
 from millstream.errors import ConfigError, OutputError
-from millstream.events import DRAINED, Event, FindingMade, ReplicaLeft, RunEnded, SampleShown, Stalled, Stepped, Warned
+from millstream.events import Event, FindingMade, ReplicaLeft, RunEnded, SampleShown, Stalled, Stepped, Warned
 from millstream.events.sinks import read_events
 from millstream.run.active import ActiveRun
 from millstream.run.config import RunConfig
@@ -27,6 +27,7 @@ from millstream.run.tracking import alerts
 from millstream.run.tracking.alerts import AlertSink
 from millstream.run.tracking.config import AlertsConfig, split_address
 from millstream.run.tracking.prometheus import MAX_CLIENTS, PrometheusSink
+from millstream.serving.router import DRAINED
 from millstream.types import Task
 from support.ports import free_port
 from support.runs import assert_clean

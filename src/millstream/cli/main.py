@@ -105,6 +105,14 @@ FromRun = Annotated[
 ]
 
 
+AsJsonLines = Annotated[
+    bool,
+    typer.Option(
+        "--json-lines", help="Print steps, evaluations and warnings as lines of JSON; the last is the result."
+    ),
+]
+
+
 @app.command(name="train")
 def train_command(
     path: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The config of the run.")] = None,
@@ -123,12 +131,7 @@ def train_command(
         bool, typer.Option("--rollouts-only", help="Generate, score and keep rollouts; train nothing.")
     ] = False,
     as_json: AsJson = False,
-    json_lines: Annotated[
-        bool,
-        typer.Option(
-            "--json-lines", help="Print steps, evaluations and warnings as lines of JSON; the last is the result."
-        ),
-    ] = False,
+    json_lines: AsJsonLines = False,
 ) -> None:
     """Train a model by reinforcement learning, or resume a run."""
     with errors_shown():
@@ -153,9 +156,7 @@ def train_command(
         check_combinations(config)  # an error here comes before the view is drawn
         if path is not None and config.run_dir is not None:
             check_free(config.run_dir)  # at once, not when torch is there
-        shown: list[EventSink] | None = [JsonLines(console)] if json_lines else None
-        shown = [Alarms(errors, with_findings=not as_json)] if shown is None and (quiet or as_json) else shown
-        with _shown(config.pipeline, shown) as sinks:
+        with _shown(config.pipeline, is_quiet=quiet, as_json=as_json, json_lines=json_lines) as sinks:
             if resume is not None:
                 result = millstream.resume(resume, sinks=sinks, changes=overrides or [], progress=False)
             else:
@@ -181,11 +182,16 @@ def _not_a_config(folder: Path) -> str:
 
 
 @contextmanager
-def _shown(pipeline: PipelineConfig, chosen: list[EventSink] | None) -> Iterator[list[EventSink]]:
-    """The sinks that show the run: those that are chosen, or else a live view, or lines where there is no terminal."""
+def _shown(
+    pipeline: PipelineConfig, *, is_quiet: bool = False, as_json: bool = False, json_lines: bool = False
+) -> Iterator[list[EventSink]]:
+    """The sinks that show the run: a live view, lines where there is no terminal, lines of JSON, or warnings only. Findings are
+    left out where the result, as JSON, has them."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if chosen is not None:
-        yield chosen
+    if json_lines:
+        yield [JsonLines(console)]
+    elif is_quiet or as_json:
+        yield [Alarms(errors, with_findings=not as_json)]
     elif not can_redraw(console):
         yield [Lines(console, num_steps=pipeline.steps)]
     else:

@@ -54,11 +54,11 @@ SHOWN = (
 )
 MARKED = (FindingMade, Stalled, CheckpointFailed, LearnerRestarted, ReplicaLeft, ReplicaJoined, Resumed, StopRequested)
 MAX_EVENTS = 500_000
-Entry = dict[str, Any]
+TraceEntry = dict[str, Any]
 RolloutOver = RolloutEnded | RolloutFailed | RolloutAborted
 
 
-def perfetto(events: Iterable[Event]) -> dict[str, list[Entry]]:
+def perfetto(events: Iterable[Event]) -> dict[str, list[TraceEntry]]:
     """The Chrome trace format, which Perfetto reads: complete events ("X"), marks ("i"), arrows ("s", "f"), counters ("C") and
     names ("M"). Of a long run only the last part: no viewer opens more."""
     shown, seldom = deque[Event](maxlen=MAX_EVENTS), _RunTracks()
@@ -72,7 +72,7 @@ def perfetto(events: Iterable[Event]) -> dict[str, list[Entry]]:
     return {"traceEvents": [*_names(), *seldom.entries(), *on_workers, *rollouts]}
 
 
-def _names() -> Iterator[Entry]:
+def _names() -> Iterator[TraceEntry]:
     for process, name in ((RUN, "run"), (WORKERS, "workers"), (ROLLOUTS, "rollouts")):
         yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
@@ -87,7 +87,7 @@ class Slice(NamedTuple):
     begin: float
     end: float
     name: str
-    args: Entry
+    args: TraceEntry
 
 
 class _RunTracks:
@@ -99,7 +99,7 @@ class _RunTracks:
         self._stepped_at = 0.0
         self._evaluations: list[Slice] = []
         self._open: dict[str, EvaluationStarted] = {}
-        self._marks: list[Entry] = []
+        self._marks: list[TraceEntry] = []
 
     def add(self, event: Event) -> None:
         self.last = max(self.last, event.at)
@@ -132,9 +132,9 @@ class _RunTracks:
 
     def _mark(self, name: str, event: Event, track: int) -> None:
         entry = {"ph": "i", "s": "t", "name": name, "cat": str(event.__struct_config__.tag), "pid": RUN, "tid": track}
-        self._marks.append({**entry, "ts": event.at * 1e6})
+        self._marks.append({**entry, "ts": _microseconds(event.at)})
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[TraceEntry]:
         ends = [at for at, _ in self._phases[1:]] + [self.last]
         for (begin, phase), end in zip(self._phases, ends, strict=False):  # of no phase, no end
             if phase:
@@ -183,7 +183,7 @@ class _Workers:
     def learner(self) -> int:
         return self._tracks["learner"]
 
-    def entries(self, events: Iterable[Event]) -> Iterator[Entry]:
+    def entries(self, events: Iterable[Event]) -> Iterator[TraceEntry]:
         for event in events:
             match event:
                 case Span():
@@ -207,7 +207,7 @@ class _Workers:
                     if self._last_step is not None:
                         self.steps[event.version] = self._last_step
 
-    def _on(self, name: str, one: Slice) -> Iterator[Entry]:
+    def _on(self, name: str, one: Slice) -> Iterator[TraceEntry]:
         if name not in self._tracks:
             self._tracks[name] = len(self._tracks) + 1
             yield _track_name(WORKERS, self._tracks[name], name)
@@ -230,7 +230,7 @@ class _Rollout(NamedTuple):
     parts: Sequence[RolloutSpan]
 
 
-def _rollouts(events: Iterable[Event], workers: _Workers, last: float) -> Iterator[Entry]:
+def _rollouts(events: Iterable[Event], workers: _Workers, last: float) -> Iterator[TraceEntry]:
     rollouts = list(_played(events, last))
     tracks = _free_tracks([(one.slice.begin, one.slice.end) for one in rollouts])
     for number in sorted(set(tracks)):
@@ -277,8 +277,8 @@ def _unfinished(event: RolloutStarted, end: float, parts: Sequence[RolloutSpan])
     return _Rollout(event.group_id, False, Slice(event.at, end, f"group {event.group_id}, not ended", args), parts)
 
 
-def _outcome(event: RolloutOver) -> tuple[str, Entry]:
-    args: Entry = {"member": event.member, "attempt": event.attempt, "tokens": event.num_sampled}
+def _outcome(event: RolloutOver) -> tuple[str, TraceEntry]:
+    args: TraceEntry = {"member": event.member, "attempt": event.attempt, "tokens": event.num_sampled}
     match event:
         case RolloutFailed():
             return f"group {event.group_id}, failed", args | {"error": f"{event.error}: {event.message}"}
@@ -291,25 +291,30 @@ def _outcome(event: RolloutOver) -> tuple[str, Entry]:
 # ---- entries ---------------------------------------------------------------------------------------------------------
 
 
-def _track_name(process: int, track: int, name: str) -> Entry:
+def _microseconds(at: float) -> int:
+    """Whole ones: a viewer cuts off what is behind the point, and slices that touch would then overlap."""
+    return round(at * 1e6)
+
+
+def _track_name(process: int, track: int, name: str) -> TraceEntry:
     return {"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": name}}
 
 
-def _complete(process: int, track: int, one: Slice) -> Entry:
-    times = {"ts": one.begin * 1e6, "dur": (one.end - one.begin) * 1e6}
+def _complete(process: int, track: int, one: Slice) -> TraceEntry:
+    times = {"ts": _microseconds(one.begin), "dur": _microseconds(one.end) - _microseconds(one.begin)}
     return {"ph": "X", "name": one.name, "pid": process, "tid": track, **times, "args": one.args}
 
 
-def _counter(name: str, at: float, value: float) -> Entry:
-    return {"ph": "C", "name": name, "pid": WORKERS, "tid": 0, "ts": at * 1e6, "args": {"value": value}}
+def _counter(name: str, at: float, value: float) -> TraceEntry:
+    return {"ph": "C", "name": name, "pid": WORKERS, "tid": 0, "ts": _microseconds(at), "args": {"value": value}}
 
 
-def _arrow(number: int, start: tuple[int, int, Slice], finish: tuple[int, int, Slice]) -> Iterator[Entry]:
+def _arrow(number: int, start: tuple[int, int, Slice], finish: tuple[int, int, Slice]) -> Iterator[TraceEntry]:
     """From inside one slice to inside another: a viewer finds the slices by track and time."""
     for phase, (process, track, one) in (("s", start), ("f", finish)):
-        at = one.begin + (one.end - one.begin) / 2
+        at = (_microseconds(one.begin) + _microseconds(one.end)) // 2
         entry = {"ph": phase, "id": number, "name": "trained", "cat": "trained", "pid": process, "tid": track}
-        yield {**entry, "ts": at * 1e6, **({"bp": "e"} if phase == "f" else {})}
+        yield {**entry, "ts": at, **({"bp": "e"} if phase == "f" else {})}
 
 
 def _free_tracks(intervals: Sequence[tuple[float, float]]) -> list[int]:

@@ -171,8 +171,7 @@ class RolloutFailed(Event, frozen=True, kw_only=True):
 
 
 class RolloutSpan(Event, frozen=True, kw_only=True):
-    """A part of a rollout, from `at - seconds` to `at`: a turn ("generate"), or what its environment waited for by name: a
-    tool, a reward. Written where they are exported (`[traces]`)."""
+    """A part of a rollout, with `[traces]`: a turn ("generate"), or what its environment waited for by name, as a tool."""
 
     group_id: int
     member: int
@@ -252,9 +251,6 @@ class WeightsLoaded(Event, frozen=True, kw_only=True):
     engine: str
     version: int
     seconds: float
-
-
-DRAINED = "it was drained"  # why an engine left that was to leave
 
 
 class ReplicaLeft(Event, frozen=True, kw_only=True):
@@ -401,7 +397,7 @@ class Estimate(Struct, frozen=True, kw_only=True):
 
 
 class SampleShown(Event, frozen=True, kw_only=True):
-    """A rollout of training as text, every few seconds: for a person who watches."""
+    """A rollout of training, every few seconds."""
 
     group_id: int
     member: int

@@ -33,7 +33,7 @@ from millstream.clock import Clock
 from millstream.engine import Engine
 from millstream.engine.failures import NOT_FORGIVEN
 from millstream.errors import EngineError, EngineGone, EngineMisconfigured, InvariantError, PinLost
-from millstream.events import DRAINED, EventSink, ReplicaJoined, ReplicaLeft
+from millstream.events import EventSink, ReplicaJoined, ReplicaLeft
 from millstream.serving.order import ReplicaOrder
 from millstream.serving.pins import Pins
 from millstream.serving.queue import RequestQueue, RequestRank, WaitingRequest
@@ -41,7 +41,8 @@ from millstream.serving.replica import MAX_FAILURES, Replica
 from millstream.serving.request import Lengths, Pin, PrefixMap, RoutedRequest
 from millstream.types import Completion, Finish, Request, RequestKey
 
-__all__ = ["RankOf", "ReplicaChange", "RequestRank", "Router"]
+DRAINED = "it was drained"  # why an engine left that was to leave
+__all__ = ["DRAINED", "RankOf", "ReplicaChange", "RequestRank", "Router"]
 logger = logging.getLogger(__name__)
 RankOf = Callable[[int], RequestRank | None]  # by group; None for one that is not in training, such as an evaluation's
 

@@ -25,7 +25,6 @@ from msgspec import UNSET, Struct
 
 from millstream.errors import shown
 from millstream.events import (
-    DRAINED,
     EVENT_LOOP,
     CheckpointFailed,
     Event,
@@ -41,6 +40,7 @@ from millstream.retry import BackOff, Retry
 from millstream.run.folder import FINISHED
 from millstream.run.progress import finding_text
 from millstream.run.tracking.config import AlertKind, AlertsConfig, public_url
+from millstream.serving.router import DRAINED
 
 logger = logging.getLogger(__name__)
 BACK_OFF = BackOff(first_s=1.0, longest_s=10.0)
