@@ -121,6 +121,30 @@ PLAIN_COUNTERS = (
 )
 
 
+FLOW = frozenset(
+    (
+        *(Span, RolloutEnded, RolloutFailed, RolloutAborted, GroupAdmitted, GroupRestarted, GroupTaken, GroupLeft),
+        Stepped,
+    )
+)
+STATE = frozenset(
+    (
+        *(
+            Resumed,
+            SettingChanged,
+            LagMoved,
+            Status,
+            WeightsLoaded,
+            ReplicaJoined,
+            ReplicaLeft,
+            FindingMade,
+            FindingEnded,
+        ),
+        *(Evaluated, Stalled, Warned, CheckpointSealed, CheckpointFailed, LearnerRestarted),
+    )
+)
+
+
 class PrometheusMetrics:
     """Takes events on one thread; `text` may be called on another."""
 
@@ -131,6 +155,7 @@ class PrometheusMetrics:
         self._lock = threading.Lock()
         self._lags = [0] * (len(LAG_BUCKETS) + 1)
         self._lag_sum = 0
+        self._now = 0.0
         self._engines: set[str] = set()
         self._begin_counters()
 
@@ -151,7 +176,7 @@ class PrometheusMetrics:
 
     def add(self, event: Event) -> None:
         with self._lock:
-            self._set("run_seconds", max(event.at, self._values["run_seconds"].get((), 0.0)))
+            self._now = max(self._now, event.at)
             row = self._metrics.add(event)
             self._use.add(event)
             if row is not None and is_step(row):
@@ -162,8 +187,11 @@ class PrometheusMetrics:
                 for key, value in row.items():
                     if key.startswith("reward/"):
                         self._set("reward_part_mean", value, part=key.removeprefix("reward/"))
-            self._add_flow(event)
-            self._add_state(event)
+            kind = type(event)
+            if kind in FLOW:
+                self._add_flow(event)
+            elif kind in STATE:
+                self._add_state(event)
 
     def _add_flow(self, event: Event) -> None:
         """What rollouts and groups came to, and what was trained."""
@@ -231,7 +259,6 @@ class PrometheusMetrics:
                 self._add("checkpoint_failures_total", 1)
             case LearnerRestarted():
                 self._add("learner_restarts_total", 1)
-        self._set("engines", len(self._engines))
 
     def _set_status(self, event: Status) -> None:
         self._set("requests_running", event.requests_running)
@@ -266,6 +293,8 @@ class PrometheusMetrics:
     def text(self) -> str:
         """In the text format, version 0.0.4. A metric without a value so far is left out."""
         with self._lock:
+            self._set("run_seconds", self._now)
+            self._set("engines", len(self._engines))
             lines: list[str] = []
             for name, family in FAMILIES.items():
                 samples = self._lag_lines() if family.kind == "histogram" else _samples(name, self._values[name])

@@ -310,9 +310,11 @@ def _counter(name: str, at: float, value: float) -> TraceEntry:
 
 
 def _arrow(number: int, start: tuple[int, int, Slice], finish: tuple[int, int, Slice]) -> Iterator[TraceEntry]:
-    """From inside one slice to inside another: a viewer finds the slices by track and time."""
+    """From inside one slice to inside another: a viewer finds the slices by track and time. It starts after the turns of a
+    rollout."""
     for phase, (process, track, one) in (("s", start), ("f", finish)):
-        at = (_microseconds(one.begin) + _microseconds(one.end)) // 2
+        begin, end = _microseconds(one.begin), _microseconds(one.end)
+        at = max(begin, end - 1) if phase == "s" else (begin + end) // 2
         entry = {"ph": phase, "id": number, "name": "trained", "cat": "trained", "pid": process, "tid": track}
         yield {**entry, "ts": at, **({"bp": "e"} if phase == "f" else {})}
 
