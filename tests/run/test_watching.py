@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from millstream import train
+from millstream.cli.main import app
 from millstream.config import load
 from millstream.errors import ConfigError, OutputError
 from millstream.events import Event, FindingMade, ReplicaLeft, RunEnded, SampleShown, Stalled, Stepped, Warned
@@ -180,6 +182,17 @@ def test_a_run_is_scraped_while_it_trains_and_its_end_is_an_alert_to_the_command
     samples = [e.sample for e in read_events(tmp_path / "run/events.jsonl") if isinstance(e, SampleShown)]
     assert samples and all(one.prompt.endswith(">") and one.answer and one.completion for one in samples), "of training"
     assert_clean(tmp_path / "run")
+
+
+def test_every_line_of_json_lines_is_json_from_the_first_step_to_the_result(tmp_path: Path) -> None:
+    config(tmp_path)
+    keys = [word for key in (*SMALL, f"run_dir={tmp_path / 'run'}") for word in ("--set", key)]
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), "--json-lines", *keys])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["step"] for row in rows if row["type"] == "step"] == [1, 2, 3, 4]
+    assert {"evaluated", "sample_shown", "run_ended"} <= {row["type"] for row in rows}
+    assert rows[-1]["type"] == "result" and rows[-1]["summary"]["steps"] == 4
 
 
 def broken(run: ActiveRun, learner: object) -> None:
