@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from html import escape
 from pathlib import Path
 from shlex import quote
@@ -72,7 +72,7 @@ def plan_command(
         model = planned_shape(config, shape)
         sim, notes = planned_costs(config, model, costs)
         planner = Planner(config, sim, model, found, max_lag=max_lag, is_calibrated=costs is not None)
-        with _progress(planner):
+        with nullcontext() if as_json else _progress(planner):
             plan = plan_run(planner, [*notes, *plan_notes(config, shape)])
         if out is not None:
             _write(out, plan, found)
